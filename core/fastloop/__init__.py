@@ -1,0 +1,59 @@
+"""fastloop: list plugins in a recipe, and get the fastest correct training your hardware can do, with proof.
+
+    from fastloop import Trainer
+    Trainer(model, train_loader, eval_loader, plugins=["amp", "compile"], epochs=3).fit()
+
+Importing this imports no torch: what needs it is loaded when first used.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+from fastloop.errors import CheckpointError, FastloopError, PluginCrash, PluginError, RecipeError, UsageError
+from fastloop.options import option
+from fastloop.plugin import Device, Dtype, Package, Plugin, When, hookimpl
+from fastloop.state import AcceleratorDraft, Batch, DataLoaderDraft, OptimizerDraft, Output, State
+
+if TYPE_CHECKING:
+    from fastloop.run import Run
+    from fastloop.trainer import Trainer
+
+__version__ = version("fastloop")
+
+__all__ = [
+    "AcceleratorDraft",
+    "Batch",
+    "CheckpointError",
+    "DataLoaderDraft",
+    "Device",
+    "Dtype",
+    "FastloopError",
+    "OptimizerDraft",
+    "Output",
+    "Package",
+    "Plugin",
+    "PluginCrash",
+    "PluginError",
+    "RecipeError",
+    "Run",
+    "State",
+    "Trainer",
+    "UsageError",
+    "When",
+    "hookimpl",
+    "option",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Run":
+        from fastloop.run import Run
+
+        return Run
+    if name == "Trainer":
+        from fastloop.trainer import Trainer
+
+        return Trainer
+    raise AttributeError(f"module 'fastloop' has no attribute {name!r}")

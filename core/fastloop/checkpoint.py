@@ -1,0 +1,223 @@
+"""Checkpoints: written aside, synced, checksummed, renamed. Tensors in safetensors, the rest in JSON; no pickle anywhere.
+
+    checkpoints/step-00000120/
+        model.safetensors    the weights under the model's own names
+        state.safetensors    every other tensor (optimizer, plugins, random states)
+        state.json           counters and structure; tensors stand in it by name
+        manifest.json        size and SHA-256 of the others: written last, so a folder without it is not a checkpoint
+
+The newest checkpoint is found by looking, not by a pointer that could name a half-written one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from fastloop.errors import CheckpointError
+
+MANIFEST = "manifest.json"
+
+
+def pack(tree: Any, tensors: dict[str, Tensor], name: str) -> Any:
+    """Turn a tree of state into JSON values, moving its tensors into ``tensors`` under path-like names.
+
+    Takes dicts with any packable keys, lists, tuples, tensors, numpy arrays and scalars, numbers, strings, None.
+
+    Raises:
+        TypeError: Anything else; names where it stands.
+    """
+    if tree is None or isinstance(tree, bool | int | float | str):
+        return tree
+    if isinstance(tree, Tensor):
+        tensors[name] = tree.detach()
+        return {"__tensor__": name}
+    if isinstance(tree, np.ndarray):
+        tensors[name] = torch.from_numpy(tree)
+        return {"__array__": name}
+    if isinstance(tree, np.generic):
+        return tree.item()
+    if isinstance(tree, tuple):
+        return {"__tuple__": [pack(value, tensors, f"{name}.{index}") for index, value in enumerate(tree)]}
+    if isinstance(tree, list):
+        return [pack(value, tensors, f"{name}.{index}") for index, value in enumerate(tree)]
+    if isinstance(tree, Mapping):
+        if all(isinstance(key, str) and not key.startswith("__") for key in tree):
+            return {key: pack(value, tensors, f"{name}.{key}") for key, value in tree.items()}
+        return {"__items__": [[pack(key, tensors, name), pack(value, tensors, f"{name}.{key}")] for key, value in tree.items()]}
+    raise TypeError(f"{name}: a {type(tree).__name__} cannot be saved. Save tensors, numbers, strings, lists, tuples and dicts of them.")
+
+
+def unpack(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The inverse of ``pack``."""
+    if isinstance(tree, list):
+        return [unpack(value, tensors) for value in tree]
+    if not isinstance(tree, dict):
+        return tree
+    if "__tensor__" in tree:
+        return tensors[tree["__tensor__"]]
+    if "__array__" in tree:
+        return tensors[tree["__array__"]].numpy()
+    if "__tuple__" in tree:
+        return tuple(unpack(value, tensors) for value in tree["__tuple__"])
+    if "__items__" in tree:
+        return {unpack(key, tensors): unpack(value, tensors) for key, value in tree["__items__"]}
+    return {key: unpack(value, tensors) for key, value in tree.items()}
+
+
+def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Write a safetensors file. Names that share memory (tied weights) are written each with its own copy."""
+    seen: set[int] = set()
+    plain = {}
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().cpu().contiguous()
+        storage = tensor.untyped_storage().data_ptr()
+        plain[name] = tensor.clone() if storage in seen or tensor.untyped_storage().nbytes() != tensor.nbytes else tensor
+        seen.add(storage)
+    save_file(plain, path)
+
+
+def random_states() -> dict[str, Any]:
+    """Every random state that training draws from, on this process."""
+    import random
+
+    states: dict[str, Any] = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state_all()
+    return states
+
+
+def restore_random_states(states: Mapping[str, Any]) -> None:
+    """The inverse of ``random_states``. Call it before the first batch is fetched."""
+    import random
+
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(states["cuda"])
+
+
+def write(folder: Path, model: Mapping[str, Tensor], state: Mapping[str, Any]) -> Path:
+    """Write a checkpoint at ``folder``; whenever the process is killed, ``folder`` is whole or as it was before.
+
+    Args:
+        model: The model's state dict.
+        state: Anything ``pack`` takes.
+    """
+    aside = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    tensors: dict[str, Tensor] = {}
+    packed = pack(state, tensors, "state")
+    save_tensors(model, aside / "model.safetensors")
+    save_tensors(tensors, aside / "state.safetensors")
+    (aside / "state.json").write_text(json.dumps(packed))
+    files = {path.name: {"bytes": path.stat().st_size, "sha256": _digest(path)} for path in sorted(aside.iterdir())}
+    (aside / MANIFEST).write_text(json.dumps({"format": 1, "files": files}, indent=1))
+    for path in aside.iterdir():
+        _sync(path)
+    _sync(aside)
+    if folder.exists():  # a step saved again after a resume: the new one takes its place
+        old = folder.with_name(f".{folder.name}.old.partial")
+        shutil.rmtree(old, ignore_errors=True)
+        folder.rename(old)
+        aside.rename(folder)
+        shutil.rmtree(old)
+    else:
+        aside.rename(folder)
+    _sync(folder.parent)
+    return folder
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def damage(folder: Path) -> str | None:
+    """What is wrong with a checkpoint folder, or None when it is whole: every file of its manifest, to the byte."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        for name, facts in manifest["files"].items():
+            path = folder / name
+            if path.parent != folder or not path.is_file():
+                return f"{name} is missing"
+            if path.stat().st_size != facts["bytes"] or _digest(path) != facts["sha256"]:
+                return f"{name} is not what was written"
+    except FileNotFoundError:
+        return f"{MANIFEST} is missing"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{MANIFEST} cannot be read: {error}"
+    return None
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Checkpoint folders of a run, oldest step first; those under way have another name and are not among them."""
+    return sorted((folder / "checkpoints").glob("step-[0-9]*"))
+
+
+def find(path: Path) -> tuple[Path, list[str]]:
+    """The checkpoint that ``--resume PATH`` means: a checkpoint folder itself, or a run folder's newest whole one.
+
+    Returns:
+        The folder, and what was passed over on the way, to be said aloud.
+
+    Raises:
+        CheckpointError: There is none, or none that is whole.
+    """
+    candidates = [path] if (path / MANIFEST).exists() or path.name.startswith("step-") else checkpoints(path)[::-1]
+    skipped = []
+    for candidate in candidates:
+        wrong = damage(candidate)
+        if wrong is None:
+            return candidate, skipped
+        skipped.append(f"{candidate}: damaged ({wrong})")
+    if skipped:
+        listed = "\n  ".join(skipped)
+        raise CheckpointError(f"No checkpoint to resume from is whole:\n  {listed}")
+    raise CheckpointError(f"{path}: no checkpoint to resume from. Expected a run folder with checkpoints/step-*, or one of those. Start anew without --resume.")
+
+
+def read(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """``(model, state)`` of a checkpoint, on the CPU.
+
+    Raises:
+        CheckpointError: The files cannot be read.
+    """
+    try:
+        tensors = load_file(folder / "state.safetensors")
+        state = unpack(json.loads((folder / "state.json").read_text()), tensors)
+        return load_file(folder / "model.safetensors"), state
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise CheckpointError(f"{folder}: cannot be read: {error}.") from None
+
+
+def rotate(folder: Path, keep: int) -> None:
+    """Remove a run's oldest checkpoints down to ``keep``, and what an interrupted save left. What a plugin keeps elsewhere is not touched."""
+    for path in [*checkpoints(folder)[:-keep], *leftovers(folder)]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def leftovers(folder: Path) -> Iterator[Path]:
+    """Folders of saves that were cut off."""
+    yield from (folder / "checkpoints").glob(".step-*.partial")

@@ -1,0 +1,201 @@
+"""From datasets to the batches of a step: one order of samples for a seed, however many processes or workers read it.
+
+The order of an epoch is ``torch.randperm(n, generator=manual_seed(seed + epoch))``. An optimizer step takes the next ``batch_size``
+of it; its micro-steps and processes take consecutive shares. So the position in the data is one number, the samples drawn in the epoch,
+and a resumed run starts there at once, whatever the number of processes was. Nothing here draws from the global random state:
+dropout sees the same numbers with and without workers.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
+
+from fastloop.state import Batch, DataLoaderDraft
+
+
+class Draw(list[int]):
+    """The sample ids of one micro-batch, and what random numbers drawn while they are read in a worker are seeded with."""
+
+    seed: int = 0
+
+
+class StepSampler(Sampler[Draw]):
+    """Sample ids of every micro-batch of this process, for the epoch ``epoch`` from ``start`` samples on.
+
+    Args:
+        size: Samples in the dataset.
+        batch_size: Samples an optimizer step, over all processes.
+        device_batch_size: Samples a micro-batch of one process.
+        shuffle: Whether to permute; otherwise the ids count up.
+    """
+
+    def __init__(self, size: int, batch_size: int, device_batch_size: int, rank: int, world_size: int, seed: int, shuffle: bool) -> None:
+        self.size, self.batch_size, self.device_batch_size = size, batch_size, device_batch_size
+        self.rank, self.world_size, self.seed, self.shuffle = rank, world_size, seed, shuffle
+        self.epoch = self.start = 0
+
+    def order(self) -> list[int]:
+        """All sample ids in this epoch's order."""
+        if not self.shuffle:
+            return list(range(self.size))
+        return torch.randperm(self.size, generator=torch.Generator().manual_seed(self.seed + self.epoch)).tolist()
+
+    def __iter__(self) -> Iterator[Draw]:
+        order, share = self.order(), self.device_batch_size * self.world_size
+        for step in range(self.start, self.size, self.batch_size):
+            end = min(step + self.batch_size, self.size)
+            for begin in range(step, end, share):
+                mine = begin + self.rank * self.device_batch_size
+                draw = Draw(order[mine : min(mine + self.device_batch_size, end)])
+                draw.seed = hash((self.seed, self.epoch, mine)) % 2**32
+                yield draw
+
+
+def _seed_worker(seed: int) -> None:
+    import numpy as np
+
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+class _Samples(Dataset[Any]):
+    """A map-style dataset read a draw at a time. In a worker, each draw seeds the random state: augmentation does not depend on which worker."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+        self.read: Callable[[list[int]], list[Any]] = getattr(dataset, "__getitems__", None) or self._one_by_one
+
+    def _one_by_one(self, ids: list[int]) -> list[Any]:
+        return [self.dataset[index] for index in ids]
+
+    def __getitems__(self, draw: Draw) -> list[Any]:
+        if get_worker_info() is not None:
+            _seed_worker(draw.seed)
+        return self.read(draw)
+
+
+class _Stream(IterableDataset[Any]):
+    """An iterable dataset shared out so that each sample comes once, in the same batches for any number of workers.
+
+    Micro-batch ``i`` is read by process ``i % world_size`` and, there, by the worker whose turn it is. The dataset itself is
+    iterated as if it were alone: one that shards by ``get_worker_info()`` must not do so a second time, unless it has the
+    attribute ``shards_itself = True``, and then all it yields is taken.
+    """
+
+    def __init__(self, dataset: Any, batch: int, rank: int, world_size: int, seed: int) -> None:
+        self.dataset, self.batch, self.rank, self.world_size, self.seed = dataset, batch, rank, world_size, seed
+        self.position = torch.zeros(2, dtype=torch.int64).share_memory_()  # epoch, start: persistent workers see changes
+
+    def __iter__(self) -> Iterator[Any]:
+        from torch.utils.data._utils import worker
+
+        epoch, start = self.position.tolist()
+        info = get_worker_info()
+        if info is not None:
+            _seed_worker(hash((self.seed, epoch, start, info.id)) % 2**32)
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+        if getattr(self.dataset, "shards_itself", False):
+            yield from self.dataset
+            return
+        mine, readers = self.rank, self.world_size
+        if info is not None:
+            mine, readers = self.rank + self.world_size * info.id, self.world_size * info.num_workers
+        worker._worker_info = None
+        try:
+            for index, sample in enumerate(self.dataset):
+                if index >= start and (index - start) // self.batch % readers == mine:
+                    yield sample
+        finally:
+            worker._worker_info = info
+
+
+class _Collate:
+    """The task's collator; its result as a ``Batch`` that knows its number of samples."""
+
+    def __init__(self, collator: Callable[[list[Any]], Any]) -> None:
+        self.collator = collator
+
+    def __call__(self, samples: list[Any]) -> Batch:
+        result = self.collator(samples)
+        batch = result if isinstance(result, Batch) else Batch(result)
+        batch.samples = len(samples)
+        batch.weight = batch.weight or batch.samples
+        return batch
+
+
+class Loader:
+    """Batches of one split on this process, still on the host.
+
+    Args:
+        dataset: Map-style (``len`` and ``[]``) or iterable.
+        batch_size: Samples an optimizer step, over all processes; for evaluation, what all processes hold at once.
+        device_batch_size: Samples a micro-batch of one process.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        collator: Callable[[list[Any]], Any],
+        draft: DataLoaderDraft,
+        *,
+        batch_size: int,
+        device_batch_size: int,
+        rank: int,
+        world_size: int,
+        seed: int,
+        shuffle: bool,
+    ) -> None:
+        self.dataset = dataset
+        self.batch_size, self.device_batch_size, self.world_size = batch_size, device_batch_size, world_size
+        self.micro_steps = batch_size // (device_batch_size * world_size)
+        self.stream: _Stream | None = None
+        self.sampler: StepSampler | None = None
+        arguments: dict[str, Any] = {
+            "collate_fn": _Collate(collator),
+            "num_workers": draft.num_workers,
+            "pin_memory": draft.pin_memory,
+            "timeout": draft.timeout,
+            "generator": torch.Generator().manual_seed(seed),  # else each epoch would draw from the global state
+        }
+        if draft.num_workers:
+            arguments |= {
+                "persistent_workers": draft.persistent_workers,
+                "prefetch_factor": draft.prefetch_factor,
+                "multiprocessing_context": draft.multiprocessing_context,
+            }
+        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+            self.stream = _Stream(dataset, device_batch_size, rank, world_size, seed)
+            self.loader: DataLoader[Any] = DataLoader(self.stream, batch_size=device_batch_size, **arguments)
+        else:
+            self.sampler = StepSampler(len(dataset), batch_size, device_batch_size, rank, world_size, seed, shuffle)
+            self.loader = DataLoader(_Samples(dataset), batch_sampler=self.sampler, **arguments)
+
+    def steps_per_epoch(self) -> int | None:
+        """Optimizer steps an epoch; None for a dataset of unknown length."""
+        return None if self.sampler is None else -(-self.sampler.size // self.batch_size)
+
+    def batches(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
+        """Micro-batches of an epoch, without its first ``start`` samples."""
+        if self.sampler is not None:
+            self.sampler.epoch, self.sampler.start = epoch, start
+        elif self.stream is not None:
+            self.stream.position[0], self.stream.position[1] = epoch, start
+        yield from self.loader
+
+    def steps(self, epoch: int = 0, start: int = 0) -> Iterator[list[Batch]]:
+        """The same, grouped into the micro-batches of each optimizer step."""
+        group: list[Batch] = []
+        for batch in self.batches(epoch, start):
+            group.append(batch)
+            if len(group) == self.micro_steps:
+                yield group
+                group = []
+        if group:
+            yield group

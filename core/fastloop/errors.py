@@ -1,0 +1,46 @@
+"""The few errors a user can get, and how they are worded.
+
+A message says where (file, key or plugin), what was found, what was expected, and what to do.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class FastloopError(Exception):
+    """The run cannot go on. ``exit_code`` is what the command line returns."""
+
+    exit_code = 1
+
+
+class UsageError(FastloopError):
+    """What was asked is wrong: a recipe, a plugin, an option, a path. Said before training starts."""
+
+    exit_code = 2
+
+
+class RecipeError(UsageError):
+    """A recipe or an override holds something that cannot be."""
+
+
+class PluginError(UsageError):
+    """A plugin is missing, is written wrongly, or cannot be used with what else was asked."""
+
+
+class CheckpointError(UsageError):
+    """A checkpoint is missing, damaged, or belongs to another run."""
+
+
+class PluginCrash(FastloopError):
+    """A plugin raised while it ran; names the plugin, its distribution and the hook. ``__cause__`` is the exception."""
+
+
+def did_you_mean(name: str, choices: Iterable[str]) -> str:
+    """' Did you mean 'lr'?' when a choice is near ``name``, else the sorted choices when few, else ''."""
+    known = sorted(choices)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    if near:
+        return f" Did you mean {near[0]!r}?"
+    return f" Expected one of: {', '.join(known)}." if 0 < len(known) <= 24 else ""

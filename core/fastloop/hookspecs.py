@@ -1,0 +1,220 @@
+"""Every hook, in the order in which it fires. This is the contract between the loop and plugins.
+
+    check_recipe                                    # everything here is also done by `fastloop plan`
+    configure_accelerator, configure_dataloader, configure_optimizer
+
+    build_datasets, build_collator, build_model
+    before_prepare                                  # the model as built, on the CPU
+    build_optimizer, build_scheduler
+    after_prepare                                   # the model as trained, on its device
+    build_metrics
+    load_state                                      # only with --resume
+
+    before_fit
+    for each epoch:
+        before_epoch
+        for each optimizer step:
+            before_step
+            for each micro-step:
+                compute_loss, then backward
+            after_backward                          # gradients complete, unclipped
+            (gradients are clipped)
+            before_optimizer_step
+            (optimizer, scheduler, zero_grad)
+            after_step
+            when evaluation is due: before_evaluate, evaluate, after_evaluate
+            when saving is due:     save_state
+        after_epoch
+        when due at the epoch's end: the same evaluation and saving
+    after_fit                                       # a plugin may put other weights in place here
+    before_evaluate, evaluate, after_evaluate       # on the test split
+    export_model                                    # into the run folder's model/
+    write_summary
+
+    on_exception                                    # instead of the rest, when anything above raises
+
+Kinds. *Draft* hooks change the draft they get; two plugins that write one field is an error. *First* hooks return the first result
+that is not None, asked in the run's plugin order. *Chain* hooks may return a replacement, which the next plugin gets. The others are
+called on every plugin, in order. All fire on every process; writing files is for ``run.is_main`` alone. An implementation takes
+only the arguments it needs. What goes around something is a wrapper: ``@hookimpl(wrapper=True)`` on that hook (not on chain and draft hooks).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pluggy
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
+    from torchmetrics import MetricCollection
+
+    from fastloop.recipe import Recipe
+    from fastloop.run import Run
+    from fastloop.state import AcceleratorDraft, Batch, DataLoaderDraft, OptimizerDraft, Output
+
+hookspec = pluggy.HookspecMarker("fastloop")
+first = hookspec(firstresult=True)
+
+# -- configure ---------------------------------------------------------------------------------------------------------
+
+
+@hookspec
+def check_recipe(recipe: Recipe) -> None:
+    """Refuse what is wrong with ``model``, ``data`` or a path by raising ``RecipeError``, before anything is loaded."""
+
+
+@hookspec
+def configure_accelerator(draft: AcceleratorDraft) -> None:
+    """Draft. Precision and Accelerate's handlers."""
+
+
+@hookspec
+def configure_dataloader(draft: DataLoaderDraft) -> None:
+    """Draft. Workers, pinning, padding to a multiple."""
+
+
+@hookspec
+def configure_optimizer(draft: OptimizerDraft) -> None:
+    """Draft. Further arguments of the optimizer."""
+
+
+# -- build -------------------------------------------------------------------------------------------------------------
+
+
+@first
+def build_datasets(run: Run) -> Mapping[str, Any] | None:
+    """First. ``train``, and where they exist ``evaluate`` and ``test``: torch datasets, map-style or iterable."""
+
+
+@first
+def build_collator(run: Run) -> Callable[[list[Any]], Batch | Any] | None:
+    """First. Makes a batch of a list of samples; returns a ``Batch``, or just its inputs."""
+
+
+@first
+def build_model(run: Run) -> nn.Module | None:
+    """First. The model, on the CPU, with its initial weights."""
+
+
+@hookspec
+def before_prepare(run: Run, model: nn.Module) -> nn.Module | None:
+    """Chain. Change or replace the model before there is an optimizer: adapters, sharding."""
+
+
+@first
+def build_optimizer(run: Run, model: nn.Module) -> Optimizer | None:
+    """First. Without one, the recipe's ``train.optimizer`` is built."""
+
+
+@first
+def build_scheduler(run: Run, optimizer: Optimizer) -> LRScheduler | None:
+    """First. Stepped once an optimizer step. Without one, the learning rate is constant."""
+
+
+@hookspec
+def after_prepare(run: Run, model: nn.Module) -> nn.Module | None:
+    """Chain. Change or replace the model when Accelerate has prepared it: compilation."""
+
+
+@first
+def build_metrics(run: Run) -> MetricCollection | None:
+    """First. Torchmetrics that evaluation updates with ``Output.predictions`` and ``Output.targets``. ``loss`` is always there."""
+
+
+# -- train -------------------------------------------------------------------------------------------------------------
+
+
+@hookspec
+def before_fit(run: Run) -> None:
+    """All is built and, with --resume, loaded."""
+
+
+@hookspec
+def before_epoch(run: Run) -> None:
+    """``run.state.epoch`` is the epoch's index from 0. Fires again for an epoch that a resumed run goes on with."""
+
+
+@hookspec
+def before_step(run: Run) -> None:
+    """The step's batches are on the device."""
+
+
+@first
+def compute_loss(run: Run, model: nn.Module, batch: Any) -> Output | None:
+    """First. Forward and loss of one micro-batch; ``batch`` is ``Batch.inputs`` on the device. Serves evaluation too."""
+
+
+@hookspec
+def after_backward(run: Run, loss: Tensor) -> None:
+    """Gradients of the whole step are there, before clipping. ``loss``: 0-dim, detached, the step's mean on this process."""
+
+
+@hookspec
+def before_optimizer_step(run: Run, grad_norm: Tensor | None) -> None:
+    """Gradients are final. ``grad_norm``: 0-dim, their norm before clipping, where ``train.clip_norm`` is set."""
+
+
+@hookspec
+def after_step(run: Run, loss: Tensor) -> None:
+    """An optimizer step is done and counted. Reading ``loss`` on the host waits for the device: do it rarely."""
+
+
+@hookspec
+def after_epoch(run: Run) -> None:
+    """``run.state.epoch`` counts the completed epochs, this one included. The epoch's evaluation comes after."""
+
+
+@hookspec
+def after_fit(run: Run) -> None:
+    """Training is over, completed or stopped. The test split and the exported model see the weights as left here."""
+
+
+# -- evaluate ----------------------------------------------------------------------------------------------------------
+
+
+@hookspec
+def before_evaluate(run: Run, split: str) -> None:
+    """An evaluation of ``evaluate`` or ``test`` begins."""
+
+
+@first
+def evaluate(run: Run, split: str) -> dict[str, float] | None:
+    """First; the core answers. Wrap it to evaluate other weights than those in training."""
+
+
+@hookspec
+def after_evaluate(run: Run, split: str, metrics: dict[str, float]) -> None:
+    """``metrics`` may be added to by a task (``tryfirst=True``). The place to stop, or to keep the best."""
+
+
+# -- state -------------------------------------------------------------------------------------------------------------
+
+
+@hookspec
+def save_state(run: Run) -> dict[str, Any] | None:
+    """What this plugin needs to go on: tensors, numbers, strings, lists, tuples and dicts of them. Kept by plugin name."""
+
+
+@hookspec
+def load_state(run: Run, state: dict[str, Any]) -> None:
+    """What this plugin's ``save_state`` returned, on the CPU."""
+
+
+@first
+def export_model(run: Run, folder: Path) -> Path | None:
+    """First. Write the model for use outside fastloop. Main process only. Wrap it to export other weights."""
+
+
+@hookspec
+def write_summary(run: Run, summary: dict[str, Any]) -> None:
+    """Add to ``summary.json``: JSON values."""
+
+
+@hookspec
+def on_exception(run: Run, error: BaseException) -> None:
+    """The run failed; the error goes on to the caller after this."""

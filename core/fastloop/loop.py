@@ -1,0 +1,123 @@
+"""The loop. There is one, for every plugin and strategy.
+
+    for each epoch:
+        for the micro-batches of each step:
+            for each micro-batch:
+                compute the loss, scale it to its share of the step, backward
+            clip, step the optimizer, step the scheduler
+            evaluate and save when due
+        evaluate and save when due
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fastloop.state import Batch
+
+if TYPE_CHECKING:
+    from fastloop.run import Run
+
+
+def fit(run: Run) -> None:
+    """Train until the epochs or ``max_steps`` are done, or a plugin asks to stop; then evaluate what is not yet evaluated."""
+    state, hooks = run.state, run.hooks
+    hooks.before_fit(run=run)
+    run.train_mode()
+    with run.clock("train"):
+        while state.epoch < run.recipe.train.epochs and not run.stopping():
+            hooks.before_epoch(run=run)
+            for batches in run.train_loader.steps(state.epoch, state.epoch_samples):
+                loss = train_step(run, batches)
+                hooks.after_step(run=run, loss=loss)
+                if run.evaluation_due():
+                    evaluate(run, "evaluate")
+                if run.saving_due():
+                    run.save()
+                if run.stopping():
+                    break
+            if not run.epoch_done():
+                break
+            state.epoch, state.epoch_samples = state.epoch + 1, 0
+            hooks.after_epoch(run=run)
+            if run.evaluation_due(epoch_ended=True):
+                evaluate(run, "evaluate")
+            if run.saving_due(epoch_ended=True):
+                run.save()
+    if run.interrupted:
+        return
+    if state.evaluated_at != state.step and "evaluate" in run.eval_loaders:
+        evaluate(run, "evaluate")
+    hooks.after_fit(run=run)
+
+
+def train_step(run: Run, batches: list[Batch]) -> Tensor:
+    """One optimizer step over its micro-batches.
+
+    Each micro-batch's mean loss counts by its weight (samples, or target tokens), so the step's gradient is that of the mean over the
+    whole step, however it was split.
+
+    Returns:
+        The step's mean loss on this process: 0-dim, detached, on the device.
+    """
+    hooks, accelerator, optimizer = run.hooks, run.accelerator, run.optimizer
+    batches = [run.place(batch) for batch in batches]
+    hooks.before_step(run=run)
+    total = run.step_weight(batches)
+    step_loss: Tensor | None = None
+    for index, batch in enumerate(batches):
+        with run.gradient_sync(last=index == len(batches) - 1):
+            output = hooks.compute_loss(run=run, model=run.model, batch=batch.inputs)
+            loss = output.loss if batch.weight == total else output.loss * (batch.weight / total)
+            accelerator.backward(loss)
+        step_loss = loss.detach() if step_loss is None else step_loss + loss.detach()
+    assert step_loss is not None
+    hooks.after_backward(run=run, loss=step_loss)
+    grad_norm = None
+    if run.recipe.train.clip_norm is not None:
+        grad_norm = accelerator.clip_grad_norm_(run.model.parameters(), run.recipe.train.clip_norm)
+    hooks.before_optimizer_step(run=run, grad_norm=grad_norm)
+    optimizer.step()
+    if run.scheduler is not None and not run.step_was_skipped():
+        run.scheduler.step()
+    optimizer.zero_grad()
+    run.count(batches)
+    return step_loss
+
+
+def evaluate(run: Run, split: str) -> dict[str, float]:
+    """Evaluate a split with all that plugins wrap around it."""
+    with run.clock("evaluate"):
+        run.hooks.before_evaluate(run=run, split=split)
+        metrics: dict[str, float] = run.hooks.evaluate(run=run, split=split)
+        run.state.metrics[split] = metrics
+        if split == "evaluate":
+            run.state.evaluated_at = run.state.step
+        run.hooks.after_evaluate(run=run, split=split, metrics=metrics)
+    return metrics
+
+
+@torch.no_grad()
+def evaluation_loop(run: Run, split: str) -> dict[str, float]:
+    """Mean loss and the task's metrics over every sample of a split, each once, over all processes."""
+    modes = [(module, module.training) for module in run.model.modules()]
+    run.model.eval()
+    if run.metrics is not None:
+        run.metrics.reset()
+    losses = torch.zeros(2, dtype=torch.float64)  # sum of loss x weight, sum of weights
+    for batch in run.eval_loaders[split].batches():
+        batch = run.place(batch)
+        output = run.hooks.compute_loss(run=run, model=run.model, batch=batch.inputs)
+        losses += torch.tensor([output.loss.item() * batch.weight, batch.weight], dtype=torch.float64)
+        if run.metrics is not None and output.predictions is not None:
+            run.metrics.update(output.predictions, output.targets)
+    for module, training in modes:
+        module.training = training
+    total, weight = run.sum_over_processes(losses).tolist()
+    metrics = {"loss": total / weight if weight else float("nan")}
+    if run.metrics is not None:
+        metrics |= {name: float(value) for name, value in run.metrics.compute().items()}
+    return metrics

@@ -1,0 +1,137 @@
+"""Options: a plain dataclass describes them, pydantic checks them, and our own words say what is wrong.
+
+    @dataclass(kw_only=True)
+    class Config:
+        num_workers: Annotated[int | Literal["auto"], option("Worker processes.", ge=0)] = "auto"
+
+One dataclass serves the recipe, plain Python arguments, `fastloop plugins NAME` and the docs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic.fields import FieldInfo
+
+from fastloop.errors import RecipeError, did_you_mean
+
+T = TypeVar("T")
+
+
+def option(help: str, **bounds: Any) -> FieldInfo:
+    """Metadata for an annotated option: what it does, and bounds as pydantic knows them (``ge``, ``gt``, ``le``, ...)."""
+    info: FieldInfo = Field(description=help, **bounds)
+    return info
+
+
+@dataclasses.dataclass(frozen=True)
+class OptionInfo:
+    """One row of an option table."""
+
+    name: str
+    type: str
+    default: str
+    help: str
+
+
+@cache
+def _checker(cls: type) -> type[BaseModel]:
+    hints = typing.get_type_hints(cls, include_extras=True)
+    fields: dict[str, Any] = {}
+    for field in dataclasses.fields(cls):
+        if field.default is not dataclasses.MISSING:
+            default: Any = field.default
+        elif field.default_factory is not dataclasses.MISSING:
+            default = Field(default_factory=field.default_factory)
+        else:
+            default = ...
+        fields[field.name] = (hints[field.name], default)
+    return create_model(cls.__name__, __config__=ConfigDict(extra="forbid", strict=True), **fields)
+
+
+def parse(cls: type[T], values: Mapping[str, Any] | None, where: str) -> T:
+    """Check ``values`` against the dataclass ``cls`` and return an instance of it.
+
+    Args:
+        where: What the message starts with, such as ``recipes/x.yaml: train``.
+
+    Raises:
+        RecipeError: An unknown key (with the nearest known one), a wrong type, a value out of range.
+    """
+    if values is None:
+        values = {}
+    if not isinstance(values, Mapping):
+        raise RecipeError(f"{where}: found {_show(values)}, expected a mapping of options.")
+    checker = _checker(cls)
+    try:
+        checked = checker.model_validate(dict(values))
+    except ValidationError as error:
+        raise RecipeError("\n".join(_explain(cls, error, where))) from None
+    return cls(**{name: getattr(checked, name) for name in checker.model_fields})
+
+
+def _explain(cls: type, error: ValidationError, where: str) -> Iterator[str]:
+    names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    wrong: dict[str, list[Any]] = {}
+    for item in error.errors():
+        if item["type"] == "extra_forbidden":
+            name = str(item["loc"][0])
+            yield f"{where}.{name}: no such option.{did_you_mean(name, names)}"
+        elif item["type"] == "missing":
+            yield f"{where}.{item['loc'][0]}: missing. {_expected(cls, str(item['loc'][0]))}"
+        else:
+            wrong.setdefault(str(item["loc"][0]), []).append(item)
+    for name, items in wrong.items():  # a union reports once for each member: say it once
+        value = items[0]["input"] if len(items) == 1 else items[-1]["input"]
+        bounds = [item["msg"] for item in items if "than" in item["msg"]]
+        detail = f" ({bounds[0].removeprefix('Input ')})" if bounds else ""
+        yield f"{where}.{name}: found {_show(value)}{detail}. {_expected(cls, name)}"
+
+
+def _expected(cls: type, name: str) -> str:
+    info = next(info for info in describe(cls) if info.name == name)
+    return f"Expected {info.type}: {info.help}" if info.help else f"Expected {info.type}."
+
+
+def _show(value: Any) -> str:
+    return f"{value!r} ({type(value).__name__})"
+
+
+def describe(cls: type) -> list[OptionInfo]:
+    """The options of a dataclass, in order, as the tables of `fastloop plugins NAME` and the docs show them."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    rows = []
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+        hint, help = hints[field.name], ""
+        if typing.get_origin(hint) is typing.Annotated:
+            infos = [meta for meta in typing.get_args(hint)[1:] if isinstance(meta, FieldInfo)]
+            help = next((info.description or "" for info in infos), "")
+            hint = typing.get_args(hint)[0]
+        if field.default is not dataclasses.MISSING:
+            default = "null" if field.default is None else str(field.default)
+        elif field.default_factory is not dataclasses.MISSING:
+            default = str(field.default_factory())
+        else:
+            default = "(required)"
+        rows.append(OptionInfo(field.name, _type_name(hint), default, help))
+    return rows
+
+
+def _type_name(hint: Any) -> str:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        return _type_name(args[0])
+    if origin is typing.Literal:
+        return " | ".join(str(value) for value in args)
+    if hint is type(None):
+        return "null"
+    if origin in (list, dict, tuple):
+        return f"{origin.__name__}[{', '.join(_type_name(arg) for arg in args)}]"
+    if args:
+        return " | ".join(_type_name(arg) for arg in args)
+    return getattr(hint, "__name__", str(hint))

@@ -1,0 +1,148 @@
+"""What a plugin is.
+
+    class Warmth(Plugin):
+        name = "warmth"
+        parity = "exact"
+
+        @dataclass(kw_only=True)
+        class Config:
+            degrees: Annotated[float, option("How warm.", ge=0)] = 20.0
+
+        @hookimpl
+        def before_fit(self, run): ...
+
+Register it with an entry point: ``[project.entry-points."fastloop.plugins"]  warmth = "my_package:Warmth"``.
+Everything the resolver needs is declared on the class, so a plugin of yours is resolved like one of ours.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+
+import pluggy
+
+from fastloop.options import parse
+
+if TYPE_CHECKING:
+    from fastloop.machine import Machine
+    from fastloop.recipe import Recipe
+
+hookimpl = pluggy.HookimplMarker("fastloop")
+
+Parity = Literal["exact", "reassociated", "reduced-precision", "changes-training"]
+"""What a plugin does to the numbers: the same bits; the same mathematics in another summation order; fewer bits;
+another training. A promise that tests, `bench` and `tune` hold it to."""
+
+
+class Need(Protocol):
+    """A predicate on the machine or on what is installed. Anything with this method is one."""
+
+    def missing(self, plugin: Plugin, machine: Machine) -> str | None:
+        """None when the need is met, else what is missing and what to do, as one or two sentences."""
+
+
+@dataclass(frozen=True)
+class Package:
+    """Needs an installed distribution, at a version when given: ``Package("peft", ">=0.10", extra="lora")``."""
+
+    distribution: str
+    version: str = ""
+    extra: str = ""
+
+    def missing(self, plugin: Plugin, machine: Machine) -> str | None:
+        from packaging.specifiers import SpecifierSet
+
+        wanted = f"{self.distribution}{self.version}"
+        install = f"fastloop[{self.extra}]" if self.extra else wanted
+        try:
+            found = importlib.metadata.version(self.distribution)
+        except importlib.metadata.PackageNotFoundError:
+            return f"needs {wanted}, which is not installed. Install it: pip install '{install}'"
+        if self.version and not SpecifierSet(self.version).contains(found, prereleases=True):
+            return f"needs {wanted}, but {found} is installed. Upgrade it: pip install -U '{install}'"
+        return None
+
+
+@dataclass(frozen=True)
+class Device:
+    """Needs one of these device types: ``Device("cuda", "xpu")``."""
+
+    kinds: tuple[str, ...]
+
+    def __init__(self, *kinds: str) -> None:
+        object.__setattr__(self, "kinds", kinds)
+
+    def missing(self, plugin: Plugin, machine: Machine) -> str | None:
+        if machine.device in self.kinds:
+            return None
+        return f"needs a device of type {' or '.join(self.kinds)}; this run is on {machine.device}."
+
+
+@dataclass(frozen=True)
+class Dtype:
+    """Needs a dtype that the device computes in: ``Dtype("bf16")``."""
+
+    name: str
+
+    def missing(self, plugin: Plugin, machine: Machine) -> str | None:
+        if self.name in machine.dtypes:
+            return None
+        return f"needs {self.name}, which {machine.device} here does not have. It has: {', '.join(machine.dtypes)}."
+
+
+@dataclass(frozen=True)
+class When:
+    """A need that holds for some options only: ``When(lambda config: config.dtype == "fp8", Device("cuda"))``."""
+
+    condition: Callable[[Any], bool]
+    need: Need
+
+    def missing(self, plugin: Plugin, machine: Machine) -> str | None:
+        return self.need.missing(plugin, machine) if self.condition(plugin.config) else None
+
+
+class Plugin:
+    """Base of every plugin: declarations on the class, options in ``config``, hooks as ``@hookimpl`` methods.
+
+    Plugins take plain arguments, so that Python users need no recipe: ``Amp(dtype="bf16")``.
+
+    Raises:
+        RecipeError: An option is unknown, of the wrong type or out of range.
+    """
+
+    name: ClassVar[str] = ""
+    """What recipes call it. Lower case with hyphens."""
+    slot: ClassVar[str | None] = None
+    """A role that only one plugin of a run may fill, such as ``task``, ``strategy`` or ``precision``."""
+    requires: ClassVar[tuple[str, ...]] = ()
+    """Names (or ``slot:NAME``) that must be in the same run."""
+    conflicts: ClassVar[Mapping[str, str]] = {}
+    """Names (or ``slot:NAME``) that must not be in the same run -> why."""
+    runs_after: ClassVar[tuple[str, ...]] = ()
+    """Names (or ``slot:NAME``) whose hooks are called before this plugin's, when they are there."""
+    runs_before: ClassVar[tuple[str, ...]] = ()
+    """Names (or ``slot:NAME``) whose hooks are called after this plugin's, when they are there."""
+    needs: ClassVar[tuple[Need, ...]] = ()
+    """Predicates on device, dtypes and installed versions."""
+    parity: ClassVar[Parity] = "exact"
+    """What it does to the numbers."""
+    configures: ClassVar[str] = ""
+    """What it changes in a run, in a few words, for `fastloop plan`."""
+
+    @dataclass(kw_only=True)
+    class Config:
+        """No options."""
+
+    def __init__(self, *, _where: str = "", **options: Any) -> None:
+        self.config: Any = parse(type(self).Config, options, _where or self.name)
+
+    @classmethod
+    def activates(cls, recipe: Recipe) -> str | None:
+        """For the plugins that fastloop itself turns on by default: why this recipe gets it, or None."""
+        return None
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.config})"

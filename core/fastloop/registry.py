@@ -1,0 +1,261 @@
+"""Plugins: found by entry point, loaded when named, checked together, ordered once.
+
+``resolve`` turns a recipe into a ``Resolution``: the plugin objects in the order in which their hooks are called, why each is
+there, and the pluggy manager of this one run. Nothing here knows a plugin by name.
+"""
+
+from __future__ import annotations
+
+import heapq
+import importlib.metadata
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import TracebackType
+from typing import Any
+
+import pluggy
+
+from fastloop import hookspecs
+from fastloop.errors import PluginCrash, PluginError, did_you_mean
+from fastloop.machine import Machine
+from fastloop.plugin import Plugin
+from fastloop.recipe import Recipe
+from fastloop.state import Draft
+
+GROUP = "fastloop.plugins"
+DEFAULTS = "fastloop.defaults"
+"""Plugins that fastloop's own distribution turns on by itself. Other distributions' entries are not read: installed is not active."""
+
+
+def installed() -> dict[str, importlib.metadata.EntryPoint]:
+    """Name -> entry point of every installed plugin, from metadata alone: nothing is imported.
+
+    Two distributions that claim one name leave it reachable only as ``distribution:name``.
+    """
+    found: dict[str, list[importlib.metadata.EntryPoint]] = {}
+    for point in importlib.metadata.entry_points(group=GROUP):
+        found.setdefault(point.name, []).append(point)
+    table = {}
+    for name, points in sorted(found.items()):
+        for point in points:
+            table[name if len(points) == 1 else f"{_distribution(point)}:{name}"] = point
+    return table
+
+
+def _distribution(point: importlib.metadata.EntryPoint) -> str:
+    return point.dist.name if point.dist else "?"
+
+
+def load(name: str, where: str = "plugins") -> type[Plugin]:
+    """The class of an installed plugin.
+
+    Raises:
+        PluginError: No such plugin (with the nearest name), it does not import, or it is not a plugin.
+    """
+    table = installed()
+    rivals = [key for key in table if key.endswith(f":{name}")]
+    if name not in table and len(rivals) > 1:
+        raise PluginError(f"{where}: {name!r} is the name of plugins in several packages. Say which: {' or '.join(rivals)}.")
+    if name not in table:
+        raise PluginError(f"{where}: no plugin {name!r} is installed.{did_you_mean(name, table)} `fastloop plugins` lists them.")
+    point = table[name]
+    origin = f"{point.value} of {_distribution(point)} {point.dist.version if point.dist else ''}".rstrip()
+    try:
+        cls = point.load()
+    except Exception as error:
+        raise PluginError(f"{where}: plugin {name!r} ({origin}) cannot be imported: {type(error).__name__}: {error}") from error
+    if not (isinstance(cls, type) and issubclass(cls, Plugin)):
+        raise PluginError(f"{where}: plugin {name!r} ({origin}) is not a subclass of fastloop.Plugin.")
+    return cls
+
+
+@dataclass
+class Resolution:
+    """The plugins of one run.
+
+    Attributes:
+        plugins: In the order in which their hooks are called.
+        reasons: Plugin name -> why it is there, and what moved it.
+    """
+
+    plugins: list[Plugin]
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    def names(self) -> list[str]:
+        """Plugin names in call order."""
+        return [plugin.name for plugin in self.plugins]
+
+    @cached_property
+    def manager(self) -> pluggy.PluginManager:
+        """pluggy's manager with exactly these plugins, and the core's own answers as the last to be asked."""
+        from fastloop import defaults
+
+        manager = pluggy.PluginManager("fastloop")
+        manager.add_hookspecs(hookspecs)
+        manager.register(defaults, "fastloop")
+        for plugin in reversed(self.plugins):  # pluggy calls the last registered first
+            try:
+                manager.register(plugin, plugin.name)
+            except pluggy.PluginValidationError as error:
+                raise PluginError(f"plugin {plugin.name!r}: {error}") from None
+        hooks = [name for name in vars(hookspecs) if isinstance(getattr(manager.hook, name, None), pluggy.HookCaller)]
+        try:
+            manager.check_pending()
+        except pluggy.PluginValidationError as error:
+            wrong = str(error).split("'")[1]
+            raise PluginError(f"plugin {manager.get_name(error.plugin)!r}: there is no hook {wrong!r}.{did_you_mean(wrong, hooks)}") from None
+        return manager
+
+    @property
+    def hooks(self) -> Any:
+        """Call a hook on all plugins: ``hooks.after_step(run=run, loss=loss)``."""
+        return self.manager.hook
+
+    def each(self, hook: str) -> Iterator[tuple[Plugin, Callable[..., Any]]]:
+        """Every plugin that implements a hook with its own bound method, in call order."""
+        for impl in reversed(getattr(self.hooks, hook).get_hookimpls()):
+            if isinstance(impl.plugin, Plugin):
+                yield impl.plugin, lambda _impl=impl, **arguments: _impl.function(*(arguments[name] for name in _impl.argnames))
+
+    def draft(self, hook: str, draft: Draft) -> Any:
+        """Have every plugin fill in a draft; returns it."""
+        for plugin, call in self.each(hook):
+            draft.__dict__["_writer"] = plugin.name
+            call(draft=draft)
+        return draft
+
+    def chain(self, hook: str, model: Any, **arguments: Any) -> Any:
+        """Pass the model through every plugin; a result that is not None replaces it."""
+        for _, call in self.each(hook):
+            replacement = call(model=model, **arguments)
+            model = model if replacement is None else replacement
+        return model
+
+    def blame(self, error: BaseException) -> PluginCrash | None:
+        """The plugin and hook an exception came out of, by the frames of its traceback; None when it was not in one."""
+        codes = {
+            impl.function.__code__: (impl.plugin, name)
+            for name in vars(hookspecs)
+            if isinstance(caller := getattr(self.hooks, name, None), pluggy.HookCaller)
+            for impl in caller.get_hookimpls()
+            if isinstance(impl.plugin, Plugin)
+        }
+        guilty, trace = None, error.__traceback__
+        while isinstance(trace, TracebackType):
+            guilty = codes.get(trace.tb_frame.f_code, guilty)
+            trace = trace.tb_next
+        if guilty is None:
+            return None
+        plugin, hook = guilty
+        package = type(plugin).__module__.partition(".")[0]
+        names = importlib.metadata.packages_distributions().get(package, [])
+        origin = f"{names[0]} {importlib.metadata.version(names[0])}" if names else type(plugin).__module__
+        crash = PluginCrash(f"plugin {plugin.name!r} ({origin}) failed in {hook}: {type(error).__name__}: {error}")
+        crash.__cause__ = error
+        return crash
+
+
+def resolve(recipe: Recipe, machine: Machine | None = None, objects: Iterable[Plugin] = ()) -> Resolution:
+    """Load what the recipe names, add the defaults that it activates, check all together, and order them.
+
+    Args:
+        machine: What needs are checked against; None asks torch.
+        objects: Plugin objects given in Python, after the recipe's own.
+
+    Raises:
+        PluginError: No such plugin, two in one slot, a conflict, something required or needed is missing, a circle of constraints.
+        RecipeError: A plugin's option cannot be.
+    """
+    plugins, reasons = [], {}
+    for index, (name, options) in enumerate(recipe.plugins.items()):
+        if options is False:
+            if name not in installed():
+                raise PluginError(f"{recipe.where}: plugins.{name}: no plugin {name!r} is installed.{did_you_mean(name, installed())}")
+            continue
+        cls = load(name, f"{recipe.where}: plugins[{index}]")
+        plugins.append(cls(_where=f"{recipe.where}: plugins.{name}", **{str(key): value for key, value in options.items()}))
+        reasons[cls.name] = "listed in the recipe"
+    for plugin in objects:
+        plugins.append(plugin)
+        reasons[plugin.name] = "given in Python"
+    filled = {plugin.slot for plugin in plugins if plugin.slot}
+    for point in sorted(importlib.metadata.entry_points(group=DEFAULTS), key=lambda point: point.name):
+        if _distribution(point) != "fastloop" or point.name in reasons or recipe.plugins.get(point.name) is False:
+            continue
+        cls = point.load()
+        why = cls.activates(recipe)
+        if why and (cls.slot is None or cls.slot not in filled):
+            plugins.append(cls())
+            filled.add(cls.slot)
+            reasons[cls.name] = f"on by default: {why}"
+    _check(plugins, recipe.where)
+    ordered = _order(plugins, reasons, recipe.where)
+    machine = machine or _machine(recipe)
+    for plugin in ordered:
+        for need in plugin.needs:
+            if missing := need.missing(plugin, machine):
+                raise PluginError(f"{recipe.where}: plugin {plugin.name!r} {missing} Or leave it out: --without {plugin.name}.")
+    return Resolution(ordered, reasons)
+
+
+def _machine(recipe: Recipe) -> Machine:
+    from fastloop.machine import this_machine
+
+    return this_machine(recipe.train.device)
+
+
+def _matching(reference: str, plugins: list[Plugin]) -> list[Plugin]:
+    """The plugins that a declaration means: a name, or ``slot:NAME``."""
+    kind, colon, slot = reference.partition(":")
+    if colon and kind == "slot":
+        return [plugin for plugin in plugins if plugin.slot == slot]
+    return [plugin for plugin in plugins if plugin.name == reference]
+
+
+def _check(plugins: list[Plugin], where: str) -> None:
+    for index, plugin in enumerate(plugins):
+        for other in plugins[:index]:
+            if other.name == plugin.name:
+                raise PluginError(f"{where}: plugin {plugin.name!r} is there twice. Remove one.")
+            if plugin.slot and other.slot == plugin.slot:
+                raise PluginError(f"{where}: plugins {other.name!r} and {plugin.name!r} both fill the slot {plugin.slot!r}. Remove one of them.")
+    for plugin in plugins:
+        for reference, why in plugin.conflicts.items():
+            for other in _matching(reference, plugins):
+                raise PluginError(f"{where}: plugins {plugin.name!r} and {other.name!r} exclude each other: {why} Remove one of them.")
+        for reference in plugin.requires:
+            if not _matching(reference, plugins):
+                raise PluginError(f"{where}: plugin {plugin.name!r} requires {reference!r}, which the recipe does not list. Add it: --with {reference}.")
+
+
+def _order(plugins: list[Plugin], reasons: dict[str, str], where: str) -> list[Plugin]:
+    """Recipe order, moved only as far as ``runs_after`` and ``runs_before`` ask (Kahn's algorithm, earliest index first)."""
+    place = {plugin.name: index for index, plugin in enumerate(plugins)}
+    before: dict[str, set[str]] = {plugin.name: set() for plugin in plugins}
+    for plugin in plugins:
+        for reference in plugin.runs_after:
+            before[plugin.name] |= {other.name for other in _matching(reference, plugins)} - {plugin.name}
+        for reference in plugin.runs_before:
+            for other in _matching(reference, plugins):
+                if other is not plugin:
+                    before[other.name].add(plugin.name)
+    ready = [index for name, index in place.items() if not before[name]]
+    heapq.heapify(ready)
+    ordered: list[Plugin] = []
+    waiting = {name: set(names) for name, names in before.items() if names}
+    while ready:
+        plugin = plugins[heapq.heappop(ready)]
+        ordered.append(plugin)
+        for name in [name for name, names in waiting.items() if plugin.name in names]:
+            waiting[name].discard(plugin.name)
+            if not waiting[name]:
+                del waiting[name]
+                heapq.heappush(ready, place[name])
+                if place[name] < place[plugin.name]:
+                    reasons[name] += f"; moved behind {plugin.name!r}"
+    if waiting:
+        raise PluginError(f"{where}: the order of plugins {', '.join(map(repr, waiting))} goes round in a circle of runs_after and runs_before.")
+    return ordered
+
+

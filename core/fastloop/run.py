@@ -1,0 +1,427 @@
+"""One execution of a recipe: what is built for it, its folder, and its life from the recipe to ``summary.json``."""
+
+from __future__ import annotations
+
+import json
+import logging
+import resource
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import send_to_device, set_seed
+from torch import Tensor, nn
+
+from fastloop import checkpoint, loop
+from fastloop.accelerator import build_accelerator, micro_batches
+from fastloop.data import Loader
+from fastloop.errors import CheckpointError, FastloopError, PluginError, RecipeError
+from fastloop.recipe import Recipe
+from fastloop.registry import Resolution
+from fastloop.state import Batch, DataLoaderDraft, State
+
+if TYPE_CHECKING:
+    from torchmetrics import MetricCollection
+
+log = logging.getLogger("fastloop")
+
+ALONE: AbstractContextManager[Any] = nullcontext()
+INTERRUPTED = "interrupted"
+SAME_ON_RESUME = ("seed", "batch_size", "lr", "optimizer", "weight_decay", "clip_norm")
+"""Keys of ``train`` that a resumed run cannot change: its checkpoint's numbers come from them."""
+
+
+class Clock:
+    """Seconds by what they were spent on. Spans nest, and the inner one's time is not the outer's; the device is waited for at each change.
+
+    with clock("train"):
+        ...
+        with clock("evaluate"):
+            ...
+    """
+
+    def __init__(self, synchronize: Callable[[], None]) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._synchronize = synchronize
+        self._spans: list[str] = []
+        self._since = perf_counter()
+
+    def _lap(self) -> None:
+        self._synchronize()
+        now = perf_counter()
+        if self._spans:
+            self.seconds[self._spans[-1]] += now - self._since
+        self._since = now
+
+    @contextmanager
+    def __call__(self, what: str) -> Iterator[None]:
+        self._lap()
+        self._spans.append(what)
+        try:
+            yield
+        finally:
+            self._lap()
+            self._spans.pop()
+
+    def read(self, what: str) -> float:
+        """Seconds up to now, without waiting for the device."""
+        running = perf_counter() - self._since if self._spans[-1:] == [what] else 0.0
+        return self.seconds[what] + running
+
+
+class Run:
+    """What hooks get as ``run``. Everything is built by the constructor, in the order of ``hookspecs``.
+
+    Attributes:
+        recipe: The resolved recipe.
+        resolution: The plugins.
+        hooks: Calls a hook on all of them.
+        state: Counters and requests.
+        folder: The run folder.
+        accelerator: Accelerate's ``Accelerator``.
+        loading: How batches are loaded: the finished ``DataLoaderDraft``.
+        datasets: Split -> dataset.
+        model: As trained: on its device, wrapped, compiled. ``unwrapped()`` is the model as built.
+        optimizer: Torch's optimizer, or Accelerate's wrapper where loss scaling or a strategy needs it.
+        scheduler: Stepped by the loop, never prepared by Accelerate (which would step it once a process).
+        metrics: The task's metrics, or None.
+        total_steps: Optimizer steps of the whole run; None for data of unknown length without ``max_steps``.
+        clock: Seconds by what they were spent on.
+
+    Raises:
+        UsageError: Anything wrong with what was asked; nothing is written then.
+    """
+
+    def __init__(self, recipe: Recipe, resolution: Resolution, resume: Path | None = None) -> None:
+        started = perf_counter()
+        self.recipe, self.resolution, self.hooks = recipe, resolution, resolution.hooks
+        self.state, self.folder = State(), Path(recipe.output)
+        self.hooks.check_recipe(recipe=recipe)
+        self._check_folder()
+        self.found = checkpoint.find(resume) if resume is not None else None
+        self.accelerator = build_accelerator(recipe, resolution)
+        self.device: torch.device = self.accelerator.device
+        self.world_size: int = self.accelerator.num_processes
+        self.rank: int = self.accelerator.process_index
+        self.is_main: bool = self.accelerator.is_main_process
+        self.clock = Clock(torch.accelerator.synchronize if self.device.type != "cpu" else lambda: None)
+        self.device_batch_size, self.micro_steps = micro_batches(recipe, self.world_size)
+        self.loading: DataLoaderDraft = resolution.draft("configure_dataloader", DataLoaderDraft())
+
+        set_seed(recipe.train.seed)
+        self._build_loaders()
+        self._build_model()
+        self.metrics: MetricCollection | None = self.hooks.build_metrics(run=self)
+        if self.metrics is not None:
+            self.metrics.to(self.device)
+        set_seed(recipe.train.seed)  # training draws the same numbers however the model was made
+        self.clock.seconds["startup"] = perf_counter() - started
+
+    # -- building ------------------------------------------------------------------------------------------------------
+
+    def _check_folder(self) -> None:
+        existing = next(parent for parent in (self.folder, *self.folder.absolute().parents) if parent.exists())
+        if not existing.is_dir() or not _writable(existing):
+            raise RecipeError(f"{self.recipe.where}: output: {self.folder} cannot be written: {existing} is not a folder that this user may write to.")
+
+    def _build_loaders(self) -> None:
+        train = self.recipe.train
+        self.datasets: dict[str, Any] = dict(self.hooks.build_datasets(run=self) or {})
+        if "train" not in self.datasets:
+            raise PluginError(f"{self.recipe.where}: no plugin built a training dataset. The task in use: {self._task()}.")
+        for split, dataset in self.datasets.items():
+            if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and len(dataset) == 0:
+                raise RecipeError(f"{self.recipe.where}: data: the {split} split is empty. Expected at least one sample.")
+        self.collator = self.hooks.build_collator(run=self)
+        common: dict[str, Any] = {"rank": self.rank, "world_size": self.world_size, "seed": train.seed}
+        self.train_loader = Loader(
+            self.datasets["train"],
+            self.collator,
+            self.loading,
+            batch_size=train.batch_size,
+            device_batch_size=self.device_batch_size,
+            shuffle=True,
+            **common,
+        )
+        size = train.eval_batch_size or self.device_batch_size
+        self.eval_loaders = {
+            split: Loader(dataset, self.collator, self.loading, batch_size=size * self.world_size, device_batch_size=size, shuffle=False, **common)
+            for split, dataset in self.datasets.items()
+            if split != "train"
+        }
+        steps = self.train_loader.steps_per_epoch()
+        limits = [limit for limit in (train.max_steps, steps and steps * train.epochs) if limit is not None]
+        self.total_steps: int | None = min(limits) if limits else None
+
+    def _task(self) -> str:
+        return next((plugin.name for plugin in self.resolution.plugins if plugin.slot == "task"), "none")
+
+    def _build_model(self) -> None:
+        model = self.hooks.build_model(run=self)
+        if model is None:
+            raise PluginError(f"{self.recipe.where}: no plugin built a model. The task in use: {self._task()}.")
+        model = self.resolution.chain("before_prepare", model, run=self)
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise PluginError(f"{self.recipe.where}: the model has no parameter that is trained.")
+        optimizer = self.hooks.build_optimizer(run=self, model=model)
+        self.scheduler = self.hooks.build_scheduler(run=self, optimizer=optimizer)
+        prepared, optimizer = self.accelerator.prepare(model, optimizer)
+        if type(optimizer) is AcceleratedOptimizer and self.accelerator.scaler is None:
+            optimizer = optimizer.optimizer  # the wrapper adds loss scaling only, and costs a package look-up each step
+        self.optimizer: Any = optimizer
+        self.model: nn.Module = self.resolution.chain("after_prepare", prepared, run=self)
+
+    def unwrapped(self) -> nn.Module:
+        """The model without what Accelerate put around it."""
+        model: nn.Module = self.accelerator.unwrap_model(self.model)
+        return model
+
+    # -- what the loop asks ----------------------------------------------------------------------------------------------
+
+    def train_mode(self) -> None:
+        """Put the model in train mode. Parts that a model in train mode holds in eval mode (frozen ones) stay so, and are said."""
+        if not self.model.training:  # as from_pretrained leaves it
+            self.model.train()
+        frozen = [name for name, module in self.model.named_modules() if not module.training]
+        if frozen:
+            log.warning("%d modules stay in eval mode, as the model has them: %s%s", len(frozen), ", ".join(frozen[:3]), ", ..." * (len(frozen) > 3))
+
+    def place(self, batch: Batch) -> Batch:
+        """The batch with its inputs on the device."""
+        if self.device.type != "cpu":
+            batch.inputs = send_to_device(batch.inputs, self.device, non_blocking=self.loading.pin_memory)
+        return batch
+
+    def step_weight(self, batches: list[Batch]) -> float:
+        """What a step's loss is a mean over: the weights of all its micro-batches; over several processes, their mean share."""
+        weight = sum(batch.weight for batch in batches)
+        if self.world_size == 1:
+            return weight
+        return self.sum_over_processes(torch.tensor(weight, dtype=torch.float64)).item() / self.world_size
+
+    def gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
+        """Holds back the exchange of gradients between processes until a step's last micro-step."""
+        if self.world_size == 1 or last:
+            return ALONE
+        held: AbstractContextManager[Any] = self.accelerator.no_sync(self.model)
+        return held
+
+    def sum_over_processes(self, tensor: Tensor) -> Tensor:
+        """The sum of a tensor over all processes, on the CPU."""
+        if self.world_size == 1:
+            return tensor
+        total: Tensor = self.accelerator.reduce(tensor.to(self.device), reduction="sum")
+        return total.cpu()
+
+    def step_was_skipped(self) -> bool:
+        """Whether fp16's loss scaling found an overflow and skipped the optimizer step."""
+        return self.accelerator.scaler is not None and bool(self.accelerator.optimizer_step_was_skipped)
+
+    def count(self, batches: list[Batch]) -> None:
+        """Add a finished step to the counters."""
+        state = self.state
+        drawn = sum(batch.samples for batch in batches)
+        if self.world_size > 1:
+            drawn = int(self.sum_over_processes(torch.tensor(drawn)).item())
+        state.step += 1
+        state.samples += drawn
+        state.epoch_samples += drawn
+        state.tokens += sum(batch.tokens for batch in batches)
+
+    def epoch_done(self) -> bool:
+        """Whether every sample of the epoch under way was drawn. Data of unknown length is done when the loader ends."""
+        sampler = self.train_loader.sampler
+        return not self.stopping() if sampler is None else self.state.epoch_samples >= sampler.size
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the run was asked to end at once: no further evaluation, no export."""
+        return self.state.stop_reason == INTERRUPTED
+
+    def stopping(self) -> bool:
+        """Whether training ends after this step."""
+        limit = self.recipe.train.max_steps
+        return self.state.stop_reason is not None or (limit is not None and self.state.step >= limit)
+
+    def evaluation_due(self, epoch_ended: bool = False) -> bool:
+        """Whether to evaluate now."""
+        state, every = self.state, self.recipe.train.evaluate_every
+        if "evaluate" not in self.eval_loaders or state.evaluated_at == state.step or self.interrupted:
+            return False
+        if state.evaluate_requested:
+            state.evaluate_requested = False
+            return True
+        return epoch_ended if every == "epoch" else every is not None and state.step % every == 0
+
+    def saving_due(self, epoch_ended: bool = False) -> bool:
+        """Whether to save now. A run that stops inside an epoch is saved there."""
+        state, every = self.state, self.recipe.train.save_every
+        if state.save_requested:
+            state.save_requested = False
+            return True
+        if epoch_ended:
+            return every == "epoch" or self.stopping()
+        if isinstance(every, int) and state.step % every == 0:
+            return True
+        return self.stopping() and not self.epoch_done()
+
+    # -- saving and resuming ---------------------------------------------------------------------------------------------
+
+    def save(self) -> Path:
+        """Write a checkpoint of everything that going on needs, and remove the oldest beyond ``train.keep_checkpoints``."""
+        with self.clock("save"):
+            plugins = {plugin.name: call(run=self) for plugin, call in self.resolution.each("save_state")}
+            state = {
+                "fastloop": 1,
+                "recipe": self.recipe.to_dict(),
+                "state": self.state.to_dict(),
+                "clock": dict(self.clock.seconds),
+                "random": checkpoint.random_states(),
+                "optimizer": self.optimizer.state_dict(),
+                "scheduler": self.scheduler and self.scheduler.state_dict(),
+                "scaler": self.accelerator.scaler and self.accelerator.scaler.state_dict(),
+                "plugins": {name: state for name, state in plugins.items() if state is not None},
+            }
+            path = self.folder / "checkpoints" / f"step-{self.state.step:08d}"
+            checkpoint.write(path, self.unwrapped().state_dict(), state)
+            checkpoint.rotate(self.folder, self.recipe.train.keep_checkpoints)
+        return path
+
+    def load(self) -> None:
+        """Go on from the checkpoint that ``resume`` named.
+
+        Raises:
+            CheckpointError: It belongs to another run: other weights, or settings that its numbers depend on.
+        """
+        assert self.found is not None
+        path, skipped = self.found
+        for line in skipped:
+            log.warning("%s", line)
+        model, saved = checkpoint.read(path)
+        self._check_same(path, saved["recipe"])
+        try:
+            self.unwrapped().load_state_dict(model)
+        except RuntimeError as error:
+            raise CheckpointError(f"{path}: not a checkpoint of this model: {str(error).splitlines()[1].strip()}") from None
+        self.optimizer.load_state_dict(saved["optimizer"])
+        for name, part in (("scheduler", self.scheduler), ("scaler", self.accelerator.scaler)):
+            if (part is None) != (saved[name] is None):
+                raise CheckpointError(f"{path}: was saved with{'out' * (saved[name] is None)} a {name}, and this run is with{'out' * (part is None)} one.")
+            if part is not None:
+                part.load_state_dict(saved[name])
+        self.state = State(**saved["state"])
+        startup = self.clock.seconds["startup"]
+        self.clock.seconds |= saved["clock"] | {"startup": startup}
+        for plugin, call in self.resolution.each("load_state"):
+            if plugin.name in saved["plugins"]:
+                call(run=self, state=saved["plugins"][plugin.name])
+            else:
+                log.warning("plugin %r is not in the checkpoint: it starts anew at step %d", plugin.name, self.state.step)
+        log.info("resumed from %s at step %d", path, self.state.step)
+        checkpoint.restore_random_states(saved["random"])
+
+    def _check_same(self, path: Path, old: dict[str, Any]) -> None:
+        now = self.recipe.to_dict()
+        pairs = [(key, old[key], now[key]) for key in ("model", "data")]
+        pairs += [(f"train.{key}", old["train"][key], now["train"][key]) for key in SAME_ON_RESUME]
+        for key, was, wanted in pairs:
+            if was != wanted:
+                raise CheckpointError(f"{path}: was saved with {key} = {was!r}, and this run has {wanted!r}. Resume with the same, or start anew without --resume.")
+
+    # -- the whole life --------------------------------------------------------------------------------------------------
+
+    def execute(self) -> dict[str, Any]:
+        """Train, test, export, summarise. Returns the summary, which is also in the run folder.
+
+        Raises:
+            FastloopError: The run failed; the summary says so too.
+        """
+        if self.found is not None:
+            self.load()
+        self._open_folder()
+        try:
+            loop.fit(self)
+            if not self.interrupted:
+                if "test" in self.eval_loaders:
+                    loop.evaluate(self, "test")
+                if self.is_main:
+                    self.hooks.export_model(run=self, folder=self.folder / "model")
+        except BaseException as error:
+            told = self.resolution.blame(error) if isinstance(error, Exception) and not isinstance(error, FastloopError) else None
+            self.hooks.on_exception(run=self, error=error)
+            self._summarise("failed", str(told or error) or type(error).__name__)
+            if told is not None:
+                raise told from error
+            raise
+        return self._summarise("stopped" if self.state.stop_reason else "completed", self.state.stop_reason)
+
+    def _open_folder(self) -> None:
+        """Make the run folder. An earlier run's is moved aside: nothing of it is lost."""
+        if not self.is_main:
+            return
+        if self.found is None and self.folder.exists() and any(self.folder.iterdir()):
+            number = 1
+            while (aside := self.folder.with_name(f"{self.folder.name}.{number}")).exists():
+                number += 1
+            self.folder.rename(aside)
+            log.info("an earlier run was in %s: moved to %s", self.folder, aside)
+        from omegaconf import OmegaConf
+
+        self.folder.mkdir(parents=True, exist_ok=True)
+        OmegaConf.save(OmegaConf.create(self.recipe.to_dict()), self.folder / "recipe.yaml")
+
+    def _summarise(self, status: str, reason: str | None) -> dict[str, Any]:
+        state, seconds = self.state, self.clock.seconds
+        summary: dict[str, Any] = {
+            "status": status,
+            "reason": reason,
+            "steps": state.step,
+            "epochs": state.epoch,
+            "samples": state.samples,
+            "world_size": self.world_size,
+            "device": str(self.device),
+            "plugins": self.resolution.names(),
+            "train_seconds": seconds["train"],
+            "startup_seconds": seconds["startup"],
+            "compile_seconds": 0.0,
+            "evaluate_seconds": seconds["evaluate"],
+            "save_seconds": seconds["save"],
+            "peak_memory_bytes": peak_memory(self.device),
+            "evaluate": state.metrics.get("evaluate"),
+            "test": state.metrics.get("test"),
+            "best": state.best,
+        }
+        self.hooks.write_summary(run=self, summary=summary)
+        summary["train_seconds"] = max(summary["train_seconds"] - summary["compile_seconds"], 0.0)  # compiling happens inside steps
+        for name, count in (("samples", state.samples), ("tokens", state.tokens)):
+            summary[f"{name}_per_second"] = count / summary["train_seconds"] if summary["train_seconds"] else 0.0
+        if self.is_main and self.folder.exists():
+            aside = self.folder / ".summary.json.partial"
+            aside.write_text(json.dumps(summary, indent=2) + "\n")
+            aside.rename(self.folder / "summary.json")
+        return summary
+
+
+def peak_memory(device: torch.device) -> int:
+    """Largest bytes in use so far: allocated on an accelerator, resident on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _writable(folder: Path) -> bool:
+    """Whether files can be made in a folder: tried, because permission bits do not tell (root, read-only mounts)."""
+    import tempfile
+
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False

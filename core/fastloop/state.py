@@ -1,0 +1,153 @@
+"""What changes while a run goes on, and what passes between task, loop and plugins."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass
+class State:
+    """Counters, metrics and requests. A checkpoint holds all but the requests.
+
+    Attributes:
+        step: Optimizer steps done.
+        epoch: Epochs completed.
+        epoch_samples: Samples drawn in the epoch under way, over all processes.
+        samples: Samples trained on so far, over all processes.
+        tokens: Real tokens trained on so far (padding not counted) by this process; 0 where the task counts none.
+        metrics: Split (``evaluate``, ``test``) -> the newest metrics of it.
+        evaluated_at: Step of the newest evaluation on ``evaluate``; -1 before the first.
+        best: ``{"step", "value", "path"}`` of the best checkpoint, when a plugin keeps one.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    epoch_samples: int = 0
+    samples: int = 0
+    tokens: int = 0
+    metrics: dict[str, dict[str, float]] = field(default_factory=dict)
+    evaluated_at: int = -1
+    best: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        self.stop_reason: str | None = None
+        self.evaluate_requested = False
+        self.save_requested = False
+
+    def request_stop(self, reason: str) -> None:
+        """End training after this step. The first reason given stands in ``summary.json``."""
+        self.stop_reason = self.stop_reason or reason
+
+    def request_evaluate(self) -> None:
+        """Evaluate after this step."""
+        self.evaluate_requested = True
+
+    def request_save(self) -> None:
+        """Save a checkpoint after this step (and after its evaluation, if any)."""
+        self.save_requested = True
+
+    def to_dict(self) -> dict[str, Any]:
+        """What a checkpoint holds, as JSON values."""
+        return asdict(self)
+
+
+@dataclass(slots=True)
+class Batch:
+    """One micro-batch as the loop sees it. A collator may return one to say more than the number of samples.
+
+    Attributes:
+        inputs: What the task's ``compute_loss`` gets: any nesting of tensors.
+        weight: What the mean loss is a mean over: samples, or target tokens. Accumulated micro-batches are weighted by it.
+        samples: Number of samples; filled in by the loader.
+        tokens: Real tokens, padding not counted.
+    """
+
+    inputs: Any
+    weight: int = 0
+    samples: int = 0
+    tokens: int = 0
+
+    def pin_memory(self) -> Batch:
+        """Called by torch's DataLoader when ``pin_memory`` is on."""
+        from torch.utils.data._utils.pin_memory import pin_memory
+
+        return Batch(pin_memory(self.inputs), self.weight, self.samples, self.tokens)
+
+
+@dataclass(slots=True)
+class Output:
+    """What a task computes for one batch.
+
+    Attributes:
+        loss: 0-dim tensor: the mean over the batch's ``weight``.
+        predictions: What metrics are updated with, first argument; None when there are no metrics.
+        targets: Second argument.
+    """
+
+    loss: Tensor
+    predictions: Tensor | None = None
+    targets: Tensor | None = None
+
+
+class Draft:
+    """A typed draft that plugins fill in before the real thing is built. Two plugins that write one field is an error."""
+
+    def __init__(self) -> None:
+        self.__dict__["_writer"] = ""
+        self.__dict__["writers"] = {}
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        from fastloop.errors import PluginError, did_you_mean
+
+        fields = [key for cls in type(self).__mro__ for key in getattr(cls, "__annotations__", {})]
+        if name not in fields:
+            raise PluginError(f"{self._writer}: {type(self).__name__} has no field {name!r}.{did_you_mean(name, fields)}")
+        writer = self.writers.get(name, self._writer)
+        if writer != self._writer:
+            raise PluginError(
+                f"Plugins {writer!r} and {self._writer!r} both set {type(self).__name__}.{name}. Remove one of them, or leave one's option unset."
+            )
+        self.writers[name] = self._writer
+        self.__dict__[name] = value
+
+    def written_by(self, plugin: str) -> dict[str, Any]:
+        """Field -> value of what one plugin has set."""
+        return {name: getattr(self, name) for name, writer in self.writers.items() if writer == plugin}
+
+    _writer: str
+    writers: dict[str, str]
+
+
+class AcceleratorDraft(Draft):
+    """Arguments of Accelerate's ``Accelerator``."""
+
+    mixed_precision: str = "no"
+    """``no``, ``bf16``, ``fp16`` or ``fp8``."""
+    handlers: tuple[Any, ...] = ()
+    """Accelerate's ``KwargsHandler`` objects."""
+
+
+class DataLoaderDraft(Draft):
+    """How batches are loaded."""
+
+    num_workers: int = 0
+    persistent_workers: bool = False
+    prefetch_factor: int | None = None
+    pin_memory: bool = False
+    timeout: float = 0.0
+    """Seconds a batch may take before the run ends with an error; 0 waits for ever."""
+    multiprocessing_context: str | None = None
+    """``fork``, ``spawn`` or ``forkserver``; None: the platform's default."""
+    pad_to_multiple_of: int | None = None
+    """Tasks that pad pad to a multiple of this, so that the shapes are few."""
+
+
+class OptimizerDraft(Draft):
+    """Arguments of the optimizer, beside the recipe's ``lr`` and ``weight_decay``."""
+
+    arguments: dict[str, Any] = {}
+    """Further keyword arguments of the optimizer's class, such as ``fused``."""

@@ -1,0 +1,117 @@
+"""Writes what happens to the run folder: ``metrics.jsonl`` (one object a log point) and ``log.txt``. On by default.
+
+    plugins:
+      - log: {every: 10}
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from dataclasses import dataclass
+from typing import IO, TYPE_CHECKING, Annotated, Any
+
+from fastloop import Plugin, hookimpl, option
+
+if TYPE_CHECKING:
+    from fastloop import Run
+    from fastloop.recipe import Recipe
+    from torch import Tensor
+
+logger = logging.getLogger("fastloop")
+
+
+class Log(Plugin):
+    """metrics.jsonl and log.txt in the run folder."""
+
+    name = "log"
+    parity = "exact"
+    configures = "writes metrics.jsonl and log.txt"
+
+    @dataclass(kw_only=True)
+    class Config:
+        """Options."""
+
+        every: Annotated[int, option("Steps between two log points.", ge=1)] = 10
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.losses: list[Tensor] = []  # of the steps since the last log point; read together, so the device is waited for once
+        self.offset = 0
+        self.metrics: IO[str] | None = None
+        self.handler: logging.Handler | None = None
+
+    @classmethod
+    def activates(cls, recipe: Recipe) -> str:
+        return "a run is worth a record"
+
+    @hookimpl
+    def before_fit(self, run: Run) -> None:
+        if not run.is_main:
+            return
+        path = run.folder / "metrics.jsonl"
+        path.touch()
+        self.metrics = path.open("r+")
+        self.metrics.truncate(self.offset)  # what a killed run wrote after its last checkpoint happens again
+        self.metrics.seek(self.offset)
+        self.handler = logging.FileHandler(run.folder / "log.txt")
+        self.handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        logger.addHandler(self.handler)
+        self.mark = (run.clock.read("train"), run.state.samples, run.state.tokens)
+
+    @hookimpl
+    def after_step(self, run: Run, loss: Tensor) -> None:
+        self.losses.append(loss)
+        if run.state.step % self.config.every:
+            return
+        seconds, samples, tokens = run.clock.read("train"), run.state.samples, run.state.tokens
+        elapsed = max(seconds - self.mark[0], 1e-9)
+        self.write(
+            run,
+            loss=sum(value.item() for value in self.losses) / len(self.losses),
+            lr=run.optimizer.param_groups[0]["lr"],
+            samples_per_second=(samples - self.mark[1]) / elapsed,
+            tokens_per_second=(tokens - self.mark[2]) / elapsed,
+        )
+        self.losses.clear()
+        self.mark = (seconds, samples, tokens)
+
+    @hookimpl
+    def after_evaluate(self, run: Run, split: str, metrics: dict[str, float]) -> None:
+        self.write(run, split=split, **metrics)
+        logger.info("step %d, %s: %s", run.state.step, split, ", ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
+
+    @hookimpl
+    def save_state(self, run: Run) -> dict[str, Any]:
+        return {"offset": self.metrics.tell() if self.metrics else 0, "losses": [float(loss) for loss in self.losses]}
+
+    @hookimpl
+    def load_state(self, run: Run, state: dict[str, Any]) -> None:
+        import torch
+
+        self.offset = state["offset"]
+        self.losses = [torch.tensor(loss) for loss in state["losses"]]
+
+    @hookimpl
+    def write_summary(self, run: Run) -> None:
+        self.close()
+
+    def write(self, run: Run, **values: Any) -> None:
+        """Append one line to ``metrics.jsonl`` (main process only)."""
+        if self.metrics is None:
+            return
+        epoch = run.state.epoch + (run.state.epoch_samples > 0)
+        finite = {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in values.items()}
+        self.metrics.write(json.dumps({"step": run.state.step, "epoch": epoch} | finite) + "\n")
+        self.metrics.flush()
+
+    def close(self) -> None:
+        """Let go of both files."""
+        if self.metrics is not None:
+            self.metrics.close()
+            self.metrics = None
+        if self.handler is not None:
+            logger.removeHandler(self.handler)
+            self.handler.close()
+            self.handler = None

@@ -1,0 +1,43 @@
+"""fastloop without plugins computes what a hand-written loop computes, to the bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import tiny_data, tiny_model
+from torch import nn
+
+
+def plain_loop(epochs: int, batch_size: int, micro: int, lr: float = 1e-2, seed: int = 123, clip: float | None = None) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The loop a person would write: AdamW, shuffled by ``seed + epoch``, a step's gradient the mean over its samples."""
+    data, model = tiny_data(), tiny_model()
+    inputs, targets = data.tensors
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
+    torch.manual_seed(seed)
+    model.train()
+    losses = []
+    for epoch in range(epochs):
+        order = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed + epoch))
+        for step in order.split(batch_size):
+            total = 0.0
+            for ids in step.split(micro):
+                loss = nn.functional.cross_entropy(model(inputs[ids]), targets[ids])
+                if len(ids) != len(step):
+                    loss = loss * (len(ids) / len(step))
+                loss.backward()
+                total += loss.detach()
+            if clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(total.item())
+    return losses, model.state_dict()
+
+
+@pytest.mark.parametrize(("micro", "clip"), [(8, None), (2, None), (8, 0.1)], ids=["whole", "accumulated", "clipped"])
+def test_losses_and_weights_are_those_of_a_plain_loop(tiny_run, micro, clip):
+    losses, weights = plain_loop(epochs=3, batch_size=8, micro=micro, clip=clip)
+    result = tiny_run(epochs=3, device_batch_size=micro, clip_norm=clip)
+    assert result.losses == losses
+    assert all(torch.equal(result.weights[name], weights[name]) for name in weights)
+    assert losses[-1] < losses[0]

@@ -195,7 +195,9 @@ def find(path: Path) -> tuple[Path, list[str]]:
     if skipped:
         listed = "\n  ".join(skipped)
         raise CheckpointError(f"No checkpoint to resume from is whole:\n  {listed}")
-    raise CheckpointError(f"{path}: no checkpoint to resume from. Expected a run folder with checkpoints/step-*, or one of those. Start anew without --resume.")
+    raise CheckpointError(
+        f"{path}: no checkpoint to resume from. Expected a run folder with checkpoints/step-*, or one of those. Start anew without --resume."
+    )
 
 
 def read(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -1,12 +1,12 @@
 """The loop. There is one, for every plugin and strategy.
 
-    for each epoch:
-        for the micro-batches of each step:
-            for each micro-batch:
-                compute the loss, scale it to its share of the step, backward
-            clip, step the optimizer, step the scheduler
-            evaluate and save when due
+for each epoch:
+    for the micro-batches of each step:
+        for each micro-batch:
+            compute the loss, scale it to its share of the step, backward
+        clip, step the optimizer, step the scheduler
         evaluate and save when due
+    evaluate and save when due
 """
 
 from __future__ import annotations

@@ -33,9 +33,7 @@ class Train:
 
     epochs: Annotated[int, option("Passes over the training data.", ge=1)] = 3
     batch_size: Annotated[int, option("Samples an optimizer step, over all processes.", ge=1)] = 32
-    device_batch_size: Annotated[
-        int | None, option("Samples one process holds at once; null: batch_size / world size.", ge=1)
-    ] = None
+    device_batch_size: Annotated[int | None, option("Samples one process holds at once; null: batch_size / world size.", ge=1)] = None
     eval_batch_size: Annotated[int | None, option("Samples one process evaluates at once; null: as in training.", ge=1)] = None
     lr: Annotated[float, option("Peak learning rate.", gt=0)] = 5e-5
     optimizer: Annotated[str, option("A class of torch.optim, such as AdamW, Adam or SGD.")] = "AdamW"
@@ -43,11 +41,12 @@ class Train:
     seed: Annotated[int, option("Seeds initial weights, sample order and dropout.", ge=0, lt=2**32)] = 123
     max_steps: Annotated[int | None, option("Stop after this many optimizer steps; null: after the epochs.", ge=1)] = None
     clip_norm: Annotated[float | None, option("Clip the gradients' total 2-norm to this, once a step; null: do not.", gt=0)] = None
-    evaluate_every: Annotated[
-        Literal["epoch"] | int | None, option("'epoch', a number of steps, or null: only at the end.", ge=1)
-    ] = "epoch"
+    evaluate_every: Annotated[Literal["epoch"] | int | None, option("'epoch', a number of steps, or null: only at the end.", ge=1)] = (
+        "epoch"
+    )
     save_every: Annotated[
-        Literal["epoch"] | int | None, option("When to save what --resume needs: 'epoch', a number of steps, or null: only when stopped.", ge=1)
+        Literal["epoch"] | int | None,
+        option("When to save what --resume needs: 'epoch', a number of steps, or null: only when stopped.", ge=1),
     ] = "epoch"
     keep_checkpoints: Annotated[int, option("Newest checkpoints kept.", ge=1)] = 1
     device: Annotated[Literal["auto", "cpu"], option("'auto' takes the accelerator when there is one.")] = "auto"
@@ -206,7 +205,9 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
             tree[section] = _merge(parent.get(section) or {}, tree[section])
     names = [*parent["plugins"], *(name for name in tree["plugins"] if name not in parent["plugins"])]
     tree["plugins"] = {
-        name: tree["plugins"][name] if tree["plugins"].get(name) is False else {**(parent["plugins"].get(name) or {}), **tree["plugins"].get(name, {})}
+        name: tree["plugins"][name]
+        if tree["plugins"].get(name) is False
+        else {**(parent["plugins"].get(name) or {}), **tree["plugins"].get(name, {})}
         for name in names
     }
     return parent | tree
@@ -261,7 +262,9 @@ def _apply(tree: dict[str, Any], overrides: Iterable[str], where: str) -> dict[s
             raise RecipeError(f"{item}: there is no section {head!r}.{did_you_mean(head, SECTIONS)}")
         name = rest.partition(".")[0]
         if head == "plugins" and not isinstance(tree["plugins"].get(name), Mapping):
-            raise RecipeError(f"{item}: the recipe {where} does not list {name!r}.{did_you_mean(name, tree['plugins'])} Add it with --with {name}.")
+            raise RecipeError(
+                f"{item}: the recipe {where} does not list {name!r}.{did_you_mean(name, tree['plugins'])} Add it with --with {name}."
+            )
         try:
             config = OmegaConf.merge(config, OmegaConf.from_dotlist([item]))  # type: ignore[assignment]
         except (OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError) as error:

@@ -104,7 +104,9 @@ class Resolution:
             manager.check_pending()
         except pluggy.PluginValidationError as error:
             wrong = str(error).split("'")[1]
-            raise PluginError(f"plugin {manager.get_name(error.plugin)!r}: there is no hook {wrong!r}.{did_you_mean(wrong, hooks)}") from None
+            raise PluginError(
+                f"plugin {manager.get_name(error.plugin)!r}: there is no hook {wrong!r}.{did_you_mean(wrong, hooks)}"
+            ) from None
         return manager
 
     @property
@@ -219,14 +221,18 @@ def _check(plugins: list[Plugin], where: str) -> None:
             if other.name == plugin.name:
                 raise PluginError(f"{where}: plugin {plugin.name!r} is there twice. Remove one.")
             if plugin.slot and other.slot == plugin.slot:
-                raise PluginError(f"{where}: plugins {other.name!r} and {plugin.name!r} both fill the slot {plugin.slot!r}. Remove one of them.")
+                raise PluginError(
+                    f"{where}: plugins {other.name!r} and {plugin.name!r} both fill the slot {plugin.slot!r}. Remove one of them."
+                )
     for plugin in plugins:
         for reference, why in plugin.conflicts.items():
             for other in _matching(reference, plugins):
                 raise PluginError(f"{where}: plugins {plugin.name!r} and {other.name!r} exclude each other: {why} Remove one of them.")
         for reference in plugin.requires:
             if not _matching(reference, plugins):
-                raise PluginError(f"{where}: plugin {plugin.name!r} requires {reference!r}, which the recipe does not list. Add it: --with {reference}.")
+                raise PluginError(
+                    f"{where}: plugin {plugin.name!r} requires {reference!r}, which the recipe does not list. Add it: --with {reference}."
+                )
 
 
 def _order(plugins: list[Plugin], reasons: dict[str, str], where: str) -> list[Plugin]:
@@ -255,7 +261,7 @@ def _order(plugins: list[Plugin], reasons: dict[str, str], where: str) -> list[P
                 if place[name] < place[plugin.name]:
                     reasons[name] += f"; moved behind {plugin.name!r}"
     if waiting:
-        raise PluginError(f"{where}: the order of plugins {', '.join(map(repr, waiting))} goes round in a circle of runs_after and runs_before.")
+        raise PluginError(
+            f"{where}: the order of plugins {', '.join(map(repr, waiting))} goes round in a circle of runs_after and runs_before."
+        )
     return ordered
-
-

@@ -128,7 +128,9 @@ class Run:
     def _check_folder(self) -> None:
         existing = next(parent for parent in (self.folder, *self.folder.absolute().parents) if parent.exists())
         if not existing.is_dir() or not _writable(existing):
-            raise RecipeError(f"{self.recipe.where}: output: {self.folder} cannot be written: {existing} is not a folder that this user may write to.")
+            raise RecipeError(
+                f"{self.recipe.where}: output: {self.folder} cannot be written: {existing} is not a folder that this user may write to."
+            )
 
     def _build_loaders(self) -> None:
         train = self.recipe.train
@@ -151,7 +153,9 @@ class Run:
         )
         size = train.eval_batch_size or self.device_batch_size
         self.eval_loaders = {
-            split: Loader(dataset, self.collator, self.loading, batch_size=size * self.world_size, device_batch_size=size, shuffle=False, **common)
+            split: Loader(
+                dataset, self.collator, self.loading, batch_size=size * self.world_size, device_batch_size=size, shuffle=False, **common
+            )
             for split, dataset in self.datasets.items()
             if split != "train"
         }
@@ -190,7 +194,9 @@ class Run:
             self.model.train()
         frozen = [name for name, module in self.model.named_modules() if not module.training]
         if frozen:
-            log.warning("%d modules stay in eval mode, as the model has them: %s%s", len(frozen), ", ".join(frozen[:3]), ", ..." * (len(frozen) > 3))
+            log.warning(
+                "%d modules stay in eval mode, as the model has them: %s%s", len(frozen), ", ".join(frozen[:3]), ", ..." * (len(frozen) > 3)
+            )
 
     def place(self, batch: Batch) -> Batch:
         """The batch with its inputs on the device."""
@@ -312,7 +318,9 @@ class Run:
         self.optimizer.load_state_dict(saved["optimizer"])
         for name, part in (("scheduler", self.scheduler), ("scaler", self.accelerator.scaler)):
             if (part is None) != (saved[name] is None):
-                raise CheckpointError(f"{path}: was saved with{'out' * (saved[name] is None)} a {name}, and this run is with{'out' * (part is None)} one.")
+                raise CheckpointError(
+                    f"{path}: was saved with{'out' * (saved[name] is None)} a {name}, and this run is with{'out' * (part is None)} one."
+                )
             if part is not None:
                 part.load_state_dict(saved[name])
         self.state = State(**saved["state"])
@@ -332,7 +340,9 @@ class Run:
         pairs += [(f"train.{key}", old["train"][key], now["train"][key]) for key in SAME_ON_RESUME]
         for key, was, wanted in pairs:
             if was != wanted:
-                raise CheckpointError(f"{path}: was saved with {key} = {was!r}, and this run has {wanted!r}. Resume with the same, or start anew without --resume.")
+                raise CheckpointError(
+                    f"{path}: was saved with {key} = {was!r}, and this run has {wanted!r}. Resume with the same, or start anew without --resume."
+                )
 
     # -- the whole life --------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """The Python API, for someone who has a model and loaders already.
 
-    from fastloop import Trainer
-    summary = Trainer(model, train_loader, eval_loader, plugins=["amp", {"ema": {"decay": 0.99}}], epochs=3).fit()
+from fastloop import Trainer
+summary = Trainer(model, train_loader, eval_loader, plugins=["amp", {"ema": {"decay": 0.99}}], epochs=3).fit()
 """
 
 from __future__ import annotations
@@ -132,7 +132,9 @@ class Trainer:
             if train_loader.batch_size is None and "batch_size" not in train:
                 raise UsageError("train_loader has no batch_size. Give batch_size=, the samples of an optimizer step.")
             if isinstance(train_loader.sampler, torch.utils.data.WeightedRandomSampler | torch.utils.data.SubsetRandomSampler):
-                raise UsageError(f"train_loader has a {type(train_loader.sampler).__name__}, which fastloop would not keep. Give a dataset that holds what it draws.")
+                raise UsageError(
+                    f"train_loader has a {type(train_loader.sampler).__name__}, which fastloop would not keep. Give a dataset that holds what it draws."
+                )
             train.setdefault("batch_size", train_loader.batch_size)
         if eval_loader is not None and isinstance(eval_loader, DataLoader) and eval_loader.batch_size:
             train.setdefault("eval_batch_size", eval_loader.batch_size)

@@ -1,7 +1,7 @@
 """Writes what happens to the run folder: ``metrics.jsonl`` (one object a log point) and ``log.txt``. On by default.
 
-    plugins:
-      - log: {every: 10}
+plugins:
+  - log: {every: 10}
 """
 
 from __future__ import annotations

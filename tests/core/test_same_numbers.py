@@ -8,7 +8,9 @@ from conftest import tiny_data, tiny_model
 from torch import nn
 
 
-def plain_loop(epochs: int, batch_size: int, micro: int, lr: float = 1e-2, seed: int = 123, clip: float | None = None) -> tuple[list[float], dict[str, torch.Tensor]]:
+def plain_loop(
+    epochs: int, batch_size: int, micro: int, lr: float = 1e-2, seed: int = 123, clip: float | None = None
+) -> tuple[list[float], dict[str, torch.Tensor]]:
     """The loop a person would write: AdamW, shuffled by ``seed + epoch``, a step's gradient the mean over its samples."""
     data, model = tiny_data(), tiny_model()
     inputs, targets = data.tensors
@@ -40,4 +42,4 @@ def test_losses_and_weights_are_those_of_a_plain_loop(tiny_run, micro, clip):
     result = tiny_run(epochs=3, device_batch_size=micro, clip_norm=clip)
     assert result.losses == losses
     assert all(torch.equal(result.weights[name], weights[name]) for name in weights)
-    assert losses[-1] < losses[0]
+    assert sum(losses[-9:]) < 0.9 * sum(losses[:9])  # nine steps an epoch: it learns

@@ -186,7 +186,7 @@ def find(path: Path) -> tuple[Path, list[str]]:
         CheckpointError: There is none, or none that is whole.
     """
     candidates = [path] if (path / MANIFEST).exists() or path.name.startswith("step-") else checkpoints(path)[::-1]
-    skipped = []
+    skipped: list[str] = []
     for candidate in candidates:
         wrong = damage(candidate)
         if wrong is None:
@@ -195,9 +195,7 @@ def find(path: Path) -> tuple[Path, list[str]]:
     if skipped:
         listed = "\n  ".join(skipped)
         raise CheckpointError(f"No checkpoint to resume from is whole:\n  {listed}")
-    raise CheckpointError(
-        f"{path}: no checkpoint to resume from. Expected a run folder with checkpoints/step-*, or one of those. Start anew without --resume."
-    )
+    raise CheckpointError(f"{path}: no checkpoint to resume from. Expected a run folder, or one of its checkpoints/step-*.")
 
 
 def read(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -215,7 +213,7 @@ def read(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def rotate(folder: Path, keep: int) -> None:
-    """Remove a run's oldest checkpoints down to ``keep``, and what an interrupted save left. What a plugin keeps elsewhere is not touched."""
+    """Remove a run's oldest checkpoints down to ``keep``, and what a cut-off save left. Other names are not touched."""
     for path in [*checkpoints(folder)[:-keep], *leftovers(folder)]:
         shutil.rmtree(path, ignore_errors=True)
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
 
 from fastloop.state import Batch, DataLoaderDraft
@@ -65,7 +66,7 @@ def _seed_worker(seed: int) -> None:
 
 
 class _Samples(Dataset[Any]):
-    """A map-style dataset read a draw at a time. In a worker, each draw seeds the random state: augmentation does not depend on which worker."""
+    """A map-style dataset read a draw at a time. In a worker, each draw seeds the random state: it does not matter which worker."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -90,7 +91,7 @@ class _Stream(IterableDataset[Any]):
 
     def __init__(self, dataset: Any, batch: int, rank: int, world_size: int, seed: int) -> None:
         self.dataset, self.batch, self.rank, self.world_size, self.seed = dataset, batch, rank, world_size, seed
-        self.position = torch.zeros(2, dtype=torch.int64).share_memory_()  # epoch, start: persistent workers see changes
+        self.position: Tensor = torch.zeros(2, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call] # epoch, start: persistent workers see changes
 
     def __iter__(self) -> Iterator[Any]:
         from torch.utils.data._utils import worker

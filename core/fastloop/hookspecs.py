@@ -36,7 +36,8 @@
 Kinds. *Draft* hooks change the draft they get; two plugins that write one field is an error. *First* hooks return the first result
 that is not None, asked in the run's plugin order. *Chain* hooks may return a replacement, which the next plugin gets. The others are
 called on every plugin, in order. All fire on every process; writing files is for ``run.is_main`` alone. An implementation takes
-only the arguments it needs. What goes around something is a wrapper: ``@hookimpl(wrapper=True)`` on that hook (not on chain and draft hooks).
+only the arguments it needs. What goes around something is a wrapper:
+``@hookimpl(wrapper=True)`` on that hook (not on chain and draft hooks).
 """
 
 from __future__ import annotations

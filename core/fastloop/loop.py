@@ -11,6 +11,7 @@ for each epoch:
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +22,8 @@ from fastloop.state import Batch
 if TYPE_CHECKING:
     from fastloop.run import Run
 
+log = logging.getLogger("fastloop")
+
 
 def fit(run: Run) -> None:
     """Train until the epochs or ``max_steps`` are done, or a plugin asks to stop; then evaluate what is not yet evaluated."""
@@ -28,6 +31,8 @@ def fit(run: Run) -> None:
     hooks.before_fit(run=run)
     run.train_mode()
     with run.clock("train"):
+        if run.evaluation_due():  # an interrupted run was saved before it
+            evaluate(run, "evaluate")
         while state.epoch < run.recipe.train.epochs and not run.stopping():
             hooks.before_epoch(run=run)
             for batches in run.train_loader.steps(state.epoch, state.epoch_samples):
@@ -39,7 +44,7 @@ def fit(run: Run) -> None:
                     run.save()
                 if run.stopping():
                     break
-            if not run.epoch_done():
+            if run.interrupted or not run.epoch_done():
                 break
             state.epoch, state.epoch_samples = state.epoch + 1, 0
             hooks.after_epoch(run=run)
@@ -48,6 +53,8 @@ def fit(run: Run) -> None:
             if run.saving_due(epoch_ended=True):
                 run.save()
     if run.interrupted:
+        if run.saving_due():
+            run.save()
         return
     if state.evaluated_at != state.step and "evaluate" in run.eval_loaders:
         evaluate(run, "evaluate")
@@ -97,6 +104,7 @@ def evaluate(run: Run, split: str) -> dict[str, float]:
         if split == "evaluate":
             run.state.evaluated_at = run.state.step
         run.hooks.after_evaluate(run=run, split=split, metrics=metrics)
+        log.info("step %d, %s: %s", run.state.step, split, ", ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
     return metrics
 
 

@@ -40,7 +40,7 @@ class OptionInfo:
 
 
 @cache
-def _checker(cls: type) -> type[BaseModel]:
+def _checker(cls: Any) -> type[BaseModel]:
     hints = typing.get_type_hints(cls, include_extras=True)
     fields: dict[str, Any] = {}
     for field in dataclasses.fields(cls):
@@ -67,7 +67,7 @@ def parse(cls: type[T], values: Mapping[str, Any] | None, where: str) -> T:
         values = {}
     if not isinstance(values, Mapping):
         raise RecipeError(f"{where}: found {_show(values)}, expected a mapping of options.")
-    checker = _checker(cls)
+    checker = _checker(cls)  # type: ignore[arg-type]
     try:
         checked = checker.model_validate(dict(values))
     except ValidationError as error:
@@ -76,7 +76,7 @@ def parse(cls: type[T], values: Mapping[str, Any] | None, where: str) -> T:
 
 
 def _explain(cls: type, error: ValidationError, where: str) -> Iterator[str]:
-    names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    names = [field.name for field in dataclasses.fields(cls)]
     wrong: dict[str, list[Any]] = {}
     for item in error.errors():
         if item["type"] == "extra_forbidden":
@@ -106,7 +106,7 @@ def describe(cls: type) -> list[OptionInfo]:
     """The options of a dataclass, in order, as the tables of `fastloop plugins NAME` and the docs show them."""
     hints = typing.get_type_hints(cls, include_extras=True)
     rows = []
-    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+    for field in dataclasses.fields(cls):
         hint, help = hints[field.name], ""
         if typing.get_origin(hint) is typing.Annotated:
             infos = [meta for meta in typing.get_args(hint)[1:] if isinstance(meta, FieldInfo)]

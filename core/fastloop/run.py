@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import resource
+import signal
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -263,7 +264,7 @@ class Run:
         if state.evaluate_requested:
             state.evaluate_requested = False
             return True
-        return epoch_ended if every == "epoch" else every is not None and state.step % every == 0
+        return epoch_ended if every == "epoch" else every is not None and state.step > 0 and state.step % every == 0
 
     def saving_due(self, epoch_ended: bool = False) -> bool:
         """Whether to save now. A run that stops inside an epoch is saved there."""
@@ -275,7 +276,7 @@ class Run:
             return every == "epoch" or self.stopping()
         if isinstance(every, int) and state.step % every == 0:
             return True
-        return self.stopping() and not self.epoch_done()
+        return self.stopping() and not self.interrupted and not self.epoch_done()
 
     # -- saving and resuming ---------------------------------------------------------------------------------------------
 
@@ -341,7 +342,7 @@ class Run:
         for key, was, wanted in pairs:
             if was != wanted:
                 raise CheckpointError(
-                    f"{path}: was saved with {key} = {was!r}, and this run has {wanted!r}. Resume with the same, or start anew without --resume."
+                    f"{path}: was saved with {key} = {was!r}, and this run has {wanted!r}. Resume with the same, or start anew."
                 )
 
     # -- the whole life --------------------------------------------------------------------------------------------------
@@ -370,6 +371,23 @@ class Run:
                 raise told from error
             raise
         return self._summarise("stopped" if self.state.stop_reason else "completed", self.state.stop_reason)
+
+    @contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """While inside, Ctrl-C saves at the step's end and stops; a second one stops at once."""
+
+        def ask(signum: int, frame: Any) -> None:
+            if self.interrupted:
+                raise KeyboardInterrupt
+            log.warning("interrupted: saving at the end of this step (once more to stop at once)")
+            self.state.stop_reason = INTERRUPTED
+            self.state.request_save()
+
+        previous = signal.signal(signal.SIGINT, ask)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, previous)
 
     def _open_folder(self) -> None:
         """Make the run folder. An earlier run's is moved aside: nothing of it is lost."""

@@ -75,7 +75,12 @@ class Batch:
         """Called by torch's DataLoader when ``pin_memory`` is on."""
         from torch.utils.data._utils.pin_memory import pin_memory
 
-        return Batch(pin_memory(self.inputs), self.weight, self.samples, self.tokens)
+        return Batch(
+            pin_memory(self.inputs),  # type: ignore[no-untyped-call]
+            self.weight,
+            self.samples,
+            self.tokens,
+        )
 
 
 @dataclass(slots=True)
@@ -108,9 +113,7 @@ class Draft:
             raise PluginError(f"{self._writer}: {type(self).__name__} has no field {name!r}.{did_you_mean(name, fields)}")
         writer = self.writers.get(name, self._writer)
         if writer != self._writer:
-            raise PluginError(
-                f"Plugins {writer!r} and {self._writer!r} both set {type(self).__name__}.{name}. Remove one of them, or leave one's option unset."
-            )
+            raise PluginError(f"Plugins {writer!r} and {self._writer!r} both set {type(self).__name__}.{name}. Remove one of them.")
         self.writers[name] = self._writer
         self.__dict__[name] = value
 

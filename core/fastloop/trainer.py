@@ -96,7 +96,7 @@ class Trainer:
 
     Args:
         model: Any module. With a mapping as batch it returns an object with ``.loss``; with ``(inputs, targets)`` give ``loss``.
-        train_loader: A ``DataLoader``: its dataset, collator, batch size (that of an optimizer step, over all processes) and drop_last=False
+        train_loader: A ``DataLoader``: its dataset, collator, batch size (that of an optimizer step, over all processes)
             are taken over; the order is fastloop's own, so that a run can resume in it. Or a dataset, with ``batch_size=`` in ``train``.
         eval_loader: Evaluated as ``train.evaluate_every`` says.
         test_loader: Evaluated once, at the end.
@@ -133,7 +133,7 @@ class Trainer:
                 raise UsageError("train_loader has no batch_size. Give batch_size=, the samples of an optimizer step.")
             if isinstance(train_loader.sampler, torch.utils.data.WeightedRandomSampler | torch.utils.data.SubsetRandomSampler):
                 raise UsageError(
-                    f"train_loader has a {type(train_loader.sampler).__name__}, which fastloop would not keep. Give a dataset that holds what it draws."
+                    f"train_loader has a {type(train_loader.sampler).__name__}, which is not kept. Give a dataset of what it draws."
                 )
             train.setdefault("batch_size", train_loader.batch_size)
         if eval_loader is not None and isinstance(eval_loader, DataLoader) and eval_loader.batch_size:

@@ -15,9 +15,10 @@ from typing import IO, TYPE_CHECKING, Annotated, Any
 from fastloop import Plugin, hookimpl, option
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from fastloop import Run
     from fastloop.recipe import Recipe
-    from torch import Tensor
 
 logger = logging.getLogger("fastloop")
 
@@ -80,7 +81,6 @@ class Log(Plugin):
     @hookimpl
     def after_evaluate(self, run: Run, split: str, metrics: dict[str, float]) -> None:
         self.write(run, split=split, **metrics)
-        logger.info("step %d, %s: %s", run.state.step, split, ", ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
 
     @hookimpl
     def save_state(self, run: Run) -> dict[str, Any]:

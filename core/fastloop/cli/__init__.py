@@ -1,0 +1,38 @@
+"""The command line: one file a command. Nothing here imports torch until a command needs it."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+
+import typer
+
+from fastloop.cli import doctor, plan, plugins, recipes, train
+from fastloop.errors import FastloopError, PluginCrash
+
+app = typer.Typer(
+    name="fastloop",
+    help="List plugins in a recipe, and get the fastest correct training your hardware can do.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for module in (train, plan, plugins, recipes, doctor):
+    name = module.__name__.rpartition(".")[2]
+    app.command(name)(getattr(module, name))
+
+
+def main() -> None:
+    """Run the command line. Exit codes: 0 done, 1 the run failed, 2 what was asked is wrong, 130 interrupted."""
+    arguments = train.with_resume_value(sys.argv[1:])
+    try:
+        app(arguments)
+    except FastloopError as error:
+        if isinstance(error, PluginCrash) and error.__cause__ is not None:
+            traceback.print_exception(error.__cause__)
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)

@@ -1,0 +1,61 @@
+"""``fastloop doctor``: what this machine can do."""
+
+from __future__ import annotations
+
+import shutil
+
+import typer
+
+
+def doctor() -> None:
+    """Print what this machine can do: devices, dtypes, compilers, installed extras."""
+    import importlib.metadata
+    import os
+    import platform
+
+    import torch
+    from packaging.requirements import Requirement
+
+    from fastloop.machine import this_machine
+
+    def line(name: str, value: str) -> None:
+        typer.echo(f"{name:<12}{value}")
+
+    machine = this_machine()
+    line("device", f"{machine.device} ({machine.name})" + (f" x {torch.accelerator.device_count()}" if machine.device != "cpu" else ""))
+    line("dtypes", ", ".join(machine.dtypes))
+    line(
+        "processors",
+        f"{len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()}, torch uses {torch.get_num_threads()} threads",
+    )
+    line(
+        "compiler",
+        next(
+            (path for name in ("g++", "clang++", "cl") if (path := shutil.which(name))),
+            "none found: torch.compile needs one on CPU",
+        ),
+    )
+    line("backends", ", ".join(torch._dynamo.list_backends()))
+    line("distributed", ", ".join(name for name in ("nccl", "gloo", "mpi") if getattr(torch.distributed, f"is_{name}_available")()) or "no")
+    line("python", platform.python_version())
+    requirements = [Requirement(text) for text in importlib.metadata.requires("fastloop") or []]
+    for requirement in requirements:
+        if requirement.marker is None:
+            line(requirement.name, _installed(requirement.name) or "missing")
+    for extra in importlib.metadata.metadata("fastloop").get_all("Provides-Extra") or []:
+        needs = [
+            item.name
+            for item in requirements
+            if item.marker and item.marker.evaluate({"extra": extra}) and not item.marker.evaluate({"extra": ""})
+        ]
+        absent = [name for name in needs if name != "fastloop" and _installed(name) is None]
+        line(f"[{extra}]", f"not installed ({', '.join(absent)}): pip install 'fastloop[{extra}]'" if absent else "installed")
+
+
+def _installed(distribution: str) -> str | None:
+    import importlib.metadata
+
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,21 @@
+"""``fastloop recipes``: the shipped recipes."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def recipes(name: Annotated[str | None, typer.Argument(help="Print this recipe, so that it can be copied.")] = None) -> None:
+    """List the shipped recipes, or print one."""
+    from fastloop.recipe import find_recipe, shipped_recipes
+
+    if name is not None:
+        typer.echo(find_recipe(name).read_text(encoding="utf-8"), nl=False)
+        return
+    found = shipped_recipes()
+    width = max(map(len, found), default=0)
+    for key, path in found.items():
+        first = path.read_text(encoding="utf-8").partition("\n")[0]
+        typer.echo(f"{key:{width}}  {first.removeprefix('#').strip()}")

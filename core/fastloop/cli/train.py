@@ -1,0 +1,100 @@
+"""``fastloop train``: trains a recipe and shows what came of it."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fastloop.cli.arguments import Overrides, RecipeName, With, Without, names
+
+
+def with_resume_value(arguments: list[str]) -> list[str]:
+    """``--resume`` takes an optional path: give the bare option an empty one, so that what follows is not taken for it."""
+    result = []
+    for argument, following in zip(arguments, [*arguments[1:], None], strict=True):
+        bare = argument == "--resume" and (following is None or following.startswith("-") or "=" in following)
+        result.append("--resume=" if bare else argument)
+    return result
+
+
+def train(
+    recipe: RecipeName,
+    overrides: Overrides = None,
+    with_: With = "",
+    without: Without = "",
+    resume: Annotated[
+        str | None,
+        typer.Option(metavar="[PATH]", help="Go on from the newest checkpoint of the output folder, of PATH, or from PATH itself."),
+    ] = None,
+) -> None:
+    """Train a recipe: writes the run folder and prints its summary."""
+    from fastloop.recipe import load_recipe
+    from fastloop.registry import resolve
+
+    loaded = load_recipe(recipe, overrides or (), names(with_), names(without))
+    show_messages()
+    resolution = resolve(loaded)
+    from fastloop.run import Run  # here, so that what is wrong with a recipe is said before torch is loaded
+
+    run = Run(loaded, resolution, Path(resume or loaded.output) if resume is not None else None)
+    with run.interruptible():
+        summary = run.execute()
+    show_summary(summary, run.folder)
+    if run.interrupted:
+        again = " ".join(
+            [
+                "fastloop train",
+                recipe,
+                *(overrides or ()),
+                *(f"--{key} {value}" for key, value in (("with", with_), ("without", without)) if value),
+            ]
+        )
+        typer.echo(f"Stopped and saved at step {run.state.step}. Go on with: {again} --resume")
+        raise typer.Exit(130)
+
+
+def show_messages() -> None:
+    """Show what the core and plugins say, above a live display when there is one."""
+    import rich
+
+    class Messages(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            prefix = "warning: " if record.levelno >= logging.WARNING else ""
+            rich.get_console().print(prefix + self.format(record), markup=False, highlight=False, soft_wrap=True)
+
+    logger = logging.getLogger("fastloop")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(Messages())
+    logger.propagate = False
+
+
+def show_summary(summary: dict[str, Any], folder: Path) -> None:
+    """The table at a run's end."""
+    import rich
+    from rich.table import Table
+
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+
+    def row(name: str, value: str) -> None:
+        table.add_row(name, value)
+
+    row("status", summary["status"] + (f" ({summary['reason']})" if summary["reason"] else ""))
+    for split in ("evaluate", "test"):
+        if summary[split]:
+            row(split, ", ".join(f"{name} {value:.4f}" for name, value in summary[split].items()))
+    if summary["best"]:
+        row("best", f"{summary['best']['value']:.4f} at step {summary['best']['step']}")
+    row("steps", f"{summary['steps']} ({summary['epochs']} epochs, {summary['samples']} samples)")
+    spent = ("train", "evaluate", "save", "startup", "compile")
+    row("seconds", ", ".join(f"{name} {summary[f'{name}_seconds']:.1f}" for name in spent if summary[f"{name}_seconds"]))
+    tokens = f", {summary['tokens_per_second']:.0f} tokens/s" if summary["tokens_per_second"] else ""
+    row("speed", f"{summary['samples_per_second']:.1f} samples/s{tokens}")
+    row("memory", f"{summary['peak_memory_bytes'] / 2**20:.0f} MiB at the peak, {summary['device']}")
+    row("plugins", ", ".join(summary["plugins"]))
+    row("run folder", str(folder))
+    rich.print(table)

@@ -1,0 +1,117 @@
+"""Shows a run as it goes: a live line on a terminal, plain lines elsewhere. On by default.
+
+plugins:
+  - progress: {every: 10}
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from time import perf_counter
+from typing import TYPE_CHECKING, Annotated, Any
+
+from fastloop import Plugin, hookimpl, option
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bar
+    from torch import Tensor
+
+    from fastloop import Run
+    from fastloop.recipe import Recipe
+
+
+class Progress(Plugin):
+    """Step, loss, samples/s, time left, best so far."""
+
+    name = "progress"
+    parity = "exact"
+    configures = "shows step, loss, samples/s, time left, best so far"
+
+    @dataclass(kw_only=True)
+    class Config:
+        """Options."""
+
+        every: Annotated[float, option("Seconds between two plain lines, where there is no terminal.", gt=0)] = 10.0
+        refresh: Annotated[float, option("Seconds between two updates of the live line.", gt=0)] = 0.25
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.bar: Bar | None = None
+        self.next = 0.0
+        self.period = 0.0
+
+    @classmethod
+    def activates(cls, recipe: Recipe) -> str:
+        return "a run is worth watching"
+
+    @hookimpl
+    def before_fit(self, run: Run) -> None:
+        import rich
+
+        self.console = rich.get_console()
+        self.period = self.config.refresh if self.console.is_terminal else self.config.every
+        self.next = perf_counter() + self.period if run.is_main else float("inf")
+        self.mark = (run.clock.read("train"), run.state.samples)
+        if run.is_main and self.console.is_terminal:
+            from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+            columns = (BarColumn(bar_width=24), TextColumn("{task.description}"), TimeElapsedColumn())
+            self.bar = Progress(*columns, console=self.console, transient=True, refresh_per_second=4)
+            self.bar.start()
+            self.task = self.bar.add_task("starting", total=run.total_steps, completed=run.state.step)
+
+    @hookimpl
+    def after_step(self, run: Run, loss: Tensor) -> None:
+        if perf_counter() < self.next:  # a step costs one look at the clock; the device is waited for only when something is shown
+            return
+        text = self.describe(run, loss.item())
+        if self.bar is not None:
+            self.bar.update(self.task, completed=run.state.step, description=text)
+        else:
+            self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self.next = perf_counter() + self.period
+
+    def describe(self, run: Run, loss: float) -> str:
+        """One line: where the run stands."""
+        seconds, samples = run.clock.read("train"), run.state.samples
+        speed = (samples - self.mark[1]) / max(seconds - self.mark[0], 1e-9)
+        of = f"/{run.total_steps}" if run.total_steps else ""
+        parts = [
+            f"step {run.state.step}{of}",
+            f"epoch {run.state.epoch + 1}/{run.recipe.train.epochs}",
+            f"loss {loss:.4f}",
+            f"{speed:.1f} samples/s",
+        ]
+        if run.total_steps and speed:
+            left = (run.total_steps - run.state.step) * run.recipe.train.batch_size / speed
+            parts.append(f"{_duration(left)} left")
+        if run.state.best:
+            parts.append(f"best {run.state.best['value']:.4f}")
+        if seconds - self.mark[0] > 30:  # the speed shown is that of the last half minute
+            self.mark = (seconds, samples)
+        return ", ".join(parts)
+
+    @hookimpl
+    def before_evaluate(self, run: Run, split: str) -> None:
+        if self.bar is not None:
+            self.bar.update(self.task, completed=run.state.step, description=f"step {run.state.step}, evaluating {split}")
+
+    @hookimpl
+    def write_summary(self) -> None:
+        self.stop()
+
+    @hookimpl
+    def on_exception(self) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Take the live line off the terminal."""
+        if self.bar is not None:
+            self.bar.stop()
+            self.bar = None
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

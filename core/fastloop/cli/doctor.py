@@ -19,7 +19,7 @@ def doctor() -> None:
     from fastloop.machine import this_machine
 
     def line(name: str, value: str) -> None:
-        typer.echo(f"{name:<12}{value}")
+        typer.echo(f"{name:<14}{value}")
 
     machine = this_machine()
     line("device", f"{machine.device} ({machine.name})" + (f" x {torch.accelerator.device_count()}" if machine.device != "cpu" else ""))

@@ -1,0 +1,26 @@
+# Everything a fresh machine needs: `make quickstart` trains the embedded default, `make test` runs the tests.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN     = $(VENV)/bin
+
+.PHONY: quickstart test lint clean
+
+quickstart: $(VENV)/ready
+	$(BIN)/fastloop train recipes/quickstart.yaml
+
+test: $(VENV)/ready
+	$(BIN)/python -m pytest -n auto -q
+
+lint: $(VENV)/ready
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+# The constraints pin every package, and torch's CPU build: nothing here pulls gigabytes of CUDA.
+$(VENV)/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) runs dist build

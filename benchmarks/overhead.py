@@ -1,0 +1,325 @@
+"""What does a trainer cost per step?  One thread, one layer, five training loops.
+
+The work is the same in every arm: the same initial weights, the same batches in the same order (a
+seeded shuffling sampler, a torch DataLoader without workers, eight rows a batch), float32, AdamW
+with the same settings, a constant learning rate, no clipping, no checkpoints, and the loss read to
+the host at every tenth step only.  The weights each arm ends its warm-up with are compared with
+those of the hand-written loop, so an arm that did less work is marked as such.
+
+Protocol
+* An arm is timed in a process of its own: ``overhead.py --arm raw --steps 1000`` prints one JSON line.
+* After a warm-up run of 200 steps the arm trains for N and for 2N steps, from scratch each time; one
+  sample is (T(2N) - T(N)) / N.  The difference cancels whatever a framework does once per run, and
+  needs no clock inside any loop.  The arm's figure is the median of its samples (``--repeats``).
+* A run is one epoch, so nothing that happens once per epoch is counted either.
+* Rounds are interleaved, A B C D E, E D C B A, ..., so that a drift of the machine hits all arms.
+* The ratio to ``raw`` is formed inside each round; the median over the rounds is reported with a 95%
+  percentile bootstrap interval (resampling rounds).
+* The CPU time that other processes took while an arm ran is read from /proc/stat and reported.
+
+Where an arm departs from its framework's defaults: the Hugging Face Trainer runs without the check of
+each loss for NaN (it reads the loss to the host at every step), without column removal and without
+gradient clipping; Lightning and the Hugging Face Trainer save no checkpoints.  Progress bars and logs
+are on as by default and written to /dev/null.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import logging
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ[_name] = "1"
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+NEEDS = {"raw": "torch", "accelerate": "accelerate", "hf-trainer": "transformers", "lightning": "lightning",
+         "fastloop": "fastloop"}
+ROWS, WIDTH, CLASSES, BATCH, LOG_EVERY, WARMUP, SEED = 1024, 64, 10, 8, 10, 200, 0
+LR = 1e-3
+models: list[Any] = []  # every model made by ``work``; the last one is compared across arms
+
+
+def work(steps: int) -> tuple[Any, Any, Any]:
+    """A fresh model, its optimizer, and a loader that yields ``steps`` batches."""
+    import torch
+    from torch import nn
+    from torch.utils.data import DataLoader, Dataset, Sampler
+
+    class Rows(Dataset[dict[str, torch.Tensor]]):
+        """ROWS rows held in memory, repeated to the length of the run."""
+
+        def __init__(self) -> None:
+            made = torch.Generator().manual_seed(SEED)
+            self.rows = [{"x": torch.randn(WIDTH, generator=made), "labels": torch.tensor(i % CLASSES)}
+                         for i in range(ROWS)]
+
+        def __len__(self) -> int:
+            return steps * BATCH
+
+        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+            return self.rows[index % ROWS]
+
+    class Shuffled(Sampler[int]):
+        """A permutation that depends on the length alone, so no framework can reseed it."""
+
+        def __len__(self) -> int:
+            return steps * BATCH
+
+        def __iter__(self) -> Iterator[int]:
+            return iter(torch.randperm(len(self), generator=torch.Generator().manual_seed(SEED)).tolist())
+
+    class Classifier(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, CLASSES)
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"loss": nn.functional.cross_entropy(self.linear(x), labels)}
+
+    torch.manual_seed(SEED)
+    model = Classifier().train()
+    models[:] = [model]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    return model, optimizer, DataLoader(Rows(), batch_size=BATCH, sampler=Shuffled())
+
+
+def run_raw(steps: int) -> float:
+    model, optimizer, loader = work(steps)
+    start = time.perf_counter()
+    for step, batch in enumerate(loader, 1):
+        loss = model(**batch)["loss"]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % LOG_EVERY == 0:
+            loss.item()
+    return time.perf_counter() - start
+
+
+def run_accelerate(steps: int) -> float:
+    from accelerate import Accelerator
+
+    model, optimizer, loader = work(steps)
+    start = time.perf_counter()
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for step, batch in enumerate(loader, 1):
+        loss = model(**batch)["loss"]
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % LOG_EVERY == 0:
+            loss.item()
+    return time.perf_counter() - start
+
+
+def run_hf_trainer(steps: int) -> float:
+    from torch.utils.data import default_collate
+    from transformers import Trainer, TrainingArguments
+
+    class Ordered(Trainer):
+        """The Trainer with the sampler of the other arms."""
+
+        def _get_train_sampler(self, *_: Any) -> Any:
+            return loader.sampler
+
+    model, optimizer, loader = work(steps)
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            output_dir=folder, num_train_epochs=1, per_device_train_batch_size=BATCH, use_cpu=True, seed=SEED,
+            lr_scheduler_type="constant", max_grad_norm=0.0, logging_steps=LOG_EVERY, logging_nan_inf_filter=False,
+            report_to="none", save_strategy="no", remove_unused_columns=False, dataloader_pin_memory=False)
+        start = time.perf_counter()
+        Ordered(model=model, args=arguments, train_dataset=loader.dataset, data_collator=default_collate,
+                optimizers=(optimizer, None)).train()
+        return time.perf_counter() - start
+
+
+def run_lightning(steps: int) -> float:
+    import lightning
+
+    model, optimizer, loader = work(steps)
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def training_step(self, batch: Any, _: int) -> Any:
+            loss = self.model(**batch)["loss"]
+            self.log("loss", loss)
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return optimizer
+
+    module = Module().train()
+    with tempfile.TemporaryDirectory() as folder:
+        start = time.perf_counter()
+        lightning.Trainer(max_epochs=1, accelerator="cpu", devices=1, log_every_n_steps=LOG_EVERY,
+                          enable_checkpointing=False, default_root_dir=folder).fit(module, loader)
+        return time.perf_counter() - start
+
+
+def run_fastloop(steps: int) -> float:
+    from fastloop import Trainer
+
+    model, optimizer, loader = work(steps)
+    with tempfile.TemporaryDirectory() as folder:
+        # To be filled in: hand over `optimizer`, log every LOG_EVERY steps, no checkpoints.
+        start = time.perf_counter()
+        Trainer(model, loader, plugins=[], epochs=1, output=folder).fit()
+        return time.perf_counter() - start
+
+
+ARMS: dict[str, Callable[[int], float]] = {
+    "raw": run_raw, "accelerate": run_accelerate, "hf-trainer": run_hf_trainer, "lightning": run_lightning,
+    "fastloop": run_fastloop}
+
+
+def time_arm(arm: str, steps: int, repeats: int) -> dict[str, Any]:
+    """Time one arm in this process, with everything it prints sent to /dev/null."""
+    import torch
+
+    torch.set_num_threads(1)
+    torch.set_num_interop_threads(1)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    kept = os.dup(1), os.dup(2)
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1), os.dup2(null, 2)
+    try:
+        run = ARMS[arm]
+        run(WARMUP)
+        weights = float(sum(p.detach().double().abs().sum() for p in models[-1].parameters()))
+        samples = []
+        for repeat in range(repeats):  # N first, then 2N first, and so on
+            order = (1, 2) if repeat % 2 == 0 else (2, 1)
+            seconds = {times: run(times * steps) for times in order}
+            samples.append((seconds[2] - seconds[1]) / steps * 1e6)
+    finally:
+        sys.stdout.flush(), sys.stderr.flush()
+        os.dup2(kept[0], 1), os.dup2(kept[1], 2)
+    return {"arm": arm, "us_per_step": statistics.median(samples), "samples": samples, "weights": weights,
+            "threads": torch.get_num_threads()}
+
+
+def busy_seconds() -> float | None:
+    """CPU seconds all processes of this machine have used so far, stolen time included."""
+    try:
+        user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
+    except (OSError, ValueError):
+        return None
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def spawn(arm: str, steps: int, repeats: int) -> dict[str, Any]:
+    """Time one arm in a fresh process and add the number of cores that others kept busy meanwhile."""
+    busy, own, start = busy_seconds(), sum(os.times()[:4]), time.perf_counter()
+    command = [sys.executable, __file__, "--arm", arm, "--steps", str(steps), "--repeats", str(repeats)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise SystemExit(f"The arm {arm} failed:\n{done.stderr[-3000:]}")
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    wall, after = time.perf_counter() - start, busy_seconds()
+    used = sum(os.times()[:4]) - own
+    result["foreign_cores"] = None if busy is None or after is None else max(0.0, (after - busy - used) / wall)
+    return result
+
+
+def interval(values: list[float], draws: int = 5000) -> tuple[float, float]:
+    """The 95% percentile bootstrap interval of the median."""
+    rng = random.Random(SEED)
+    medians = sorted(statistics.median(rng.choices(values, k=len(values))) for _ in range(draws))
+    return medians[int(0.025 * draws)], medians[int(0.975 * draws) - 1]
+
+
+def cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or "unknown"
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def report(rounds: list[dict[str, dict[str, Any]]], arms: list[str]) -> tuple[list[dict[str, Any]], str]:
+    """The summary of each arm, and the same as a markdown table."""
+    rows, lines = [], ["| arm | us per step | over raw, us | ratio to raw | 95% interval | same weights as raw |",
+                       "|---|---:|---:|---:|---:|---|"]
+    for arm in arms:
+        cost = statistics.median(r[arm]["us_per_step"] for r in rounds)
+        extra = statistics.median(r[arm]["us_per_step"] - r["raw"]["us_per_step"] for r in rounds)
+        ratios = [r[arm]["us_per_step"] / r["raw"]["us_per_step"] for r in rounds]
+        low, high = interval(ratios)
+        same = all(abs(r[arm]["weights"] / r["raw"]["weights"] - 1) < 1e-6 for r in rounds)
+        rows.append({"arm": arm, "us_per_step": cost, "us_over_raw": extra, "ratio": statistics.median(ratios),
+                     "interval95": [low, high], "ratios": ratios, "same_weights": same})
+        lines.append(f"| {arm} | {cost:.0f} | {extra:.0f} | {statistics.median(ratios):.2f} | {low:.2f} to {high:.2f}"
+                     f" | {'yes' if same else 'NO'} |")
+    return rows, "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Time the cost of one training step around a one-layer model.")
+    parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds (default 5)")
+    parser.add_argument("--steps", type=int, default=1000, help="N of the N and 2N step runs (default 1000)")
+    parser.add_argument("--repeats", type=int, default=3, help="samples per process (default 3)")
+    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS), help="raw is always run")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
+    parser.add_argument("--arm", choices=list(ARMS), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if min(args.rounds, args.steps, args.repeats) < 1:
+        parser.error("--rounds, --steps and --repeats must be at least 1")
+    if args.arm:
+        print(json.dumps(time_arm(args.arm, args.steps, args.repeats)))
+        return
+
+    arms = [arm for arm in ARMS if arm == "raw" or arm in args.arms]
+    for arm in [arm for arm in arms if importlib.util.find_spec(NEEDS[arm]) is None]:
+        print(f"The arm {arm} is left out: the package {NEEDS[arm]} is not installed.")
+        arms.remove(arm)
+    rounds: list[dict[str, dict[str, Any]]] = []
+    for number in range(args.rounds):
+        order = arms if number % 2 == 0 else arms[::-1]
+        rounds.append({arm: spawn(arm, args.steps, args.repeats) for arm in order})
+        print(f"round {number + 1}: " + ", ".join(f"{a} {rounds[-1][a]['us_per_step']:.0f} us" for a in arms),
+              file=sys.stderr, flush=True)
+
+    rows, table = report(rounds, arms)
+    foreign = [r[a]["foreign_cores"] for r in rounds for a in arms if r[a]["foreign_cores"] is not None]
+    load = (f"Other processes kept {statistics.mean(foreign):.2f} cores of {os.cpu_count()} busy on average while an "
+            f"arm ran, {max(foreign):.2f} at most." if foreign else "The load by other processes was not measured.")
+    versions = {"python": platform.python_version()} | {p: version(p) for p in NEEDS.values()}
+    print(f"\n{table}\n\n{load}")
+    print(f"{cpu_model()}, {rounds[0]['raw']['threads']} thread; {args.rounds} rounds of {args.repeats} samples, "
+          f"N = {args.steps} steps; " + ", ".join(f"{k} {v or 'not installed'}" for k, v in versions.items()) + ".")
+    if args.json:
+        args.json.write_text(json.dumps({
+            "versions": versions, "cpu": cpu_model(), "cores": os.cpu_count(), "threads": rounds[0]["raw"]["threads"],
+            "steps": args.steps, "repeats": args.repeats, "load": load, "summary": rows, "rounds": rounds}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,7 +1,7 @@
 """What does a trainer cost per step?  One thread, one layer, five training loops.
 
 The work is the same in every arm: the same initial weights, the same batches in the same order (a
-seeded shuffling sampler, a torch DataLoader without workers, eight rows a batch), float32, AdamW
+shuffled once by the same seed, a torch DataLoader without workers, eight rows a batch), float32, AdamW
 with the same settings, a constant learning rate, no clipping, no checkpoints, and the loss read to
 the host at every tenth step only.  The weights each arm ends its warm-up with are compared with
 those of the hand-written loop, so an arm that did less work is marked as such.
@@ -47,8 +47,7 @@ for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ[_name] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-NEEDS = {"raw": "torch", "accelerate": "accelerate", "hf-trainer": "transformers", "lightning": "lightning",
-         "fastloop": "fastloop"}
+NEEDS = {"raw": "torch", "accelerate": "accelerate", "hf-trainer": "transformers", "lightning": "lightning", "fastloop": "fastloop"}
 ROWS, WIDTH, CLASSES, BATCH, LOG_EVERY, WARMUP, SEED = 1024, 64, 10, 8, 10, 200, 0
 LR = 1e-3
 models: list[Any] = []  # every model made by ``work``; the last one is compared across arms
@@ -65,8 +64,7 @@ def work(steps: int) -> tuple[Any, Any, Any]:
 
         def __init__(self) -> None:
             made = torch.Generator().manual_seed(SEED)
-            self.rows = [{"x": torch.randn(WIDTH, generator=made), "labels": torch.tensor(i % CLASSES)}
-                         for i in range(ROWS)]
+            self.rows = [{"x": torch.randn(WIDTH, generator=made), "labels": torch.tensor(i % CLASSES)} for i in range(ROWS)]
 
         def __len__(self) -> int:
             return steps * BATCH
@@ -141,12 +139,24 @@ def run_hf_trainer(steps: int) -> float:
     model, optimizer, loader = work(steps)
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
-            output_dir=folder, num_train_epochs=1, per_device_train_batch_size=BATCH, use_cpu=True, seed=SEED,
-            lr_scheduler_type="constant", max_grad_norm=0.0, logging_steps=LOG_EVERY, logging_nan_inf_filter=False,
-            report_to="none", save_strategy="no", remove_unused_columns=False, dataloader_pin_memory=False)
+            output_dir=folder,
+            num_train_epochs=1,
+            per_device_train_batch_size=BATCH,
+            use_cpu=True,
+            seed=SEED,
+            lr_scheduler_type="constant",
+            max_grad_norm=0.0,
+            logging_steps=LOG_EVERY,
+            logging_nan_inf_filter=False,
+            report_to="none",
+            save_strategy="no",
+            remove_unused_columns=False,
+            dataloader_pin_memory=False,
+        )
         start = time.perf_counter()
-        Ordered(model=model, args=arguments, train_dataset=loader.dataset, data_collator=default_collate,
-                optimizers=(optimizer, None)).train()
+        Ordered(
+            model=model, args=arguments, train_dataset=loader.dataset, data_collator=default_collate, optimizers=(optimizer, None)
+        ).train()
         return time.perf_counter() - start
 
 
@@ -171,8 +181,9 @@ def run_lightning(steps: int) -> float:
     module = Module().train()
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
-        lightning.Trainer(max_epochs=1, accelerator="cpu", devices=1, log_every_n_steps=LOG_EVERY,
-                          enable_checkpointing=False, default_root_dir=folder).fit(module, loader)
+        lightning.Trainer(
+            max_epochs=1, accelerator="cpu", devices=1, log_every_n_steps=LOG_EVERY, enable_checkpointing=False, default_root_dir=folder
+        ).fit(module, loader)
         return time.perf_counter() - start
 
 
@@ -180,16 +191,20 @@ def run_fastloop(steps: int) -> float:
     from fastloop import Trainer
 
     model, optimizer, loader = work(steps)
+    settings = {"lr": LR, "weight_decay": optimizer.defaults["weight_decay"], "seed": SEED, "epochs": 1, "save_every": None}
     with tempfile.TemporaryDirectory() as folder:
-        # To be filled in: hand over `optimizer`, log every LOG_EVERY steps, no checkpoints.
         start = time.perf_counter()
-        Trainer(model, loader, plugins=[], epochs=1, output=folder).fit()
+        Trainer(model, loader, plugins=[{"log": {"every": LOG_EVERY}}, "progress"], output=folder, **settings).fit()
         return time.perf_counter() - start
 
 
 ARMS: dict[str, Callable[[int], float]] = {
-    "raw": run_raw, "accelerate": run_accelerate, "hf-trainer": run_hf_trainer, "lightning": run_lightning,
-    "fastloop": run_fastloop}
+    "raw": run_raw,
+    "accelerate": run_accelerate,
+    "hf-trainer": run_hf_trainer,
+    "lightning": run_lightning,
+    "fastloop": run_fastloop,
+}
 
 
 def time_arm(arm: str, steps: int, repeats: int) -> dict[str, Any]:
@@ -215,8 +230,13 @@ def time_arm(arm: str, steps: int, repeats: int) -> dict[str, Any]:
     finally:
         sys.stdout.flush(), sys.stderr.flush()
         os.dup2(kept[0], 1), os.dup2(kept[1], 2)
-    return {"arm": arm, "us_per_step": statistics.median(samples), "samples": samples, "weights": weights,
-            "threads": torch.get_num_threads()}
+    return {
+        "arm": arm,
+        "us_per_step": statistics.median(samples),
+        "samples": samples,
+        "weights": weights,
+        "threads": torch.get_num_threads(),
+    }
 
 
 def busy_seconds() -> float | None:
@@ -266,18 +286,30 @@ def version(package: str) -> str | None:
 
 def report(rounds: list[dict[str, dict[str, Any]]], arms: list[str]) -> tuple[list[dict[str, Any]], str]:
     """The summary of each arm, and the same as a markdown table."""
-    rows, lines = [], ["| arm | us per step | over raw, us | ratio to raw | 95% interval | same weights as raw |",
-                       "|---|---:|---:|---:|---:|---|"]
+    rows, lines = (
+        [],
+        ["| arm | us per step | over raw, us | ratio to raw | 95% interval | same weights as raw |", "|---|---:|---:|---:|---:|---|"],
+    )
     for arm in arms:
         cost = statistics.median(r[arm]["us_per_step"] for r in rounds)
         extra = statistics.median(r[arm]["us_per_step"] - r["raw"]["us_per_step"] for r in rounds)
         ratios = [r[arm]["us_per_step"] / r["raw"]["us_per_step"] for r in rounds]
         low, high = interval(ratios)
         same = all(abs(r[arm]["weights"] / r["raw"]["weights"] - 1) < 1e-6 for r in rounds)
-        rows.append({"arm": arm, "us_per_step": cost, "us_over_raw": extra, "ratio": statistics.median(ratios),
-                     "interval95": [low, high], "ratios": ratios, "same_weights": same})
-        lines.append(f"| {arm} | {cost:.0f} | {extra:.0f} | {statistics.median(ratios):.2f} | {low:.2f} to {high:.2f}"
-                     f" | {'yes' if same else 'NO'} |")
+        rows.append(
+            {
+                "arm": arm,
+                "us_per_step": cost,
+                "us_over_raw": extra,
+                "ratio": statistics.median(ratios),
+                "interval95": [low, high],
+                "ratios": ratios,
+                "same_weights": same,
+            }
+        )
+        lines.append(
+            f"| {arm} | {cost:.0f} | {extra:.0f} | {statistics.median(ratios):.2f} | {low:.2f} to {high:.2f} | {'yes' if same else 'NO'} |"
+        )
     return rows, "\n".join(lines)
 
 
@@ -304,21 +336,39 @@ def main() -> None:
     for number in range(args.rounds):
         order = arms if number % 2 == 0 else arms[::-1]
         rounds.append({arm: spawn(arm, args.steps, args.repeats) for arm in order})
-        print(f"round {number + 1}: " + ", ".join(f"{a} {rounds[-1][a]['us_per_step']:.0f} us" for a in arms),
-              file=sys.stderr, flush=True)
+        print(f"round {number + 1}: " + ", ".join(f"{a} {rounds[-1][a]['us_per_step']:.0f} us" for a in arms), file=sys.stderr, flush=True)
 
     rows, table = report(rounds, arms)
     foreign = [r[a]["foreign_cores"] for r in rounds for a in arms if r[a]["foreign_cores"] is not None]
-    load = (f"Other processes kept {statistics.mean(foreign):.2f} cores of {os.cpu_count()} busy on average while an "
-            f"arm ran, {max(foreign):.2f} at most." if foreign else "The load by other processes was not measured.")
+    load = (
+        f"Other processes kept {statistics.mean(foreign):.2f} cores of {os.cpu_count()} busy on average while an "
+        f"arm ran, {max(foreign):.2f} at most."
+        if foreign
+        else "The load by other processes was not measured."
+    )
     versions = {"python": platform.python_version()} | {p: version(p) for p in NEEDS.values()}
     print(f"\n{table}\n\n{load}")
-    print(f"{cpu_model()}, {rounds[0]['raw']['threads']} thread; {args.rounds} rounds of {args.repeats} samples, "
-          f"N = {args.steps} steps; " + ", ".join(f"{k} {v or 'not installed'}" for k, v in versions.items()) + ".")
+    print(
+        f"{cpu_model()}, {rounds[0]['raw']['threads']} thread; {args.rounds} rounds of {args.repeats} samples, "
+        f"N = {args.steps} steps; " + ", ".join(f"{k} {v or 'not installed'}" for k, v in versions.items()) + "."
+    )
     if args.json:
-        args.json.write_text(json.dumps({
-            "versions": versions, "cpu": cpu_model(), "cores": os.cpu_count(), "threads": rounds[0]["raw"]["threads"],
-            "steps": args.steps, "repeats": args.repeats, "load": load, "summary": rows, "rounds": rounds}, indent=1))
+        args.json.write_text(
+            json.dumps(
+                {
+                    "versions": versions,
+                    "cpu": cpu_model(),
+                    "cores": os.cpu_count(),
+                    "threads": rounds[0]["raw"]["threads"],
+                    "steps": args.steps,
+                    "repeats": args.repeats,
+                    "load": load,
+                    "summary": rows,
+                    "rounds": rounds,
+                },
+                indent=1,
+            )
+        )
 
 
 if __name__ == "__main__":

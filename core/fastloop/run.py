@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-import resource
 import signal
-import sys
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from time import perf_counter
@@ -21,6 +18,7 @@ from torch import Tensor, nn
 
 from fastloop import checkpoint, loop
 from fastloop.accelerator import build_accelerator, micro_batches
+from fastloop.clock import Clock, peak_memory
 from fastloop.data import Loader
 from fastloop.errors import CheckpointError, FastloopError, PluginError, RecipeError
 from fastloop.recipe import Recipe
@@ -36,44 +34,6 @@ ALONE: AbstractContextManager[Any] = nullcontext()
 INTERRUPTED = "interrupted"
 SAME_ON_RESUME = ("seed", "batch_size", "lr", "optimizer", "weight_decay", "clip_norm")
 """Keys of ``train`` that a resumed run cannot change: its checkpoint's numbers come from them."""
-
-
-class Clock:
-    """Seconds by what they were spent on. Spans nest, and the inner one's time is not the outer's; the device is waited for at each change.
-
-    with clock("train"):
-        ...
-        with clock("evaluate"):
-            ...
-    """
-
-    def __init__(self, synchronize: Callable[[], None]) -> None:
-        self.seconds: dict[str, float] = defaultdict(float)
-        self._synchronize = synchronize
-        self._spans: list[str] = []
-        self._since = perf_counter()
-
-    def _lap(self) -> None:
-        self._synchronize()
-        now = perf_counter()
-        if self._spans:
-            self.seconds[self._spans[-1]] += now - self._since
-        self._since = now
-
-    @contextmanager
-    def __call__(self, what: str) -> Iterator[None]:
-        self._lap()
-        self._spans.append(what)
-        try:
-            yield
-        finally:
-            self._lap()
-            self._spans.pop()
-
-    def read(self, what: str) -> float:
-        """Seconds up to now, without waiting for the device."""
-        running = perf_counter() - self._since if self._spans[-1:] == [what] else 0.0
-        return self.seconds[what] + running
 
 
 class Run:
@@ -434,14 +394,6 @@ class Run:
             aside.write_text(json.dumps(summary, indent=2) + "\n")
             aside.rename(self.folder / "summary.json")
         return summary
-
-
-def peak_memory(device: torch.device) -> int:
-    """Largest bytes in use so far: allocated on an accelerator, resident on the CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _writable(folder: Path) -> bool:

@@ -1,0 +1,58 @@
+"""Where a run's seconds and bytes went."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from time import perf_counter
+
+import torch
+
+
+class Clock:
+    """Seconds by what they were spent on. Spans nest, and the inner one's time is not the outer's; the device is waited for at each change.
+
+    with clock("train"):
+        ...
+        with clock("evaluate"):
+            ...
+    """
+
+    def __init__(self, synchronize: Callable[[], None]) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._synchronize = synchronize
+        self._spans: list[str] = []
+        self._since = perf_counter()
+
+    def _lap(self) -> None:
+        self._synchronize()
+        now = perf_counter()
+        if self._spans:
+            self.seconds[self._spans[-1]] += now - self._since
+        self._since = now
+
+    @contextmanager
+    def __call__(self, what: str) -> Iterator[None]:
+        self._lap()
+        self._spans.append(what)
+        try:
+            yield
+        finally:
+            self._lap()
+            self._spans.pop()
+
+    def read(self, what: str) -> float:
+        """Seconds up to now, without waiting for the device."""
+        running = perf_counter() - self._since if self._spans[-1:] == [what] else 0.0
+        return self.seconds[what] + running
+
+
+def peak_memory(device: torch.device) -> int:
+    """Largest bytes in use so far: allocated on an accelerator, resident on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -24,17 +24,10 @@ def doctor() -> None:
     machine = this_machine()
     line("device", f"{machine.device} ({machine.name})" + (f" x {torch.accelerator.device_count()}" if machine.device != "cpu" else ""))
     line("dtypes", ", ".join(machine.dtypes))
-    line(
-        "processors",
-        f"{len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()}, torch uses {torch.get_num_threads()} threads",
-    )
-    line(
-        "compiler",
-        next(
-            (path for name in ("g++", "clang++", "cl") if (path := shutil.which(name))),
-            "none found: torch.compile needs one on CPU",
-        ),
-    )
+    affinity = getattr(os, "sched_getaffinity", None)
+    line("processors", f"{len(affinity(0)) if affinity else os.cpu_count()}, of which torch uses {torch.get_num_threads()}")
+    compiler = next((path for name in ("g++", "clang++", "cl") if (path := shutil.which(name))), None)
+    line("compiler", compiler or "none found: torch.compile needs one on CPU")
     line("backends", ", ".join(torch._dynamo.list_backends()))
     line("distributed", ", ".join(name for name in ("nccl", "gloo", "mpi") if getattr(torch.distributed, f"is_{name}_available")()) or "no")
     line("python", platform.python_version())

@@ -1,0 +1,5 @@
+"""``python -m fastloop`` is the command line."""
+
+from fastloop.cli import main
+
+main()

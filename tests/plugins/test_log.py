@@ -1,0 +1,75 @@
+"""The plugin ``log``: metrics.jsonl and log.txt."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fastloop import Plugin, hookimpl
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_log_point_is_the_mean_of_the_losses_since_the_last(tiny_run):
+    result = tiny_run([{"log": {"every": 4}}])
+    points = [line for line in lines(result.trainer.run.folder) if "split" not in line]
+    assert [point["step"] for point in points] == [4, 8, 12, 16]
+    for point in points:
+        expected = result.losses[point["step"] - 4 : point["step"]]
+        assert point["loss"] == pytest.approx(sum(expected) / 4, rel=1e-12)
+        assert point["lr"] == 1e-2
+        assert point["samples_per_second"] > 0
+    assert [point["epoch"] for point in points] == [1, 1, 2, 2]
+
+
+def test_evaluations_are_log_points_with_their_split(tiny_run):
+    result = tiny_run(["log"])
+    evaluations = [line for line in lines(result.trainer.run.folder) if "split" in line]
+    assert [(line["step"], line["epoch"], line["split"]) for line in evaluations] == [(9, 1, "evaluate"), (18, 2, "evaluate")]
+    assert [line["loss"] for line in evaluations] == [metrics["loss"] for _, metrics in result.recorder.metrics]
+
+
+def test_what_is_logged_goes_to_log_txt_with_its_time(tiny_run):
+    logging.getLogger("fastloop").setLevel(logging.INFO)
+    folder = tiny_run(["log"]).trainer.run.folder
+    text = (folder / "log.txt").read_text().splitlines()
+    assert any("step 18, evaluate: loss" in line for line in text)
+    assert all(line[:2] == "20" and " INFO " in line for line in text)
+    assert not logging.getLogger("fastloop").handlers, "the run's handler is taken off at its end"
+
+
+def test_a_failed_run_leaves_its_record_whole_and_its_files_closed(tiny_run):
+    class Fails(Plugin):
+        name = "fails"
+
+        @hookimpl
+        def before_step(self, run: Any) -> None:
+            if run.state.step == 5:
+                raise ValueError("on purpose")
+
+    with pytest.raises(Exception, match=r"plugin 'fails' .* failed in before_step: ValueError: on purpose"):
+        tiny_run([{"log": {"every": 1}}, Fails()], output="out")
+    assert [line["step"] for line in lines(Path("out"))] == [1, 2, 3, 4, 5]
+    assert json.loads(Path("out/summary.json").read_text())["status"] == "failed"
+    assert not logging.getLogger("fastloop").handlers
+
+
+def test_a_loss_that_is_no_number_is_null_in_the_json(tiny_run):
+    model = torch.nn.Linear(8, 3)
+    torch.nn.init.constant_(model.weight, float("nan"))
+    folder = tiny_run([{"log": {"every": 9}}], model=model, epochs=1).trainer.run.folder
+    assert lines(folder)[0]["loss"] is None
+
+
+def test_the_log_changes_no_number(tiny_run):
+    with_log, without = tiny_run([{"log": {"every": 1}}]), tiny_run([{"log": False}])
+    assert with_log.losses == without.losses
+    assert all(torch.equal(with_log.weights[name], without.weights[name]) for name in without.weights)
+    assert not (without.trainer.run.folder / "metrics.jsonl").exists()

@@ -10,10 +10,11 @@ Needs the extra: ``pip install 'fastloop[lora]'``. Method: Hu et al., "LoRA: Low
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from fastloop import Package, Plugin, PluginError, hookimpl, option
 
@@ -42,7 +43,7 @@ class LoRA(Plugin):
         dropout: Annotated[float, option("Dropout before the adapters.", ge=0, lt=1)] = 0.0
         target_modules: Annotated[
             list[str] | str | None,
-            option("Names of the layers that get adapters, or all-linear; null: what peft knows for the architecture."),
+            option("Names of layers, or all-linear; null: what peft knows for the architecture."),
         ] = None
         modules_to_save: Annotated[list[str] | None, option("Layers trained in full; null: a classifier's head.")] = None
         merge: Annotated[bool, option("Export the model with the adapters merged in.")] = True
@@ -54,24 +55,25 @@ class LoRA(Plugin):
         config = self.config
         classifies = type(model).__name__.endswith("ForSequenceClassification")
         kind = TaskType.SEQ_CLS if classifies else None
+        options = LoraConfig(
+            task_type=kind,
+            r=config.r,
+            lora_alpha=config.alpha,
+            lora_dropout=config.dropout,
+            target_modules=config.target_modules,
+            modules_to_save=config.modules_to_save,
+        )
         try:
-            wrapped = get_peft_model(
-                model,
-                LoraConfig(
-                    task_type=kind,
-                    r=config.r,
-                    lora_alpha=config.alpha,
-                    lora_dropout=config.dropout,
-                    target_modules=config.target_modules,
-                    modules_to_save=config.modules_to_save,
-                ),
-            )
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing")  # peft asks transformers by an old name
+                wrapped: nn.Module = get_peft_model(model, options)
         except ValueError as error:
-            linear = sorted(
-                {name.rpartition(".")[2] for name, module in model.named_modules() if type(module).__name__ in ("Linear", "Conv1D")}
-            )
-            raise PluginError(f"plugin 'lora': target_modules: {error} Layers of this model: {', '.join(linear)}.") from None
-        trained, total = wrapped.get_nb_trainable_parameters()
+            linear = {name.rpartition(".")[2] for name, module in model.named_modules() if type(module).__name__ in ("Linear", "Conv1D")}
+            raise PluginError(
+                f"plugin 'lora': target_modules: {config.target_modules}: {str(error).partition('. ')[0]}. "
+                f"Layers of this model: {', '.join(sorted(linear))}."
+            ) from None
+        trained, total = cast("Any", wrapped).get_nb_trainable_parameters()
         logger.info("lora: %s of %s parameters are trained (%.2f%%)", f"{trained:,}", f"{total:,}", 100 * trained / total)
         return wrapped
 

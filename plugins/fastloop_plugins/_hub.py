@@ -1,0 +1,77 @@
+"""The model hub as the text tasks meet it: asked once whether it can be reached, its libraries kept from chattering."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether the hub could have something of this name: ``name`` or ``owner/name``."""
+    return re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) is not None and not name.startswith(".")
+
+
+@cache
+def offline() -> bool:
+    """Whether the hub is out of reach, or not to be asked. Then its libraries look in their local cache only.
+
+    They would otherwise try each file again and again, for most of a minute.
+    """
+    import datasets.config
+    from huggingface_hub import constants, get_session
+
+    if not constants.HF_HUB_OFFLINE:
+        try:
+            get_session().head(constants.ENDPOINT, timeout=5)
+            return False
+        except Exception:  # whatever it is: no answer came
+            constants.HF_HUB_OFFLINE = True
+    datasets.config.HF_HUB_OFFLINE = True
+    return True
+
+
+def explain(where: str, name: str, folder: Path, error: BaseException, instead: str) -> str:
+    """The message for something that could not be had, from a folder or from the hub."""
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+    if folder.is_dir():
+        return f"{where}: {folder} cannot be loaded: {reason}."
+    if not offline():
+        return f"{where}: {name!r} is no local folder, and cannot be had from the hub: {reason}."
+    from huggingface_hub import constants
+
+    return (
+        f"{where}: {name!r} is no local folder, and is not in the hub's local cache; the hub ({constants.ENDPOINT}) cannot be reached from "
+        f"here, or HF_HUB_OFFLINE is set. Give what is on this machine: {instead}. Or set HF_HOME to a cache that has it, "
+        "or HF_ENDPOINT to a mirror that can be reached."
+    )
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Inside, transformers and datasets log errors only and draw no bars of their own. The hub's bars of downloads stay."""
+    import datasets
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, enable_progress_bars
+    from transformers.utils import logging as transformers_logging
+
+    levels = transformers_logging.get_verbosity(), datasets.logging.get_verbosity()
+    drawn = transformers_logging.is_progress_bar_enabled() and not are_progress_bars_disabled()
+    datasets_drawn = not datasets.are_progress_bars_disabled()
+    transformers_logging.set_verbosity(logging.ERROR)
+    datasets.logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    if drawn:
+        enable_progress_bars()  # transformers turns these off with its own
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(levels[0])
+        datasets.logging.set_verbosity(levels[1])
+        if drawn:
+            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+        if datasets_drawn:
+            datasets.enable_progress_bars()

@@ -1,0 +1,68 @@
+"""Token ids in memory, and how they become padded batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+
+class Sequences:
+    """A map-style dataset of token ids, kept in one array: reading a sample is a slice, and workers share the memory.
+
+    Args:
+        ids: Token ids of every sample.
+        labels: A label for every sample, where there are any.
+
+    Attributes:
+        lengths: Tokens of every sample, for what groups or packs them.
+    """
+
+    def __init__(self, ids: Iterable[Sequence[int] | NDArray[Any]], labels: Sequence[int] | None = None) -> None:
+        samples = [np.asarray(sample, dtype=np.int32) for sample in ids]
+        self.lengths: NDArray[np.int64] = np.array([len(sample) for sample in samples], dtype=np.int64)
+        self.ends = np.cumsum(self.lengths).tolist()
+        self.ids: NDArray[np.int32] = np.concatenate([np.empty(0, dtype=np.int32), *samples])
+        self.labels = None if labels is None else list(labels)
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        end = self.ends[index]
+        sample: dict[str, Any] = {"input_ids": self.ids[end - self.lengths[index] : end]}
+        if self.labels is not None:
+            sample["label"] = self.labels[index]
+        return sample
+
+
+def padded(rows: Sequence[NDArray[Any]], width: int, fill: int) -> Tensor:
+    """Rows of ids as one int64 tensor, filled up on the right."""
+    import torch
+
+    filled = np.full((len(rows), width), fill, dtype=np.int64)
+    for line, row in zip(filled, rows, strict=True):
+        line[: len(row)] = row
+    return torch.from_numpy(filled)
+
+
+class Width:
+    """How wide to make a batch: its longest row, up to the next multiple, never more than ``max_length``.
+
+    Args:
+        always: Make every batch ``max_length`` wide.
+    """
+
+    def __init__(self, max_length: int, multiple: int | None, always: bool) -> None:
+        self.max_length, self.multiple, self.always = max_length, multiple or 1, always
+
+    def __call__(self, rows: Sequence[NDArray[Any]]) -> int:
+        if self.always:
+            return self.max_length
+        longest = max(max(len(row) for row in rows), 1)
+        return min(-(-longest // self.multiple) * self.multiple, self.max_length)

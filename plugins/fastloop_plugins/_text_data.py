@@ -1,0 +1,291 @@
+"""What the text tasks read: the ``data`` section, from files, a Python function, a local folder or the hub.
+
+Sources give *parts* (one file, one split), so that an error names the file it is about. Which samples are held out or kept by
+``limit`` does not depend on ``train.seed``: runs with other seeds see the same data and stay comparable.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import random
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from fastloop import RecipeError, option
+from fastloop.options import parse
+from fastloop_plugins._hub import explain, is_hub_name, offline, quiet
+from fastloop_plugins._import import check_reference, load_reference
+from fastloop_plugins._text_files import FORMATS, Part, make_part, read_file, show
+
+if TYPE_CHECKING:
+    from fastloop.recipe import Recipe
+
+logger = logging.getLogger("fastloop")
+
+DRAW = 0
+"""Seeds which samples are held out, and which ``limit`` keeps."""
+
+
+@dataclass(kw_only=True)
+class Data:
+    """The ``data`` section."""
+
+    name: Annotated[str | None, option("A dataset: hub id or local folder.")] = None
+    subset: Annotated[str | None, option("A dataset's configuration, where it has several.")] = None
+    files: Annotated[dict[str, Any] | None, option(f"Split -> path, list of paths or pattern ({' '.join(FORMATS)}).")] = None
+    module: Annotated[str | None, option("A function that returns {split: rows}: package.module:name or file.py:name.")] = None
+    arguments: Annotated[dict[str, Any] | None, option("Arguments of that function.")] = None
+    splits: Annotated[dict[str, Any] | None, option("What the source calls the splits train, evaluate and test; null: leave out.")] = None
+    text: Annotated[str, option("The column of texts.")] = "text"
+    label: Annotated[str | None, option("The column of labels: text, or whole numbers from 0.")] = None
+    max_length: Annotated[int, option("Tokens of a sample at most.", ge=2)] = 512
+    padding: Annotated[Literal["longest", "max_length"], option("Pad to the longest of the batch, or always to max_length.")] = "longest"
+    limit: Annotated[dict[str, Any] | None, option("Split -> how many samples to keep, drawn at random, always the same.")] = None
+    held_out: Annotated[float, option("Share of train to evaluate on where there is no validation split.", ge=0, lt=1)] = 0.1
+
+
+@dataclass(kw_only=True)
+class Files:
+    """``data.files``."""
+
+    train: Annotated[str | list[str] | None, option("a path, a list of paths or a pattern")] = None
+    validation: Annotated[str | list[str] | None, option("a path, a list of paths or a pattern")] = None
+    test: Annotated[str | list[str] | None, option("a path, a list of paths or a pattern")] = None
+
+
+@dataclass(kw_only=True)
+class Splits:
+    """``data.splits``."""
+
+    train: Annotated[str, option("the source's name of the split to train on")] = "train"
+    evaluate: Annotated[str | None, option("the source's name of the split to evaluate on")] = "validation"
+    test: Annotated[str | None, option("the source's name of the split to test on")] = "test"
+
+
+@dataclass(kw_only=True)
+class Limit:
+    """``data.limit``."""
+
+    train: Annotated[int | None, option("samples", ge=1)] = None
+    validation: Annotated[int | None, option("samples", ge=1)] = None
+    test: Annotated[int | None, option("samples", ge=1)] = None
+
+
+@dataclass
+class Rows:
+    """One split: texts, and their labels as 0..n-1 where the task has labels."""
+
+    texts: list[str]
+    labels: list[int] | None = None
+
+    def keep(self, ids: Sequence[int]) -> Rows:
+        """The samples with these ids."""
+        return Rows([self.texts[index] for index in ids], None if self.labels is None else [self.labels[index] for index in ids])
+
+
+class TextData:
+    """The ``data`` section of a recipe: checked by the constructor, read by ``load``.
+
+    Raises:
+        RecipeError: Something in it cannot be, or a file is not there.
+    """
+
+    def __init__(self, recipe: Recipe, labelled: bool) -> None:
+        self.recipe, self.where = recipe, f"{recipe.where}: data"
+        self.options = parse(Data, recipe.data, self.where)
+        self.splits = parse(Splits, self.options.splits, f"{self.where}.splits")
+        self.limit = parse(Limit, self.options.limit, f"{self.where}.limit")
+        self.classes: list[str] = []
+        if labelled and self.options.label is None:
+            raise RecipeError(f"{self.where}.label: missing. Name the column of labels, such as data.label=label.")
+        if not labelled and self.options.label is not None:
+            raise RecipeError(f"{self.where}.label: a language model has no labels. Remove it, or use the plugin text-classification.")
+        sources = [key for key in ("name", "files", "module") if getattr(self.options, key) is not None]
+        if len(sources) != 1:
+            found = " and ".join(sources) or "none"
+            raise RecipeError(f"{self.where}: found {found}, expected one of: name (a dataset), files, module (a function).")
+        if self.options.arguments is not None and self.options.module is None:
+            raise RecipeError(f"{self.where}.arguments: they are for the function of data.module, which is not there.")
+        self.files: dict[str, list[Path]] = {}
+        if self.options.files is not None:
+            files = vars(parse(Files, self.options.files, f"{self.where}.files"))
+            self.files = {split: self._paths(split, given) for split, given in files.items() if given is not None}
+            if "train" not in self.files:
+                raise RecipeError(f"{self.where}.files.train: missing. Expected a file to train on.")
+        if self.options.module is not None:
+            check_reference(recipe, "data.module", self.options.module)
+        if self.options.name is not None:
+            self._check_name(self.options.name)
+
+    def _paths(self, split: str, given: str | list[str]) -> list[Path]:
+        where, paths = f"{self.where}.files.{split}", []
+        for item in [given] if isinstance(given, str) else given:
+            path = self.recipe.find(item)
+            if re.search(r"[*?\[]", item) and not path.exists():
+                roots = [Path(), *([self.recipe.source.parent] if self.recipe.source else [])]
+                absolute = Path(item).expanduser().is_absolute()
+                pattern = str(Path(item).expanduser().relative_to("/")) if absolute else item
+                found = next((hits for root in ([Path("/")] if absolute else roots) if (hits := sorted(root.glob(pattern)))), [])
+                if not found:
+                    raise RecipeError(f"{where}: no file matches {item}.")
+                paths += found
+            else:
+                paths.append(path)
+        if not paths:
+            raise RecipeError(f"{where}: found an empty list, expected files.")
+        for path in paths:
+            if not path.is_file():
+                raise RecipeError(f"{where}: {path}: {'a folder, expected a file' if path.is_dir() else 'no such file'}.")
+            if path.suffix.lower() not in FORMATS:
+                raise RecipeError(f"{where}: {path}: cannot read files of type {path.suffix!r}. Expected one of: {', '.join(FORMATS)}.")
+        return paths
+
+    def _check_name(self, name: str) -> None:
+        path = self.recipe.find(name)
+        if path.is_file():
+            raise RecipeError(f"{self.where}.name: {name} is a file. Give it as data.files.train={name}.")
+        if not path.is_dir() and not is_hub_name(name):
+            raise RecipeError(f"{self.where}.name: {name}: no such folder, and not a name that the hub could have.")
+
+    # -- reading ---------------------------------------------------------------------------------------------------------
+
+    def load(self) -> dict[str, Rows]:
+        """``train``, and where they are there ``evaluate`` and ``test``.
+
+        Raises:
+            RecipeError: Files, columns or labels are not as they must be.
+        """
+        parts = self._read()
+        splits = {role: name for role, name in vars(self.splits).items() if name is not None}
+        for role, name in splits.items():
+            if name not in parts and (role == "train" or role in (self.options.splits or {})):
+                raise RecipeError(f"{self.where}.splits.{role}: there is no split {name!r}. There are: {', '.join(parts) or 'none'}.")
+        rows = {role: self._rows(role, parts[name]) for role, name in splits.items() if name in parts}
+        if self.options.label is not None:
+            self._number(rows, {role: parts[splits[role]] for role in rows})
+        said = ""
+        if "evaluate" not in rows and self.options.held_out:
+            rows["train"], rows["evaluate"] = self._hold_out(rows["train"])
+            said = f" (no validation split: {self.options.held_out:.0%} of train held out)"
+        for role, count in (("train", self.limit.train), ("evaluate", self.limit.validation), ("test", self.limit.test)):
+            if count is not None and role in rows and count < len(rows[role].texts):
+                rows[role] = rows[role].keep(sorted(random.Random(DRAW).sample(range(len(rows[role].texts)), count)))
+        logger.info("data: %s%s", ", ".join(f"{role} {len(split.texts)}" for role, split in rows.items()), said)
+        return rows
+
+    def _read(self) -> dict[str, list[Part]]:
+        """Split -> parts, from the one source there is."""
+        if self.options.module is not None:
+            return self._call(self.options.module)
+        if self.options.name is not None:
+            return self._dataset(self.options.name)
+        return {split: [read_file(path, self.options.text) for path in paths] for split, paths in self.files.items()}
+
+    def _call(self, reference: str) -> dict[str, list[Part]]:
+        function = load_reference(self.recipe, "data.module", reference)
+        arguments = self.options.arguments or {}
+        try:
+            inspect.signature(function).bind(**arguments)
+        except TypeError as error:
+            raise RecipeError(f"{self.where}.arguments: {reference} cannot take them: {error}.") from None
+        result = function(**arguments)
+        if not isinstance(result, Mapping):
+            raise RecipeError(f"{self.where}.module: {reference} returned {type(result).__name__}, expected {{split: rows}}.")
+        return {str(split): [make_part(f"{reference}, split {split}", rows, self.options.label)] for split, rows in result.items()}
+
+    def _dataset(self, name: str) -> dict[str, list[Part]]:
+        import datasets
+
+        folder = self.recipe.find(name)
+        try:
+            with quiet():
+                if (folder / "dataset_dict.json").is_file():
+                    found = datasets.load_from_disk(str(folder))
+                elif folder.is_dir():
+                    found = datasets.load_dataset(str(folder.resolve()), self.options.subset)
+                else:
+                    offline()
+                    found = datasets.load_dataset(name, self.options.subset)
+        except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+            raise RecipeError(explain(f"{self.where}.name", name, folder, error, "data.files.train=FILE or data.name=FOLDER")) from None
+        return {split: [make_part(f"dataset {name}, split {split}", rows, self.options.label)] for split, rows in found.items()}
+
+    # -- checking --------------------------------------------------------------------------------------------------------
+
+    def _rows(self, role: str, parts: list[Part]) -> Rows:
+        texts: list[str] = []
+        for part in parts:
+            for number, value in enumerate(part.column("text", self.options.text), 1):
+                if value is not None and not isinstance(value, str):
+                    raise RecipeError(f"{part.row(number)}: column {self.options.text!r} holds {show(value)}, expected text (data.text).")
+                texts.append(value or "")
+        where = ", ".join(part.where for part in parts)
+        empty = sum(not text.strip() for text in texts)
+        if not texts:
+            raise RecipeError(f"{where}: the {role} split is empty. Expected at least one row (data.files, data.splits).")
+        if empty == len(texts):
+            raise RecipeError(f"{where}: all {empty} texts in column {self.options.text!r} are empty (data.text).")
+        if empty:
+            logger.warning("%s: %d of %d texts are empty", where, empty, len(texts))
+        return Rows(texts)
+
+    def _number(self, rows: dict[str, Rows], parts: dict[str, list[Part]]) -> None:
+        """Fill in the labels as 0..n-1; the training split says which there are."""
+        column = self.options.label or ""
+        values = {role: [(part, *pair) for part in found for pair in self._labels(part, column)] for role, found in parts.items()}
+        seen = {label for _, _, label in values["train"]}
+        where, classes = ", ".join(part.where for part in parts["train"]), parts["train"][0].classes
+        if len({type(label) for label in seen}) > 1:
+            raise RecipeError(f"{where}: column {column!r} (data.label) mixes text and numbers: {_list(seen)}. Write all one way.")
+        if len(seen) < 2:
+            raise RecipeError(f"{where}: column {column!r} (data.label) holds only the label {_list(seen)}, expected at least two.")
+        ids: dict[Any, int]
+        if isinstance(next(iter(seen)), str):
+            ids = {label: index for index, label in enumerate(sorted(seen))}
+        else:
+            ids = {index: index for index in range(len(classes or seen))}
+            if not seen <= set(ids):
+                raise RecipeError(
+                    f"{where}: column {column!r} (data.label) holds the labels {_list(seen)}, expected 0 to {len(ids) - 1} without gaps. "
+                    "Renumber them, or write them as text."
+                )
+        for role, found in values.items():
+            for part, number, label in found:
+                if label not in ids:
+                    raise RecipeError(
+                        f"{part.row(number)}: column {column!r} (data.label) holds {label!r}, which never occurs in training. "
+                        f"There: {_list(seen)}." + f" To leave this split out: data.splits.{role}=null." * (role != "train")
+                    )
+            rows[role].labels = [ids[label] for _, _, label in found]
+        self.classes = classes or [str(label) for label in ids]
+
+    def _labels(self, part: Part, column: str) -> list[tuple[int, int | str]]:
+        labels: list[tuple[int, int | str]] = []
+        for number, value in enumerate(part.column("label", column), 1):
+            if value is None or value == "":
+                raise RecipeError(f"{part.row(number)}: column {column!r} (data.label) is empty. Every row needs a label.")
+            if not isinstance(value, int | str):
+                raise RecipeError(
+                    f"{part.row(number)}: column {column!r} (data.label) holds {show(value)}, expected text, or whole numbers from 0."
+                )
+            labels.append((number, int(value) if isinstance(value, bool) else value))
+        return labels
+
+    def _hold_out(self, rows: Rows) -> tuple[Rows, Rows]:
+        total = len(rows.texts)
+        count = max(round(total * self.options.held_out), 1)
+        if count >= total:
+            raise RecipeError(
+                f"{self.where}.held_out: {total} row cannot be split into train and evaluation. Give data.files.validation, or held_out: 0."
+            )
+        order = random.Random(DRAW).sample(range(total), total)
+        return rows.keep(sorted(order[count:])), rows.keep(sorted(order[:count]))
+
+
+def _list(labels: set[Any]) -> str:
+    shown = [repr(label) for label in sorted(labels, key=str)]
+    return ", ".join(shown[:8]) + f" and {len(shown) - 8} more" * (len(shown) > 8)

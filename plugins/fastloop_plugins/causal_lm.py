@@ -1,0 +1,117 @@
+"""A causal language model, pretrained or from scratch. On when ``data`` names no ``label`` column.
+
+model: {config: {model_type: gpt2, n_layer: 4, n_head: 4, n_embd: 256}, tokenizer: {kind: bpe, vocab_size: 4000}}
+data:  {files: {train: "texts/*.txt"}, max_length: 256}
+plugins:
+  - causal-lm
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from fastloop import Batch, Output, Plugin, RecipeError, hookimpl
+from fastloop_plugins._text_data import TextData
+from fastloop_plugins._text_model import TextModel
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import nn
+
+    from fastloop import Run
+    from fastloop.recipe import Recipe
+    from fastloop_plugins._text_batches import Sequences, Width
+
+IGNORED = -100
+"""What cross entropy leaves out."""
+
+
+class CausalLM(Plugin):
+    """Texts end to end, cut into blocks of ``data.max_length``: cross entropy of each next token, and ``perplexity``."""
+
+    name = "causal-lm"
+    slot = "task"
+    configures = "model, data and loss of a causal language model"
+
+    @classmethod
+    def activates(cls, recipe: Recipe) -> str | None:
+        unlabelled = recipe.data and recipe.data.get("label") is None and not recipe.model.get("module")
+        return "data names no label column" if unlabelled else None
+
+    @hookimpl
+    def check_recipe(self, recipe: Recipe) -> None:
+        self.data, self.text_model = TextData(recipe, labelled=False), TextModel(recipe, classify=False)
+
+    @hookimpl
+    def build_datasets(self) -> Mapping[str, Sequences]:
+        model, max_length = self.text_model, self.data.options.max_length
+        model.load_tokenizer(max_length)
+        splits = self.data.load()
+        model.finish_tokenizer(splits["train"].texts, max_length)
+        return {name: self._blocks(name, split.texts) for name, split in splits.items()}
+
+    def _blocks(self, split: str, texts: list[str]) -> Sequences:
+        """Every text followed by the end token, one after the other, cut into blocks; the last may be shorter."""
+        import numpy as np
+
+        from fastloop_plugins._text_batches import Sequences
+
+        tokenizer, size = self.text_model.tokenizer, self.data.options.max_length
+        end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
+        texts = [text for text in texts if text.strip()]
+        stream = np.concatenate(
+            [np.array([*ids, end], dtype=np.int32) for ids in self.text_model.encode(texts, add_special_tokens=False, verbose=False)]
+        )
+        blocks = [block for start in range(0, len(stream), size) if len(block := stream[start : start + size]) > 1]
+        if not blocks:
+            raise RecipeError(f"{self.data.where}: the {split} split has no two tokens: there is no next token to learn.")
+        return Sequences(blocks)
+
+    @hookimpl
+    def build_collator(self, run: Run) -> Collator:
+        from fastloop_plugins._text_batches import Width
+
+        options = self.data.options
+        width = Width(options.max_length, run.loading.pad_to_multiple_of, options.padding == "max_length")
+        return Collator(self.text_model.tokenizer.pad_token_id, width)
+
+    @hookimpl
+    def build_model(self) -> nn.Module:
+        from transformers import AutoModelForCausalLM
+
+        model: nn.Module = self.text_model.build(AutoModelForCausalLM)
+        return model
+
+    @hookimpl
+    def compute_loss(self, model: nn.Module, batch: dict[str, Any]) -> Output:
+        from torch.nn.functional import cross_entropy
+
+        # No mask: padding is on the right, so no real token sees it, and attention stays on its causal fast path.
+        logits = model(input_ids=batch["input_ids"], use_cache=False).logits
+        return Output(cross_entropy(logits.flatten(0, 1).float(), batch["targets"].flatten(), ignore_index=IGNORED))
+
+    @hookimpl(tryfirst=True)
+    def after_evaluate(self, metrics: dict[str, float]) -> None:
+        metrics["perplexity"] = math.exp(metrics["loss"]) if metrics["loss"] < 700 else math.inf
+
+    @hookimpl
+    def export_model(self, run: Run, folder: Path) -> Path:
+        return self.text_model.export(run.unwrapped(), folder)
+
+
+class Collator:
+    """Pads a list of blocks. ``targets`` are the tokens one further on: the shift is done here, not on a copy of the logits."""
+
+    def __init__(self, pad_token_id: int, width: Width) -> None:
+        self.pad_token_id, self.width = pad_token_id, width
+
+    def __call__(self, samples: list[dict[str, Any]]) -> Batch:
+        from fastloop_plugins._text_batches import padded
+
+        rows = [sample["input_ids"] for sample in samples]
+        width, tokens = self.width(rows), sum(map(len, rows))
+        targets = padded([row[1:] for row in rows], width, IGNORED)
+        return Batch({"input_ids": padded(rows, width, self.pad_token_id), "targets": targets}, weight=tokens - len(rows), tokens=tokens)

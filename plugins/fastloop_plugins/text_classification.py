@@ -1,0 +1,113 @@
+"""Text classification with a transformer: a pretrained one, or one trained from scratch. On when ``data`` names a ``label`` column.
+
+model: {name: distilbert-base-uncased}
+data:  {files: {train: train.csv, validation: validation.csv, test: test.csv}, text: text, label: label, max_length: 512}
+plugins:
+  - text-classification
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from fastloop import Batch, Output, Plugin, hookimpl
+from fastloop_plugins._text_data import TextData
+from fastloop_plugins._text_model import TextModel
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import nn
+    from torchmetrics import MetricCollection
+
+    from fastloop import Run
+    from fastloop.recipe import Recipe
+    from fastloop_plugins._text_batches import Sequences, Width
+
+
+class TextClassification(Plugin):
+    """One label a text: cross entropy, ``accuracy`` and macro ``f1``."""
+
+    name = "text-classification"
+    slot = "task"
+    configures = "model, data, loss and metrics of text classification"
+
+    @classmethod
+    def activates(cls, recipe: Recipe) -> str | None:
+        labelled = recipe.data.get("label") is not None and not recipe.model.get("module")
+        return "data names a label column" if labelled else None
+
+    @hookimpl
+    def check_recipe(self, recipe: Recipe) -> None:
+        self.data, self.text_model = TextData(recipe, labelled=True), TextModel(recipe, classify=True)
+
+    @hookimpl
+    def build_datasets(self) -> Mapping[str, Sequences]:
+        from fastloop_plugins._text_batches import Sequences
+
+        model, max_length = self.text_model, self.data.options.max_length
+        model.load_tokenizer(max_length)
+        splits = self.data.load()
+        model.finish_tokenizer(splits["train"].texts, max_length)
+        return {
+            name: Sequences(model.encode(split.texts, truncation=True, max_length=max_length), split.labels)
+            for name, split in splits.items()
+        }
+
+    @hookimpl
+    def build_collator(self, run: Run) -> Collator:
+        from fastloop_plugins._text_batches import Width
+
+        options = self.data.options
+        width = Width(options.max_length, run.loading.pad_to_multiple_of, options.padding == "max_length")
+        return Collator(self.text_model.tokenizer.pad_token_id, width)
+
+    @hookimpl
+    def build_model(self) -> nn.Module:
+        from transformers import AutoModelForSequenceClassification
+
+        names = dict(enumerate(self.data.classes))
+        ids = {name: index for index, name in names.items()}
+        model: nn.Module = self.text_model.build(AutoModelForSequenceClassification, num_labels=len(names), id2label=names, label2id=ids)
+        return model
+
+    @hookimpl
+    def build_metrics(self) -> MetricCollection:
+        from torchmetrics import MetricCollection
+        from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
+
+        count = len(self.data.classes)
+        return MetricCollection({"accuracy": MulticlassAccuracy(count, average="micro"), "f1": MulticlassF1Score(count, average="macro")})
+
+    @hookimpl
+    def compute_loss(self, model: nn.Module, batch: dict[str, Any]) -> Output:
+        from torch.nn.functional import cross_entropy
+
+        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        return Output(cross_entropy(logits.float(), batch["labels"]), logits, batch["labels"])
+
+    @hookimpl
+    def export_model(self, run: Run, folder: Path) -> Path:
+        return self.text_model.export(run.unwrapped(), folder)
+
+
+class Collator:
+    """Pads a list of samples; the mask is 1 on real tokens."""
+
+    def __init__(self, pad_token_id: int, width: Width) -> None:
+        self.pad_token_id, self.width = pad_token_id, width
+
+    def __call__(self, samples: list[dict[str, Any]]) -> Batch:
+        import torch
+
+        from fastloop_plugins._text_batches import padded
+
+        rows = [sample["input_ids"] for sample in samples]
+        width, lengths = self.width(rows), torch.tensor([len(row) for row in rows])
+        inputs = {
+            "input_ids": padded(rows, width, self.pad_token_id),
+            "attention_mask": (torch.arange(width) < lengths[:, None]).long(),
+            "labels": torch.tensor([sample["label"] for sample in samples]),
+        }
+        return Batch(inputs, weight=len(rows), tokens=sum(map(len, rows)))

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
 
+from fastloop.errors import DataError
 from fastloop.state import Batch, DataLoaderDraft
 
 
@@ -183,12 +184,41 @@ class Loader:
         return None if self.sampler is None else -(-self.sampler.size // self.batch_size)
 
     def batches(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
-        """Micro-batches of an epoch, without its first ``start`` samples."""
+        """Micro-batches of an epoch, without its first ``start`` samples.
+
+        Raises:
+            DataError: A sample could not be read or collated, or a worker died or hangs.
+        """
         if self.sampler is not None:
             self.sampler.epoch, self.sampler.start = epoch, start
         elif self.stream is not None:
             self.stream.position[0], self.stream.position[1] = epoch, start
-        yield from self.loader
+        batches = iter(self.loader)
+        while True:
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            except Exception as error:
+                raise self._explain(error) from error
+            yield batch
+
+    def _explain(self, error: Exception) -> DataError:
+        text = str(error).strip()
+        if text.startswith("DataLoader timed out"):
+            return DataError(
+                f"no batch in {self.loader.timeout:g} seconds: a worker of the data loader hangs, or the limit is too low for it."
+            )
+        if text.startswith("DataLoader worker"):
+            return DataError(f"a worker process of the data loader died, as for want of memory or in native code: {text.splitlines()[0]}")
+        return DataError(f"reading a batch failed: {type(error).__name__}: {text.splitlines()[-1] if text else ''}")
+
+    def close(self) -> None:
+        """End the worker processes that are kept between epochs."""
+        workers = getattr(self.loader, "_iterator", None)
+        if workers is not None:
+            workers._shutdown_workers()
+            self.loader._iterator = None
 
     def steps(self, epoch: int = 0, start: int = 0) -> Iterator[list[Batch]]:
         """The same, grouped into the micro-batches of each optimizer step."""

@@ -33,6 +33,10 @@ class CheckpointError(UsageError):
     """A checkpoint is missing, damaged, or belongs to another run."""
 
 
+class DataError(FastloopError):
+    """A batch could not be read while training. ``__cause__`` is what the dataset, the collator or a worker raised."""
+
+
 class PluginCrash(FastloopError):
     """A plugin raised while it ran; names the plugin, its distribution and the hook. ``__cause__`` is the exception."""
 

@@ -150,9 +150,9 @@ class Resolution:
         if guilty is None:
             return None
         plugin, hook = guilty
-        package = type(plugin).__module__.partition(".")[0]
-        names = importlib.metadata.packages_distributions().get(package, [])
-        origin = f"{names[0]} {importlib.metadata.version(names[0])}" if names else type(plugin).__module__
+        value = f"{type(plugin).__module__}:{type(plugin).__qualname__}"
+        point = next((point for point in installed().values() if point.value == value), None)
+        origin = f"{point.dist.name} {point.dist.version}" if point and point.dist else type(plugin).__module__
         crash = PluginCrash(f"plugin {plugin.name!r} ({origin}) failed in {hook}: {type(error).__name__}: {error}")
         crash.__cause__ = error
         return crash

@@ -330,6 +330,9 @@ class Run:
             if told is not None:
                 raise told from error
             raise
+        finally:
+            for loader in (self.train_loader, *self.eval_loaders.values()):
+                loader.close()
         return self._summarise("stopped" if self.state.stop_reason else "completed", self.state.stop_reason)
 
     @contextmanager

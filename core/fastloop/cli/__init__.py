@@ -8,7 +8,7 @@ import traceback
 import typer
 
 from fastloop.cli import doctor, plan, plugins, recipes, train
-from fastloop.errors import FastloopError, PluginCrash
+from fastloop.errors import DataError, FastloopError, PluginCrash
 
 app = typer.Typer(
     name="fastloop",
@@ -29,7 +29,7 @@ def main() -> None:
     try:
         app(arguments)
     except FastloopError as error:
-        if isinstance(error, PluginCrash) and error.__cause__ is not None:
+        if isinstance(error, PluginCrash | DataError) and error.__cause__ is not None:
             traceback.print_exception(error.__cause__)
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

@@ -12,15 +12,15 @@ from fastloop.cli.arguments import Overrides, RecipeName, With, Without, names
 
 def plan(recipe: RecipeName, overrides: Overrides = None, with_: With = "", without: Without = "") -> None:
     """Resolve a recipe and print what would run: plugins in order, what each changes, device, effective batch."""
-    import rich
-    from rich.table import Table
-
+    from fastloop.cli.messages import show_messages
     from fastloop.machine import this_machine
+    from fastloop.options import describe
     from fastloop.recipe import load_recipe
     from fastloop.registry import resolve
     from fastloop.state import AcceleratorDraft, DataLoaderDraft, OptimizerDraft
 
     loaded = load_recipe(recipe, overrides or (), names(with_), names(without))
+    show_messages()
     resolution = resolve(loaded)
     resolution.hooks.check_recipe(recipe=loaded)
     from fastloop.accelerator import micro_batches
@@ -34,13 +34,18 @@ def plan(recipe: RecipeName, overrides: Overrides = None, with_: With = "", with
     device_batch, micro_steps = micro_batches(loaded, world_size)
     machine = this_machine(loaded.train.device)
 
-    table = Table("plugin", "slot", "numbers", "changes", "why", box=None, pad_edge=False)
-    for plugin in resolution.plugins:
-        written = [f"{name}={value}" for draft in drafts for name, value in draft.written_by(plugin.name).items()]
-        options = [f"{field.name}={getattr(plugin.config, field.name)}" for field in dataclasses.fields(plugin.config)]
-        changes = "; ".join(filter(None, (plugin.configures, ", ".join(written or options))))
-        table.add_row(plugin.name, plugin.slot or "", plugin.parity, changes, resolution.reasons[plugin.name])
-    rich.print(table)
+    for number, plugin in enumerate(resolution.plugins, start=1):
+        facts = ", ".join(filter(None, (plugin.slot and f"slot {plugin.slot}", plugin.parity, resolution.reasons[plugin.name])))
+        typer.echo(f"{number:>2}. {plugin.name}  ({facts})")
+        chosen = [
+            f"{field.name}={value}"
+            for field, default in zip(dataclasses.fields(plugin.config), describe(type(plugin).Config), strict=True)
+            if (value := getattr(plugin.config, field.name)) is not None and str(value) != default.default
+        ]
+        changes = [f"{name}={value}" for draft in drafts for name, value in draft.written_by(plugin.name).items()]
+        for line in (plugin.configures, ", ".join(chosen), ", ".join(changes) and "sets " + ", ".join(changes)):
+            if line:
+                typer.echo(f"      {line}")
     typer.echo()
     typer.echo(f"recipe   {loaded.where}")
     typer.echo(f"device   {machine.device} ({machine.name}), computes in {', '.join(machine.dtypes)}")

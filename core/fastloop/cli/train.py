@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,6 +30,7 @@ def train(
     ] = None,
 ) -> None:
     """Train a recipe: writes the run folder and prints its summary."""
+    from fastloop.cli.messages import show_messages
     from fastloop.recipe import load_recipe
     from fastloop.registry import resolve
 
@@ -54,21 +54,6 @@ def train(
         )
         typer.echo(f"Stopped and saved at step {run.state.step}. Go on with: {again} --resume")
         raise typer.Exit(130)
-
-
-def show_messages() -> None:
-    """Show what the core and plugins say, above a live display when there is one."""
-    import rich
-
-    class Messages(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            prefix = "warning: " if record.levelno >= logging.WARNING else ""
-            rich.get_console().print(prefix + self.format(record), markup=False, highlight=False, soft_wrap=True)
-
-    logger = logging.getLogger("fastloop")
-    logger.setLevel(logging.INFO)
-    logger.addHandler(Messages())
-    logger.propagate = False
 
 
 def show_summary(summary: dict[str, Any], folder: Path) -> None:

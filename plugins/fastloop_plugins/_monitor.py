@@ -1,0 +1,54 @@
+"""What `checkpoint-best` and `early-stopping` share: a metric of the evaluation, and which of two values is better."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from fastloop import UsageError
+from fastloop.errors import did_you_mean
+
+if TYPE_CHECKING:
+    from fastloop import Run
+
+FALLING = ("loss", "perplexity", "error", "mae", "mse", "rmse")
+"""Metrics that are better when smaller, for ``mode: auto``; a name that ends in one of them counts too."""
+
+
+class Monitor:
+    """A metric that a plugin watches; ``mode`` is ``min``, ``max`` or ``auto``."""
+
+    def __init__(self, plugin: str, name: str, mode: str) -> None:
+        self.plugin, self.name = plugin, name
+        self.minimise = mode == "min" or (mode == "auto" and name.lower().endswith(FALLING))
+
+    def require(self, run: Run) -> None:
+        """Refuse a run that evaluates nothing.
+
+        Raises:
+            UsageError: There is no evaluation split.
+        """
+        if "evaluate" not in run.eval_loaders:
+            raise UsageError(
+                f"plugin {self.plugin!r}: there is no evaluation split to watch {self.name!r} on. Give one, or use --without {self.plugin}."
+            )
+
+    def value(self, metrics: dict[str, float]) -> float:
+        """The metric's value.
+
+        Raises:
+            UsageError: The evaluation has no such metric; names those it has.
+        """
+        if self.name not in metrics:
+            raise UsageError(
+                f"plugins.{self.plugin}.monitor: the evaluation has no metric {self.name!r}.{did_you_mean(self.name, metrics)}"
+            )
+        return metrics[self.name]
+
+    def better(self, new: float, old: float | None, by: float = 0.0) -> bool:
+        """Whether ``new`` beats ``old`` by more than ``by``. NaN beats nothing, and anything else beats None."""
+        if math.isnan(new):
+            return False
+        if old is None:
+            return True
+        return new < old - by if self.minimise else new > old + by

@@ -1,0 +1,76 @@
+"""Mixed precision: the forward pass in a smaller dtype, weights and optimizer in fp32.
+
+    plugins:
+      - amp: {dtype: auto}
+
+``auto`` takes bf16 where the device has it, else fp16. fp16 scales the loss and skips the steps that overflow. fp8 needs CUDA hardware
+that has it, and the extra: ``pip install 'fastloop[fp8]'``.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from fastloop import AcceleratorDraft, Device, Dtype, Package, Plugin, When, hookimpl, option
+
+if TYPE_CHECKING:
+    from fastloop.recipe import Recipe
+
+logger = logging.getLogger("fastloop")
+
+
+def wants(dtype: str) -> Any:
+    """Whether a config asks for a dtype."""
+    return lambda config: config.dtype == dtype
+
+
+class Amp(Plugin):
+    """Forward pass in bf16, fp16 or fp8; fp32 master weights."""
+
+    name = "amp"
+    slot = "precision"
+    parity = "reduced-precision"
+    needs = (
+        When(wants("bf16"), Dtype("bf16")),
+        When(wants("fp16"), Dtype("fp16")),
+        When(wants("fp8"), Device("cuda")),
+        When(wants("fp8"), Dtype("fp8")),
+        When(wants("fp8"), Package("torchao", ">=0.10", extra="fp8")),
+    )
+    configures = "forward pass in a smaller dtype"
+
+    @dataclass(kw_only=True)
+    class Config:
+        """Options."""
+
+        dtype: Annotated[Literal["auto", "bf16", "fp16", "fp8"], option("Dtype of the forward pass.")] = "auto"
+        init_scale: Annotated[float, option("fp16: the first factor that the loss is scaled with.", gt=0)] = 65536.0
+        growth_interval: Annotated[int, option("fp16: steps without overflow before the factor doubles.", ge=1)] = 2000
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.dtype: str = self.config.dtype
+
+    @hookimpl
+    def check_recipe(self, recipe: Recipe) -> None:
+        if self.config.dtype != "auto":
+            return
+        from fastloop.machine import this_machine
+
+        machine = this_machine(recipe.train.device)
+        self.dtype = next((dtype for dtype in ("bf16", "fp16") if dtype in machine.dtypes), "no")
+        logger.info("amp: dtype auto is %s on %s (%s)", self.dtype, machine.device, machine.name)
+
+    @hookimpl
+    def configure_accelerator(self, draft: AcceleratorDraft) -> None:
+        draft.mixed_precision = self.dtype
+        if self.dtype == "fp16":
+            from accelerate.utils import GradScalerKwargs
+
+            draft.handlers = (GradScalerKwargs(init_scale=self.config.init_scale, growth_interval=self.config.growth_interval),)
+        if self.dtype == "fp8":
+            from accelerate.utils import AORecipeKwargs
+
+            draft.handlers = (AORecipeKwargs(),)

@@ -1,0 +1,62 @@
+"""Reads and collates batches in worker processes, so that the device does not wait for data.
+
+    plugins:
+      - dataloader-workers: {num_workers: 4}
+
+Batches are the same with any number of workers. ``auto`` leaves one processor of this process's share to training, and takes at most 8.
+Random numbers drawn by a dataset are seeded for each batch, so they too are the same for any number of workers from 1 on.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from fastloop import DataLoaderDraft, Plugin, hookimpl, option
+
+logger = logging.getLogger("fastloop")
+
+
+class DataLoaderWorkers(Plugin):
+    """Worker processes, prefetching and pinned memory."""
+
+    name = "dataloader-workers"
+    parity = "exact"
+    configures = "reads batches in worker processes"
+
+    @dataclass(kw_only=True)
+    class Config:
+        """Options."""
+
+        num_workers: Annotated[int | Literal["auto"], option("Worker processes for each training process.", ge=0)] = "auto"
+        persistent_workers: Annotated[bool, option("Keep the workers between epochs.")] = True
+        prefetch_factor: Annotated[int, option("Batches that each worker reads ahead.", ge=1)] = 2
+        pin_memory: Annotated[bool | Literal["auto"], option("Page-locked batches, for faster copies; auto: when there is CUDA.")] = "auto"
+        timeout: Annotated[float, option("Seconds to wait for a batch before the run ends with an error; 0: for ever.", ge=0)] = 600.0
+        multiprocessing_context: Annotated[
+            Literal["fork", "spawn", "forkserver"] | None, option("How workers start; null: the platform's way.")
+        ] = None
+
+    @hookimpl
+    def configure_dataloader(self, draft: DataLoaderDraft) -> None:
+        import torch
+
+        config: Any = self.config
+        workers: int = self._auto() if config.num_workers == "auto" else config.num_workers
+        draft.pin_memory = torch.cuda.is_available() if config.pin_memory == "auto" else config.pin_memory
+        draft.num_workers = workers
+        if workers:
+            draft.persistent_workers = config.persistent_workers
+            draft.prefetch_factor = config.prefetch_factor
+            draft.timeout = config.timeout
+            draft.multiprocessing_context = config.multiprocessing_context
+
+    def _auto(self) -> int:
+        affinity = getattr(os, "sched_getaffinity", None)
+        processors = len(affinity(0)) if affinity else os.cpu_count() or 1
+        share = processors // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        workers = max(0, min(share - 1, 8))
+        logger.info("dataloader-workers: auto is %d (of %d processors)", workers, processors)
+        return workers

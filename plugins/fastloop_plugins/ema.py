@@ -1,0 +1,108 @@
+"""Keeps an exponential moving average of the weights; evaluation and the exported model use it.
+
+    plugins:
+      - ema: {decay: 0.999}
+
+After every ``update_every``-th step the average moves by ``1 - decay`` towards the weights. With ``warmup`` the decay starts small, as
+``(1 + n) / (10 + n)`` after ``n`` updates, so that the first average is not the initial weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+from fastloop import Plugin, hookimpl, option
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fastloop import Run
+
+
+class EMA(Plugin):
+    """Averaged weights for evaluation and export."""
+
+    name = "ema"
+    parity = "changes-training"
+    runs_before = ("checkpoint-best",)  # its wrapper must be the outer one, so that the best weights kept are those that were evaluated
+    configures = "evaluates and exports averaged weights"
+
+    @dataclass(kw_only=True)
+    class Config:
+        """Options."""
+
+        decay: Annotated[float, option("Share of the old average kept at an update.", gt=0, lt=1)] = 0.999
+        update_every: Annotated[int, option("Optimizer steps between updates.", ge=1)] = 1
+        warmup: Annotated[bool, option("Start with a smaller decay.")] = True
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.average: dict[str, Tensor] = {}
+        self.updates = 0
+        self.final = False
+
+    @hookimpl
+    def before_fit(self, run: Run) -> None:
+        loaded, self.average = self.average, {name: weight.detach().clone() for name, weight in trained(run).items()}
+        for name, tensor in loaded.items():
+            self.average[name].copy_(tensor)
+
+    @hookimpl
+    def after_step(self, run: Run) -> None:
+        if run.state.step % self.config.update_every:
+            return
+        import torch
+
+        self.updates += 1
+        decay = min(self.config.decay, (1 + self.updates) / (10 + self.updates)) if self.config.warmup else self.config.decay
+        weights = trained(run)
+        with torch.no_grad():
+            torch._foreach_lerp_([self.average[name] for name in weights], list(weights.values()), 1 - decay)
+
+    @hookimpl
+    def after_fit(self, run: Run) -> None:
+        self.exchange(run)
+        self.final = True  # the averages are the model's weights from here on
+
+    @hookimpl(wrapper=True)
+    def evaluate(self, run: Run) -> Generator[None, Any, Any]:
+        with self.swapped(run):
+            return (yield)
+
+    @hookimpl
+    def save_state(self) -> dict[str, Any]:
+        return {"average": self.average, "updates": self.updates}
+
+    @hookimpl
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.average, self.updates = state["average"], state["updates"]
+
+    @contextmanager
+    def swapped(self, run: Run) -> Generator[None, None, None]:
+        """The averages are the model's weights while inside."""
+        if self.final or not self.average:
+            yield
+            return
+        self.exchange(run)
+        try:
+            yield
+        finally:
+            self.exchange(run)
+
+    def exchange(self, run: Run) -> None:
+        """Exchange the model's weights and the averages, in place: compiled and wrapped models keep their tensors."""
+        import torch
+
+        with torch.no_grad():
+            for name, weight in trained(run).items():
+                kept = weight.clone()
+                weight.copy_(self.average[name])
+                self.average[name].copy_(kept)
+
+
+def trained(run: Run) -> dict[str, Tensor]:
+    """The floating-point parameters that are trained."""
+    return {name: weight for name, weight in run.unwrapped().named_parameters() if weight.requires_grad and weight.is_floating_point()}

@@ -1,0 +1,84 @@
+"""The plugin ``amp``."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import tiny_data
+from torch import nn
+
+from fastloop import Plugin, PluginError, Trainer, hookimpl
+from fastloop.machine import this_machine
+
+
+class Dtypes(Plugin):
+    """Notes the dtype that the first layer computes in, and that of weights and gradients."""
+
+    name = "dtypes"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[tuple[str, torch.dtype]] = set()
+
+    @hookimpl
+    def before_fit(self, run) -> None:
+        layer = next(module for module in run.unwrapped().modules() if isinstance(module, nn.Linear))
+        layer.register_forward_hook(lambda module, inputs, output: self.seen.add(("forward", output.dtype)))
+
+    @hookimpl
+    def before_optimizer_step(self, run) -> None:
+        for parameter in run.model.parameters():
+            self.seen |= {("weight", parameter.dtype), ("gradient", parameter.grad.dtype)}
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "auto"])
+def test_the_forward_pass_is_bf16_and_weights_and_gradients_stay_fp32(tiny_run, dtype):
+    dtypes = Dtypes()
+    tiny_run([{"amp": {"dtype": dtype}}, dtypes], epochs=1)
+    assert dtypes.seen == {("forward", torch.bfloat16), ("weight", torch.float32), ("gradient", torch.float32)}
+
+
+def test_losses_stay_in_the_band_of_reduced_precision(tiny_run):
+    plain, mixed = tiny_run(epochs=4), tiny_run(["amp"], epochs=4)
+    difference = [abs(a - b) / a for a, b in zip(plain.losses, mixed.losses, strict=True)]
+    assert 0 < max(difference) < 0.05, "bf16 keeps 8 bits: about 0.4% an operation"
+    assert abs(plain.recorder.metrics[-1][1]["loss"] - mixed.recorder.metrics[-1][1]["loss"]) < 0.02
+
+
+def test_gradients_of_the_first_step_agree_to_bf16(tiny_run):
+    class First(Plugin):
+        name = "first"
+        gradients: list[torch.Tensor]
+
+        @hookimpl
+        def after_backward(self, run) -> None:
+            if run.state.step == 0:
+                self.gradients = [parameter.grad.clone() for parameter in run.model.parameters()]
+
+    plain, mixed = First(), First()
+    tiny_run([plain], epochs=1)
+    tiny_run(["amp", mixed], epochs=1)
+    for a, b in zip(plain.gradients, mixed.gradients, strict=True):
+        assert torch.linalg.vector_norm(a - b) < 0.02 * torch.linalg.vector_norm(a)
+
+
+def test_the_model_saved_is_fp32(tiny_run):
+    from safetensors.torch import load_file
+
+    result = tiny_run(["amp"], epochs=1)
+    assert {tensor.dtype for tensor in load_file(result.trainer.run.folder / "model" / "model.safetensors").values()} == {torch.float32}
+
+
+@pytest.mark.skipif(this_machine().device != "cpu", reason="about machines without an accelerator")
+@pytest.mark.parametrize("dtype", ["fp16", "fp8"])
+def test_a_dtype_that_the_device_lacks_is_refused_with_those_it_has(dtype):
+    with pytest.raises(PluginError, match=rf"plugin 'amp' needs ({dtype}|a device of type cuda).* --without amp"):
+        Trainer(nn.Linear(8, 3), tiny_data(), batch_size=8, loss=nn.functional.cross_entropy, plugins=[{"amp": {"dtype": dtype}}])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="fp16 with loss scaling needs CUDA")
+def test_fp16_scales_the_loss_and_skips_steps_that_overflow(tiny_run):
+    result = tiny_run([{"amp": {"dtype": "fp16", "init_scale": 2.0**40}}], epochs=4)
+    assert result.trainer.run.accelerator.scaler.get_scale() < 2.0**40
+    assert result.losses[-1] < result.losses[0]

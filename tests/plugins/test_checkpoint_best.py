@@ -1,0 +1,129 @@
+"""The plugin ``checkpoint-best``."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import tiny_data, tiny_model
+from safetensors.torch import load_file
+from test_early_stopping import Script
+from test_ema import Weights
+from torch import nn
+
+from fastloop import Plugin, Trainer, UsageError, checkpoint, hookimpl
+
+
+def best(**options):
+    return {"checkpoint-best": {"monitor": "score", **options}}
+
+
+@pytest.mark.parametrize(
+    ("options", "scores", "step"),
+    [
+        ({}, (0.5, 0.9, 0.7, 0.8), 18),
+        ({"mode": "min"}, (0.5, 0.9, 0.3, 0.8), 27),
+        ({}, (float("nan"), 0.1, float("nan"), 0.05), 18),
+        ({}, (0.5, 0.5, 0.5, 0.5), 9),
+    ],
+    ids=["larger is better", "smaller is better", "NaN never", "the first of equals"],
+)
+def test_the_run_ends_with_the_weights_that_evaluated_best(tiny_run, options, scores, step):
+    weights = Weights()
+    result = tiny_run([best(**options), Script(*scores), weights], epochs=4)
+    assert result.summary["best"]["step"] == step
+    assert result.summary["best"]["path"] == f"checkpoints/best-{step:08d}"
+    folder = result.trainer.run.folder
+    kept = load_file(folder / result.summary["best"]["path"] / "model.safetensors")
+    exported = load_file(folder / "model" / "model.safetensors")
+    for name, tensor in weights.steps[step - 1].items():
+        assert torch.equal(kept[name], tensor)
+        assert torch.equal(exported[name], tensor)
+        assert torch.equal(result.weights[name], tensor)
+
+
+def test_the_test_split_is_evaluated_with_the_best_weights(tiny_run):
+    result = tiny_run([best(), Script(0.5, 0.9, 0.7, 0.0)], epochs=3, test_loader=tiny_data(32, seed=1))
+    losses = [metrics["loss"] for split, metrics in result.recorder.metrics if split == "evaluate"]
+    assert result.summary["test"]["loss"] == losses[1] != losses[2]
+
+
+def test_keep_holds_that_many_and_rotation_never_removes_the_best(tiny_run):
+    result = tiny_run([best(keep=2), Script(0.9, 0.5, 0.7, 0.6, 0.1)], epochs=5, save_every=1, keep_checkpoints=1)
+    names = sorted(path.name for path in (result.trainer.run.folder / "checkpoints").iterdir())
+    assert names == ["best-00000009", "best-00000027", "step-00000045"]
+    assert all(checkpoint.damage(result.trainer.run.folder / "checkpoints" / name) is None for name in names)
+
+
+def test_losses_are_those_of_a_run_without_it(tiny_run):
+    assert tiny_run(["checkpoint-best"]).losses == tiny_run().losses
+
+
+def test_with_ema_the_averages_that_were_evaluated_are_kept_and_exported(tiny_run):
+    weights = Weights()
+    result = tiny_run([best(), {"ema": {"decay": 0.9}}, Script(0.5, 0.9, 0.7), weights], epochs=3)
+    exported = load_file(result.trainer.run.folder / "model" / "model.safetensors")
+    assert result.summary["best"]["step"] == 18
+    assert all(torch.equal(exported[name], tensor) for name, tensor in weights.evaluated[1].items())
+
+
+def test_a_run_resumed_after_a_newer_best_ends_with_the_same_best(tiny_run):
+    """Killed between the evaluation that found a new best and the next save: the older best must still be there."""
+
+    class Dies(Plugin):
+        name = "dies"
+
+        @hookimpl
+        def before_step(self, run) -> None:
+            if run.state.step == 20:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    scores = (0.5, 0.9, 0.7)
+    whole = tiny_run([best(), Script(*scores)], epochs=3)
+    child = os.fork()
+    if child == 0:
+        tiny_run([best(), Script(*scores), Dies()], epochs=3, output="run", save_every=13)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    known = json.loads(Path("run/checkpoints/step-00000013/state.json").read_text())["state"]["best"]
+    assert checkpoint.damage(Path("run") / known["path"]) is None
+    resumed = tiny_run([best(), Script(*scores[1:])], epochs=3, output="run", save_every=13, resume=True)
+    assert resumed.summary["best"] == whole.summary["best"]
+    assert all(torch.equal(resumed.weights[name], whole.weights[name]) for name in whole.weights)
+    assert sorted(path.name for path in Path("run/checkpoints").glob("*best*")) == ["best-00000018"]
+
+
+def test_killed_while_saving_the_best_before_it_is_whole(tiny_run):
+    """SIGKILL at many moments of a run that saves a better best all the time: the newest named best is always whole."""
+    found = 0
+    for delay in range(12):
+        output = Path(f"run{delay}")
+        child = os.fork()
+        if child == 0:
+            scores = (index / 1000 for index in range(1000))
+            tiny_run([best(), Script(*scores)], epochs=100, output=output, evaluate_every=1, save_every=1, model=nn.Linear(8, 3))
+        deadline = time.monotonic() + 20
+        while not list(output.glob("checkpoints/step-*")) and time.monotonic() < deadline:
+            time.sleep(0.005)
+        time.sleep(0.003 * delay)
+        os.kill(child, signal.SIGKILL)
+        assert os.waitpid(child, 0)[1] == signal.SIGKILL
+        state = checkpoint.read(checkpoint.find(output)[0])[1]
+        assert checkpoint.damage(output / state["state"]["best"]["path"]) is None
+        found += 1
+    assert found == 12
+
+
+def test_an_unknown_metric_is_an_error_that_names_those_there_are(tiny_run):
+    with pytest.raises(UsageError, match=r"plugins\.checkpoint-best\.monitor: .* no metric 'acuracy'\. Expected one of: loss"):
+        tiny_run([{"checkpoint-best": {"monitor": "acuracy"}}])
+
+
+def test_without_an_evaluation_split_it_is_refused():
+    trainer = Trainer(tiny_model(), tiny_data(), loss=nn.functional.cross_entropy, batch_size=8, plugins=["checkpoint-best"])
+    with pytest.raises(UsageError, match="'checkpoint-best': there is no evaluation split"):
+        trainer.fit()

@@ -1,0 +1,145 @@
+"""The plugin ``dataloader-workers``: real worker processes, the same numbers."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from conftest import tiny_data
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
+
+from fastloop import FastloopError, Plugin, hookimpl
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # a machine with fewer processors than workers
+
+
+def workers(number: int, **options):
+    return {"dataloader-workers": {"num_workers": number, **options}}
+
+
+class Ids(Plugin):
+    """The ids of the samples of every step, which the datasets of this file put into the first feature."""
+
+    name = "ids"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[list[int]] = []
+
+    @hookimpl(wrapper=True)
+    def compute_loss(self, model, batch):
+        if model.training:
+            self.steps.append(batch[0][:, 0].int().tolist())
+        return (yield)
+
+
+class Stream(IterableDataset):
+    """45 samples; shares them out over workers itself when asked to, as PyTorch's documentation shows."""
+
+    def __init__(self, shares: bool = False) -> None:
+        self.shares = shares
+
+    def __iter__(self):
+        info = get_worker_info()
+        first, stride = (info.id, info.num_workers) if self.shares and info is not None else (0, 1)
+        for index in range(first, 45, stride):
+            inputs = torch.zeros(8)
+            inputs[0] = index
+            yield inputs, index % 3
+
+
+class Augmented(Dataset):
+    """Draws from all three random states in ``__getitem__``."""
+
+    def __len__(self) -> int:
+        return 67
+
+    def __getitem__(self, index: int):
+        inputs, target = tiny_data()[index]
+        return inputs + 0.1 * torch.randn(8) + 0.1 * np.float32(np.random.rand()) + 0.1 * random.random(), target
+
+
+def test_any_number_of_workers_gives_the_same_numbers(tiny_run):
+    alone = tiny_run()
+    for options in (workers(1), workers(3), workers(2, persistent_workers=False, prefetch_factor=1)):
+        result = tiny_run([options], device_batch_size=None)
+        assert result.losses == alone.losses
+        assert all(torch.equal(result.weights[name], alone.weights[name]) for name in alone.weights)
+
+
+def test_random_augmentation_is_the_same_for_any_number_of_workers_from_one_on(tiny_run):
+    one, three = tiny_run([workers(1)], data=Augmented()), tiny_run([workers(3)], data=Augmented())
+    assert one.losses == three.losses
+    assert one.losses[0] != one.losses[9]
+
+
+@pytest.mark.parametrize("shares", [False, True], ids=["plain", "shares itself out"])
+def test_of_an_iterable_dataset_every_sample_comes_once_an_epoch_in_the_same_batches(tiny_run, shares):
+    seen = []
+    for number in (0, 1, 2, 3):
+        ids = Ids()
+        tiny_run([workers(number), ids], data=Stream(shares))
+        seen.append(ids.steps)
+        epoch = [sample for step in ids.steps[:6] for sample in step]
+        assert sorted(epoch) == list(range(45))
+        assert len(ids.steps) == 12, "two epochs of six steps, through the same persistent workers"
+    assert seen[1:] == seen[:1] * 3
+
+
+def test_a_dataset_that_says_it_shards_itself_is_taken_at_its_word(tiny_run):
+    stream, ids = Stream(shares=True), Ids()
+    stream.shards_itself = True
+    tiny_run([workers(2), ids], data=stream, epochs=1)
+    assert sorted(sample for step in ids.steps for sample in step) == list(range(45))
+
+
+class Breaks(Dataset):
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def __len__(self) -> int:
+        return 67
+
+    def __getitem__(self, index: int):
+        if index == 13 and get_worker_info() is not None:
+            if self.how == "raises":
+                raise ValueError("sample 13 is broken")
+            if self.how == "hangs":
+                time.sleep(60)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return tiny_data()[index]
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("raises", "sample 13 is broken"),
+        ("is killed", "a worker process of the data loader died"),
+        ("hangs", "no batch in 2 seconds"),
+    ],
+)
+def test_a_worker_that_fails_ends_the_run_with_its_error(tiny_run, how, message):
+    started = time.monotonic()
+    with pytest.raises(FastloopError, match=message):
+        tiny_run([workers(2, timeout=2)], data=Breaks(how))
+    assert time.monotonic() - started < 20
+
+
+def test_no_worker_outlives_the_run(tiny_run):
+    tiny_run([workers(2)])
+    deadline = time.monotonic() + 10
+    while (left := psutil.Process().children(recursive=True)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not left
+
+
+def test_auto_leaves_a_processor_to_training(tiny_run):
+    run = tiny_run(["dataloader-workers"], epochs=1).trainer.run
+    assert run.loading.num_workers == max(0, min(len(os.sched_getaffinity(0)) - 1, 8))
+    assert run.loading.pin_memory == torch.cuda.is_available()

@@ -1,0 +1,63 @@
+"""The plugin ``early-stopping``."""
+
+from __future__ import annotations
+
+import pytest
+from conftest import tiny_data, tiny_model
+from torch import nn
+
+from fastloop import Plugin, Trainer, UsageError, hookimpl
+
+
+class Script(Plugin):
+    """Replaces the metric ``score`` of each evaluation by the next of a list."""
+
+    name = "script"
+
+    def __init__(self, *values: float) -> None:
+        super().__init__()
+        self.values = iter(values)
+
+    @hookimpl(wrapper=True)
+    def evaluate(self):
+        metrics = yield
+        return {**metrics, "score": next(self.values)}
+
+
+@pytest.mark.parametrize(
+    ("options", "values", "epochs"),
+    [
+        ({"patience": 2}, (0.5, 0.6, 0.6, 0.55, 0.9), 4),
+        ({"patience": 1}, (0.5, 0.6, 0.6, 0.7, 0.8), 3),
+        ({"patience": 1, "min_delta": 0.2}, (0.5, 0.6, 0.9, 0.9, 0.9), 2),
+        ({"patience": 1, "mode": "min"}, (0.5, 0.4, 0.3, 0.35, 0.1), 4),
+        ({"threshold": 0.7}, (0.5, 0.6, 0.7, 0.8, 0.9), 3),
+        ({"patience": 2}, (0.5, float("nan"), float("nan"), 0.9, 0.9), 3),
+        ({"patience": 3}, (0.1, 0.2, 0.3, 0.4, 0.5), 5),
+    ],
+)
+def test_it_stops_when_the_metric_does_not_improve(tiny_run, options, values, epochs):
+    result = tiny_run([{"early-stopping": {"monitor": "score", **options}}, Script(*values)], epochs=5)
+    assert result.summary["epochs"] == epochs
+    assert result.summary["status"] == ("completed" if epochs == 5 else "stopped")
+    if epochs < 5:
+        assert result.summary["reason"].startswith("early-stopping: score ")
+
+
+def test_what_it_waited_is_kept_over_a_resume(tiny_run):
+    values = (0.5, 0.4, 0.3, 0.2, 0.1)
+    first = tiny_run([{"early-stopping": {"monitor": "score"}}, Script(*values[:2])], epochs=2, output="run")
+    assert first.summary["status"] == "completed"
+    again = tiny_run([{"early-stopping": {"monitor": "score"}}, Script(*values[2:])], epochs=5, output="run", resume=True)
+    assert again.summary["epochs"] == 4, "three evaluations without improvement, one of them before the resume"
+
+
+def test_an_unknown_metric_is_an_error_that_names_those_there_are(tiny_run):
+    with pytest.raises(UsageError, match=r"plugins\.early-stopping\.monitor: .* no metric 'los'\. Did you mean 'loss'\?"):
+        tiny_run([{"early-stopping": {"monitor": "los"}}])
+
+
+def test_without_an_evaluation_split_it_is_refused():
+    trainer = Trainer(tiny_model(), tiny_data(), loss=nn.functional.cross_entropy, batch_size=8, plugins=["early-stopping"])
+    with pytest.raises(UsageError, match="'early-stopping': there is no evaluation split"):
+        trainer.fit()

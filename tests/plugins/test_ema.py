@@ -1,0 +1,94 @@
+"""The plugin ``ema``."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import tiny_data, tiny_model
+from safetensors.torch import load_file
+from torch import nn
+
+from fastloop import Plugin, hookimpl
+
+
+class Weights(Plugin):
+    """The weights after every step, and those in place while evaluating."""
+
+    name = "weights"
+    runs_after = ("ema",)  # inside its wrapper
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[dict[str, torch.Tensor]] = []
+        self.evaluated: list[dict[str, torch.Tensor]] = []
+
+    @hookimpl
+    def after_step(self, run) -> None:
+        self.steps.append({name: weight.clone() for name, weight in run.model.state_dict().items()})
+
+    @hookimpl(wrapper=True)
+    def evaluate(self, run):
+        self.evaluated.append({name: weight.clone() for name, weight in run.model.state_dict().items()})
+        return (yield)
+
+
+def average(initial: dict[str, torch.Tensor], steps: list[dict[str, torch.Tensor]], decay: float, warmup: bool) -> dict[str, torch.Tensor]:
+    """The definition, written out."""
+    kept = {name: weight.clone() for name, weight in initial.items()}
+    for count, weights in enumerate(steps, start=1):
+        now = min(decay, (1 + count) / (10 + count)) if warmup else decay
+        kept = {name: now * kept[name] + (1 - now) * weights[name] for name in kept}
+    return kept
+
+
+@pytest.mark.parametrize(("decay", "warmup"), [(0.9, False), (0.9, True), (0.5, True)])
+def test_evaluation_and_export_use_the_average_and_training_does_not(tiny_run, decay, warmup):
+    plain, weights = tiny_run(), Weights()
+    result = tiny_run([{"ema": {"decay": decay, "warmup": warmup}}, weights])
+    assert result.losses == plain.losses, "training sees the weights themselves"
+    initial = tiny_model().state_dict()
+    for steps, evaluated in ((9, weights.evaluated[0]), (18, weights.evaluated[1])):
+        expected = average(initial, weights.steps[:steps], decay, warmup)
+        assert all(torch.allclose(evaluated[name], expected[name], atol=1e-6) for name in expected)
+    exported = load_file(result.trainer.run.folder / "model" / "model.safetensors")
+    assert all(torch.equal(exported[name], weights.evaluated[1][name]) for name in exported)
+
+
+def test_update_every_averages_every_nth_step(tiny_run):
+    weights = Weights()
+    tiny_run([{"ema": {"decay": 0.9, "warmup": False, "update_every": 3}}, weights])
+    expected = average(tiny_model().state_dict(), weights.steps[2::3], 0.9, warmup=False)
+    assert all(torch.allclose(weights.evaluated[1][name], expected[name], atol=1e-6) for name in expected)
+
+
+def test_the_training_weights_are_back_when_an_evaluation_fails(tiny_run):
+    class Fails(Plugin):
+        name = "fails"
+        runs_after = ("ema",)
+
+        @hookimpl(wrapper=True)
+        def evaluate(self):
+            yield
+            raise RuntimeError("on purpose")
+
+    weights, model = Weights(), tiny_model()
+    with pytest.raises(Exception, match="on purpose"):
+        tiny_run([{"ema": {"decay": 0.9}}, weights, Fails()], model=model)
+    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in weights.steps[-1].items())
+
+
+def test_a_resumed_run_has_the_same_average(tiny_run):
+    whole = tiny_run([{"ema": {"decay": 0.9}}], epochs=3)
+    tiny_run([{"ema": {"decay": 0.9}}], epochs=1, output="run")
+    resumed = tiny_run([{"ema": {"decay": 0.9}}], epochs=3, output="run", resume=True)
+    assert all(torch.equal(whole.weights[name], resumed.weights[name]) for name in whole.weights)
+    assert whole.summary["evaluate"] == resumed.summary["evaluate"]
+
+
+def test_frozen_weights_and_buffers_are_left_alone(tiny_run):
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 3))
+    model[0].requires_grad_(False)
+    frozen = model[0].weight.clone()
+    result = tiny_run([{"ema": {"decay": 0.9}}], model=model, data=tiny_data(64))
+    assert torch.equal(result.weights["0.weight"], frozen)
+    assert result.weights["1.num_batches_tracked"] == 16

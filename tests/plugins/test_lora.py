@@ -1,0 +1,95 @@
+"""The plugin ``lora``, on a tiny BERT."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.utils.data import Dataset
+
+from fastloop import PluginError
+
+pytest.importorskip("peft")
+
+
+class Sentences(Dataset):
+    """Class 1 when the first token is even."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int):
+        ids = torch.randint(1, 50, (6,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": ids, "labels": (ids[0] % 2 == 0).long()}
+
+
+def tiny_bert():
+    from transformers import BertConfig, BertForSequenceClassification
+
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, max_position_embeddings=16
+    )
+    return BertForSequenceClassification(config)
+
+
+@pytest.fixture
+def bert_run(tiny_run, tmp_path):
+    from fastloop import Trainer
+
+    def train(output="run", epochs=2, resume=False, **options):
+        model = tiny_bert()
+        trainer = Trainer(
+            model,
+            Sentences(),
+            Sentences(),
+            plugins=[{"lora": options}],
+            batch_size=8,
+            epochs=epochs,
+            lr=1e-2,
+            output=tmp_path / output,
+            resume=resume,
+        )
+        return model, trainer, trainer.fit()
+
+    return train
+
+
+def test_the_base_weights_stay_and_few_parameters_are_trained(bert_run):
+    before = tiny_bert().state_dict()
+    _, trainer, summary = bert_run(merge=False)
+    after = trainer.run.unwrapped().state_dict()
+    frozen = {name: tensor for name, tensor in after.items() if "lora_" not in name and "modules_to_save" not in name}
+    for name, tensor in frozen.items():
+        original = name.removeprefix("base_model.model.").replace(".base_layer", "").replace("original_module.", "")
+        assert torch.equal(tensor, before[original]), name
+    trained = sum(parameter.numel() for parameter in trainer.run.model.parameters() if parameter.requires_grad)
+    assert trained < 0.3 * sum(tensor.numel() for tensor in before.values())
+    assert summary["evaluate"]["loss"] < 0.69
+
+
+def test_the_exported_model_has_the_adapters_merged_in(bert_run, tmp_path):
+    model, trainer, _ = bert_run()
+    exported = load_file(tmp_path / "run" / "model" / "model.safetensors")
+    plain = tiny_bert()
+    plain.load_state_dict(exported)
+    ids = Sentences()[0]["input_ids"][None]
+    with torch.no_grad():
+        merged = plain.eval()(input_ids=ids).logits
+        assert torch.allclose(merged, trainer.run.unwrapped().eval()(input_ids=ids).logits, atol=1e-6)
+        assert not torch.allclose(merged, tiny_bert().eval()(input_ids=ids).logits, atol=1e-3)
+    assert not any("lora" in name for name in exported)
+    assert model is not None
+
+
+def test_a_resumed_run_has_the_same_adapters(bert_run):
+    _, whole, _ = bert_run("whole", epochs=3, merge=False)
+    bert_run("run", epochs=1, merge=False)
+    _, resumed, _ = bert_run("run", epochs=3, resume=True, merge=False)
+    a, b = whole.run.unwrapped().state_dict(), resumed.run.unwrapped().state_dict()
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_target_that_matches_nothing_is_an_error_that_names_the_layers(bert_run):
+    with pytest.raises(PluginError, match=r"plugin 'lora': target_modules: .*q_proj.* Layers of this model: .*query"):
+        bert_run(target_modules=["q_proj"])

@@ -1,0 +1,129 @@
+"""The task ``module``: code of your own beside the recipe."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fastloop import PluginCrash, RecipeError
+from fastloop.recipe import load_recipe
+from fastloop.registry import resolve
+from fastloop.run import Run
+
+CODE = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+class Net(nn.Module):
+    def __init__(self, hidden=8):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, hidden), nn.ReLU(), nn.Linear(hidden, 3))
+
+    def forward(self, inputs):
+        return self.layers(inputs)
+
+class WithLoss(Net):
+    def forward(self, inputs, labels):
+        logits = super().forward(inputs)
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+def data(size=64, extra=None):
+    inputs = torch.randn(size, 4, generator=torch.Generator().manual_seed(0))
+    split = TensorDataset(inputs, inputs[:, :3].argmax(1))
+    return {"train": split, "evaluate": split, **({extra: split} if extra else {})}
+
+def as_mapping(samples):
+    return {"inputs": torch.stack([x for x, _ in samples]), "labels": torch.stack([y for _, y in samples])}
+
+def smooth(predictions, targets):
+    return nn.functional.cross_entropy(predictions, targets, label_smoothing=0.1)
+
+def needs_more():
+    raise ImportError("no module named moon. Install it: pip install moon")
+
+number = 3
+"""
+
+GOOD: dict[str, Any] = {
+    "model": {"module": "code.py:Net", "arguments": {"hidden": 16}},
+    "data": {"module": "code.py:data"},
+    "train": {"epochs": 2, "batch_size": 8, "lr": 0.01, "device": "cpu"},
+    "plugins": [{"module": {"loss": "cross_entropy", "metrics": {"accuracy": {"type": "MulticlassAccuracy", "num_classes": 3}}}}],
+    "output": "out",
+}
+
+
+def train(changes: dict[str, Any] | None = None, folder: str = ".") -> dict[str, Any]:
+    """Train the good recipe with dotted keys changed."""
+    tree = json.loads(json.dumps(GOOD))
+    for key, value in (changes or {}).items():
+        place: Any = tree
+        *parents, last = key.split(".")
+        for parent in parents:
+            place = place[0][parent] if isinstance(place, list) else place[parent]
+        place[last] = value
+    Path(folder).mkdir(exist_ok=True)
+    (Path(folder) / "code.py").write_text(CODE)
+    (Path(folder) / "r.yaml").write_text(yaml.safe_dump(tree))
+    recipe = load_recipe(f"{folder}/r.yaml")
+    return Run(recipe, resolve(recipe)).execute()
+
+
+def test_a_module_of_your_own_is_trained_and_measured():
+    summary = train({"train.epochs": 10})
+    assert summary["plugins"][0] == "module"
+    assert summary["evaluate"]["accuracy"] > 0.8
+    assert Path("out/model/model.safetensors").exists()
+
+
+def test_the_file_is_found_beside_the_recipe_when_not_in_the_current_folder():
+    assert train(folder="elsewhere")["status"] == "completed"
+
+
+def test_a_model_that_returns_its_loss_and_a_collator_of_your_own():
+    summary = train({"model.module": "code.py:WithLoss", "plugins.module.loss": None, "plugins.module.collate": "code.py:as_mapping"})
+    assert summary["evaluate"]["accuracy"] > 0.3
+
+
+def test_a_loss_of_your_own():
+    assert train({"plugins.module.loss": "code.py:smooth"})["evaluate"]["loss"] != train()["evaluate"]["loss"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model.module": "code.py"}, r"model\.module: found 'code\.py', expected file\.py:name"),
+        ({"model.module": "cod.py:Net"}, r"model\.module: no such file: cod\.py"),
+        ({"model.module": "code.py:Nett"}, r"model\.module: code\.py has no 'Nett'\. Did you mean 'Net'\?"),
+        ({"model.module": "code.py:number"}, r"model\.module: code\.py:number is a int, expected a class or function"),
+        ({"model.module": "code.py:data", "model.arguments": {}}, r"model\.module: made a dict, expected a torch\.nn\.Module"),
+        ({"model.module": "no_such_package.x:Net"}, r"model\.module: no_such_package\.x cannot be imported: ModuleNotFoundError"),
+        ({"model.arguments": {"hiden": 3}}, r"model\.arguments: .*hiden"),
+        ({"model.argument": {}}, r"model\.argument: no such option\. Did you mean 'arguments'\?"),
+        ({"data.module": "code.py:Net"}, r"data\.module: returned a Net, expected a mapping of train, evaluate, test"),
+        ({"data.module": "code.py:needs_more"}, r"data\.module: .*pip install moon"),
+        ({"data.arguments": {"extra": "validation"}}, r"data\.module: returned a split 'validation'"),
+        ({"data.arguments": {"size": 0}}, r"data: the train split is empty"),
+        ({"plugins.module.loss": "cross_entrophy"}, r"plugins\.module\.loss: .*'cross_entrophy'\. Did you mean 'cross_entropy'\?"),
+        ({"plugins.module.metrics": {"a": {"type": "MulticlassAcuracy"}}}, r"metrics\.a\.type: .*Did you mean 'MulticlassAccuracy'\?"),
+        ({"plugins.module.metrics": {"a": {"type": "MulticlassAccuracy", "classes": 3}}}, r"plugins\.module\.metrics\.a: .*classes"),
+    ],
+)
+def test_what_is_wrong_is_said_with_its_key_and_nothing_is_written(changes, message):
+    with pytest.raises(RecipeError, match=message):
+        train(changes)
+    assert not Path("out").exists()
+
+
+def test_an_error_inside_the_model_names_plugin_and_hook():
+    Path("bad.py").write_text(
+        "from torch import nn\n\nclass Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.layer = nn.Linear(4, 3)\n\n    def forward(self, inputs):\n        return [self.layer(inputs)][1]\n"
+    )
+    with pytest.raises(PluginCrash, match=r"plugin 'module' \(fastloop 0\..*\) failed in compute_loss: IndexError"):
+        train({"model.module": "bad.py:Net", "model.arguments": {}})

@@ -1,0 +1,48 @@
+"""The plugin ``tensorboard``: what TensorBoard itself reads back."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+import pytest
+
+from fastloop import PluginError
+
+pytest.importorskip("tensorboard")
+
+
+def scalars(folder) -> dict[str, list[tuple[int, float]]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    read = EventAccumulator(str(folder / "tensorboard"))
+    read.Reload()
+    return {tag: [(point.step, point.value) for point in read.Scalars(tag)] for tag in read.Tags()["scalars"]}
+
+
+def test_curves_hold_the_losses_rates_and_metrics_of_the_run(tiny_run):
+    result = tiny_run([{"tensorboard": {"every": 3}}])
+    curves = scalars(result.trainer.run.folder)
+    assert set(curves) == {"train/loss", "train/lr", "train/samples_per_second", "evaluate/loss"}
+    assert [step for step, _ in curves["train/loss"]] == [3, 6, 9, 12, 15, 18]
+    assert [value for _, value in curves["train/loss"]] == pytest.approx(result.losses[2::3])
+    assert [step for step, _ in curves["evaluate/loss"]] == [9, 18]
+
+
+def test_a_resumed_run_goes_on_in_the_same_curves(tiny_run):
+    tiny_run([{"tensorboard": {"every": 3}}], epochs=1, output="run")
+    resumed = tiny_run([{"tensorboard": {"every": 3}}], epochs=2, output="run", resume=True)
+    curves = scalars(resumed.trainer.run.folder)
+    assert [step for step, _ in curves["train/loss"]] == [3, 6, 9, 12, 15, 18]
+
+
+def test_a_missing_extra_is_an_error_that_names_the_install_command(tiny_run, monkeypatch):
+    installed = importlib.metadata.version
+
+    def version(name: str) -> str:
+        if name == "tensorboard":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return installed(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    with pytest.raises(PluginError, match=r"'tensorboard' needs tensorboard>=2\.18, .*pip install 'fastloop\[tensorboard\]'"):
+        tiny_run(["tensorboard"])

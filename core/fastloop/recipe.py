@@ -24,6 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from pydantic import PositiveInt
+
 from fastloop.errors import RecipeError, did_you_mean
 from fastloop.options import option, parse
 
@@ -45,12 +47,12 @@ class Train:
     seed: Annotated[int, option("Seeds initial weights, sample order and dropout.", ge=0, lt=2**32)] = 123
     max_steps: Annotated[int | None, option("Stop after this many optimizer steps; null: after the epochs.", ge=1)] = None
     clip_norm: Annotated[float | None, option("Clip the gradients' total 2-norm to this, once a step; null: do not.", gt=0)] = None
-    evaluate_every: Annotated[Literal["epoch"] | int | None, option("'epoch', a number of steps, or null: only at the end.", ge=1)] = (
+    evaluate_every: Annotated[Literal["epoch"] | PositiveInt | None, option("'epoch', a number of steps, or null: only at the end.")] = (
         "epoch"
     )
     save_every: Annotated[
-        Literal["epoch"] | int | None,
-        option("When to save what --resume needs: 'epoch', a number of steps, or null: only when stopped.", ge=1),
+        Literal["epoch"] | PositiveInt | None,
+        option("When to save what --resume needs: 'epoch', a number of steps, or null: only when stopped."),
     ] = "epoch"
     keep_checkpoints: Annotated[int, option("Newest checkpoints kept.", ge=1)] = 1
     device: Annotated[Literal["auto", "cpu"], option("'auto' takes the accelerator when there is one.")] = "auto"

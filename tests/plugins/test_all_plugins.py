@@ -7,6 +7,7 @@ import dataclasses
 import importlib.metadata
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -38,9 +39,7 @@ def test_it_is_declared_documented_and_its_options_take_their_own_defaults(name)
 
 @pytest.mark.parametrize("name", OURS)
 def test_it_keeps_to_a_size_that_reads_in_one_sitting(name):
-    path = sys.modules[load(name).__module__].__file__
-    with open(path, encoding="utf-8") as file:
-        text = file.read()
+    text = Path(sys.modules[load(name).__module__].__file__).read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 190
     assert ast.get_docstring(ast.parse(text))
 

@@ -24,7 +24,10 @@ T = TypeVar("T")
 
 
 def option(help: str, **bounds: Any) -> FieldInfo:
-    """Metadata for an annotated option: what it does, and bounds as pydantic knows them (``ge``, ``gt``, ``le``, ...)."""
+    """Metadata for an annotated option: what it does, and bounds as pydantic knows them (``ge``, ``gt``, ``le``, ...).
+
+    Bounds are for options of one type or null; in a union bound the member: ``PositiveInt | Literal["auto"]``.
+    """
     info: FieldInfo = Field(description=help, **bounds)
     return info
 
@@ -45,13 +48,13 @@ def _checker(cls: Any) -> type[BaseModel]:
     fields: dict[str, Any] = {}
     for field in dataclasses.fields(cls):
         if field.default is not dataclasses.MISSING:
-            default: Any = field.default
+            default: Any = Field(field.default, alias=field.name)
         elif field.default_factory is not dataclasses.MISSING:
-            default = Field(default_factory=field.default_factory)
+            default = Field(default_factory=field.default_factory, alias=field.name)
         else:
-            default = ...
-        fields[field.name] = (hints[field.name], default)
-    return create_model(cls.__name__, __config__=ConfigDict(extra="forbid", strict=True), **fields)
+            default = Field(alias=field.name)
+        fields[f"option_{field.name}"] = (hints[field.name], default)  # an option may be called like a method of pydantic's models
+    return create_model(cls.__name__, __config__=ConfigDict(extra="forbid", strict=True, allow_inf_nan=False), **fields)
 
 
 def parse(cls: type[T], values: Mapping[str, Any] | None, where: str) -> T:
@@ -69,10 +72,13 @@ def parse(cls: type[T], values: Mapping[str, Any] | None, where: str) -> T:
         raise RecipeError(f"{where}: found {_show(values)}, expected a mapping of options.")
     checker = _checker(cls)  # type: ignore[arg-type]
     try:
-        checked = checker.model_validate(dict(values))
+        checked = checker.model_validate({str(key): value for key, value in values.items()})
     except ValidationError as error:
         raise RecipeError("\n".join(_explain(cls, error, where))) from None
-    return cls(**{name: getattr(checked, name) for name in checker.model_fields})
+    try:
+        return cls(**{field.alias or name: getattr(checked, name) for name, field in checker.model_fields.items()})
+    except ValueError as error:  # the dataclass's own __post_init__, which checks options against each other
+        raise RecipeError(f"{where}: {error}") from None
 
 
 def _explain(cls: type, error: ValidationError, where: str) -> Iterator[str]:
@@ -88,7 +94,7 @@ def _explain(cls: type, error: ValidationError, where: str) -> Iterator[str]:
             wrong.setdefault(str(item["loc"][0]), []).append(item)
     for name, items in wrong.items():  # a union reports once for each member: say it once
         value = items[0]["input"] if len(items) == 1 else items[-1]["input"]
-        bounds = [item["msg"] for item in items if "than" in item["msg"]]
+        bounds = [item["msg"] for item in items if "than" in item["msg"] or "finite" in item["msg"]]
         detail = f" ({bounds[0].removeprefix('Input ')})" if bounds else ""
         yield f"{where}.{name}: found {_show(value)}{detail}. {_expected(cls, name)}"
 

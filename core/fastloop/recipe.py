@@ -8,23 +8,29 @@
       - checkpoint-best
     output:  runs/distilbert_imdb
 
-Order of precedence, low to high: what ``extends:`` names, the file, overrides (``train.lr=1e-4``, ``plugins.amp.dtype=fp16``),
-``--with`` and ``--without``. ``model`` and ``data`` are checked by the task plugin, each plugin's options by the plugin:
-this file knows only ``train`` and the shape of the rest.
+Order of precedence, low to high: what ``extends:`` names, the file, ``--with``, overrides (``train.lr=1e-4``,
+``plugins.amp.dtype=fp16``), ``--without``. ``${train.lr}`` stands for another key's value.
+
+``model`` and ``data`` are checked by the task plugin, each plugin's options by the plugin: this file knows only ``train`` and the
+shape of the rest.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from pydantic import PositiveInt
+
 from fastloop.errors import RecipeError, did_you_mean
 from fastloop.options import option, parse
 
 SECTIONS = ("model", "data", "train", "plugins", "output")
+_RESOLVER = re.compile(r"\$\{[^}]*?[:$][^}]*\}*")
 
 
 @dataclass(kw_only=True)
@@ -41,12 +47,12 @@ class Train:
     seed: Annotated[int, option("Seeds initial weights, sample order and dropout.", ge=0, lt=2**32)] = 123
     max_steps: Annotated[int | None, option("Stop after this many optimizer steps; null: after the epochs.", ge=1)] = None
     clip_norm: Annotated[float | None, option("Clip the gradients' total 2-norm to this, once a step; null: do not.", gt=0)] = None
-    evaluate_every: Annotated[Literal["epoch"] | int | None, option("'epoch', a number of steps, or null: only at the end.", ge=1)] = (
+    evaluate_every: Annotated[Literal["epoch"] | PositiveInt | None, option("'epoch', a number of steps, or null: only at the end.")] = (
         "epoch"
     )
     save_every: Annotated[
-        Literal["epoch"] | int | None,
-        option("When to save what --resume needs: 'epoch', a number of steps, or null: only when stopped.", ge=1),
+        Literal["epoch"] | PositiveInt | None,
+        option("When to save what --resume needs: 'epoch', a number of steps, or null: only when stopped."),
     ] = "epoch"
     keep_checkpoints: Annotated[int, option("Newest checkpoints kept.", ge=1)] = 1
     device: Annotated[Literal["auto", "cpu"], option("'auto' takes the accelerator when there is one.")] = "auto"
@@ -139,9 +145,9 @@ def load_recipe(
         RecipeError: The file cannot be read, or something in it cannot be; names file, key, what was expected.
     """
     path = find_recipe(name)
-    tree = _apply(_read(path, ()), overrides, str(path))
-    for plugin in with_plugins:
-        tree["plugins"] = tree["plugins"] | {plugin: tree["plugins"].get(plugin) or {}}
+    tree = _read(path, ())
+    tree["plugins"] |= {plugin: tree["plugins"].get(plugin) or {} for plugin in with_plugins}
+    tree = _apply(tree, overrides, str(path))
     for plugin in without_plugins:
         tree["plugins"][plugin] = False
     return make_recipe(tree, path)
@@ -186,7 +192,7 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
-        raise RecipeError(f"{path}{line}: not valid YAML: {getattr(error, 'problem', None) or error}.") from None
+        raise RecipeError(f"{path}{line}: not valid YAML: {getattr(error, 'problem', None) or str(error).splitlines()[0]}.") from None
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path}: cannot be read: {error}.") from None
     if not OmegaConf.is_dict(config) or not len(config):
@@ -200,23 +206,26 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
         raise RecipeError(f"{path}: extends: found {base!r}, expected one recipe's path or name.")
     beside = path.parent / base
     parent = _read(beside if beside.is_file() else find_recipe(base), (*seen, path.resolve()))
-    for section in ("model", "data", "train"):  # named badly, they are left for make_recipe to refuse
-        if isinstance(tree.get(section), Mapping):
-            tree[section] = _merge(parent.get(section) or {}, tree[section])
-    names = [*parent["plugins"], *(name for name in tree["plugins"] if name not in parent["plugins"])]
-    tree["plugins"] = {
-        name: tree["plugins"][name]
-        if tree["plugins"].get(name) is False
-        else {**(parent["plugins"].get(name) or {}), **tree["plugins"].get(name, {})}
-        for name in names
-    }
-    return parent | tree
+    merged: dict[str, Any] = _merge(parent, {section: value for section, value in tree.items() if value is not None})
+    return merged
 
 
 def _merge(base: Any, top: Any) -> Any:
     if not isinstance(base, Mapping) or not isinstance(top, Mapping):
         return top
     return {**base, **{key: _merge(base.get(key), value) for key, value in top.items()}}
+
+
+def _refuse_resolvers(tree: Any, where: str) -> None:
+    """``${key}`` is fine. ``${oc.env:HOME}`` is not: a recipe is data, and means the same on every machine and to whoever reads it."""
+    if isinstance(tree, Mapping):
+        for key, value in tree.items():
+            _refuse_resolvers(value, f"{where}.{key}")
+    elif isinstance(tree, list):
+        for index, value in enumerate(tree):
+            _refuse_resolvers(value, f"{where}[{index}]")
+    elif isinstance(tree, str) and (found := _RESOLVER.search(tree)):
+        raise RecipeError(f"{where}: found {found[0]!r}. Expected ${{...}} with the name of another key of the recipe in it, and no more.")
 
 
 def _plugins_by_name(plugins: Any, where: str) -> dict[str, dict[str, Any] | Literal[False]]:
@@ -252,6 +261,8 @@ def _apply(tree: dict[str, Any], overrides: Iterable[str], where: str) -> dict[s
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
+    for section, value in tree.items():
+        _refuse_resolvers(value, f"{where}: {section}")
     config = OmegaConf.create(tree)
     for item in overrides:
         key, equals, _ = item.partition("=")
@@ -261,16 +272,18 @@ def _apply(tree: dict[str, Any], overrides: Iterable[str], where: str) -> dict[s
         if head not in SECTIONS:
             raise RecipeError(f"{item}: there is no section {head!r}.{did_you_mean(head, SECTIONS)}")
         name = rest.partition(".")[0]
+        if head == "plugins" and not name:
+            raise RecipeError(f"{item}: expected plugins.NAME.OPTION=value. Plugins are added by --with, and left out by --without.")
         if head == "plugins" and not isinstance(tree["plugins"].get(name), Mapping):
-            raise RecipeError(
-                f"{item}: the recipe {where} does not list {name!r}.{did_you_mean(name, tree['plugins'])} Add it with --with {name}."
-            )
+            listed = [plugin for plugin, options in tree["plugins"].items() if options is not False]
+            raise RecipeError(f"{item}: the recipe {where} does not list {name!r}.{did_you_mean(name, listed)} Add it with --with {name}.")
+        _refuse_resolvers(item, key)
         try:
             config = OmegaConf.merge(config, OmegaConf.from_dotlist([item]))  # type: ignore[assignment]
         except (OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError) as error:
             raise RecipeError(f"{item}: cannot be applied to {where}: {str(error).splitlines()[0]}.") from None
     try:
-        resolved: dict[str, Any] = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]
+        resolved: dict[str, Any] = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
     except OmegaConfBaseException as error:
         raise RecipeError(f"{where}: {str(error).splitlines()[0]}.") from None
     resolved["plugins"] = _plugins_by_name(resolved.get("plugins"), where)

@@ -9,8 +9,8 @@
     output:  runs/distilbert_imdb
 
 Order of precedence, low to high: what ``extends:`` names, the file, ``--with``, overrides (``train.lr=1e-4``,
-``plugins.amp.dtype=fp16``), ``--without``. ``${train.lr}`` stands for another key's value. ``model`` and ``data`` are checked by the task plugin, each plugin's options by the plugin:
-this file knows only ``train`` and the shape of the rest.
+``plugins.amp.dtype=fp16``), ``--without``. ``${train.lr}`` stands for another key's value. ``model`` and ``data`` are checked
+by the task plugin, each plugin's options by the plugin: this file knows only ``train`` and the shape of the rest.
 """
 
 from __future__ import annotations

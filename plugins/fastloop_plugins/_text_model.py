@@ -134,6 +134,8 @@ class TextModel:
 
     def _pretrained(self, auto: Any, key: str, **arguments: Any) -> Any:
         """``from_pretrained`` of a folder or a hub name."""
+        from safetensors import SafetensorError
+
         name = getattr(self.options, key)
         folder = self.recipe.find(name)
         local = folder.is_dir() or offline()
@@ -146,7 +148,7 @@ class TextModel:
                     local_files_only=local,
                     **arguments,
                 )
-        except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
             instead = "model.name=FOLDER, or train from scratch with model.config" if key == "name" else "model.tokenizer=FOLDER"
             raise RecipeError(explain(f"{self.where}.{key}", name, folder, error, instead)) from None
 
@@ -182,7 +184,7 @@ class TextModel:
 
         for key, value in heads.items():
             setattr(self.config, key, value)
-        if self.config.pad_token_id is None or self.trained is not None:
+        if getattr(self.config, "pad_token_id", None) is None or self.trained is not None:
             self.config.pad_token_id = self.tokenizer.pad_token_id
         if self.options.config is None:
             model, notes = self._pretrained(

@@ -9,7 +9,7 @@ plugins:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Batch, Output, Plugin, RecipeError, hookimpl
@@ -61,10 +61,8 @@ class CausalLM(Plugin):
 
         tokenizer, size = self.text_model.tokenizer, self.data.options.max_length
         end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
-        texts = [text for text in texts if text.strip()]
-        stream = np.concatenate(
-            [np.array([*ids, end], dtype=np.int32) for ids in self.text_model.encode(texts, add_special_tokens=False, verbose=False)]
-        )
+        ids: Iterator[list[int]] = self.text_model.encode([text for text in texts if text.strip()], add_special_tokens=False, verbose=False)
+        stream = np.concatenate([np.empty(0, dtype=np.int32), *(np.array([*text, end], dtype=np.int32) for text in ids)])
         blocks = [block for start in range(0, len(stream), size) if len(block := stream[start : start + size]) > 1]
         if not blocks:
             raise RecipeError(f"{self.data.where}: the {split} split has no two tokens: there is no next token to learn.")

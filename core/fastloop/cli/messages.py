@@ -5,16 +5,21 @@ from __future__ import annotations
 import logging
 
 
+class Messages(logging.Handler):
+    """Prints through rich's console, so that a live display stays below."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print one message; warnings say that they are."""
+        import rich
+
+        prefix = "warning: " if record.levelno >= logging.WARNING else ""
+        rich.get_console().print(prefix + self.format(record), markup=False, highlight=False, soft_wrap=True)
+
+
 def show_messages() -> None:
-    """Show what the core and plugins say, above a live display when there is one."""
-    import rich
-
-    class Messages(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            prefix = "warning: " if record.levelno >= logging.WARNING else ""
-            rich.get_console().print(prefix + self.format(record), markup=False, highlight=False, soft_wrap=True)
-
+    """Show what the core and plugins say from here on; once is enough."""
     logger = logging.getLogger("fastloop")
+    if not any(isinstance(handler, Messages) for handler in logger.handlers):
+        logger.addHandler(Messages())
     logger.setLevel(logging.INFO)
-    logger.addHandler(Messages())
     logger.propagate = False

@@ -1,0 +1,197 @@
+"""Text classification: it learns, counts what it trains on, and exports what transformers loads."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from test_text_data import write
+from text_kit import TINY, TINY_GPT, make_run, rows
+
+from fastloop.errors import RecipeError
+from fastloop.recipe import make_recipe
+from fastloop_plugins.causal_lm import CausalLM
+from fastloop_plugins.text_classification import TextClassification
+
+TASK = "text-classification"
+DATA = {"files": {"train": "train.csv", "validation": "train.csv", "test": "test.csv"}, "label": "label", "max_length": 32}
+
+
+@pytest.fixture(autouse=True)
+def _files():
+    write("train.csv", rows(32, labels=("bad", "good")))
+    write("test.csv", rows(12, labels=("bad", "good")))
+
+
+@pytest.fixture
+def pretrained() -> str:
+    """A folder as the hub's are: an encoder without a head, and its tokenizer."""
+    run = make_run(TASK, {"config": TINY}, DATA)
+    folder = Path("pretrained")
+    run.model.distilbert.save_pretrained(folder)
+    run.resolution.plugins[0].text_model.tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("kind", ["word", "bpe"])
+def test_it_learns_and_the_exported_folder_predicts_the_same(kind):
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    run = make_run(TASK, {"config": TINY, "tokenizer": {"kind": kind, "vocab_size": 400}}, DATA, epochs=15)
+    summary = run.execute()
+    assert summary["test"]["accuracy"] == summary["test"]["f1"] == 1.0
+    assert summary["tokens_per_second"] > summary["samples_per_second"] > 0
+
+    model = AutoModelForSequenceClassification.from_pretrained("run/model")
+    tokenizer = AutoTokenizer.from_pretrained("run/model")
+    batch = next(iter(run.eval_loaders["test"].batches())).inputs
+    texts = [row["text"] for row in rows(8)]
+    encoded = tokenizer(texts, padding=True, return_tensors="pt")
+    assert torch.equal(encoded["input_ids"], batch["input_ids"])
+    run.model.eval()
+    with torch.no_grad():
+        ours = run.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        theirs = model(input_ids=encoded["input_ids"], attention_mask=encoded["attention_mask"]).logits
+    assert torch.equal(ours, theirs)
+    assert [model.config.id2label[i] for i in theirs.argmax(1).tolist()] == ["bad", "good"] * 4
+    assert model.config.label2id == {"bad": 0, "good": 1}
+
+
+def test_a_pretrained_folder_is_trained_in_float32_and_its_new_head_is_said(pretrained, caplog):
+    from transformers import AutoModel
+
+    AutoModel.from_pretrained(pretrained).half().save_pretrained(pretrained)
+    caplog.set_level(logging.INFO, "fastloop")
+    run = make_run(TASK, {"name": pretrained}, DATA, epochs=15)
+    assert {parameter.dtype for parameter in run.model.parameters()} == {torch.float32}
+    assert "so they start at random: classifier.bias, classifier.weight" in caplog.text
+    assert run.execute()["test"]["accuracy"] == 1.0
+
+
+def test_a_head_for_other_labels_is_replaced_and_that_is_said(pretrained, caplog):
+    from transformers import AutoModelForSequenceClassification
+
+    AutoModelForSequenceClassification.from_pretrained(pretrained, num_labels=5).save_pretrained(pretrained)
+    caplog.set_level(logging.INFO, "fastloop")
+    run = make_run(TASK, {"name": pretrained}, DATA)
+    assert run.model.classifier.out_features == 2
+    assert "so they start at random: classifier.bias, classifier.weight" in caplog.text
+
+
+def test_batches_are_padded_to_the_longest_of_the_batch_and_count_real_tokens():
+    run = make_run(TASK, {"config": TINY}, DATA)
+    plugin, dataset = run.resolution.plugins[0], run.datasets["train"]
+    for batch in run.train_loader.batches():
+        mask, ids = batch.inputs["attention_mask"], batch.inputs["input_ids"]
+        assert ids.dtype == mask.dtype == batch.inputs["labels"].dtype == torch.int64
+        assert ids.shape[1] == mask.sum(1).max() < 32
+        assert batch.tokens == mask.sum()
+        assert batch.weight == batch.samples == len(ids)
+        assert (ids[mask == 0] == plugin.text_model.tokenizer.pad_token_id).all()
+    assert dataset.lengths.sum() == sum(batch.tokens for batch in run.train_loader.batches())
+
+
+def test_padding_to_max_length_changes_no_prediction():
+    longest, always = make_run(TASK, {"config": TINY}, DATA), make_run(TASK, {"config": TINY}, DATA | {"padding": "max_length"})
+    for short, long in zip(longest.eval_loaders["test"].batches(), always.eval_loaders["test"].batches(), strict=True):
+        assert long.inputs["input_ids"].shape[1] == 32
+        assert long.tokens == short.tokens
+        outputs = [
+            run.hooks.compute_loss(run=run, model=run.model.eval(), batch=batch.inputs) for run, batch in ((longest, short), (always, long))
+        ]
+        torch.testing.assert_close(outputs[0].predictions, outputs[1].predictions)
+
+
+def test_padding_goes_up_to_a_multiple_but_never_beyond_max_length():
+    run = make_run(TASK, {"config": TINY}, DATA | {"max_length": 10})
+    run.loading.__dict__["pad_to_multiple_of"] = 8
+    collate = run.hooks.build_collator(run=run)
+    long = run.datasets["train"][4]
+    short = long | {"input_ids": long["input_ids"][:5]}
+    assert len(long["input_ids"]) == 10
+    assert collate([short]).inputs["input_ids"].shape == (1, 8)
+    assert collate([short, long]).inputs["input_ids"].shape == (2, 10)
+
+
+def test_accumulation_gives_the_gradient_of_the_whole_batch():
+    model = {"config": TINY | {"dropout": 0.0, "seq_classif_dropout": 0.0, "attention_dropout": 0.0}}
+    whole, split = (make_run(TASK, model, DATA, optimizer="SGD", lr=0.1, device_batch_size=size) for size in (8, 2))
+    metrics = [run.execute()["evaluate"]["loss"] for run in (whole, split)]
+    assert metrics[0] == pytest.approx(metrics[1], rel=1e-6)
+
+
+def test_the_same_seed_gives_the_same_run_in_its_vocabulary_and_losses():
+    summaries = [make_run(TASK, {"config": TINY}, DATA).execute() for _ in range(2)]
+    vocabularies = [json.loads(Path(folder, "model/tokenizer.json").read_text()) for folder in ("run", "run.1")]
+    assert vocabularies[0] == vocabularies[1]
+    assert summaries[0]["test"] == summaries[1]["test"]
+
+
+def test_a_compiled_model_is_exported_under_its_own_names():
+    from safetensors.torch import load_file
+
+    run = make_run(TASK, {"config": TINY}, DATA)
+    run.model = torch.compile(run.model, backend="eager")
+    run.hooks.export_model(run=run, folder=Path("model"))
+    assert not any("_orig_mod" in name for name in load_file("model/model.safetensors"))
+
+
+def test_it_is_on_by_default_where_data_names_a_label():
+    def tasks(**sections):
+        recipe = make_recipe(sections)
+        return [cls.name for cls in (TextClassification, CausalLM) if cls.activates(recipe)]
+
+    assert tasks(data={"name": "imdb", "label": "label"}) == ["text-classification"]
+    assert tasks(data={"name": "imdb"}) == ["causal-lm"]
+    assert tasks(data={"name": "imdb", "label": "label"}, model={"module": "m:M"}) == []
+    assert tasks() == []
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ({}, "recipe.yaml: model: found neither, expected one of: name (pretrained), config (from scratch)."),
+        ({"name": "x", "config": TINY}, "recipe.yaml: model: found both"),
+        ({"nmae": "x"}, "recipe.yaml: model.nmae: no such option. Did you mean 'name'?"),
+        ({"config": {"dim": 4}}, "model.config.model_type: missing"),
+        ({"config": {"model_type": "distilbrt"}}, "model.config.model_type: transformers has no 'distilbrt'. Did you mean 'distilbert'?"),
+        ({"config": TINY | {"n_layer": 2}}, "model.config.n_layer: distilbert has no such option. Did you mean 'n_layers'?"),
+        ({"config": TINY | {"dim": "wide"}}, "model.config: Validation error for field 'dim'"),
+        ({"config": TINY | {"dim": 15}}, "model.config: config.n_heads 2 must divide config.dim 15 evenly"),
+        ({"config": TINY | {"vocab_size": 9}}, "model.config.vocab_size: found 9, and the tokenizer has"),
+        ({"config": TINY | {"max_position_embeddings": 16}}, "data.max_length: found 32, and the model takes 16 tokens at most."),
+        ({"config": {"model_type": "clap"}}, "model.config: Unrecognized configuration class"),
+        ({"config": TINY, "tokenizer": {"kind": "words"}}, "model.tokenizer.kind: found 'words'"),
+        ({"config": TINY, "tokenizer": {"kind": "bpe", "vocab_size": 100}}, "model.tokenizer.vocab_size: found 100, expected 300 or more"),
+        ({"config": TINY, "attn_implementation": "fast"}, "model.config: "),
+        ({"name": "no/such/folder"}, "model.name: no/such/folder: no such folder"),
+        ({"name": "."}, "model.name: . holds no config.json. Expected a folder as save_pretrained writes it."),
+        ({"name": "x", "tokenizer": {"kind": "word"}}, "model.tokenizer: one is trained only with model.config."),
+    ],
+)
+def test_a_wrong_model_section_is_refused_with_its_key(model, message):
+    with pytest.raises(RecipeError) as caught:
+        make_run(TASK, model, DATA)
+    assert message in str(caught.value)
+
+
+def test_a_damaged_model_folder_is_refused(pretrained):
+    Path(pretrained, "model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(RecipeError, match=r"model.name: pretrained cannot be loaded: "):
+        make_run(TASK, {"name": pretrained}, DATA)
+
+
+def test_a_decoder_without_a_padding_token_classifies_too():
+    make_run(
+        "causal-lm",
+        {"config": TINY_GPT, "tokenizer": {"kind": "bpe", "vocab_size": 300}},
+        {"files": {"train": "train.csv"}, "max_length": 16},
+    ).execute()
+    config = Path("run/model/tokenizer_config.json")
+    config.write_text(json.dumps({key: value for key, value in json.loads(config.read_text()).items() if key != "pad_token"}))
+    run = make_run(TASK, {"name": "run/model"}, DATA | {"max_length": 16}, epochs=15)
+    assert run.model.config.pad_token_id is not None
+    assert run.execute()["test"]["accuracy"] > 0.9

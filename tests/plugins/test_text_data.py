@@ -1,0 +1,332 @@
+"""What the text tasks read, and what they refuse: every message names the file and the key."""
+
+from __future__ import annotations
+
+import csv
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from time import perf_counter
+
+import pytest
+from text_kit import TINY, make_run, rows
+
+from fastloop.errors import RecipeError
+from fastloop.recipe import make_recipe
+from fastloop_plugins._text_data import TextData
+
+
+def write(path: str, content: list[dict]) -> str:
+    """Rows as the kind of file that the suffix says."""
+    file = Path(path)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if file.suffix in (".csv", ".tsv"):
+        with file.open("w", newline="") as stream:
+            writer = csv.DictWriter(stream, list(content[0]), delimiter="," if file.suffix == ".csv" else "\t")
+            writer.writeheader()
+            writer.writerows(content)
+    elif file.suffix == ".parquet":
+        import pyarrow
+        from pyarrow import parquet
+
+        parquet.write_table(pyarrow.Table.from_pylist(content), file)
+    elif file.suffix == ".json":
+        file.write_text(json.dumps(content))
+    else:
+        file.write_text("".join(json.dumps(row) + "\n" for row in content))
+    return path
+
+
+def read(labelled: bool = True, **data):
+    recipe = make_recipe({"data": ({"label": "label"} if labelled else {}) | data}, Path("recipe.yaml"))
+    return TextData(recipe, labelled=labelled)
+
+
+def refusal(labelled: bool = True, **data) -> str:
+    with pytest.raises(RecipeError) as caught:
+        read(labelled, **data).load()
+    return str(caught.value)
+
+
+# -- what can be read --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", ["csv", "tsv", "json", "jsonl", "parquet"])
+def test_every_file_type_gives_the_same_rows(suffix):
+    content = [
+        *rows(6),
+        {"text": 'a "quoted"\ntwo-line, tabbed\ttext', "label": 1},
+        {"text": "NA", "label": 0},
+        {"text": "007", "label": 1},
+    ]
+    found = read(files={"train": write(f"train.{suffix}", content), "validation": write(f"v.{suffix}", rows(4))}).load()
+    assert found["train"].texts == [row["text"] for row in content]
+    assert found["train"].labels == [row["label"] for row in content]
+    assert len(found["evaluate"].texts) == 4
+    assert "test" not in found
+
+
+def test_txt_gives_paragraphs_or_else_lines():
+    Path("paragraphs.txt").write_text("one\ntwo\n\n\nthree\n")
+    Path("lines.txt").write_text("one\ntwo\nthree\n")
+    found = read(labelled=False, files={"train": "paragraphs.txt", "validation": "lines.txt"}).load()
+    assert found["train"].texts == ["one\ntwo", "three"]
+    assert found["evaluate"].texts == ["one", "two", "three"]
+
+
+def test_lists_and_patterns_of_files_are_read_together():
+    for name in ("b", "a"):
+        write(f"part-{name}.csv", [{"text": f"{name} {row['text']}", "label": row["label"]} for row in rows(2)])
+    by_pattern = read(files={"train": "part-*.csv"}, held_out=0).load()["train"].texts
+    assert [text[0] for text in by_pattern] == ["a", "a", "b", "b"]
+    assert read(files={"train": ["part-a.csv", "part-b.csv"]}, held_out=0).load()["train"].texts == by_pattern
+    assert read(files={"train": f"{Path.cwd()}/part-*.csv"}, held_out=0).load()["train"].texts == by_pattern
+
+
+def test_paths_are_also_looked_for_beside_the_recipe(monkeypatch):
+    write("here/data/train.csv", rows(4))
+    recipe = make_recipe({"data": {"files": {"train": "data/*.csv"}, "label": "label", "held_out": 0}}, Path("here/recipe.yaml"))
+    assert len(TextData(recipe, labelled=True).load()["train"].texts) == 4
+
+
+def test_a_python_function_gives_rows():
+    Path("mine.py").write_text("def make(n):\n    return {'train': [{'body': f'text {i}', 'y': 'ab'[i % 2]} for i in range(n)]}\n")
+    found = read(module="mine.py:make", arguments={"n": 6}, text="body", label="y", held_out=0)
+    assert found.load()["train"].labels == [0, 1, 0, 1, 0, 1]
+    assert found.classes == ["a", "b"]
+
+
+def test_a_saved_dataset_gives_its_class_names_and_splits():
+    import datasets
+
+    features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["neg", "pos"])})
+    train = datasets.Dataset.from_list(rows(8), features=features)
+    datasets.DatasetDict({"train": train, "dev": train.select([1, 0])}).save_to_disk("saved")
+    data = read(name="saved", splits={"evaluate": "dev"})
+    found = data.load()
+    assert data.classes == ["neg", "pos"]
+    assert found["evaluate"].texts == [rows()[1]["text"], rows()[0]["text"]]
+    assert "recipe.yaml: data.splits.evaluate: there is no split 'nix'. There are: train, dev" in refusal(
+        name="saved", splits={"evaluate": "nix"}
+    )
+
+
+def test_a_folder_of_files_is_a_dataset(tmp_path, monkeypatch):
+    import datasets.config
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    write("folder/train.csv", rows(8))
+    write("folder/test.csv", rows(4))
+    found = read(name="folder").load()
+    assert (len(found["train"].texts) + len(found["evaluate"].texts), len(found["test"].texts)) == (8, 4)
+
+
+# -- splits ------------------------------------------------------------------------------------------------------------
+
+
+def test_without_validation_a_share_is_held_out_and_that_is_said(caplog):
+    caplog.set_level(logging.INFO, "fastloop")
+    write("train.csv", rows(40))
+    first, again = (read(files={"train": "train.csv"}, held_out=0.25).load() for _ in range(2))
+    assert (len(first["train"].texts), len(first["evaluate"].texts)) == (30, 10)
+    assert {*first["train"].texts, *first["evaluate"].texts} == {row["text"] for row in rows(40)}
+    assert first["evaluate"].texts == again["evaluate"].texts
+    assert set(first["evaluate"].labels) == {0, 1}
+    assert "25% of train held out" in caplog.text
+
+
+def test_no_held_out_share_is_no_evaluation():
+    write("train.csv", rows(4))
+    assert list(read(files={"train": "train.csv"}, held_out=0).load()) == ["train"]
+
+
+def test_limit_draws_from_everywhere_so_sorted_files_keep_all_classes():
+    write("train.csv", sorted(rows(100), key=lambda row: row["label"]))
+    found = read(files={"train": "train.csv", "test": "train.csv"}, limit={"train": 20, "validation": 4, "test": 1000}).load()
+    assert [len(split.texts) for split in found.values()] == [20, 100, 4]
+    assert set(found["train"].labels) == {0, 1}
+
+
+def test_string_labels_are_numbered_in_sorted_order():
+    write("train.jsonl", rows(6, labels=("pos", "neg")))
+    data = read(files={"train": "train.jsonl"}, held_out=0)
+    assert data.load()["train"].labels == [1, 0] * 3
+    assert data.classes == ["neg", "pos"]
+
+
+# -- what is refused before anything is loaded -------------------------------------------------------------------------
+
+
+def check(labelled: bool = True, **data) -> str:
+    with pytest.raises(RecipeError) as caught:
+        read(labelled, **data)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"files": {"train": "nix.csv"}}, "recipe.yaml: data.files.train: nix.csv: no such file."),
+        ({"files": {"train": "nix*.csv"}}, "recipe.yaml: data.files.train: no file matches nix*.csv."),
+        ({"files": {"train": "."}}, "data.files.train: .: a folder, expected a file."),
+        ({"files": {"train": []}}, "data.files.train: found an empty list"),
+        ({"files": {"train": "a.xlsx"}}, "data.files.train: a.xlsx: cannot read files of type '.xlsx'. Expected one of: .csv,"),
+        ({"files": {"trian": "a.csv"}}, "data.files.trian: no such option. Did you mean 'train'?"),
+        ({"files": {"test": "a.csv"}}, "data.files.train: missing"),
+        ({"files": {"train": "a.csv"}, "lable": "y"}, "data.lable: no such option. Did you mean 'label'?"),
+        ({"files": {"train": "a.csv"}, "max_length": "long"}, "data.max_length: found 'long' (str). Expected int"),
+        ({"files": {"train": "a.csv"}, "limit": {"train": 0}}, "data.limit.train: found 0"),
+        ({"files": {"train": "a.csv"}, "splits": {"dev": "x"}}, "data.splits.dev: no such option."),
+        ({"files": {"train": "a.csv"}, "held_out": 1.0}, "data.held_out: found 1.0"),
+        ({"files": {"train": "a.csv"}, "arguments": {"n": 1}}, "data.arguments: they are for the function of data.module"),
+        ({"files": {"train": "a.csv"}, "label": None}, "data.label: missing"),
+        ({}, "recipe.yaml: data: found none, expected one of: name"),
+        ({"files": {"train": "a.csv"}, "name": "imdb"}, "data: found name and files, expected one of"),
+        ({"name": "a.csv"}, "data.name: a.csv is a file. Give it as data.files.train=a.csv."),
+        ({"name": "no/such/folder"}, "data.name: no/such/folder: no such folder"),
+        ({"module": "nonsense"}, "data.module: found 'nonsense', expected 'package.module:name' or 'file.py:name'."),
+        ({"module": "nix.py:f"}, "data.module: there is no file nix.py"),
+        ({"module": "nixpackage.m:f"}, "data.module: there is no package 'nixpackage'."),
+    ],
+)
+def test_a_wrong_data_section_is_refused_before_anything_is_loaded(data, message):
+    write("a.csv", rows(2))
+    Path("a.xlsx").touch()
+    assert message in check(**data)
+
+
+def test_a_language_model_refuses_labels():
+    write("a.csv", rows(2))
+    assert "data.label: a language model has no labels" in check(labelled=False, files={"train": "a.csv"}, label="label")
+
+
+# -- what is refused when it is read -----------------------------------------------------------------------------------
+
+
+def test_missing_columns_are_named_with_those_there_are():
+    write("train.csv", [{"texts": "a", "label": 0}])
+    message = refusal(files={"train": "train.csv"})
+    assert message == "train.csv: there is no column 'text', which data.text names. Its columns: texts, label. Did you mean 'texts'?"
+
+
+def test_a_label_column_that_only_test_lacks_is_named_with_the_file():
+    write("train.csv", rows(4))
+    write("test.csv", [{"text": "a"}])
+    assert refusal(files={"train": "train.csv", "test": "test.csv"}).startswith(
+        "test.csv: there is no column 'label', which data.label names."
+    )
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        ([0, None, 1], "train.jsonl, row 2: column 'label' (data.label) is empty."),
+        ([0, 0.5, 1], "train.jsonl, row 2: column 'label' (data.label) holds 0.5 (float), expected text, or whole numbers from 0."),
+        ([1, 2, 1], "train.jsonl: column 'label' (data.label) holds the labels 1, 2, expected 0 to 1 without gaps."),
+        ([-1, 0, 1], "holds the labels -1, 0, 1, expected 0 to 2 without gaps."),
+        ([0, 2, 0], "holds the labels 0, 2, expected 0 to 1 without gaps."),
+        ([0, "a", 1], "train.jsonl: column 'label' (data.label) mixes text and numbers: 0, 1, 'a'."),
+        (["a", "a", "a"], "train.jsonl: column 'label' (data.label) holds only the label 'a', expected at least two."),
+        ([["a"], "b", "c"], "train.jsonl, row 1: column 'label' (data.label) holds ['a'] (list)"),
+    ],
+)
+def test_labels_that_cannot_be_are_named_with_file_row_and_key(labels, message):
+    write("train.jsonl", [{"text": "some text", "label": label} for label in labels])
+    assert message in refusal(files={"train": "train.jsonl"})
+
+
+def test_a_label_never_seen_in_training_is_refused_with_the_way_out():
+    write("train.csv", rows(4))
+    write("test.csv", [{"text": "a", "label": 1}, {"text": "b", "label": -1}])
+    message = refusal(files={"train": "train.csv", "test": "test.csv"})
+    assert "test.csv, row 2: column 'label' (data.label) holds -1, which never occurs in training. There: 0, 1." in message
+    assert "data.splits.test=null" in message
+    assert "test" not in read(files={"train": "train.csv", "test": "test.csv"}, splits={"test": None}).load()
+
+
+def test_empty_splits_and_texts_are_refused_and_a_few_empty_texts_are_said(caplog):
+    write("train.csv", rows(4))
+    Path("header.csv").write_text("text,label\n")
+    Path("nothing.csv").write_text("")
+    Path("nothing.jsonl").write_text("")
+    for empty in ("header.csv", "nothing.csv", "nothing.jsonl"):
+        assert f"{empty}: the test split is empty" in refusal(files={"train": "train.csv", "test": empty})
+    write("blank.jsonl", [{"text": "", "label": 0}, {"text": None, "label": 1}])
+    assert "blank.jsonl: all 2 texts in column 'text' are empty (data.text)." in refusal(files={"train": "blank.jsonl"})
+    write("some.jsonl", [*rows(4), {"text": " ", "label": 1}])
+    read(files={"train": "some.jsonl"}).load()
+    assert "some.jsonl: 1 of 5 texts are empty" in caplog.text
+
+
+def test_texts_that_are_no_text_are_refused():
+    write("train.jsonl", [{"text": "a", "label": 0}, {"text": 3, "label": 1}])
+    assert "train.jsonl, row 2: column 'text' holds 3 (int), expected text (data.text)." in refusal(files={"train": "train.jsonl"})
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("bad.jsonl", b'{"text": "a", "label": 0}\n{"text": \n', "bad.jsonl, line 2: not valid JSON"),
+        ("bad.json", b'[{"text": "a"},\n]', "bad.json, line 2: not valid JSON"),
+        ("bad.json", b'["a", "b"]', "bad.json, row 1: found 'a' (str), expected a mapping of columns."),
+        ("bad.parquet", b"not parquet at all", "bad.parquet: cannot be read as .parquet"),
+        ("bad.csv", b"text,label\na,0\nb,1,2\n", "bad.csv: cannot be read as .csv"),
+        ("bad.txt", b"\xff\xfe\x00bad", "bad.txt: cannot be read as .txt"),
+    ],
+)
+def test_a_file_that_is_not_what_its_suffix_says_is_refused(name, content, message):
+    Path(name).write_bytes(content)
+    assert message in refusal(files={"train": name})
+
+
+def test_a_function_called_or_answering_wrongly_is_refused():
+    Path("mine.py").write_text("def one(n): ...\ndef two(): return [1]\ndef three(): return {'train': ['a']}\n")
+    assert "data.arguments: mine.py:one cannot take them: missing a required argument: 'n'" in refusal(module="mine.py:one")
+    assert "data.module: mine.py:two returned list, expected {split: rows}" in refusal(module="mine.py:two")
+    assert "mine.py:three, split train, row 1: found 'a' (str)" in refusal(module="mine.py:three")
+    assert "data.module: mine.py has no 'tow'. Did you mean 'two'?" in refusal(module="mine.py:tow")
+    assert "data.module: there is no module 'fastloop_plugins.nix'" in refusal(module="fastloop_plugins.nix:f")
+
+
+def test_one_row_cannot_be_held_out_from():
+    Path("one.txt").write_text("only one")
+    assert "data.held_out: 1 row cannot be split" in refusal(labelled=False, files={"train": "one.txt"})
+
+
+# -- the hub -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_hub_model_is_refused_before_the_data_is_read():
+    Path("train.csv").write_text("this is,not even\nright,")
+    with pytest.raises(RecipeError) as caught:
+        make_run("text-classification", {"name": "no-such-model"}, {"files": {"train": "train.csv"}, "label": "label"})
+    message = str(caught.value)
+    assert "recipe.yaml: model.name: 'no-such-model' is no local folder, and is not in the hub's local cache" in message
+    for way in ("model.name=FOLDER", "model.config", "HF_HOME", "HF_ENDPOINT"):
+        assert way in message
+
+
+def test_a_hub_dataset_is_refused_with_what_to_do_instead():
+    with pytest.raises(RecipeError) as caught:
+        make_run("text-classification", {"config": TINY}, {"name": "no-such-dataset", "label": "label", "max_length": 32})
+    assert "recipe.yaml: data.name: 'no-such-dataset' is no local folder" in str(caught.value)
+    assert "data.files.train=FILE" in str(caught.value)
+
+
+@pytest.mark.slow
+def test_a_hub_that_does_not_answer_is_given_up_within_30_seconds_and_without_chatter(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "empty"))
+    monkeypatch.setenv("HF_ENDPOINT", "http://192.0.2.1")  # an address that no machine has
+    Path("recipe.yaml").write_text(
+        "model: {name: no-such-model}\ndata: {name: imdb, label: label}\n"
+        "plugins: [text-classification, {log: false}, {progress: false}, {module: false}]\n"
+    )
+    started = perf_counter()
+    result = subprocess.run([sys.executable, "-m", "fastloop", "train", "recipe.yaml"], capture_output=True, text=True)
+    assert perf_counter() - started < 30
+    assert result.returncode == 2, result.stderr
+    assert result.stderr.startswith("error: recipe.yaml: model.name: 'no-such-model' is no local folder")
+    assert result.stderr.count("\n") == 1

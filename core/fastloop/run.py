@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from time import perf_counter
@@ -23,7 +23,7 @@ from fastloop.data import Loader
 from fastloop.errors import CheckpointError, FastloopError, PluginError, RecipeError
 from fastloop.recipe import Recipe
 from fastloop.registry import Resolution
-from fastloop.state import Batch, DataLoaderDraft, State
+from fastloop.state import Batch, DataLoaderDraft, OptimizerDraft, State
 
 if TYPE_CHECKING:
     from torchmetrics import MetricCollection
@@ -47,6 +47,7 @@ class Run:
         folder: The run folder.
         accelerator: Accelerate's ``Accelerator``.
         loading: How batches are loaded: the finished ``DataLoaderDraft``.
+        optimizer_arguments: From the finished ``OptimizerDraft``: what the optimizer's class gets beside ``lr`` and ``weight_decay``.
         datasets: Split -> dataset.
         model: As trained: on its device, wrapped, compiled. ``unwrapped()`` is the model as built.
         optimizer: Torch's optimizer, or Accelerate's wrapper where loss scaling or a strategy needs it.
@@ -64,7 +65,7 @@ class Run:
         self.recipe, self.resolution, self.hooks = recipe, resolution, resolution.hooks
         self.state, self.folder = State(), Path(recipe.output)
         self.hooks.check_recipe(recipe=recipe)
-        self._check_folder()
+        self._check_folder(resume)
         self.found = checkpoint.find(resume) if resume is not None else None
         self.accelerator = build_accelerator(recipe, resolution)
         self.device: torch.device = self.accelerator.device
@@ -74,6 +75,7 @@ class Run:
         self.clock = Clock(torch.accelerator.synchronize if self.device.type != "cpu" else lambda: None)
         self.device_batch_size, self.micro_steps = micro_batches(recipe, self.world_size)
         self.loading: DataLoaderDraft = resolution.draft("configure_dataloader", DataLoaderDraft())
+        self.optimizer_arguments: Mapping[str, Any] = resolution.draft("configure_optimizer", OptimizerDraft()).arguments
 
         set_seed(recipe.train.seed)
         self._build_loaders()
@@ -86,11 +88,15 @@ class Run:
 
     # -- building ------------------------------------------------------------------------------------------------------
 
-    def _check_folder(self) -> None:
+    def _check_folder(self, resume: Path | None) -> None:
         existing = next(parent for parent in (self.folder, *self.folder.absolute().parents) if parent.exists())
         if not existing.is_dir() or not _writable(existing):
             raise RecipeError(
                 f"{self.recipe.where}: output: {self.folder} cannot be written: {existing} is not a folder that this user may write to."
+            )
+        if resume is None and existing == self.folder and any(existing.iterdir()) and not (existing / "recipe.yaml").is_file():
+            raise RecipeError(  # an earlier run would be moved aside: this may be a home folder
+                f"{self.recipe.where}: output: {self.folder} holds other files than a run's. Expected a new or empty folder, or a run's."
             )
 
     def _build_loaders(self) -> None:

@@ -43,8 +43,9 @@ def micro_batches(recipe: Recipe, world_size: int) -> tuple[int, int]:
     device = train.device_batch_size or max(1, train.batch_size // world_size)
     if train.batch_size % (device * world_size) == 0:
         return device, train.batch_size // (device * world_size)
-    share = f"{device} (device_batch_size) x {world_size} (processes)"
-    unit = device * world_size
+    given = train.device_batch_size is not None
+    share = f"{device} (device_batch_size) x {world_size} (processes)" if given else f"the {world_size} processes"
+    unit = device * world_size if given else world_size
     near = sorted({size for size in (train.batch_size // unit * unit, -(-train.batch_size // unit) * unit) if size})
     fits = [size for size in range(1, train.batch_size + 1) if train.batch_size % (size * world_size) == 0]
     sizes = sorted(sorted(fits, key=lambda size: abs(size - device))[:2])

@@ -41,11 +41,9 @@ def pack(tree: Any, tensors: dict[str, Tensor], name: str) -> Any:
     if tree is None or isinstance(tree, bool | int | float | str):
         return tree
     if isinstance(tree, Tensor):
-        tensors[name] = tree.detach()
-        return {"__tensor__": name}
-    if isinstance(tree, np.ndarray):
-        tensors[name] = torch.from_numpy(tree)
-        return {"__array__": name}
+        return {"__tensor__": _keep(tree.detach(), tensors, name)}
+    if isinstance(tree, np.ndarray) and tree.dtype.kind in "biufc":
+        return {"__array__": _keep(torch.from_numpy(tree.astype(tree.dtype.newbyteorder("="))), tensors, name)}
     if isinstance(tree, np.generic):
         return tree.item()
     if isinstance(tree, tuple):
@@ -57,6 +55,13 @@ def pack(tree: Any, tensors: dict[str, Tensor], name: str) -> Any:
             return {key: pack(value, tensors, f"{name}.{key}") for key, value in tree.items()}
         return {"__items__": [[pack(key, tensors, name), pack(value, tensors, f"{name}.{key}")] for key, value in tree.items()]}
     raise TypeError(f"{name}: a {type(tree).__name__} cannot be saved. Save tensors, numbers, strings, lists, tuples and dicts of them.")
+
+
+def _keep(tensor: Tensor, tensors: dict[str, Tensor], name: str) -> str:
+    while name in tensors:  # the keys {"a": {"b": ...}, "a.b": ...} make one path
+        name += "'"
+    tensors[name] = tensor
+    return name
 
 
 def unpack(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
@@ -110,7 +115,7 @@ def restore_random_states(states: Mapping[str, Any]) -> None:
 
 
 def write(folder: Path, model: Mapping[str, Tensor], state: Mapping[str, Any]) -> Path:
-    """Write a checkpoint at ``folder``; whenever the process is killed, ``folder`` is whole or as it was before.
+    """Write a checkpoint at ``folder``; whenever the process is killed, ``find`` finds the new one or what was there before.
 
     Args:
         model: The model's state dict.
@@ -158,6 +163,8 @@ def damage(folder: Path) -> str | None:
     """What is wrong with a checkpoint folder, or None when it is whole: every file of its manifest, to the byte."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
+        if missing := {"model.safetensors", "state.safetensors", "state.json"} - set(manifest["files"]):
+            return f"{MANIFEST} does not list {', '.join(sorted(missing))}"
         for name, facts in manifest["files"].items():
             path = folder / name
             if path.parent != folder or not path.is_file():
@@ -173,7 +180,8 @@ def damage(folder: Path) -> str | None:
 
 def checkpoints(folder: Path) -> list[Path]:
     """Checkpoint folders of a run, oldest step first; those under way have another name and are not among them."""
-    return sorted((folder / "checkpoints").glob("step-[0-9]*"))
+    found = [path for path in (folder / "checkpoints").glob("step-*") if path.name.removeprefix("step-").isdecimal()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 def find(path: Path) -> tuple[Path, list[str]]:
@@ -192,6 +200,9 @@ def find(path: Path) -> tuple[Path, list[str]]:
         if wrong is None:
             return candidate, skipped
         skipped.append(f"{candidate}: damaged ({wrong})")
+    for candidate in sorted(leftovers(path), reverse=True):  # killed while a step's checkpoint took the place of the same step's
+        if damage(candidate) is None:
+            return candidate, skipped
     if skipped:
         listed = "\n  ".join(skipped)
         raise CheckpointError(f"No checkpoint to resume from is whole:\n  {listed}")

@@ -24,6 +24,12 @@ class Draw(list[int]):
     """The sample ids of one micro-batch, and what random numbers drawn while they are read in a worker are seeded with."""
 
     seed: int = 0
+    fills: bool = False
+
+
+class _Filler(list[Any]):
+    """A sample that counts for nothing. A process that has no share of an epoch's last micro-step gets one: it computes along, since the
+    others wait for its gradients."""
 
 
 class StepSampler(Sampler[Draw]):
@@ -53,7 +59,8 @@ class StepSampler(Sampler[Draw]):
             end = min(step + self.batch_size, self.size)
             for begin in range(step, end, share):
                 mine = begin + self.rank * self.device_batch_size
-                draw = Draw(order[mine : min(mine + self.device_batch_size, end)])
+                draw = Draw(order[mine : min(mine + self.device_batch_size, end)] or order[begin : begin + 1])
+                draw.fills = mine >= end
                 draw.seed = hash((self.seed, self.epoch, mine)) % 2**32
                 yield draw
 
@@ -79,7 +86,8 @@ class _Samples(Dataset[Any]):
     def __getitems__(self, draw: Draw) -> list[Any]:
         if get_worker_info() is not None:
             _seed_worker(draw.seed)
-        return self.read(draw)
+        samples = self.read(draw)
+        return [_Filler(samples)] if draw.fills else samples
 
 
 class _Stream(IterableDataset[Any]):
@@ -111,9 +119,13 @@ class _Stream(IterableDataset[Any]):
             mine, readers = self.rank + self.world_size * info.id, self.world_size * info.num_workers
         worker._worker_info = None
         try:
+            index = start - 1
             for index, sample in enumerate(self.dataset):
                 if index >= start and (index - start) // self.batch % readers == mine:
                     yield sample
+            micro_batches = -(-(index + 1 - start) // self.batch)
+            if any(filler % readers == mine for filler in range(micro_batches, micro_batches + -micro_batches % self.world_size)):
+                yield _Filler([sample])
         finally:
             worker._worker_info = info
 
@@ -125,10 +137,13 @@ class _Collate:
         self.collator = collator
 
     def __call__(self, samples: list[Any]) -> Batch:
-        result = self.collator(samples)
+        fills = bool(samples) and isinstance(samples[0], _Filler)
+        result = self.collator(samples[0] if fills else samples)
         batch = result if isinstance(result, Batch) else Batch(result)
         batch.samples = len(samples)
         batch.weight = batch.weight or batch.samples
+        if fills:
+            batch.samples = batch.weight = batch.tokens = 0
         return batch
 
 

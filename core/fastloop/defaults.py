@@ -10,7 +10,6 @@ import torch
 from fastloop import loop
 from fastloop.errors import RecipeError, did_you_mean
 from fastloop.plugin import hookimpl
-from fastloop.state import OptimizerDraft
 
 if TYPE_CHECKING:
     from fastloop.recipe import Recipe
@@ -40,10 +39,9 @@ def build_collator(run: Run) -> Any:
 def build_optimizer(run: Run, model: torch.nn.Module) -> torch.optim.Optimizer:
     """The recipe's ``train.optimizer`` over the parameters that are trained."""
     train = run.recipe.train
-    draft: OptimizerDraft = run.resolution.draft("configure_optimizer", OptimizerDraft())
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer: torch.optim.Optimizer = getattr(torch.optim, train.optimizer)(
-        parameters, lr=train.lr, weight_decay=train.weight_decay, **draft.arguments
+        parameters, lr=train.lr, weight_decay=train.weight_decay, **run.optimizer_arguments
     )
     return optimizer
 

@@ -37,7 +37,7 @@ Kinds. *Draft* hooks change the draft they get; two plugins that write one field
 that is not None, asked in the run's plugin order. *Chain* hooks may return a replacement, which the next plugin gets. The others are
 called on every plugin, in order. All fire on every process; writing files is for ``run.is_main`` alone. An implementation takes
 only the arguments it needs. What goes around something is a wrapper:
-``@hookimpl(wrapper=True)`` on that hook (not on chain and draft hooks).
+``@hookimpl(wrapper=True)`` on that hook (not on draft and chain hooks, ``save_state`` and ``load_state``).
 """
 
 from __future__ import annotations
@@ -60,6 +60,17 @@ if TYPE_CHECKING:
 
 hookspec = pluggy.HookspecMarker("fastloop")
 first = hookspec(firstresult=True)
+
+ONE_BY_ONE = (
+    "configure_accelerator",
+    "configure_dataloader",
+    "configure_optimizer",
+    "before_prepare",
+    "after_prepare",
+    "save_state",
+    "load_state",
+)
+"""Called on each plugin by itself, so that there is nothing to wrap."""
 
 # -- configure ---------------------------------------------------------------------------------------------------------
 

@@ -120,7 +120,7 @@ def evaluation_loop(run: Run, split: str) -> dict[str, float]:
         batch = run.place(batch)
         output = run.hooks.compute_loss(run=run, model=run.model, batch=batch.inputs)
         losses += torch.tensor([output.loss.item() * batch.weight, batch.weight], dtype=torch.float64)
-        if run.metrics is not None and output.predictions is not None:
+        if run.metrics is not None and output.predictions is not None and batch.samples:  # none: only here to compute along
             run.metrics.update(output.predictions, output.targets)
     for module, training in modes:
         module.training = training

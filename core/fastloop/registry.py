@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import heapq
 import importlib.metadata
+import inspect
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from types import TracebackType
 from typing import Any
 
 import pluggy
@@ -26,6 +27,10 @@ from fastloop.state import Draft
 GROUP = "fastloop.plugins"
 DEFAULTS = "fastloop.defaults"
 """Plugins that fastloop's own distribution turns on by itself. Other distributions' entries are not read: installed is not active."""
+
+_SPECS: dict[str, list[str]] = {
+    name: list(inspect.signature(spec).parameters) for name, spec in vars(hookspecs).items() if hasattr(spec, "fastloop_spec")
+}
 
 
 def installed() -> dict[str, importlib.metadata.EntryPoint]:
@@ -67,7 +72,38 @@ def load(name: str, where: str = "plugins") -> type[Plugin]:
         raise PluginError(f"{where}: plugin {name!r} ({origin}) cannot be imported: {type(error).__name__}: {error}") from error
     if not (isinstance(cls, type) and issubclass(cls, Plugin)):
         raise PluginError(f"{where}: plugin {name!r} ({origin}) is not a subclass of fastloop.Plugin.")
+    if cls.name != point.name:
+        raise PluginError(
+            f"{where}: plugin {name!r} ({origin}) calls itself {cls.name!r}. Its `name` and its entry point must be the same."
+        )
     return cls
+
+
+def _check_hooks(plugin: Plugin) -> None:
+    """Every hook of a plugin must be one, and take arguments that it gets."""
+    for attribute in dir(type(plugin)):
+        method = getattr(plugin, attribute)
+        marks = getattr(method, "fastloop_impl", None)
+        if marks is None:
+            continue
+        hook = marks["specname"] or attribute
+        where = f"plugin {plugin.name!r}: {hook}"
+        if hook not in _SPECS:
+            raise PluginError(f"plugin {plugin.name!r}: there is no hook {hook!r}.{did_you_mean(hook, _SPECS)}")
+        if hook in hookspecs.ONE_BY_ONE and (marks["wrapper"] or marks["hookwrapper"]):
+            raise PluginError(f"{where} cannot be a wrapper: it is called on each plugin by itself.")
+        for parameter in inspect.signature(method).parameters.values():
+            known = parameter.name in _SPECS[hook]
+            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or (
+                parameter.default is not parameter.empty and not known
+            ):
+                continue
+            if not known:
+                raise PluginError(f"{where} gets no argument {parameter.name!r}.{did_you_mean(parameter.name, _SPECS[hook])}")
+            if parameter.default is not parameter.empty or parameter.kind is parameter.KEYWORD_ONLY:
+                raise PluginError(
+                    f"{where}: the argument {parameter.name!r} must be positional and without a default, else it is not passed."
+                )
 
 
 @dataclass
@@ -95,18 +131,11 @@ class Resolution:
         manager.add_hookspecs(hookspecs)
         manager.register(defaults, "fastloop")
         for plugin in reversed(self.plugins):  # pluggy calls the last registered first
+            _check_hooks(plugin)
             try:
                 manager.register(plugin, plugin.name)
             except pluggy.PluginValidationError as error:
                 raise PluginError(f"plugin {plugin.name!r}: {error}") from None
-        hooks = [name for name in vars(hookspecs) if isinstance(getattr(manager.hook, name, None), pluggy.HookCaller)]
-        try:
-            manager.check_pending()
-        except pluggy.PluginValidationError as error:
-            wrong = str(error).split("'")[1]
-            raise PluginError(
-                f"plugin {manager.get_name(error.plugin)!r}: there is no hook {wrong!r}.{did_you_mean(wrong, hooks)}"
-            ) from None
         return manager
 
     @property
@@ -136,17 +165,20 @@ class Resolution:
 
     def blame(self, error: BaseException) -> PluginCrash | None:
         """The plugin and hook an exception came out of, by the frames of its traceback; None when it was not in one."""
-        codes = {
-            impl.function.__code__: (impl.plugin, name)
-            for name in vars(hookspecs)
-            if isinstance(caller := getattr(self.hooks, name, None), pluggy.HookCaller)
-            for impl in caller.get_hookimpls()
-            if isinstance(impl.plugin, Plugin)
-        }
-        guilty, trace = None, error.__traceback__
-        while isinstance(trace, TracebackType):
-            guilty = codes.get(trace.tb_frame.f_code, guilty)
-            trace = trace.tb_next
+        owners: dict[Any, list[tuple[Plugin, str]]] = {}
+        for name in _SPECS:
+            for impl in getattr(self.hooks, name).get_hookimpls():
+                if isinstance(impl.plugin, Plugin):  # unwrapped, since every function under torch.no_grad() has the decorator's code
+                    code = getattr(inspect.unwrap(impl.function), "__code__", None)
+                    owners.setdefault(code, []).append((impl.plugin, name))
+        guilty = None
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        for index, frame in enumerate(frames):
+            candidates = owners.get(frame.f_code)
+            if candidates is None or frames[index - 1] in frames[index + 1 :]:
+                continue  # its caller comes again: a wrapper, through which an error from within passed
+            this = frame.f_locals.get("self")  # two plugins may inherit one hook
+            guilty = next((candidate for candidate in candidates if candidate[0] is this), candidates[0])
         if guilty is None:
             return None
         plugin, hook = guilty
@@ -197,7 +229,9 @@ def resolve(recipe: Recipe, machine: Machine | None = None, objects: Iterable[Pl
     for plugin in ordered:
         for need in plugin.needs:
             if missing := need.missing(plugin, machine):
-                raise PluginError(f"{recipe.where}: plugin {plugin.name!r} {missing} Or leave it out: --without {plugin.name}.")
+                raise PluginError(
+                    f"{recipe.where}: plugin {plugin.name!r} {missing.rstrip('.')}. Or leave it out: --without {plugin.name}."
+                )
     return Resolution(ordered, reasons)
 
 
@@ -217,6 +251,8 @@ def _matching(reference: str, plugins: list[Plugin]) -> list[Plugin]:
 
 def _check(plugins: list[Plugin], where: str) -> None:
     for index, plugin in enumerate(plugins):
+        if not plugin.name:
+            raise PluginError(f"{where}: the plugin {type(plugin).__qualname__} has no name. Set `name` in its class.")
         for other in plugins[:index]:
             if other.name == plugin.name:
                 raise PluginError(f"{where}: plugin {plugin.name!r} is there twice. Remove one.")
@@ -230,9 +266,13 @@ def _check(plugins: list[Plugin], where: str) -> None:
                 raise PluginError(f"{where}: plugins {plugin.name!r} and {other.name!r} exclude each other: {why} Remove one of them.")
         for reference in plugin.requires:
             if not _matching(reference, plugins):
-                raise PluginError(
-                    f"{where}: plugin {plugin.name!r} requires {reference!r}, which the recipe does not list. Add it: --with {reference}."
+                slot = reference.removeprefix("slot:")
+                repair = (
+                    f"{reference!r}, which the recipe does not list. Add it: --with {reference}."
+                    if slot == reference
+                    else f"a plugin in the slot {slot!r}, which the recipe does not list. `fastloop plugins` shows who fills it."
                 )
+                raise PluginError(f"{where}: plugin {plugin.name!r} requires {repair}")
 
 
 def _order(plugins: list[Plugin], reasons: dict[str, str], where: str) -> list[Plugin]:
@@ -260,6 +300,9 @@ def _order(plugins: list[Plugin], reasons: dict[str, str], where: str) -> list[P
                 heapq.heappush(ready, place[name])
                 if place[name] < place[plugin.name]:
                     reasons[name] += f"; moved behind {plugin.name!r}"
+    while behind := [name for name in waiting if not any(name in names for names in waiting.values())]:
+        for name in behind:  # waits for the circle, and is no part of it
+            del waiting[name]
     if waiting:
         raise PluginError(
             f"{where}: the order of plugins {', '.join(map(repr, waiting))} goes round in a circle of runs_after and runs_before."

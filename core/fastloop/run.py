@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from time import perf_counter
@@ -23,7 +23,7 @@ from fastloop.data import Loader
 from fastloop.errors import CheckpointError, FastloopError, PluginError, RecipeError
 from fastloop.recipe import Recipe
 from fastloop.registry import Resolution
-from fastloop.state import Batch, DataLoaderDraft, State
+from fastloop.state import Batch, DataLoaderDraft, OptimizerDraft, State
 
 if TYPE_CHECKING:
     from torchmetrics import MetricCollection
@@ -47,6 +47,7 @@ class Run:
         folder: The run folder.
         accelerator: Accelerate's ``Accelerator``.
         loading: How batches are loaded: the finished ``DataLoaderDraft``.
+        optimizer_arguments: From the finished ``OptimizerDraft``: what the optimizer's class gets beside ``lr`` and ``weight_decay``.
         datasets: Split -> dataset.
         model: As trained: on its device, wrapped, compiled. ``unwrapped()`` is the model as built.
         optimizer: Torch's optimizer, or Accelerate's wrapper where loss scaling or a strategy needs it.
@@ -64,7 +65,7 @@ class Run:
         self.recipe, self.resolution, self.hooks = recipe, resolution, resolution.hooks
         self.state, self.folder = State(), Path(recipe.output)
         self.hooks.check_recipe(recipe=recipe)
-        self._check_folder()
+        self._check_folder(resume)
         self.found = checkpoint.find(resume) if resume is not None else None
         self.accelerator = build_accelerator(recipe, resolution)
         self.device: torch.device = self.accelerator.device
@@ -74,6 +75,7 @@ class Run:
         self.clock = Clock(torch.accelerator.synchronize if self.device.type != "cpu" else lambda: None)
         self.device_batch_size, self.micro_steps = micro_batches(recipe, self.world_size)
         self.loading: DataLoaderDraft = resolution.draft("configure_dataloader", DataLoaderDraft())
+        self.optimizer_arguments: Mapping[str, Any] = resolution.draft("configure_optimizer", OptimizerDraft()).arguments
 
         set_seed(recipe.train.seed)
         self._build_loaders()
@@ -86,11 +88,15 @@ class Run:
 
     # -- building ------------------------------------------------------------------------------------------------------
 
-    def _check_folder(self) -> None:
+    def _check_folder(self, resume: Path | None) -> None:
         existing = next(parent for parent in (self.folder, *self.folder.absolute().parents) if parent.exists())
         if not existing.is_dir() or not _writable(existing):
             raise RecipeError(
                 f"{self.recipe.where}: output: {self.folder} cannot be written: {existing} is not a folder that this user may write to."
+            )
+        if resume is None and existing == self.folder and any(existing.iterdir()) and not (existing / "recipe.yaml").is_file():
+            raise RecipeError(  # an earlier run would be moved aside: this may be a home folder
+                f"{self.recipe.where}: output: {self.folder} holds other files than a run's. Expected a new or empty folder, or a run's."
             )
 
     def _build_loaders(self) -> None:
@@ -188,7 +194,7 @@ class Run:
 
     def step_was_skipped(self) -> bool:
         """Whether fp16's loss scaling found an overflow and skipped the optimizer step."""
-        return self.accelerator.scaler is not None and bool(self.accelerator.optimizer_step_was_skipped)
+        return bool(getattr(self.optimizer, "step_was_skipped", False))
 
     def count(self, batches: list[Batch]) -> None:
         """Add a finished step to the counters."""
@@ -227,16 +233,18 @@ class Run:
         return epoch_ended if every == "epoch" else every is not None and state.step > 0 and state.step % every == 0
 
     def saving_due(self, epoch_ended: bool = False) -> bool:
-        """Whether to save now. A run that stops inside an epoch is saved there."""
+        """Whether to save now: when asked, when ``train.save_every`` says so, and at the run's end."""
         state, every = self.state, self.recipe.train.save_every
         if state.save_requested:
             state.save_requested = False
             return True
+        if every is None:
+            return False
         if epoch_ended:
-            return every == "epoch" or self.stopping()
+            return every == "epoch" or self.stopping() or state.epoch >= self.recipe.train.epochs
         if isinstance(every, int) and state.step % every == 0:
             return True
-        return self.stopping() and not self.interrupted and not self.epoch_done()
+        return self.stopping() and not self.epoch_done()  # else the epoch's end saves
 
     # -- saving and resuming ---------------------------------------------------------------------------------------------
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -152,5 +154,5 @@ class DataLoaderDraft(Draft):
 class OptimizerDraft(Draft):
     """Arguments of the optimizer, beside the recipe's ``lr`` and ``weight_decay``."""
 
-    arguments: dict[str, Any] = {}
+    arguments: Mapping[str, Any] = MappingProxyType({})  # read-only: a change in place would be every run's
     """Further keyword arguments of the optimizer's class, such as ``fused``."""

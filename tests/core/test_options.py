@@ -1,0 +1,115 @@
+"""Options: what is refused, and how it is said."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+import pytest
+
+from fastloop import RecipeError, option
+from fastloop.options import describe, parse
+
+
+@dataclass(kw_only=True)
+class Heater:
+    size: Annotated[int, option("How large.", ge=1, le=9)]
+    rate: Annotated[float, option("How fast.", gt=0)] = 0.5
+    workers: Annotated[int | Literal["auto"], option("How many.", ge=0)] = "auto"
+    dtype: Literal["bf16", "fp16"] = "bf16"
+    limit: Annotated[int | None, option("At most.", ge=1)] = None
+    quiet: bool = False
+    names: list[str] = field(default_factory=list)
+    shares: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.quiet and self.limit:
+            raise ValueError("quiet and limit exclude each other.")
+
+
+def test_good_values_become_the_dataclass_with_its_defaults():
+    heater = parse(Heater, {"size": 3, "rate": 1, "workers": 2, "shares": {"a": 1.0}}, "x")
+    assert heater == Heater(size=3, rate=1.0, workers=2, shares={"a": 1.0})
+    assert isinstance(heater.rate, float)
+    assert parse(Heater, {"size": 3}, "x").names is not parse(Heater, {"size": 3}, "x").names
+
+
+WRONG: dict[str, tuple[Any, list[str]]] = {
+    "unknown key": ({"size": 1, "rat": 2.0}, ["r.yaml: heater.rat: no such option. Did you mean 'rate'?"]),
+    "unknown key far from all": ({"size": 1, "zzz": 1}, ["heater.zzz: no such option. Expected one of: dtype, limit, names,"]),
+    "a key that is not text": ({"size": 1, 7: 1}, ["heater.7: no such option."]),
+    "missing": ({}, ["r.yaml: heater.size: missing. Expected int: How large."]),
+    "text for a number": ({"size": "3"}, ["r.yaml: heater.size: found '3' (str). Expected int: How large."]),
+    "a float for an int": ({"size": 3.0}, ["heater.size: found 3.0 (float). Expected int"]),
+    "a truth value for an int": ({"size": True}, ["heater.size: found True (bool). Expected int"]),
+    "a number for a truth value": ({"size": 1, "quiet": 1}, ["heater.quiet: found 1 (int). Expected bool."]),
+    "too small": ({"size": 0}, ["heater.size: found 0 (int) (should be greater than or equal to 1). Expected int"]),
+    "too large": ({"size": 10}, ["heater.size: found 10 (int) (should be less than or equal to 9)"]),
+    "on the open bound": ({"size": 1, "rate": 0.0}, ["heater.rate: found 0.0 (float) (should be greater than 0). Expected float"]),
+    "infinite": ({"size": 1, "rate": float("inf")}, ["heater.rate: found inf (float) (should be a finite number)"]),
+    "in no member of a union": ({"size": 1, "workers": "aut"}, ["heater.workers: found 'aut' (str). Expected int | auto: How many."]),
+    "out of range in a union": ({"size": 1, "workers": -1}, ["heater.workers: found -1 (int) (should be greater than or equal to 0)"]),
+    "another choice": ({"size": 1, "dtype": "fp15"}, ["heater.dtype: found 'fp15' (str). Expected bf16 | fp16."]),
+    "null where a value is needed": ({"size": None}, ["heater.size: found None (NoneType). Expected int"]),
+    "one wrong item": ({"size": 1, "names": ["a", 2]}, ["heater.names: found 2 (int). Expected list[str]."]),
+    "one wrong value": ({"size": 1, "shares": {"a": "b"}}, ["heater.shares: found 'b' (str). Expected dict[str, float]."]),
+    "several": (
+        {"sise": 1, "rate": "x"},
+        ["heater.sise: no such option. Did you mean 'size'?", "heater.rate: found 'x'", "heater.size: missing"],
+    ),
+    "each right, together wrong": ({"size": 1, "quiet": True, "limit": 2}, ["r.yaml: heater: quiet and limit exclude each other."]),
+    "no mapping": ([1], ["r.yaml: heater: found [1] (list), expected a mapping of options."]),
+}
+
+
+@pytest.mark.parametrize(("values", "said"), WRONG.values(), ids=WRONG.keys())
+def test_what_is_wrong_is_said_with_place_value_and_expectation(values, said):
+    with pytest.raises(RecipeError) as refused:
+        parse(Heater, values, "r.yaml: heater")
+    for text in said:
+        assert text in str(refused.value)
+    assert all(line.startswith("r.yaml: heater") for line in str(refused.value).splitlines())
+    assert "pydantic" not in str(refused.value)
+
+
+def test_a_wrong_union_is_said_once():
+    with pytest.raises(RecipeError) as refused:
+        parse(Heater, {"size": 1, "workers": 1.5}, "x")
+    assert str(refused.value).count("workers") == 1
+
+
+def test_null_is_taken_where_it_is_allowed_and_no_options_are_an_empty_mapping():
+    assert parse(Heater, {"size": 1, "limit": None}, "x").limit is None
+
+    @dataclass(kw_only=True)
+    class Nothing:
+        pass
+
+    assert parse(Nothing, None, "x") == Nothing()
+
+
+def test_an_option_may_be_called_like_a_method_of_the_library_that_checks():
+    @dataclass(kw_only=True)
+    class Config:
+        schema: str = "a"
+        copy: int = 1
+        model_fields: bool = False
+
+    assert parse(Config, {"schema": "b", "copy": 2, "model_fields": True}, "x") == Config(schema="b", copy=2, model_fields=True)
+    with pytest.raises(RecipeError, match=r"^x.copy: found 'c' \(str\)\. Expected int\.$"):
+        parse(Config, {"copy": "c"}, "x")
+
+
+def test_options_describe_themselves():
+    rows = {row.name: (row.type, row.default, row.help) for row in describe(Heater)}
+    assert rows == {
+        "size": ("int", "(required)", "How large."),
+        "rate": ("float", "0.5", "How fast."),
+        "workers": ("int | auto", "auto", "How many."),
+        "dtype": ("bf16 | fp16", "bf16", ""),
+        "limit": ("int | null", "null", "At most."),
+        "quiet": ("bool", "False", ""),
+        "names": ("list[str]", "[]", ""),
+        "shares": ("dict[str, float]", "{}", ""),
+    }
+    assert list(rows) == ["size", "rate", "workers", "dtype", "limit", "quiet", "names", "shares"]

@@ -1,0 +1,285 @@
+"""Recipes: how files, overrides and plugins come together, and what is said when they cannot."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+
+from fastloop import RecipeError
+from fastloop.recipe import find_recipe, load_recipe, make_recipe, shipped_recipes
+
+BASE = """
+model: {name: small, config: {layers: 2, width: 8}}
+train: {epochs: 2, lr: 1e-3}
+plugins:
+  - amp: {dtype: bf16}
+  - log: false
+  - module: {loss: mse, metrics: {accuracy: {type: Accuracy, top_k: 1}}}
+  - ema
+output: runs/base
+"""
+
+
+def write(text: str, name: str = "r.yaml") -> str:
+    Path(name).parent.mkdir(parents=True, exist_ok=True)
+    Path(name).write_text(text)
+    return name
+
+
+def refusal(name: str, *arguments: object, **options: object) -> str:
+    with pytest.raises(RecipeError) as refused:
+        load_recipe(name, *arguments, **options)  # type: ignore[arg-type]
+    return str(refused.value)
+
+
+# -- reading ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_becomes_a_typed_recipe():
+    recipe = load_recipe(write(BASE))
+    assert (recipe.train.epochs, recipe.train.lr, recipe.train.batch_size) == (2, 1e-3, 32)
+    assert list(recipe.plugins) == ["amp", "log", "module", "ema"]
+    assert recipe.plugins["ema"] == {}
+    assert recipe.plugins["log"] is False
+    assert recipe.output == "runs/base"
+    assert recipe.source == Path("r.yaml")
+
+
+def test_the_output_is_named_after_the_file_when_it_is_not_given():
+    assert load_recipe(write("train: {epochs: 1}", "deep/mine.yaml")).output == "runs/mine"
+
+
+UNREADABLE = {
+    "indentation": ("train:\n  epochs: 2\n lr: 1\n", "r.yaml, line 3: not valid YAML: "),
+    "a tab": ("train:\n\tepochs: 2\n", "r.yaml, line 2: not valid YAML: "),
+    "a key twice": ("train: {epochs: 2}\ntrain: {lr: 1}\n", "r.yaml, line 2: not valid YAML: found duplicate key train."),
+    "code": ("model: {name: !!python/object/apply:os.getcwd []}", "r.yaml, line 1: not valid YAML: could not determine a constructor"),
+    "nothing": ("", "r.yaml: expected a mapping with the sections model, data, train, plugins, output."),
+    "a list": ("- train", "r.yaml: expected a mapping with the sections"),
+    "a number": ("3", "r.yaml: cannot be read"),
+    "half an interpolation": ("output: ${train.", "r.yaml: not valid YAML: "),
+}
+
+
+@pytest.mark.parametrize(("text", "said"), UNREADABLE.values(), ids=UNREADABLE.keys())
+def test_what_cannot_be_read_is_said_with_file_and_line(text, said):
+    message = refusal(write(text))
+    assert message.startswith(said)
+    assert "\n" not in message
+
+
+def test_a_file_that_is_not_text_is_refused():
+    Path("r.yaml").write_bytes(b"\xff\xfe\x00train")
+    assert refusal("r.yaml").startswith("r.yaml: cannot be read: ")
+
+
+WRONG = {
+    "unknown section": ("trian: {}", "r.yaml: trian: no such section. Did you mean 'train'?"),
+    "model as a name": ("model: small", "r.yaml: model: found 'small', expected a mapping such as {name: ...}."),
+    "train as a list": ("train: [1]", "r.yaml: train: found [1] (list), expected a mapping of options."),
+    "unknown key": ("train: {epoch: 1}", "r.yaml: train.epoch: no such option. Did you mean 'epochs'?"),
+    "output as a mapping": ("output: {a: 1}", "r.yaml: output: found {'a': 1}, expected the path of a folder."),
+    "plugins as a word": ("plugins: amp", "r.yaml: plugins: found 'amp', expected a list of names."),
+    "a plugin twice": ("plugins: [amp, ema, {amp: {dtype: bf16}}]", "r.yaml: plugins: 'amp' is listed twice. Remove one."),
+    "a plugin as a number": (
+        "plugins: [amp, 3]",
+        "r.yaml: plugins[1]: found 3, expected a name or one {name: {option: value}}.",
+    ),
+    "two plugins in one entry": ("plugins: [{amp: {}, ema: {}}]", "r.yaml: plugins[0]: found {'amp': {}, 'ema': {}}, expected a name"),
+    "options as a word": (
+        "plugins: [{amp: bf16}]",
+        "r.yaml: plugins.amp: found 'bf16', expected a mapping of options, or false to leave it out.",
+    ),
+    "a value to fill in": ("model: {name: '???'}", "r.yaml: model.name: found '???', which stands for a value to fill in. Set it."),
+}
+
+
+@pytest.mark.parametrize(("text", "said"), WRONG.values(), ids=WRONG.keys())
+def test_what_cannot_be_is_said_with_file_and_key(text, said):
+    assert refusal(write(text)).startswith(said)
+
+
+# -- interpolation -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_key_may_stand_for_another_keys_value():
+    recipe = load_recipe(
+        write("train: {seed: 7}\nplugins: [{log: {every: '${train.seed}'}}]\noutput: runs/${train.seed}-${train.lr}\n"), ["train.lr=0.5"]
+    )
+    assert recipe.output == "runs/7-0.5"
+    assert recipe.plugins["log"] == {"every": 7}
+
+
+@pytest.mark.parametrize("text", ["${oc.env:HOME}", "a/${oc.env:HOME}/b", "${ oc.env : HOME }", "${${data.r}:HOME}", "${oc.decode:1}"])
+def test_a_recipe_reads_nothing_but_itself(text, monkeypatch):
+    monkeypatch.setenv("HOME", "/secret")
+    name = write(yaml.safe_dump({"data": {"r": "oc.env", "deep": [{"path": text}]}}))
+    message = refusal(name)
+    assert message.startswith("r.yaml: data.deep[0].path: found '${")
+    assert "secret" not in message
+    assert refusal(write("train: {epochs: 1}"), [f"output={text}"]).startswith("output: found '${")
+
+
+def test_interpolations_that_lead_nowhere_are_refused():
+    assert "Interpolation key 'train.nothing' not found" in refusal(write("output: ${train.nothing}"))
+    assert "Recursive interpolation" in refusal(write("output: ${output}"))
+
+
+# -- extends -----------------------------------------------------------------------------------------------------------------
+
+
+def test_extends_merges_deep_and_keeps_the_bases_order():
+    write(BASE, "base.yaml")
+    recipe = load_recipe(
+        write(
+            """
+            extends: base.yaml
+            model: {config: {layers: 4}}
+            train: {lr: 0.1}
+            plugins:
+              - progress
+              - module: {metrics: {accuracy: {top_k: 5}}}
+              - ema: false
+            """
+        )
+    )
+    assert recipe.model == {"name": "small", "config": {"layers": 4, "width": 8}}
+    assert (recipe.train.epochs, recipe.train.lr) == (2, 0.1)
+    assert list(recipe.plugins.items()) == [
+        ("amp", {"dtype": "bf16"}),
+        ("log", False),
+        ("module", {"loss": "mse", "metrics": {"accuracy": {"type": "Accuracy", "top_k": 5}}}),
+        ("ema", False),
+        ("progress", {}),
+    ]
+    assert recipe.output == "runs/base"
+
+
+def test_a_plugin_that_the_base_turned_off_stays_off_until_it_is_named():
+    write(BASE, "base.yaml")
+    assert load_recipe(write("extends: base.yaml\ntrain:\n")).plugins["log"] is False
+    assert load_recipe(write("extends: base.yaml\nplugins: [log]")).plugins["log"] == {}
+
+
+def test_an_empty_section_takes_nothing_away_from_the_base():
+    write(BASE, "base.yaml")
+    assert load_recipe(write("extends: base.yaml\ntrain:\nplugins:\n")).train.epochs == 2
+
+
+def test_extends_finds_what_is_beside_the_file_and_shipped_recipes_by_name():
+    write("train: {epochs: 9}", "deep/base.yaml")
+    write("extends: base.yaml", "deep/middle.yaml")
+    assert load_recipe(write("extends: middle.yaml\noutput: x", "deep/top.yaml")).train.epochs == 9
+    assert load_recipe(write("extends: quickstart\ntrain: {epochs: 1}")).model == load_recipe("quickstart").model
+
+
+def test_extends_that_goes_round_in_a_circle_is_refused():
+    write("extends: b.yaml", "a.yaml")
+    write("extends: a.yaml", "b.yaml")
+    message = refusal("a.yaml")
+    assert "goes round in a circle" in message
+    assert "a.yaml" in message
+    assert "b.yaml" in message
+
+
+def test_extends_that_cannot_be_is_refused():
+    assert refusal(write("extends: [a.yaml]")) == "r.yaml: extends: found ['a.yaml'], expected one recipe's path or name."
+    assert refusal(write("extends: nothing.yaml")).startswith("nothing.yaml: no such file")
+
+
+# -- overrides, --with, --without --------------------------------------------------------------------------------------------
+
+
+def test_overrides_set_keys_of_every_section():
+    recipe = load_recipe(
+        write(BASE),
+        ["train.lr=1e-4", "model.config.width=16", "data.files.train=a=b.csv", "plugins.amp.dtype=fp16", "plugins.ema=false", "output=x"],
+    )
+    assert recipe.train.lr == 1e-4
+    assert recipe.model["config"] == {"layers": 2, "width": 16}
+    assert recipe.data == {"files": {"train": "a=b.csv"}}
+    assert recipe.plugins["amp"] == {"dtype": "fp16"}
+    assert recipe.plugins["ema"] is False
+    assert recipe.output == "x"
+
+
+OVERRIDES = {
+    "train.lr": "train.lr: not an override. Expected key=value, such as train.lr=1e-4.",
+    "=3": "=3: not an override.",
+    "trian.lr=1": "trian.lr=1: there is no section 'trian'. Did you mean 'train'?",
+    "train.lr=x": "r.yaml: train.lr: found 'x' (str). Expected float",
+    "train.lr=": "r.yaml: train.lr: found None",
+    "train.lr=[": "train.lr=[: cannot be applied to r.yaml: ",
+    "train.epochs.x=1": "r.yaml: train.epochs: found {'x': 1} (dict).",
+    "train=5": "r.yaml: train: found 5 (int), expected a mapping",
+    "plugins.am.dtype=fp16": "plugins.am.dtype=fp16: the recipe r.yaml does not list 'am'. Did you mean 'amp'? Add it with --with am.",
+    "plugins.log.every=5": "plugins.log.every=5: the recipe r.yaml does not list 'log'. Expected one of: amp, ema, module. Add it",
+    "plugins=[ema]": "plugins=[ema]: expected plugins.NAME.OPTION=value. Plugins are added by --with",
+    "plugins.amp=fp16": "r.yaml: plugins.amp: found 'fp16', expected a mapping of options",
+}
+
+
+@pytest.mark.parametrize(("override", "said"), OVERRIDES.items(), ids=OVERRIDES.keys())
+def test_an_override_that_cannot_be_is_refused(override, said):
+    assert refusal(write(BASE), [override]).startswith(said)
+
+
+def test_with_adds_without_removes_and_an_added_plugin_takes_overrides():
+    recipe = load_recipe(write(BASE), ["plugins.early-stopping.patience=3"], ["early-stopping", "amp", "log"], ["ema", "progress"])
+    assert recipe.plugins["early-stopping"] == {"patience": 3}
+    assert recipe.plugins["amp"] == {"dtype": "bf16"}  # as it was
+    assert recipe.plugins["log"] == {}  # on again
+    assert recipe.plugins["ema"] is False
+    assert recipe.plugins["progress"] is False
+
+
+# -- finding and writing -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["quickstart", "quickstart.yaml", "recipes/quickstart.yaml"])
+def test_shipped_recipes_are_found_from_any_folder(name):
+    assert find_recipe(name).is_file()
+    assert find_recipe(name).name == "quickstart.yaml"
+
+
+def test_a_file_comes_before_a_shipped_recipe_of_its_name():
+    assert find_recipe(write("train: {}", "quickstart.yaml")) == Path("quickstart.yaml")
+
+
+def test_a_recipe_that_is_not_there_is_refused_with_the_nearest():
+    assert refusal("quikstart") == "quikstart: no such file, and no shipped recipe has this name. Did you mean 'quickstart'?"
+    Path("folder").mkdir()
+    assert refusal("folder").startswith("folder: a folder, and no shipped recipe has this name.")
+    assert refusal("/nowhere/quickstart.yaml").startswith("/nowhere/quickstart.yaml: no such file")
+
+
+def test_every_shipped_recipe_loads_and_survives_being_written():
+    assert shipped_recipes()
+    for name in shipped_recipes():
+        recipe = load_recipe(name)
+        again = load_recipe(write(yaml.safe_dump(recipe.to_dict(), sort_keys=False), f"copies/{name}.yaml"))
+        assert again.to_dict() == recipe.to_dict()
+
+
+def test_a_recipe_written_as_yaml_reads_the_same():
+    recipe = load_recipe(write(BASE), ["train.evaluate_every=5", "train.clip_norm=1"])
+    again = load_recipe(write(yaml.safe_dump(recipe.to_dict(), sort_keys=False), "again.yaml"))
+    assert (again.train, again.plugins, again.model, again.data) == (recipe.train, recipe.plugins, recipe.model, recipe.data)
+
+
+def test_recipes_from_python_say_recipe_where_a_file_would_stand():
+    with pytest.raises(RecipeError, match=r"^recipe: train\.lr: found 'x' \(str\)"):
+        make_recipe({"train": {"lr": "x"}})
+
+
+def test_paths_are_looked_for_in_the_current_folder_and_then_beside_the_recipe():
+    recipe = load_recipe(write("train: {}", "deep/r.yaml"))
+    write("", "deep/beside.csv")
+    assert recipe.find("beside.csv") == Path("deep/beside.csv")
+    write("", "beside.csv")
+    assert recipe.find("beside.csv") == Path("beside.csv")
+    assert recipe.find("nowhere.csv") == Path("nowhere.csv")
+    assert recipe.find("~/x") == Path(os.path.expanduser("~/x"))  # noqa: PTH111

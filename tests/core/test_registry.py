@@ -1,0 +1,513 @@
+"""Plugins: found by metadata, checked together, ordered once, and named when they fail.
+
+The installed plugins here are real distributions: folders with metadata on the import path.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fastloop import DataLoaderDraft, Device, Dtype, Package, Plugin, PluginCrash, PluginError, RecipeError, When, hookimpl
+from fastloop.machine import Machine
+from fastloop.recipe import Recipe, make_recipe
+from fastloop.registry import Resolution, installed, load, resolve
+
+CPU = Machine("cpu", "AVX2", ("fp32", "bf16"))
+QUIET = {"log": False, "progress": False}
+
+
+def make(name: str, **members: Any) -> Plugin:
+    """An object of a new plugin class."""
+    return type(name.title().replace("-", ""), (Plugin,), {"name": name, **members})()
+
+
+def recipe(*plugins: Any) -> Recipe:
+    return make_recipe({"plugins": [*plugins, *({name: False} for name in QUIET)]})
+
+
+def order(*plugins: Plugin) -> list[str]:
+    return resolve(recipe(), CPU, plugins).names()
+
+
+def refusal(*plugins: Any, machine: Machine = CPU) -> str:
+    named = [plugin for plugin in plugins if not isinstance(plugin, Plugin)]
+    with pytest.raises(PluginError) as refused:
+        _ = resolve(recipe(*named), machine, [plugin for plugin in plugins if isinstance(plugin, Plugin)]).hooks
+    return str(refused.value)
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Install a distribution: ``install("warm-pack", warmth="warm_pack:Warmth", code="...")``; its module is ``warm_pack``."""
+    site = tmp_path / "site"
+    site.mkdir()
+    monkeypatch.syspath_prepend(site)
+    modules = []
+
+    def put(distribution: str, code: str = "", version: str = "1.2", group: str = "fastloop.plugins", **points: str) -> None:
+        metadata = site / f"{distribution.replace('-', '_')}-{version}.dist-info"
+        metadata.mkdir()
+        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
+        lines = [f"{name.replace('_', '-')} = {value}\n" for name, value in points.items()]
+        (metadata / "entry_points.txt").write_text(f"[{group}]\n" + "".join(lines))
+        modules.append(distribution.replace("-", "_"))
+        (site / f"{modules[-1]}.py").write_text(code)
+
+    yield put
+    for module in modules:
+        sys.modules.pop(module, None)
+
+
+PLUGIN = """
+from dataclasses import dataclass
+from fastloop import Plugin, hookimpl
+
+class Warmth(Plugin):
+    name = "warmth"
+
+    @dataclass(kw_only=True)
+    class Config:
+        degrees: float = 20.0
+
+    @hookimpl
+    def after_fit(self):
+        raise KeyError("cold")
+"""
+
+# -- installed plugins -------------------------------------------------------------------------------------------------------
+
+
+def test_an_installed_plugin_is_found_without_being_imported_and_loaded_when_named(install):
+    install("warm-pack", PLUGIN, warmth="warm_pack:Warmth")
+    assert installed()["warmth"].dist.name == "warm-pack"
+    assert resolve(recipe(), CPU).names() == []
+    assert "warm_pack" not in sys.modules  # installed is not active
+    (plugin,) = resolve(recipe({"warmth": {"degrees": 25.0}}), CPU).plugins
+    assert plugin.config.degrees == 25.0
+    assert "warm_pack" in sys.modules
+
+
+def test_an_installed_plugin_cannot_turn_itself_on(install):
+    install("warm-pack", PLUGIN, group="fastloop.defaults", warmth="warm_pack:Warmth")
+    assert resolve(recipe(), CPU).names() == []
+    assert "warm_pack" not in sys.modules
+
+
+def test_an_option_of_an_installed_plugin_is_refused_with_its_place(install):
+    install("warm-pack", PLUGIN, warmth="warm_pack:Warmth")
+    with pytest.raises(RecipeError, match=r"^recipe: plugins\.warmth\.degree: no such option\. Did you mean 'degrees'\?$"):
+        resolve(recipe({"warmth": {"degree": 1}}), CPU)
+
+
+def test_a_name_that_is_not_installed_is_refused_with_the_nearest(install):
+    install("warm-pack", PLUGIN, warmth="warm_pack:Warmth")
+    message = refusal("ema", "warmht")
+    assert message.startswith("recipe: plugins[1]: no plugin 'warmht' is installed. Did you mean 'warmth'?")
+    assert "fastloop plugins" in message
+
+
+def test_leaving_out_what_is_not_installed_is_refused_too():
+    assert refusal({"progres": False}) == "recipe: plugins.progres: no plugin 'progres' is installed. Did you mean 'progress'?"
+
+
+@pytest.mark.parametrize(
+    ("code", "value", "said"),
+    [
+        (
+            "import nothing_of_this_name",
+            "warm_pack:Warmth",
+            "cannot be imported: ModuleNotFoundError: No module named 'nothing_of_this_name'",
+        ),
+        ("1 / 0", "warm_pack:Warmth", "cannot be imported: ZeroDivisionError: division by zero"),
+        (PLUGIN, "warm_pack:Warm", "cannot be imported: AttributeError: "),
+        ("class Warmth: pass", "warm_pack:Warmth", "is not a subclass of fastloop.Plugin."),
+        (PLUGIN.replace('"warmth"', '"heat"'), "warm_pack:Warmth", "calls itself 'heat'. Its `name` and its entry point must be the same."),
+    ],
+    ids=["missing import", "error", "missing class", "no plugin", "another name"],
+)
+def test_a_plugin_that_cannot_be_loaded_is_named_with_its_distribution(install, code, value, said):
+    install("warm-pack", code, warmth=value)
+    message = refusal("warmth")
+    assert message.startswith(f"recipe: plugins[0]: plugin 'warmth' ({value} of warm-pack 1.2) ")
+    assert said in message
+
+
+def test_two_distributions_that_claim_one_name_are_told_apart_by_their_own(install):
+    install("warm-pack", PLUGIN, warmth="warm_pack:Warmth")
+    install("hot-pack", PLUGIN, warmth="hot_pack:Warmth")
+    assert refusal("warmth") == (
+        "recipe: plugins[0]: 'warmth' is the name of plugins in several packages. Say which: hot-pack:warmth or warm-pack:warmth."
+    )
+    assert type(resolve(recipe("hot-pack:warmth"), CPU).plugins[0]).__module__ == "hot_pack"
+
+
+# -- the core's own defaults -----------------------------------------------------------------------------------------------------
+
+
+def test_default_plugins_come_last_say_why_and_can_be_turned_off():
+    resolution = resolve(make_recipe({"plugins": [{"progress": False}]}), CPU, [make("mine")])
+    assert resolution.names() == ["mine", "log"]
+    assert resolution.reasons["log"].startswith("on by default: ")
+    assert resolution.reasons["mine"] == "given in Python"
+
+
+def test_a_default_plugin_that_is_listed_keeps_its_options_and_place():
+    resolution = resolve(make_recipe({"plugins": [{"log": {"every": 3}}, "ema"]}), CPU)
+    assert resolution.names() == ["log", "ema", "progress"]
+    assert resolution.plugins[0].config.every == 3
+    assert resolution.reasons["log"] == "listed in the recipe"
+
+
+# -- order -------------------------------------------------------------------------------------------------------------------
+
+
+def test_hooks_are_called_in_the_recipes_order():
+    called = []
+
+    def plugin(name: str) -> Plugin:
+        @hookimpl
+        def after_fit(self: Plugin) -> None:
+            called.append(self.name)
+
+        return make(name, after_fit=after_fit)
+
+    names = ["c", "a", "d", "b"]
+    resolution = resolve(recipe(), CPU, [plugin(name) for name in names])
+    resolution.hooks.after_fit(run=None)
+    assert called == names
+    assert [plugin.name for plugin, _ in resolution.each("after_fit")] == names
+
+
+def test_plugins_move_only_as_far_as_they_ask():
+    assert order(make("a"), make("b", runs_after=("d",)), make("c"), make("d"), make("e")) == ["a", "c", "d", "b", "e"]
+    assert order(make("a"), make("b"), make("c", runs_before=("a",))) == ["b", "c", "a"]
+    assert order(make("a", runs_after=("slot:task",)), make("b", slot="task")) == ["b", "a"]
+    assert order(make("a", runs_after=("nowhere", "slot:nothing")), make("b", runs_before=("nowhere",))) == ["a", "b"]
+    assert order(make("a", slot="x", runs_after=("slot:x",)), make("b")) == ["a", "b"]  # not after itself
+
+
+def test_a_move_says_what_moved_it():
+    resolution = resolve(recipe(), CPU, [make("a", runs_after=("c",)), make("b"), make("c")])
+    assert resolution.reasons == {"a": "given in Python; moved behind 'c'", "b": "given in Python", "c": "given in Python"}
+
+
+def test_a_circle_is_refused_with_its_members_only():
+    message = refusal(
+        make("a", runs_after=("b",)),
+        make("free"),
+        make("b", runs_after=("c",)),
+        make("c", runs_after=("a",)),
+        make("late", runs_after=("a",)),
+    )
+    assert message == "recipe: the order of plugins 'a', 'b', 'c' goes round in a circle of runs_after and runs_before."
+
+
+# -- together --------------------------------------------------------------------------------------------------------------------
+
+
+def test_two_plugins_in_one_slot_are_refused():
+    message = refusal(make("a", slot="precision"), make("b"), make("c", slot="precision"))
+    assert message == "recipe: plugins 'a' and 'c' both fill the slot 'precision'. Remove one of them."
+
+
+def test_a_plugin_that_is_there_twice_is_refused():
+    assert refusal("ema", make("ema")) == "recipe: plugin 'ema' is there twice. Remove one."
+
+
+def test_a_plugin_without_a_name_is_refused():
+    class Nameless(Plugin):
+        pass
+
+    assert "Nameless has no name. Set `name` in its class." in refusal(Nameless())
+
+
+@pytest.mark.parametrize("reference", ["a", "slot:speed"])
+def test_a_conflict_is_refused_with_its_reason(reference):
+    message = refusal(make("a", slot="speed"), make("b", conflicts={reference: "both move the weights."}))
+    assert message == "recipe: plugins 'b' and 'a' exclude each other: both move the weights. Remove one of them."
+
+
+def test_what_is_required_is_refused_with_the_repair():
+    assert refusal(make("a", requires=("ema",))) == (
+        "recipe: plugin 'a' requires 'ema', which the recipe does not list. Add it: --with ema."
+    )
+    message = refusal(make("a", requires=("slot:strategy",)))
+    assert message.startswith("recipe: plugin 'a' requires a plugin in the slot 'strategy', which the recipe does not list.")
+    assert "--with slot" not in message
+    assert order(make("a", requires=("b", "slot:x")), make("b", slot="x")) == ["a", "b"]
+
+
+# -- needs -----------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_package_that_is_missing_or_old_is_refused_with_the_command_to_run(install):
+    install("warm-pack")
+    assert refusal(make("a", needs=(Package("nothing-of-this-name", ">=2"),))) == (
+        "recipe: plugin 'a' needs nothing-of-this-name>=2, which is not installed. Install it: pip install 'nothing-of-this-name>=2'. "
+        "Or leave it out: --without a."
+    )
+    assert "pip install 'fastloop[lora]'" in refusal(make("a", needs=(Package("nothing-of-this-name", extra="lora"),)))
+    assert "needs warm-pack>=2, but 1.2 is installed. Upgrade it: pip install -U 'warm-pack>=2'" in refusal(
+        make("a", needs=(Package("warm-pack", ">=2"),))
+    )
+    assert order(make("a", needs=(Package("warm-pack", ">=1"), Package("warm-pack")))) == ["a"]
+
+
+def test_a_device_and_a_dtype_that_are_not_here_are_refused_with_what_is():
+    assert "'a' needs a device of type cuda or xpu; this run is on cpu." in refusal(make("a", needs=(Device("cuda", "xpu"),)))
+    assert "'a' needs fp8, which cpu here does not have. It has: fp32, bf16." in refusal(make("a", needs=(Dtype("fp8"),)))
+    assert order(make("a", needs=(Device("cuda", "cpu"), Dtype("bf16")))) == ["a"]
+
+
+def test_a_need_may_hold_for_some_options_only():
+    class Picky(Plugin):
+        name = "picky"
+        needs = (When(lambda config: config.fast, Device("cuda")),)
+
+        @dataclass(kw_only=True)
+        class Config:
+            fast: bool = False
+
+    assert order(Picky()) == ["picky"]
+    assert "needs a device of type cuda" in refusal(Picky(fast=True))
+
+
+def test_anything_that_can_say_what_is_missing_is_a_need():
+    class Full:
+        def missing(self, plugin: Plugin, machine: Machine) -> str | None:
+            return f"needs a full moon over the {machine.device}."
+
+    assert refusal(make("a", needs=(Full(),))) == "recipe: plugin 'a' needs a full moon over the cpu. Or leave it out: --without a."
+
+
+# -- hooks that are written wrongly -------------------------------------------------------------------------------------------------
+
+
+def test_a_misspelled_hook_is_refused():
+    class Wrong(Plugin):
+        name = "wrong"
+
+        @hookimpl
+        def after_stp(self) -> None: ...
+
+    assert refusal(Wrong()) == "plugin 'wrong': there is no hook 'after_stp'. Did you mean 'after_step'?"
+
+
+def test_an_argument_that_the_hook_does_not_get_is_refused():
+    class Wrong(Plugin):
+        name = "wrong"
+
+        @hookimpl
+        def after_step(self, run: Any, los: Any) -> None: ...
+
+    assert refusal(Wrong()) == "plugin 'wrong': after_step gets no argument 'los'. Did you mean 'loss'?"
+
+
+def test_an_argument_that_would_never_be_passed_is_refused():
+    class Default(Plugin):
+        name = "default"
+
+        @hookimpl
+        def after_step(self, run: Any = None) -> None: ...
+
+    class Keyword(Plugin):
+        name = "keyword"
+
+        @hookimpl
+        def after_step(self, *, run: Any) -> None: ...
+
+    for plugin in (Default(), Keyword()):
+        assert refusal(plugin).endswith("after_step: the argument 'run' must be positional and without a default, else it is not passed.")
+
+
+def test_a_wrapper_is_refused_where_nothing_can_be_wrapped_and_when_it_does_not_yield():
+    class Chain(Plugin):
+        name = "chain"
+
+        @hookimpl(wrapper=True)
+        def before_prepare(self, model: Any) -> Any:
+            return (yield)
+
+    class Silent(Plugin):
+        name = "silent"
+
+        @hookimpl(wrapper=True)
+        def after_fit(self) -> None:
+            return None
+
+    assert refusal(Chain()) == "plugin 'chain': before_prepare cannot be a wrapper: it is called on each plugin by itself."
+    assert "not a generator function" in refusal(Silent())
+
+
+# -- drafts and chains ----------------------------------------------------------------------------------------------------------------
+
+
+def writer(name: str, **values: Any) -> Plugin:
+    @hookimpl
+    def configure_dataloader(self: Plugin, draft: DataLoaderDraft) -> None:
+        for field, value in values.items():
+            setattr(draft, field, value)
+
+    return make(name, configure_dataloader=configure_dataloader)
+
+
+def test_two_plugins_that_set_one_field_are_both_named():
+    resolution = resolve(recipe(), CPU, [writer("a", num_workers=2), writer("b", pin_memory=True, num_workers=2)])
+    with pytest.raises(PluginError, match=r"^Plugins 'a' and 'b' both set DataLoaderDraft.num_workers\. Remove one of them\.$"):
+        resolution.draft("configure_dataloader", DataLoaderDraft())
+
+
+def test_a_draft_keeps_who_set_what_and_has_no_other_fields():
+    draft = resolve(recipe(), CPU, [writer("a", num_workers=2), writer("b", pin_memory=True)]).draft(
+        "configure_dataloader", DataLoaderDraft()
+    )
+    assert draft.written_by("a") == {"num_workers": 2}
+    assert draft.written_by("b") == {"pin_memory": True}
+    assert DataLoaderDraft().num_workers == 0  # each run has its own
+    with pytest.raises(PluginError, match=r"a: DataLoaderDraft has no field 'num_worker'\. Did you mean 'num_workers'\?"):
+        resolve(recipe(), CPU, [writer("a", num_worker=2)]).draft("configure_dataloader", DataLoaderDraft())
+
+
+def test_a_chain_hook_replaces_what_the_next_plugin_gets():
+    seen = []
+
+    def link(name: str, result: str | None) -> Plugin:
+        @hookimpl
+        def before_prepare(self: Plugin, model: str) -> str | None:
+            seen.append((self.name, model))
+            return result
+
+        return make(name, before_prepare=before_prepare)
+
+    resolution = resolve(recipe(), CPU, [link("a", "second"), link("b", None), link("c", "third")])
+    assert resolution.chain("before_prepare", "first", run=None) == "third"
+    assert seen == [("a", "first"), ("b", "second"), ("c", "second")]
+
+
+# -- blame ---------------------------------------------------------------------------------------------------------------------------
+
+
+def blamed(hook: str, *plugins: Plugin, **arguments: Any) -> PluginCrash | None:
+    resolution = Resolution(list(plugins))
+    with pytest.raises(Exception) as failed:
+        getattr(resolution.hooks, hook)(**arguments)
+    return resolution.blame(failed.value)
+
+
+def deep(depth: int) -> None:
+    if depth == 0:
+        raise ValueError("broken")
+    deep(depth - 1)
+
+
+class Broken(Plugin):
+    name = "broken"
+
+    @hookimpl
+    def before_epoch(self) -> None:
+        deep(5)
+
+    @hookimpl
+    @torch.no_grad()
+    def evaluate(self) -> None:
+        deep(1)
+
+
+class Around(Plugin):
+    name = "around"
+
+    @hookimpl(wrapper=True)
+    def evaluate(self) -> Iterator[None]:
+        return (yield)
+
+
+class Decorated(Plugin):
+    name = "decorated"
+
+    @hookimpl
+    @torch.no_grad()
+    def on_exception(self) -> None: ...
+
+    @hookimpl
+    @torch.no_grad()
+    def after_fit(self) -> None: ...
+
+
+def test_an_error_in_a_plugin_names_plugin_hook_and_error():
+    crash = blamed("before_epoch", make("other"), Broken(), run=None)
+    assert str(crash) == f"plugin 'broken' ({__name__}) failed in before_epoch: ValueError: broken"
+    assert isinstance(crash.__cause__, ValueError)
+    assert crash.exit_code == 1
+
+
+def test_the_distribution_of_an_installed_plugin_is_named(install):
+    install("warm-pack", PLUGIN, warmth="warm_pack:Warmth")
+    assert str(blamed("after_fit", load("warmth")(), run=None)).startswith("plugin 'warmth' (warm-pack 1.2) failed in after_fit: KeyError")
+
+
+def test_a_wrapper_is_not_blamed_for_what_passes_through_it():
+    for plugins in ([Around(), Broken()], [Broken(), Around()]):
+        assert "plugin 'broken' (" in str(blamed("evaluate", *plugins, run=None, split="evaluate"))
+    assert blamed("evaluate", Around(), run=None, split="evaluate") is None  # the core's own loop fails without a run
+
+
+def test_a_wrapper_is_blamed_for_its_own_error_before_and_after():
+    class Before(Plugin):
+        name = "before"
+
+        @hookimpl(wrapper=True)
+        def evaluate(self) -> Iterator[None]:
+            deep(1)
+            return (yield)
+
+    class After(Plugin):
+        name = "after"
+
+        @hookimpl(wrapper=True)
+        def evaluate(self) -> Iterator[None]:
+            yield
+            deep(1)
+
+    class Answer(Plugin):
+        name = "answer"
+
+        @hookimpl
+        def evaluate(self) -> dict[str, float]:
+            return {}
+
+    assert "plugin 'before' (" in str(blamed("evaluate", Before(), Answer(), run=None, split="evaluate"))
+    assert "plugin 'after' (" in str(blamed("evaluate", After(), Answer(), run=None, split="evaluate"))
+
+
+def test_a_hook_under_a_decorator_is_not_blamed_for_others_under_the_same():
+    assert "plugin 'broken' (" in str(blamed("evaluate", Broken(), Decorated(), run=None, split="evaluate"))
+    assert blamed("evaluate", Decorated(), run=None, split="evaluate") is None  # the core's own loop is under no_grad too
+
+
+def test_of_two_plugins_with_one_inherited_hook_the_one_that_failed_is_blamed():
+    class Base(Plugin):
+        @hookimpl
+        def after_fit(self) -> None:
+            if self.name == "second":
+                deep(1)
+
+    first, second, third = (type(name, (Base,), {"name": name})() for name in ("first", "second", "third"))
+    assert "plugin 'second' (" in str(blamed("after_fit", first, second, third, run=None))
+
+
+def test_an_error_outside_of_plugins_blames_none():
+    with pytest.raises(ValueError) as failed:
+        deep(3)
+    assert Resolution([Broken(), Around()]).blame(failed.value) is None
+
+
+def test_a_run_that_a_plugin_breaks_says_which(tiny_run):
+    with pytest.raises(PluginCrash, match=r"plugin 'broken' \(.*\) failed in before_epoch: ValueError: broken"):
+        tiny_run([Broken()])

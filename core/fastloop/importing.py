@@ -1,4 +1,4 @@
-"""Code that a recipe names: ``package.module:name``, or ``file.py:name`` beside the recipe."""
+"""Code that a recipe names: ``package.module:name``, or ``file.py:name`` beside the recipe. Checking a reference runs none of it."""
 
 from __future__ import annotations
 
@@ -6,42 +6,59 @@ import hashlib
 import importlib
 import importlib.util
 import sys
+import traceback
+from types import ModuleType
 from typing import Any
 
 from fastloop.errors import RecipeError, did_you_mean
 from fastloop.recipe import Recipe
 
 
-def import_object(reference: str, recipe: Recipe, key: str) -> Any:
-    """Import what ``reference`` names.
+def check_reference(reference: str, recipe: Recipe, key: str) -> None:
+    """Refuse a reference that cannot be right, without running what it names.
 
     Args:
-        reference: ``package.module:name`` or ``path/to/file.py:name``; a path may be relative to the recipe.
-        key: Where the reference stands in the recipe, for messages.
+        reference: ``package.module:name`` or ``path/to/file.py:name``; the path may be relative to the recipe.
+        key: Where it stands in the recipe, for messages.
 
     Raises:
-        RecipeError: It has another form, the file or module is not there or fails on import, or has no such name.
+        RecipeError: It has another form, or there is no such file or package.
     """
     where = f"{recipe.where}: {key}"
-    module_name, colon, name = reference.rpartition(":")
-    if not colon or not module_name or not name.isidentifier():
+    home, _, name = reference.rpartition(":")
+    if not home or not name.isidentifier():
         raise RecipeError(f"{where}: found {reference!r}, expected file.py:name or package.module:name.")
+    package = home.partition(".")[0]
+    if home.endswith(".py"):
+        if not recipe.find(home).is_file():
+            raise RecipeError(f"{where}: no such file: {home}, neither in the current folder nor beside the recipe.")
+    elif not package or (package not in sys.modules and importlib.util.find_spec(package) is None):
+        raise RecipeError(f"{where}: no package {package!r} is installed. Install it, or name a file: file.py:{name}.")
+
+
+def import_object(reference: str, recipe: Recipe, key: str) -> Any:
+    """Import what a reference names.
+
+    Raises:
+        RecipeError: As ``check_reference``; or the code fails on import (says in which line), or has no such name.
+    """
+    check_reference(reference, recipe, key)
+    where = f"{recipe.where}: {key}"
+    home, _, name = reference.rpartition(":")
     try:
-        module = _from_file(module_name, recipe, where) if module_name.endswith(".py") else importlib.import_module(module_name)
-    except RecipeError:
-        raise
+        module = _from_file(home, recipe) if home.endswith(".py") else importlib.import_module(home)
     except Exception as error:
-        raise RecipeError(f"{where}: {module_name} cannot be imported: {type(error).__name__}: {error}") from error
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        place = f" ({last.filename}, line {last.lineno})" if "importlib" not in last.filename else ""
+        raise RecipeError(f"{where}: {home} cannot be imported: {type(error).__name__}: {error}{place}.") from error
     if not hasattr(module, name):
         public = [known for known in vars(module) if not known.startswith("_")]
-        raise RecipeError(f"{where}: {module_name} has no {name!r}.{did_you_mean(name, public)}")
+        raise RecipeError(f"{where}: {home} has no {name!r}.{did_you_mean(name, public)}")
     return getattr(module, name)
 
 
-def _from_file(file: str, recipe: Recipe, where: str) -> Any:
+def _from_file(file: str, recipe: Recipe) -> ModuleType:
     path = recipe.find(file).resolve()
-    if not path.is_file():
-        raise RecipeError(f"{where}: no such file: {file} (looked in the current folder and beside the recipe).")
     name = f"fastloop_file_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastloop import RecipeError, option
+from fastloop.importing import check_reference, import_object
 from fastloop.options import parse
 from fastloop_plugins._hub import explain, is_hub_name, offline, quiet
-from fastloop_plugins._import import check_reference, load_reference
 from fastloop_plugins._text_files import FORMATS, Part, make_part, read_file, show
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class TextData:
             if "train" not in self.files:
                 raise RecipeError(f"{self.where}.files.train: missing. Expected a file to train on.")
         if self.options.module is not None:
-            check_reference(recipe, "data.module", self.options.module)
+            check_reference(self.options.module, recipe, "data.module")
         if self.options.name is not None:
             self._check_name(self.options.name)
 
@@ -189,7 +189,7 @@ class TextData:
         return {split: [read_file(path, self.options.text) for path in paths] for split, paths in self.files.items()}
 
     def _call(self, reference: str) -> dict[str, list[Part]]:
-        function = load_reference(self.recipe, "data.module", reference)
+        function = import_object(reference, self.recipe, "data.module")
         arguments = self.options.arguments or {}
         try:
             inspect.signature(function).bind(**arguments)

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from torch import nn
     from torchmetrics import MetricCollection
 
-    from fastloop import Run
     from fastloop.recipe import Recipe
 
 
@@ -58,22 +57,30 @@ class Module(Plugin):
 
     @hookimpl
     def check_recipe(self, recipe: Recipe) -> None:
-        from fastloop.importing import import_object
+        from fastloop.importing import check_reference
 
-        self.where = recipe.where
+        self.recipe, self.where = recipe, recipe.where
         self.code = {key: parse(Code, getattr(recipe, key), f"{recipe.where}: {key}") for key in ("model", "data")}
-        self.make = {key: import_object(code.module, recipe, f"{key}.module") for key, code in self.code.items()}
-        for key, made in self.make.items():
-            if not callable(made):
-                raise RecipeError(
-                    f"{recipe.where}: {key}.module: {self.code[key].module} is a {type(made).__name__}, expected a class or function."
-                )
-        self.collate = import_object(self.config.collate, recipe, "plugins.module.collate") if self.config.collate else None
-        self.loss = self._find_loss(recipe)
+        self.named = {f"{key}.module": code.module for key, code in self.code.items()}
+        if self.config.collate is not None:
+            self.named["plugins.module.collate"] = self.config.collate
+        if self.config.loss is not None and ":" in self.config.loss:
+            self.named["plugins.module.loss"] = self.config.loss
+        for key, reference in self.named.items():
+            check_reference(reference, recipe, key)
+        self.loss = self._torch_loss()
         self.metrics = self._make_metrics()
 
     @hookimpl
     def build_datasets(self) -> Mapping[str, Any]:
+        from fastloop.importing import import_object
+
+        self.found = {key: import_object(reference, self.recipe, key) for key, reference in self.named.items()}
+        for key, found in self.found.items():
+            if not callable(found):
+                raise RecipeError(
+                    f"{self.where}: {key}: {self.named[key]} is of type {type(found).__name__}, expected a class or function."
+                )
         datasets = self._call("data")
         splits = ("train", "evaluate", "test")
         if not isinstance(datasets, Mapping):
@@ -87,7 +94,7 @@ class Module(Plugin):
 
     @hookimpl
     def build_collator(self) -> Callable[[list[Any]], Any] | None:
-        return self.collate
+        return self.found.get("plugins.module.collate")
 
     @hookimpl
     def build_model(self) -> nn.Module:
@@ -103,14 +110,14 @@ class Module(Plugin):
         return self.metrics
 
     @hookimpl
-    def compute_loss(self, run: Run, model: nn.Module, batch: Any) -> Output:
+    def compute_loss(self, model: nn.Module, batch: Any) -> Output:
         from fastloop.trainer import forward
 
-        return forward(model, batch, self.loss)
+        return forward(model, batch, self.found.get("plugins.module.loss", self.loss))
 
     def _call(self, key: str) -> Any:
         try:
-            return self.make[key](**self.code[key].arguments)
+            return self.found[f"{key}.module"](**self.code[key].arguments)
         except ImportError as error:
             raise RecipeError(f"{self.where}: {key}.module: {self.code[key].module}: {error}") from error
         except TypeError as error:
@@ -118,19 +125,16 @@ class Module(Plugin):
                 f"{self.where}: {key}.arguments: {self.code[key].module} was called with {self.code[key].arguments}: {error}."
             ) from error
 
-    def _find_loss(self, recipe: Recipe) -> Any:
+    def _torch_loss(self) -> Any:
+        """The function of torch.nn.functional, where one is named."""
         from torch.nn import functional
 
-        from fastloop.importing import import_object
-
         name = self.config.loss
-        if name is None:
+        if name is None or ":" in name:
             return None
-        if ":" in name:
-            return import_object(name, recipe, "plugins.module.loss")
         losses = [known for known in dir(functional) if known.endswith(("loss", "entropy", "with_logits", "div"))]
         if not hasattr(functional, name):
-            raise RecipeError(f"{recipe.where}: plugins.module.loss: torch.nn.functional has no {name!r}.{did_you_mean(name, losses)}")
+            raise RecipeError(f"{self.where}: plugins.module.loss: torch.nn.functional has no {name!r}.{did_you_mean(name, losses)}")
         return getattr(functional, name)
 
     def _make_metrics(self) -> MetricCollection | None:

@@ -193,9 +193,9 @@ def check(labelled: bool = True, **data) -> str:
         ({"files": {"train": "a.csv"}, "module": "m:f"}, "data: found files and module, expected one of"),
         ({"name": "a.csv"}, "data.name: a.csv is a file. Give it as data.files.train=a.csv."),
         ({"name": "no/such/folder"}, "data.name: no/such/folder: no such folder"),
-        ({"module": "nonsense"}, "data.module: found 'nonsense', expected 'package.module:name' or 'file.py:name'."),
-        ({"module": "nix.py:f"}, "data.module: there is no file nix.py"),
-        ({"module": "nixpackage.m:f"}, "data.module: there is no package 'nixpackage'."),
+        ({"module": "nonsense"}, "data.module: found 'nonsense', expected file.py:name or package.module:name."),
+        ({"module": "nix.py:f"}, "data.module: no such file: nix.py"),
+        ({"module": "nixpackage.m:f"}, "data.module: no package 'nixpackage' is installed."),
     ],
 )
 def test_a_wrong_data_section_is_refused_before_anything_is_loaded(data, message):
@@ -294,7 +294,7 @@ def test_a_function_called_or_answering_wrongly_is_refused():
     assert "data.module: mine.py:two returned list, expected {split: rows}" in refusal(module="mine.py:two")
     assert "mine.py:three, split train, row 1: found 'a' (str)" in refusal(module="mine.py:three")
     assert "data.module: mine.py has no 'tow'. Did you mean 'two'?" in refusal(module="mine.py:tow")
-    assert "data.module: there is no module 'fastloop_plugins.nix'" in refusal(module="fastloop_plugins.nix:f")
+    assert "data.module: fastloop_plugins.nix cannot be imported: ModuleNotFoundError" in refusal(module="fastloop_plugins.nix:f")
 
 
 def test_one_row_cannot_be_held_out_from():

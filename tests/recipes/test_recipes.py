@@ -1,0 +1,113 @@
+"""The shipped recipes run: as they are where that takes seconds, shortened where it takes longer."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastloop.recipe import load_recipe, shipped_recipes
+from fastloop.registry import resolve
+from fastloop.run import Run
+
+SHIPPED = {"quickstart", "distilbert_imdb", "distilbert_imdb_baseline", "gpt_stdlib", "digits_module"}
+
+
+def train(name: str, *overrides: str, without: tuple[str, ...] = ()) -> dict:
+    recipe = load_recipe(name, [*overrides, "train.device=cpu", "output=run"], without_plugins=without)
+    return Run(recipe, resolve(recipe)).execute()
+
+
+@pytest.fixture(scope="module")
+def tiny_distilbert(tmp_path_factory) -> Path:
+    """A DistilBERT of two narrow layers with a tokenizer, as ``from_pretrained`` reads it."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
+    from transformers import DistilBertConfig, DistilBertModel, PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("distilbert")
+    words = Tokenizer(models.WordLevel(unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
+    words.train_from_iterator(["a fine and moving film", "a dull and long film"], trainers.WordLevelTrainer(special_tokens=special))
+    words.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)])
+    names = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token"), special, strict=True))
+    PreTrainedTokenizerFast(tokenizer_object=words, model_max_length=512, **names).save_pretrained(folder)
+    torch.manual_seed(0)
+    DistilBertModel(DistilBertConfig(vocab_size=len(words.get_vocab()), dim=32, n_layers=2, n_heads=2, hidden_dim=64)).save_pretrained(
+        folder
+    )
+    return folder
+
+
+@pytest.fixture
+def imdb_like() -> list[str]:
+    """Overrides that give the IMDB recipes local files of 60 short reviews."""
+    lines = [
+        json.dumps({"text": f"a {word} film " * (1 + index % 5), "label": label})
+        for index in range(30)
+        for word, label in (("fine", 1), ("dull", 0))
+    ]
+    Path("reviews.jsonl").write_text("\n".join(lines) + "\n")
+    return [f"data.files.{split}=reviews.jsonl" for split in ("train", "validation", "test")]
+
+
+def test_these_are_shipped_and_each_says_in_its_first_line_what_it_is():
+    shipped = shipped_recipes()
+    assert set(shipped) == SHIPPED
+    for path in shipped.values():
+        assert path.read_text().startswith("# ")
+
+
+@pytest.mark.parametrize("name", sorted(SHIPPED))
+def test_plan_explains_it_without_data_or_weights(name):
+    done = subprocess.run([sys.executable, "-m", "fastloop", "plan", name], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "slot task" in done.stdout
+    assert "batch " in done.stdout
+
+
+def test_quickstart_shortened():
+    summary = train("quickstart", "data.arguments={train: 800, validation: 200, test: 200}", "train.epochs=2")
+    assert summary["status"] == "completed"
+    assert summary["steps"] == 50
+    assert 0.4 < summary["test"]["accuracy"] < 0.9
+    assert summary["tokens_per_second"] > 0
+
+
+def test_distilbert_imdb_with_a_tiny_model_and_local_files(tiny_distilbert, imdb_like):
+    # compiling has tests of its own; here it would take most of a minute
+    summary = train("distilbert_imdb", f"model.name={tiny_distilbert}", *imdb_like, "train.epochs=2", "train.lr=0.01", without=("compile",))
+    assert summary["plugins"][:3] == ["amp", "checkpoint-best", "dataloader-workers"]
+    assert summary["test"]["accuracy"] > 0.9
+    from transformers import AutoModelForSequenceClassification
+
+    assert AutoModelForSequenceClassification.from_pretrained("run/model").num_labels == 2
+
+
+def test_distilbert_imdb_baseline_pads_all_to_512_and_has_no_speedup(tiny_distilbert, imdb_like):
+    recipe = load_recipe(
+        "distilbert_imdb_baseline", [f"model.name={tiny_distilbert}", *imdb_like, "train.max_steps=2", "train.device=cpu", "output=run"]
+    )
+    run = Run(recipe, resolve(recipe))
+    widths = {batch.inputs["input_ids"].shape[1] for batch in run.train_loader.batches()}
+    assert widths == {512}
+    assert run.execute()["plugins"] == ["log", "progress", "text-classification"]
+
+
+@pytest.mark.slow
+def test_gpt_stdlib_shortened():
+    summary = train(
+        "gpt_stdlib", "data.arguments={largest: 3000}", "data.limit={train: 150, validation: 10}", "train.epochs=1", "train.max_steps=15"
+    )
+    assert summary["status"] == "completed"
+    assert summary["evaluate"]["perplexity"] < 4000, "below that of guessing"
+
+
+def test_digits_module_as_it_is():
+    pytest.importorskip("sklearn")
+    summary = train("digits_module")
+    assert summary["test"]["accuracy"] > 0.96

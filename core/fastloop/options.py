@@ -24,7 +24,10 @@ T = TypeVar("T")
 
 
 def option(help: str, **bounds: Any) -> FieldInfo:
-    """Metadata for an annotated option: what it does, and bounds as pydantic knows them (``ge``, ``gt``, ``le``, ...)."""
+    """Metadata for an annotated option: what it does, and bounds as pydantic knows them (``ge``, ``gt``, ``le``, ...).
+
+    Bounds are for options of one type or null; in a union bound the member: ``PositiveInt | Literal["auto"]``.
+    """
     info: FieldInfo = Field(description=help, **bounds)
     return info
 

@@ -9,8 +9,10 @@
     output:  runs/distilbert_imdb
 
 Order of precedence, low to high: what ``extends:`` names, the file, ``--with``, overrides (``train.lr=1e-4``,
-``plugins.amp.dtype=fp16``), ``--without``. ``${train.lr}`` stands for another key's value. ``model`` and ``data`` are checked
-by the task plugin, each plugin's options by the plugin: this file knows only ``train`` and the shape of the rest.
+``plugins.amp.dtype=fp16``), ``--without``. ``${train.lr}`` stands for another key's value.
+
+``model`` and ``data`` are checked by the task plugin, each plugin's options by the plugin: this file knows only ``train`` and the
+shape of the rest.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
+
+from pydantic import PositiveInt
 
 from fastloop.errors import RecipeError, did_you_mean
 from fastloop.options import option, parse
@@ -43,12 +47,12 @@ class Train:
     seed: Annotated[int, option("Seeds initial weights, sample order and dropout.", ge=0, lt=2**32)] = 123
     max_steps: Annotated[int | None, option("Stop after this many optimizer steps; null: after the epochs.", ge=1)] = None
     clip_norm: Annotated[float | None, option("Clip the gradients' total 2-norm to this, once a step; null: do not.", gt=0)] = None
-    evaluate_every: Annotated[Literal["epoch"] | int | None, option("'epoch', a number of steps, or null: only at the end.", ge=1)] = (
+    evaluate_every: Annotated[Literal["epoch"] | PositiveInt | None, option("'epoch', a number of steps, or null: only at the end.")] = (
         "epoch"
     )
     save_every: Annotated[
-        Literal["epoch"] | int | None,
-        option("When to save what --resume needs: 'epoch', a number of steps, or null: only when stopped.", ge=1),
+        Literal["epoch"] | PositiveInt | None,
+        option("When to save what --resume needs: 'epoch', a number of steps, or null: only when stopped."),
     ] = "epoch"
     keep_checkpoints: Annotated[int, option("Newest checkpoints kept.", ge=1)] = 1
     device: Annotated[Literal["auto", "cpu"], option("'auto' takes the accelerator when there is one.")] = "auto"
@@ -255,7 +259,7 @@ def _apply(tree: dict[str, Any], overrides: Iterable[str], where: str) -> dict[s
     """Overrides, then OmegaConf's interpolations (``${train.lr}``)."""
     import yaml
     from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
+    from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
     for section, value in tree.items():
         _refuse_resolvers(value, f"{where}: {section}")
@@ -280,6 +284,8 @@ def _apply(tree: dict[str, Any], overrides: Iterable[str], where: str) -> dict[s
             raise RecipeError(f"{item}: cannot be applied to {where}: {str(error).splitlines()[0]}.") from None
     try:
         resolved: dict[str, Any] = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
+    except MissingMandatoryValue as error:
+        raise RecipeError(f"{where}: {error.full_key}: is left to be filled in. Give it: {error.full_key}=VALUE.") from None
     except OmegaConfBaseException as error:
         raise RecipeError(f"{where}: {str(error).splitlines()[0]}.") from None
     resolved["plugins"] = _plugins_by_name(resolved.get("plugins"), where)

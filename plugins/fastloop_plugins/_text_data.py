@@ -104,6 +104,9 @@ class TextData:
             raise RecipeError(f"{self.where}.label: missing. Name the column of labels, such as data.label=label.")
         if not labelled and self.options.label is not None:
             raise RecipeError(f"{self.where}.label: a language model has no labels. Remove it, or use the plugin text-classification.")
+        if self.options.name is not None and self.options.files is not None:  # as when a shipped recipe is given files of one's own
+            logger.info("data: files are given, so data.name (%s) is not used", self.options.name)
+            self.options.name = None
         sources = [key for key in ("name", "files", "module") if getattr(self.options, key) is not None]
         if len(sources) != 1:
             found = " and ".join(sources) or "none"

@@ -14,6 +14,8 @@ import os
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+from pydantic import NonNegativeInt
+
 from fastloop import DataLoaderDraft, Plugin, hookimpl, option
 
 logger = logging.getLogger("fastloop")
@@ -30,7 +32,7 @@ class DataLoaderWorkers(Plugin):
     class Config:
         """Options."""
 
-        num_workers: Annotated[int | Literal["auto"], option("Worker processes for each training process.", ge=0)] = "auto"
+        num_workers: Annotated[NonNegativeInt | Literal["auto"], option("Worker processes for each training process.")] = "auto"
         persistent_workers: Annotated[bool, option("Keep the workers between epochs.")] = True
         prefetch_factor: Annotated[int, option("Batches that each worker reads ahead.", ge=1)] = 2
         pin_memory: Annotated[bool | Literal["auto"], option("Page-locked batches, for faster copies; auto: when there is CUDA.")] = "auto"

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import yaml
+
 from fastloop.cli import main
 
 ROWS = [("a fine film", "good"), ("a dull film", "bad"), ("fine and moving", "good"), ("dull and long", "bad")] * 4

@@ -1,0 +1,179 @@
+"""The plugin ``compile``. Most tests use cheap backends of torch's own: what is tested is what the plugin does around them."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from conftest import tiny_data, tiny_model
+from safetensors.torch import load_file
+from torch import nn
+
+from fastloop import PluginCrash, PluginError
+
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # torch's own, inside inductor
+
+
+@pytest.fixture(autouse=True)
+def _dynamo_as_it_was(monkeypatch, tmp_path):
+    """Every test with its own cache folder and an empty compiler state."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    yield
+    torch._dynamo.reset()
+
+
+def eager(**options):
+    return {"compile": {"backend": "aot_eager", **options}}
+
+
+@torch._dynamo.register_backend(name="fastloop_test_broken")
+def broken(graph, inputs):
+    raise ValueError("this backend knows no such operation")
+
+
+@pytest.mark.slow
+def test_with_inductor_losses_stay_in_the_band_of_reassociated_numbers(tiny_run, tmp_path):
+    plain = tiny_run(model=tiny_model(dropout=0.0))
+    result = tiny_run(["compile"], model=tiny_model(dropout=0.0))
+    assert result.losses == pytest.approx(plain.losses, rel=1e-5)
+    assert result.summary["compile_seconds"] > 0
+    assert result.summary["compile"]["failure"] is None
+    assert 2 <= result.summary["compile"]["graphs"] <= 6
+    assert any((tmp_path / "cache" / "fastloop" / "compiled").rglob("*.so")), "compiled code is kept for later runs"
+
+
+def test_weights_keep_their_names_in_checkpoints_and_export(tiny_run):
+    result = tiny_run([eager()], epochs=1)
+    names = set(tiny_model().state_dict())
+    folder = result.trainer.run.folder
+    assert set(load_file(folder / "model" / "model.safetensors")) == names
+    assert set(load_file(folder / "checkpoints" / "step-00000009" / "model.safetensors")) == names
+    assert result.summary["compile"]["graphs"] > 0
+
+
+def test_a_resumed_compiled_run_ends_with_the_same_numbers(tiny_run):
+    whole = tiny_run([eager()], epochs=2)
+    tiny_run([eager()], epochs=1, output="run")
+    resumed = tiny_run([eager()], epochs=2, output="run", resume=True)
+    assert all(torch.equal(whole.weights[name], resumed.weights[name]) for name in whole.weights)
+
+
+class Repeated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, inputs):
+        for block in self.blocks:
+            inputs = block(inputs)
+        return self.head(inputs)
+
+
+def test_regional_compiles_repeated_blocks_and_computes_the_same(tiny_run):
+    torch.manual_seed(3)
+    model = Repeated()
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    regional = tiny_run([eager(regional=True)], model=model)
+    again = Repeated()
+    again.load_state_dict(state)
+    assert regional.losses == pytest.approx(tiny_run(model=again).losses, rel=1e-5)
+    assert regional.summary["compile"]["graphs"] > 0
+
+
+def test_regional_without_repeated_blocks_says_so(tiny_run, caplog):
+    with caplog.at_level(logging.WARNING, "fastloop"):
+        tiny_run([eager(regional=True)], epochs=1)
+    assert "has no list of like blocks: the whole model is compiled" in caplog.text
+
+
+class Breaks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 3)
+
+    def forward(self, inputs):
+        torch._dynamo.graph_break()
+        return self.layer(inputs)
+
+
+def test_graph_breaks_are_counted_with_their_reasons(tiny_run):
+    report = tiny_run([eager()], model=Breaks(), epochs=1).summary["compile"]
+    assert report["graph_breaks"] > 0
+    assert any("graph_break" in reason or "graph break" in reason for reason in report["graph_break_reasons"])
+
+
+@pytest.mark.parametrize(
+    ("options", "model", "reason"),
+    [
+        ({"backend": "fastloop_test_broken"}, tiny_model, "this backend knows no such operation"),
+        ({"fullgraph": True}, Breaks, "graph_break"),
+    ],
+    ids=["broken backend", "fullgraph"],
+)
+def test_a_model_that_cannot_be_compiled_runs_eagerly_after_one_warning(tiny_run, caplog, options, model, reason):
+    torch.manual_seed(1)
+    plain = tiny_run(model=model())
+    torch.manual_seed(1)
+    with caplog.at_level(logging.WARNING, "fastloop"):
+        result = tiny_run([eager(**options)], model=model())
+    assert result.losses == plain.losses
+    warnings = [record.getMessage() for record in caplog.records if "cannot be compiled" in record.getMessage()]
+    assert len(warnings) == 1
+    assert reason in warnings[0]
+    assert reason in result.summary["compile"]["failure"]
+
+
+def test_on_failure_error_refuses_it(tiny_run):
+    with pytest.raises(PluginError, match=r"plugin 'compile': Sequential cannot be compiled: .*this backend knows no such operation"):
+        tiny_run([eager(backend="fastloop_test_broken", on_failure="error")])
+
+
+def test_an_error_of_the_model_itself_is_not_taken_for_one_of_the_compiler(tiny_run):
+    class Wrong(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(7, 3)
+
+        def forward(self, inputs):
+            return self.layer(inputs)
+
+    with pytest.raises(PluginCrash, match=r"shapes cannot be multiplied|size mismatch|mat1 and mat2"):
+        tiny_run([eager()], model=Wrong())
+
+
+def test_an_unknown_backend_is_refused_with_those_there_are(tiny_run):
+    with pytest.raises(PluginError, match=r"plugins\.compile\.backend: torch has no 'inducter'\..*inductor"):
+        tiny_run([eager(backend="inducter")])
+
+
+def test_lengths_that_vary_do_not_recompile_for_ever(tiny_run):
+    """Batches of every width from 1 to 40 features long: a handful of graphs, not forty."""
+
+    class Pooled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Linear(1, 8)
+            self.head = nn.Linear(8, 3)
+
+        def forward(self, inputs):
+            return self.head(torch.tanh(self.embed(inputs[..., None])).mean(1))
+
+    class Varying(torch.utils.data.Dataset):
+        def __len__(self) -> int:
+            return 40
+
+        def __getitem__(self, index):
+            return torch.full((index + 1,), 0.1), index % 3
+
+    report = tiny_run([eager()], model=Pooled(), data=Varying(), batch_size=1, epochs=1).summary["compile"]
+    assert 1 < report["graphs"] <= 6
+    assert report["recompilations"] <= 4
+    assert report["failure"] is None
+
+
+def test_it_asks_tasks_to_pad_to_a_multiple(tiny_run):
+    assert tiny_run([eager()], epochs=1).trainer.run.loading.pad_to_multiple_of == 64
+    assert tiny_run([eager(pad_to_multiple_of=None)], epochs=1, data=tiny_data()).trainer.run.loading.pad_to_multiple_of is None

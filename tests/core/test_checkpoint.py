@@ -9,7 +9,6 @@ import random
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -270,40 +269,50 @@ def test_a_kill_while_a_step_is_saved_again_loses_neither(when, monkeypatch):
     assert model["weight"][0] == state["moment"][0] == 2.0
 
 
-WRITER = """
-import sys, torch
+KILLS = """
+import os, random, signal, sys, time
 from pathlib import Path
-from fastloop.checkpoint import rotate, write
-run, first = Path(sys.argv[1]), int(sys.argv[2])
-for step in range(first, 100000):
-    value = torch.full((20000,), float(step))
-    for again in range(1 + step % 2):  # every other step twice, as at the end of an epoch
-        write(run / "checkpoints" / f"step-{step:08d}", {"weight": value}, {"step": step, "moment": value})
-        rotate(run, 1)
-        print(step, flush=True)
+import torch
+from fastloop.checkpoint import find, read, rotate, write
+
+torch.set_num_threads(1)
+run, chance, step = Path("run"), random.Random(0), 0
+for _ in range(20):
+    pipe, child_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        while True:
+            step += 1
+            value = torch.full((20000,), float(step))
+            for again in range(1 + step % 2):  # every other step twice, as at the end of an epoch
+                write(run / "checkpoints" / f"step-{step:08d}", {"weight": value}, {"step": step, "moment": value})
+                rotate(run, 1)
+                os.write(child_end, step.to_bytes(4, "big"))
+    os.close(child_end)
+    finished = int.from_bytes(os.read(pipe, 4), "big")
+    time.sleep(chance.random() * 0.1)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    while last := os.read(pipe, 4):
+        finished = int.from_bytes(last, "big")
+    os.close(pipe)
+    found, skipped = find(run)
+    model, state = read(found)
+    assert not skipped, skipped
+    assert state["step"] >= finished, (state["step"], finished)
+    assert model["weight"].eq(state["step"]).all() and state["moment"].eq(state["step"]).all(), found
+    step = state["step"]
+    print(found.name)
 """
 
 
 def test_a_kill_at_any_time_leaves_a_whole_checkpoint_no_older_than_the_last_finished():
-    script = Path("writer.py")
-    script.write_text(WRITER)
-    chance, first, environment = random.Random(0), 1, os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    for _ in range(6):
-        process = subprocess.Popen([sys.executable, script, "run", str(first)], stdout=subprocess.PIPE, text=True, env=environment)
-        assert process.stdout is not None
-        finished = int(process.stdout.readline())
-        time.sleep(chance.random() * 0.2)
-        process.kill()
-        finished = max([finished, *(int(line) for line in process.stdout.read().split("\n")[:-1] if line)])
-        process.wait()
-        process.stdout.close()
-        found, skipped = find(Path("run"))
-        model, state = read(found)
-        assert state["step"] >= finished
-        assert torch.equal(model["weight"], torch.full((20000,), float(state["step"])))
-        assert torch.equal(state["moment"], model["weight"])
-        assert not skipped
-        first = state["step"] + 1
-    write(Path("run/checkpoints/step-00999999"), {}, {})
+    script = Path("kills.py")
+    script.write_text(KILLS)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.split()) == 20
+    save(99999999)
     rotate(Path("run"), 1)
-    assert [path.name for path in Path("run/checkpoints").iterdir()] == ["step-00999999"]  # what the kills left is gone
+    assert [path.name for path in Path("run/checkpoints").iterdir()] == ["step-99999999"]  # what the kills left is gone

@@ -52,7 +52,7 @@ class Train:
     )
     save_every: Annotated[
         Literal["epoch"] | PositiveInt | None,
-        option("When to save what --resume needs: 'epoch', a number of steps, or null: only when stopped."),
+        option("When to save what --resume needs: 'epoch', a number of steps, or null: only when asked (Ctrl-C)."),
     ] = "epoch"
     keep_checkpoints: Annotated[int, option("Newest checkpoints kept.", ge=1)] = 1
     device: Annotated[Literal["auto", "cpu"], option("'auto' takes the accelerator when there is one.")] = "auto"
@@ -285,7 +285,7 @@ def _apply(tree: dict[str, Any], overrides: Iterable[str], where: str) -> dict[s
     try:
         resolved: dict[str, Any] = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
     except MissingMandatoryValue as error:
-        raise RecipeError(f"{where}: {error.full_key}: is left to be filled in. Give it: {error.full_key}=VALUE.") from None
+        raise RecipeError(f"{where}: {error.full_key}: found '???', which stands for a value to fill in. Set it.") from None
     except OmegaConfBaseException as error:
         raise RecipeError(f"{where}: {str(error).splitlines()[0]}.") from None
     resolved["plugins"] = _plugins_by_name(resolved.get("plugins"), where)

@@ -194,7 +194,7 @@ class Run:
 
     def step_was_skipped(self) -> bool:
         """Whether fp16's loss scaling found an overflow and skipped the optimizer step."""
-        return self.accelerator.scaler is not None and bool(self.accelerator.optimizer_step_was_skipped)
+        return bool(getattr(self.optimizer, "step_was_skipped", False))
 
     def count(self, batches: list[Batch]) -> None:
         """Add a finished step to the counters."""
@@ -233,16 +233,18 @@ class Run:
         return epoch_ended if every == "epoch" else every is not None and state.step > 0 and state.step % every == 0
 
     def saving_due(self, epoch_ended: bool = False) -> bool:
-        """Whether to save now. A run that stops inside an epoch is saved there."""
+        """Whether to save now: when asked, when ``train.save_every`` says so, and at the run's end."""
         state, every = self.state, self.recipe.train.save_every
         if state.save_requested:
             state.save_requested = False
             return True
+        if every is None:
+            return False
         if epoch_ended:
-            return every == "epoch" or self.stopping()
+            return every == "epoch" or self.stopping() or state.epoch >= self.recipe.train.epochs
         if isinstance(every, int) and state.step % every == 0:
             return True
-        return self.stopping() and not self.interrupted and not self.epoch_done()
+        return self.stopping() and not self.epoch_done()  # else the epoch's end saves
 
     # -- saving and resuming ---------------------------------------------------------------------------------------------
 

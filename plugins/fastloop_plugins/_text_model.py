@@ -128,7 +128,8 @@ class TextModel:
             if key not in known:  # transformers would keep it and never read it
                 raise RecipeError(f"{self.where}.config.{key}: {kind} has no such option.{did_you_mean(key, known)}")
         try:
-            return AutoConfig.for_model(kind, **rest)
+            with quiet():  # the end token of the defaults may lie outside a small vocabulary; build() sets it
+                return AutoConfig.for_model(kind, **rest)
         except (ValueError, TypeError, StrictDataclassError) as error:
             raise RecipeError(f"{self.where}.config: {' '.join(str(error).split())}") from None
 

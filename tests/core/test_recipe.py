@@ -93,7 +93,7 @@ WRONG = {
         "plugins: [{amp: bf16}]",
         "r.yaml: plugins.amp: found 'bf16', expected a mapping of options, or false to leave it out.",
     ),
-    "a value to fill in": ("model: {name: '???'}", "r.yaml: model.name: is left to be filled in. Give it: model.name=VALUE."),
+    "a value to fill in": ("model: {name: '???'}", "r.yaml: model.name: found '???', which stands for a value to fill in. Set it."),
 }
 
 

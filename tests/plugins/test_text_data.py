@@ -68,6 +68,13 @@ def test_every_file_type_gives_the_same_rows(suffix):
     assert "test" not in found
 
 
+def test_files_take_the_place_of_a_shipped_recipes_dataset_and_that_is_said(caplog):
+    caplog.set_level(logging.INFO, "fastloop")
+    write("train.csv", rows(4))
+    assert len(read(name="imdb", files={"train": "train.csv"}, held_out=0).load()["train"].texts) == 4
+    assert "files are given, so data.name (imdb) is not used" in caplog.text
+
+
 def test_txt_gives_paragraphs_or_else_lines():
     Path("paragraphs.txt").write_text("one\ntwo\n\n\nthree\n")
     Path("lines.txt").write_text("one\ntwo\nthree\n")
@@ -183,7 +190,7 @@ def check(labelled: bool = True, **data) -> str:
         ({"files": {"train": "a.csv"}, "arguments": {"n": 1}}, "data.arguments: they are for the function of data.module"),
         ({"files": {"train": "a.csv"}, "label": None}, "data.label: missing"),
         ({}, "recipe.yaml: data: found none, expected one of: name"),
-        ({"files": {"train": "a.csv"}, "name": "imdb"}, "data: found name and files, expected one of"),
+        ({"files": {"train": "a.csv"}, "module": "m:f"}, "data: found files and module, expected one of"),
         ({"name": "a.csv"}, "data.name: a.csv is a file. Give it as data.files.train=a.csv."),
         ({"name": "no/such/folder"}, "data.name: no/such/folder: no such folder"),
         ({"module": "nonsense"}, "data.module: found 'nonsense', expected 'package.module:name' or 'file.py:name'."),

@@ -1,0 +1,521 @@
+"""A run that was killed and resumed ends as one that was never interrupted: weights, metrics and data order, to the bit.
+
+Most runs are killed in a forked child, by SIGKILL from inside at a chosen moment; the others are this process's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import tiny_data
+from torch.utils.data import Dataset, IterableDataset
+
+from fastloop import CheckpointError, Plugin, hookimpl
+
+TIMES = ("samples_per_second", "tokens_per_second")
+
+
+class Indexed(Dataset):
+    """67 samples whose first feature is their index; with ``noise``, a random part that all three generators draw."""
+
+    def __init__(self, noise: bool = False) -> None:
+        self.noise = noise
+
+    def __len__(self) -> int:
+        return 67
+
+    def __getitem__(self, index: int):
+        inputs, target = tiny_data()[index]
+        if self.noise:
+            inputs = inputs + 0.1 * torch.randn(8) + 0.1 * float(np.random.rand()) + 0.1 * random.random()
+        inputs = inputs.clone()
+        inputs[0] = index / 100
+        return inputs, target
+
+
+class Stream(IterableDataset):
+    """The same samples, one after another."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from (Indexed()[index] for index in range(67))
+
+
+class Ledger(Plugin):
+    """Writes the sample ids of every step to a file as they are used; a step done again overwrites."""
+
+    name = "ledger-for-tests"
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+
+    @hookimpl
+    def before_fit(self) -> None:
+        with self.path.open("a") as file:
+            file.write("[-1, []]\n")  # what follows is another process's
+
+    @hookimpl(wrapper=True)
+    def compute_loss(self, run, model, batch):
+        if model.training:
+            ids = [round(float(value) * 100) for value in batch[0][:, 0]]
+            with self.path.open("a") as file:
+                file.write(json.dumps([run.state.step, ids]) + "\n")
+        return (yield)
+
+
+class Dies(Plugin):
+    """SIGKILL to its own process, at a chosen moment."""
+
+    name = "dies"
+
+    def __init__(self, moment: str, step: int) -> None:
+        super().__init__()
+        self.moment, self.step = moment, step
+
+    def here(self, moment: str, run: Any) -> None:
+        if moment == self.moment and run.state.step == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    @hookimpl
+    def after_backward(self, run) -> None:
+        self.here("in a step", run)
+
+    @hookimpl
+    def after_step(self, run) -> None:
+        self.here("after a step", run)
+
+    @hookimpl
+    def before_evaluate(self, run) -> None:
+        self.here("in an evaluation", run)
+
+    @hookimpl
+    def after_evaluate(self, run) -> None:
+        self.here("after an evaluation", run)
+
+    @hookimpl
+    def save_state(self, run) -> None:
+        self.here("in a save", run)
+
+
+class Scaler(Plugin):
+    """Loss scaling as fp16 has it, with the CPU's GradScaler: it grows every third step, and one step overflows and is skipped."""
+
+    name = "scaler"
+    skipped = 0
+
+    @hookimpl
+    def after_prepare(self, run) -> None:
+        from accelerate.optimizer import AcceleratedOptimizer
+
+        run.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=3)
+        run.optimizer = AcceleratedOptimizer(run.optimizer, device_placement=False, scaler=run.accelerator.scaler)
+
+    @hookimpl
+    def after_backward(self, run) -> None:
+        if run.state.step == 7:
+            next(run.model.parameters()).grad.fill_(float("inf"))
+
+    @hookimpl
+    def after_step(self, run) -> None:
+        self.skipped += run.step_was_skipped()
+
+
+class Own(Plugin):
+    """State of every kind that a checkpoint takes; it changes the numbers, so a loss of it shows."""
+
+    name = "own"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[str, Any] = {"sum": torch.zeros(()), "pair": (1, "a"), "by step": {0: 0.0}, "nothing": None}
+
+    @hookimpl
+    def before_optimizer_step(self, run) -> None:
+        self.kept["sum"] = self.kept["sum"] + 0.1
+        self.kept["pair"] = (self.kept["pair"][0] + 1, "a")
+        self.kept["by step"][run.state.step] = float(self.kept["sum"])
+        with torch.no_grad():
+            for parameter in run.model.parameters():
+                parameter.grad.add_(0.001 * self.kept["sum"] * self.kept["pair"][0] + 0.001 * len(self.kept["by step"]))
+
+    @hookimpl
+    def save_state(self) -> dict[str, Any]:
+        return self.kept
+
+    @hookimpl
+    def load_state(self, state) -> None:
+        self.kept = state
+
+
+WORKERS = {"dataloader-workers": {"num_workers": 2}}
+SCHEDULE = {"lr-scheduler": {"schedule": "cosine", "warmup": 4}}
+EVERYTHING = [WORKERS, SCHEDULE, {"ema": {"decay": 0.9}}, "checkpoint-best", "amp", {"early-stopping": {"patience": 50}}]
+
+RUNS: dict[str, tuple[Callable[[], list[Any]], dict[str, Any]]] = {
+    "plain": (list, {}),
+    "accumulated": (list, {"device_batch_size": 2, "clip_norm": 0.5}),
+    "scheduled": (lambda: [SCHEDULE], {}),
+    "random data": (list, {"data": Indexed(noise=True)}),
+    "random data in workers": (lambda: [WORKERS], {"data": Indexed(noise=True)}),
+    "stream": (list, {"data": Stream()}),
+    "stream in workers": (lambda: [WORKERS], {"data": Stream()}),
+    "averaged": (lambda: [{"ema": {"decay": 0.9}}, "checkpoint-best"], {}),
+    "mixed precision": (lambda: ["amp"], {}),
+    "loss scaling": (lambda: [Scaler()], {}),
+    "a plugin's own state": (lambda: [Own()], {}),
+    "everything": (lambda: [*EVERYTHING, Scaler(), Own()], {"device_batch_size": 4, "clip_norm": 1.0, "data": Indexed(noise=True)}),
+}
+
+
+def record(folder: Path, ledger: Path) -> dict[str, Any]:
+    """All of a finished run that must not depend on interruptions."""
+    summary = json.loads((folder / "summary.json").read_text())
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps: dict[int, list[list[int]]] = {}
+    previous = None
+    for step, ids in map(json.loads, ledger.read_text().splitlines()):
+        if step != previous:
+            steps[step] = []
+        steps[step].append(ids)
+        previous = step
+    return {
+        "model": (folder / "model" / "model.safetensors").read_bytes(),
+        "metrics": [{key: value for key, value in line.items() if key not in TIMES} for line in lines],
+        "summary": {key: summary[key] for key in ("status", "steps", "epochs", "samples", "evaluate", "test", "best")},
+        "ledger": steps,
+    }
+
+
+@pytest.fixture
+def train(tiny_run):
+    """``train(folder, ...)``: three epochs of nine steps, saved every fourth, evaluated at every fifth; ``dies`` forks, and is killed."""
+
+    def run(folder: str, plugins: list[Any], dies: Dies | None = None, resume: bool = False, **arguments: Any) -> Any:
+        defaults = {"data": Indexed(), "epochs": 3, "save_every": 4, "evaluate_every": 5, "test_loader": tiny_data(16, seed=2)}
+        arguments = {**defaults, **arguments, "output": folder, "resume": resume}
+        ledger = Ledger(Path(f"{folder}.ledger"))
+        if dies is None:
+            return tiny_run([{"log": {"every": 3}}, *plugins, ledger], **arguments)
+        child = os.fork()
+        if child == 0:
+            try:
+                tiny_run([{"log": {"every": 3}}, *plugins, ledger, dies], **arguments)
+            finally:
+                os._exit(1)  # it should have been killed
+        _, status = os.waitpid(child, 0)
+        assert os.WIFSIGNALED(status), "the run was killed"
+        assert os.WTERMSIG(status) == signal.SIGKILL
+        return None
+
+    return run
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_killed_in_the_middle_of_an_epoch_and_resumed(train, name):
+    plugins, arguments = RUNS[name]
+    whole = train("whole", plugins(), **arguments)
+    train("run", plugins(), Dies("in a step", 14), **arguments)
+    resumed = train("run", plugins(), resume=True, **arguments)
+    assert resumed.trainer.run.state.step == 27
+    assert len(resumed.losses) == 27 - 12, "it went on from step 12, the last save"
+    assert resumed.losses == whole.losses[12:]
+    assert record(Path("run"), Path("run.ledger")) == record(Path("whole"), Path("whole.ledger"))
+    if name == "loss scaling":
+        scaler = resumed.trainer.run.accelerator.scaler
+        assert scaler.get_scale() == whole.trainer.run.accelerator.scaler.get_scale() != 256.0
+        assert next(plugin for plugin in whole.trainer.resolution.plugins if plugin.name == "scaler").skipped == 1
+
+
+@pytest.mark.parametrize(
+    ("moment", "step"),
+    [
+        ("after a step", 4),
+        ("in a save", 8),
+        ("after a step", 9),
+        ("in an evaluation", 10),
+        ("after an evaluation", 15),
+        ("in a step", 18),
+        ("in a save", 20),
+        ("in an evaluation", 27),
+    ],
+)
+def test_killed_at_any_moment(train, moment, step):
+    """Right before and in a save, in an evaluation and after it, at the end of an epoch and of the run."""
+    plugins = [{"ema": {"decay": 0.9}}, "checkpoint-best"]
+    train("whole", plugins)
+    first = 4 if step > 4 else 2
+    train("run", plugins, Dies(moment, step), save_every=first)
+    train("run", plugins, resume=True)
+    assert record(Path("run"), Path("run.ledger")) == record(Path("whole"), Path("whole.ledger"))
+
+
+def test_killed_again_and_again(train):
+    train("whole", EVERYTHING)
+    train("run", EVERYTHING, Dies("in a step", 6))
+    for moment, step in (("in a step", 9), ("in a save", 12), ("in an evaluation", 15), ("after a step", 21)):
+        train("run", EVERYTHING, Dies(moment, step), resume=True)
+    train("run", EVERYTHING, resume=True)
+    assert record(Path("run"), Path("run.ledger")) == record(Path("whole"), Path("whole.ledger"))
+
+
+def test_saved_and_evaluated_by_epoch(train):
+    by_epoch = {"save_every": "epoch", "evaluate_every": "epoch"}
+    train("whole", ["checkpoint-best"], **by_epoch)
+    train("run", ["checkpoint-best"], Dies("in an evaluation", 18), **by_epoch)
+    train("run", ["checkpoint-best"], resume=True, **by_epoch)
+    assert record(Path("run"), Path("run.ledger")) == record(Path("whole"), Path("whole.ledger"))
+
+
+def test_killed_before_the_first_checkpoint_there_is_nothing_to_resume(train):
+    train("run", [], Dies("in a step", 2))
+    with pytest.raises(CheckpointError, match="run: no checkpoint to resume from"):
+        train("run", [], resume=True)
+
+
+# -- Ctrl-C ---------------------------------------------------------------------------------------------------------------
+
+
+class Interrupts(Plugin):
+    """SIGINT to its own process, once or twice."""
+
+    name = "interrupts"
+
+    def __init__(self, moment: str, step: int, times: int = 1) -> None:
+        super().__init__()
+        self.moment, self.step, self.times = moment, step, times
+
+    def here(self, moment: str, run: Any) -> None:
+        if moment == self.moment and run.state.step == self.step:
+            for _ in range(self.times):
+                os.kill(os.getpid(), signal.SIGINT)
+
+    @hookimpl
+    def after_backward(self, run) -> None:
+        self.here("in a step", run)
+
+    @hookimpl
+    def before_evaluate(self, run) -> None:
+        self.here("in an evaluation", run)
+
+
+@pytest.mark.parametrize(
+    ("moment", "step", "every"),
+    [
+        ("in a step", 13, 5),
+        ("in a step", 8, "epoch"),
+        ("in a step", 14, 5),
+        ("in an evaluation", 9, "epoch"),
+        ("in an evaluation", 10, 5),
+        ("in a step", 26, 5),
+    ],
+    ids=["mid-epoch", "last step of an epoch", "when an evaluation is due", "evaluating an epoch", "evaluating", "the last step"],
+)
+def test_ctrl_c_saves_at_the_end_of_the_step_and_the_resumed_run_is_the_same(train, monkeypatch, moment, step, every):
+    from fastloop.run import Run
+
+    arguments = {"evaluate_every": every, "save_every": None}
+    train("whole", ["checkpoint-best"], **arguments)
+    execute = Run.execute
+
+    def interruptible(self: Run) -> dict[str, Any]:
+        with self.interruptible():
+            return execute(self)
+
+    monkeypatch.setattr(Run, "execute", interruptible)
+    stopped = train("run", ["checkpoint-best", Interrupts(moment, step)], **arguments)
+    assert (stopped.summary["status"], stopped.summary["reason"]) == ("stopped", "interrupted")
+    assert stopped.summary["steps"] == step + (moment == "in a step")
+    assert not Path("run/model").exists()
+    train("run", ["checkpoint-best"], resume=True, **arguments)
+    assert record(Path("run"), Path("run.ledger")) == record(Path("whole"), Path("whole.ledger"))
+
+
+def test_a_second_ctrl_c_stops_at_once(train, monkeypatch):
+    from fastloop.run import Run
+
+    execute = Run.execute
+
+    def interruptible(self: Run) -> dict[str, Any]:
+        with self.interruptible():
+            return execute(self)
+
+    monkeypatch.setattr(Run, "execute", interruptible)
+    with pytest.raises(KeyboardInterrupt):
+        train("run", [Interrupts("in a step", 13, times=2)])
+    summary = json.loads(Path("run/summary.json").read_text())
+    assert (summary["status"], summary["reason"], summary["steps"]) == ("failed", "KeyboardInterrupt", 13)
+    train("run", [], resume=True)
+    train("whole", [])
+    assert record(Path("run"), Path("run.ledger")) == record(Path("whole"), Path("whole.ledger"))
+
+
+# -- what is not resumed, or not from there ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seed": 7}, r"was saved with train\.seed = 123, and this run has 7"),
+        ({"lr": 0.5}, r"train\.lr = 0\.01, and this run has 0\.5"),
+        ({"batch_size": 4}, r"train\.batch_size = 8"),
+        ({"optimizer": "SGD"}, r"train\.optimizer = 'AdamW'"),
+        ({"model": torch.nn.Linear(8, 3)}, "not a checkpoint of this model"),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused_and_nothing_is_changed(train, changes, message):
+    train("run", [], epochs=1)
+    before = {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}
+    with pytest.raises(CheckpointError, match=message):
+        train("run", [], resume=True, **changes)
+    assert {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()} == before
+
+
+def test_a_scheduler_that_came_or_went_is_refused(train):
+    train("run", [SCHEDULE], epochs=1)
+    with pytest.raises(CheckpointError, match="was saved with a scheduler, and this run is without one"):
+        train("run", [], resume=True)
+
+
+def damage_newest(folder: str) -> None:
+    newest = sorted(Path(folder, "checkpoints").glob("step-*"))[-1] / "state.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-9])
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over_aloud(train, caplog):
+    train("whole", [])
+    train("run", [], Dies("in a step", 14), keep_checkpoints=3)
+    damage_newest("run")
+    resumed = train("run", [], resume=True, keep_checkpoints=3)
+    assert "step-00000012: damaged (state.safetensors is not what was written)" in caplog.text
+    assert len(resumed.losses) == 27 - 8
+    assert record(Path("run"), Path("run.ledger")) == record(Path("whole"), Path("whole.ledger"))
+
+
+def test_when_every_checkpoint_is_damaged_the_run_does_not_start_anew(train):
+    train("run", [], Dies("in a step", 14))
+    damage_newest("run")
+    with pytest.raises(CheckpointError, match="No checkpoint to resume from is whole"):
+        train("run", [], resume=True)
+
+
+def test_a_completed_run_goes_on_for_more_epochs(train):
+    train("whole", ["checkpoint-best"], epochs=3, save_every="epoch", evaluate_every="epoch")
+    train("run", ["checkpoint-best"], epochs=1, save_every="epoch", evaluate_every="epoch")
+    resumed = train("run", ["checkpoint-best"], epochs=3, save_every="epoch", evaluate_every="epoch", resume=True)
+    assert len(resumed.losses) == 18
+    first, second = record(Path("run"), Path("run.ledger")), record(Path("whole"), Path("whole.ledger"))
+    assert first["model"] == second["model"]
+    assert first["summary"] == second["summary"]
+    assert first["ledger"] == second["ledger"]
+
+
+def test_a_completed_run_resumed_trains_nothing(train):
+    first = train("run", ["checkpoint-best"], save_every="epoch")
+    again = train("run", ["checkpoint-best"], save_every="epoch", resume=True)
+    assert again.losses == []
+    for key in ("status", "steps", "evaluate", "test", "best"):
+        assert again.summary[key] == first.summary[key]
+
+
+def test_a_checkpoint_can_be_named_and_the_run_folder_moved(train):
+    train("whole", [])
+    train("run", [], Dies("in a step", 14))
+    shutil.move("run", "elsewhere")
+    Path("run.ledger").rename("elsewhere.ledger")
+    resumed = train("elsewhere", [], resume="elsewhere/checkpoints/step-00000012")
+    assert resumed.losses
+    assert record(Path("elsewhere"), Path("elsewhere.ledger")) == record(Path("whole"), Path("whole.ledger"))
+
+
+# -- the command line -------------------------------------------------------------------------------------------------------
+
+
+RECIPE = """
+model: {module: "net.py:Net"}
+data: {module: "net.py:data"}
+train: {epochs: 60, batch_size: 8, lr: 0.01, save_every: 7, device: cpu}
+plugins:
+  - module: {loss: cross_entropy}
+  - checkpoint-best
+  - lr-scheduler
+output: OUTPUT
+"""
+NET = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+torch.set_num_threads(1)
+
+class Net(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(8, 16), nn.Dropout(0.1), nn.Linear(16, 3))
+
+def data():
+    inputs = torch.randn(67, 8, generator=torch.Generator().manual_seed(0))
+    split = TensorDataset(inputs, inputs[:, :3].argmax(1))
+    return {"train": split, "evaluate": split, "test": split}
+"""
+
+
+def checkpoint_names(folder: str) -> set[str]:
+    return {path.name for path in Path(folder).glob("checkpoints/step-*")}
+
+
+def wait_for(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to it in a minute"
+        time.sleep(0.005)
+
+
+@pytest.mark.slow
+def test_fastloop_train_killed_from_outside_and_resumed_by_the_command_line():
+    Path("net.py").write_text(NET)
+    for name in ("whole", "run"):
+        Path(f"{name}.yaml").write_text(RECIPE.replace("OUTPUT", name))
+    command = [sys.executable, "-m", "fastloop", "train"]
+    subprocess.run([*command, "whole.yaml"], check=True, capture_output=True)
+    for resume, delay in (([], 0.05), (["--resume"], 0.2)):
+        seen = checkpoint_names("run")
+        process = subprocess.Popen([*command, "run.yaml", *resume], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        wait_for(lambda seen=seen: not checkpoint_names("run") <= seen)
+        time.sleep(delay)
+        process.kill()
+        _, errors = process.communicate()
+        assert process.returncode == -signal.SIGKILL, errors.decode()
+    done = subprocess.run([*command, "run.yaml", "--resume"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "resumed from run/checkpoints/step-" in done.stdout
+    for name in ("model/model.safetensors", "checkpoints/step-00000540/model.safetensors"):
+        assert Path("run", name).read_bytes() == Path("whole", name).read_bytes()
+    first, second = (json.loads(Path(name, "summary.json").read_text()) for name in ("run", "whole"))
+    for key in ("status", "steps", "evaluate", "test", "best"):
+        assert first[key] == second[key]
+
+
+@pytest.mark.slow
+def test_ctrl_c_on_the_command_line_exits_130_and_says_how_to_resume():
+    Path("net.py").write_text(NET)
+    Path("run.yaml").write_text(RECIPE.replace("OUTPUT", "run"))
+    command = [sys.executable, "-m", "fastloop", "train", "run.yaml", "train.epochs=100000"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    wait_for(lambda: checkpoint_names("run"))
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=30)
+    assert process.returncode == 130, errors
+    assert "Traceback" not in errors
+    assert "Go on with: fastloop train run.yaml train.epochs=100000 --resume" in output
+    assert json.loads(Path("run/summary.json").read_text())["status"] == "stopped"

@@ -261,7 +261,7 @@ class Run:
                 "optimizer": self.optimizer.state_dict(),
                 "scheduler": self.scheduler and self.scheduler.state_dict(),
                 "scaler": self.accelerator.scaler and self.accelerator.scaler.state_dict(),
-                "plugins": {name: state for name, state in plugins.items() if state is not None},
+                "plugins": plugins,
             }
             path = self.folder / "checkpoints" / f"step-{self.state.step:08d}"
             checkpoint.write(path, self.unwrapped().state_dict(), state)
@@ -297,7 +297,9 @@ class Run:
         self.clock.seconds |= saved["clock"] | {"startup": startup}
         for plugin, call in self.resolution.each("load_state"):
             if plugin.name in saved["plugins"]:
-                call(run=self, state=saved["plugins"][plugin.name])
+                state = saved["plugins"][plugin.name]
+                if state is not None:  # it had nothing to keep
+                    call(run=self, state=state)
             else:
                 log.warning("plugin %r is not in the checkpoint: it starts anew at step %d", plugin.name, self.state.step)
         log.info("resumed from %s at step %d", path, self.state.step)

@@ -4,20 +4,37 @@ from __future__ import annotations
 
 import sys
 import traceback
+from typing import Annotated
 
 import typer
 
+from fastloop import __version__
 from fastloop.cli import doctor, plan, plugins, recipes, train
 from fastloop.errors import DataError, FastloopError, PluginCrash
 
 app = typer.Typer(
     name="fastloop",
-    help="List plugins in a recipe, and get the fastest correct training your hardware can do.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def show_version(asked: bool) -> None:
+    """Print the version and end."""
+    if asked:
+        typer.echo(f"fastloop {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version.")] = False,
+) -> None:
+    """List plugins in a recipe, and get the fastest correct training your hardware can do."""
+
+
 for module in (train, plan, plugins, recipes, doctor):
     name = module.__name__.rpartition(".")[2]
     app.command(name)(getattr(module, name))

@@ -10,6 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
+from fastloop.plugin import Plugin
+
 
 def plugins(
     name: Annotated[str | None, typer.Argument(help="Show one plugin's options, hooks and documentation.")] = None,
@@ -17,6 +19,7 @@ def plugins(
 ) -> None:
     """List the installed plugins, or show one."""
     import rich
+    from rich.markup import escape
     from rich.table import Table
 
     from fastloop.registry import installed
@@ -30,7 +33,9 @@ def plugins(
         return
     table = Table("plugin", "slot", "numbers", "what it is", "from", box=None, pad_edge=False)
     for row in rows:
-        table.add_row(row["name"], row["slot"] or "", row["parity"] or "", row["summary"], f"{row['distribution']} {row['version']}")
+        table.add_row(
+            row["name"], row["slot"] or "", row["parity"] or "", escape(row["summary"]), f"{row['distribution']} {row['version']}"
+        )
     rich.print(table)
 
 
@@ -55,9 +60,13 @@ def _read_source(point: EntryPoint) -> dict[str, Any]:
         facts: dict[str, Any] = {"summary": (ast.get_docstring(tree) or "").partition("\n")[0]}
         for node in tree.body:
             if isinstance(node, ast.ClassDef) and node.name == point.attr:
+                if [ast.unparse(base).rpartition(".")[2] for base in node.bases] == ["Plugin"]:
+                    facts |= {"slot": Plugin.slot, "parity": Plugin.parity}
                 for item in node.body:
-                    if isinstance(item, ast.Assign) and isinstance(item.targets[0], ast.Name) and isinstance(item.value, ast.Constant):
-                        facts |= {item.targets[0].id: item.value.value} if item.targets[0].id in ("slot", "parity") else {}
+                    if isinstance(item, ast.Assign | ast.AnnAssign) and isinstance(item.value, ast.Constant):
+                        target = item.target if isinstance(item, ast.AnnAssign) else item.targets[0]
+                        if isinstance(target, ast.Name) and target.id in ("slot", "parity"):
+                            facts[target.id] = item.value.value
         return facts
     return {}
 
@@ -74,6 +83,7 @@ def show(name: str, as_json: bool) -> None:
     import inspect
 
     import rich
+    from rich.markup import escape
     from rich.table import Table
 
     from fastloop import hookspecs
@@ -104,6 +114,6 @@ def show(name: str, as_json: bool) -> None:
     if options:
         table = Table("option", "type", "default", "what it does", box=None, pad_edge=False)
         for option in options:
-            table.add_row(option.name, option.type, option.default, option.help)
+            table.add_row(*(escape(cell) for cell in vars(option).values()))  # list[str] is no markup
         typer.echo()
         rich.print(table)

@@ -1,0 +1,318 @@
+"""Checkpoints: what goes in comes out, and what is damaged is neither used nor lost from sight."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickletools
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from fastloop import CheckpointError, checkpoint
+from fastloop.checkpoint import MANIFEST, damage, find, pack, read, rotate, unpack, write
+
+
+def same(left: Any, right: Any) -> bool:
+    """Equal in type, structure and every bit."""
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, Tensor):
+        return left.dtype == right.dtype and left.shape == right.shape and torch.equal(left, right)
+    if isinstance(left, np.ndarray):
+        return left.dtype == right.dtype and np.array_equal(left, right)
+    if isinstance(left, dict):
+        return list(left) == list(right) and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, list | tuple):
+        return len(left) == len(right) and all(map(same, left, right))
+    return left == right or (left != left and right != right)
+
+
+def save(step: int = 1, value: float = 1.0, run: str = "run") -> Path:
+    return write(
+        Path(run) / "checkpoints" / f"step-{step:08d}",
+        {"weight": torch.full((64,), value)},
+        {"step": step, "moment": torch.full((64,), value)},
+    )
+
+
+# -- packing ---------------------------------------------------------------------------------------------------------------------
+
+TREES: dict[str, Any] = {
+    "plain values": {"a": [1, 2.5, "x", None, True], "b": (), "c": {}, "big": 2**80, "text": "ü\n"},
+    "infinities": [float("inf"), float("-inf"), float("nan")],
+    "tuples in lists": [(1, (2, [3])), ()],
+    "keys of any kind": {0: "a", "0": "b", (1, 2): {None: 3}, 1.5: 4},
+    "keys that look like ours": {"__tensor__": 1, "x": {"__tuple__": [1]}},
+    "tensors": {"bf16": torch.randn(3).bfloat16(), "bool": torch.tensor([True]), "none": torch.empty(0, 4), "scalar": torch.tensor(3.5)},
+    "strided tensors": [torch.arange(12).view(3, 4).t(), torch.arange(12)[::3], torch.zeros(1).expand(5)],
+    "keys whose paths meet": {
+        "a": {"b": torch.tensor(1), "b.c": torch.tensor(2)},
+        "a.b": torch.tensor(3),
+        0: torch.tensor(4),
+        "0": torch.tensor(5),
+    },
+    "arrays": {
+        "f": np.arange(6.0).reshape(2, 3)[:, ::-1],
+        "u": np.arange(3, dtype=np.uint32),
+        "zero": np.array(2),
+        "big": np.arange(3, dtype=">i4"),
+    },
+    "an optimizer": {
+        "state": {0: {"step": torch.tensor(2.0), "exp_avg": torch.randn(2, 2)}},
+        "param_groups": [{"betas": (0.9, 0.99), "params": [0]}],
+    },
+    "random states": {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()},
+}
+
+
+@pytest.mark.parametrize("tree", TREES.values(), ids=TREES.keys())
+def test_what_is_saved_is_what_is_read(tree):
+    write(Path("step-1"), {}, {"tree": tree})
+    _, state = read(Path("step-1"))
+    if isinstance(tree, dict) and "big" in tree and isinstance(tree["big"], np.ndarray):
+        tree = tree | {"big": tree["big"].astype("=i4")}  # the same numbers in this machine's order of bytes
+    assert same(state["tree"], tree)
+
+
+def test_read_only_arrays_and_array_scalars_are_taken():
+    array = np.arange(3.0)
+    array.flags.writeable = False
+    tensors: dict[str, Tensor] = {}
+    packed = pack({"array": array, "scalar": np.float32(0.5), "count": np.int64(3)}, tensors, "state")
+    assert same(unpack(json.loads(json.dumps(packed)), tensors), {"array": np.arange(3.0), "scalar": 0.5, "count": 3})
+
+
+@pytest.mark.parametrize(
+    "value", [{1}, b"bytes", object(), Path("x"), len, np.array(["a"]), np.array([object()])], ids=lambda value: type(value).__name__
+)
+def test_what_cannot_be_saved_is_refused_with_its_path(value):
+    with pytest.raises(TypeError, match=r"^state\.plugins\.ema\.1\.deep: a \w+ cannot be saved\. Save tensors"):
+        pack({"plugins": {"ema": [0, {"deep": value}]}}, {}, "state")
+
+
+def test_a_state_that_cannot_be_saved_leaves_the_earlier_checkpoint():
+    save(1)
+    with pytest.raises(TypeError):
+        write(Path("run/checkpoints/step-00000001"), {}, {"bad": {1}})
+    assert read(find(Path("run"))[0])[1]["step"] == 1
+
+
+def test_tied_shared_and_strided_weights_keep_their_values():
+    whole = torch.arange(24.0).view(4, 6)
+    tied = nn.Parameter(torch.randn(3, 3))
+    model = {
+        "a": tied,
+        "b": tied,
+        "row": whole[1],
+        "column": whole[:, 2],
+        "turned": whole.t(),
+        "all": whole,
+        "empty": torch.empty(0),
+        "none": torch.empty(0),
+    }
+    write(Path("step-1"), model, {})
+    loaded, _ = read(Path("step-1"))
+    assert set(loaded) == set(model)
+    assert all(same(loaded[name], tensor.detach().contiguous()) for name, tensor in model.items())
+    loaded["a"].add_(1)
+    assert torch.equal(loaded["b"], tied)  # each has its own copy
+    assert (Path("step-1") / "model.safetensors").stat().st_size < 2000  # a row is saved as a row, not with all it is a view of
+
+
+def test_random_states_are_restored():
+    states = checkpoint.random_states()
+    drawn = (random.random(), np.random.rand(), torch.rand(1).item())
+    checkpoint.restore_random_states(states)
+    assert (random.random(), np.random.rand(), torch.rand(1).item()) == drawn
+
+
+def test_a_checkpoint_is_four_files_and_none_is_a_pickle():
+    folder = save()
+    assert sorted(path.name for path in folder.iterdir()) == [MANIFEST, "model.safetensors", "state.json", "state.safetensors"]
+    for path in folder.iterdir():
+        with pytest.raises(Exception):  # noqa: B017
+            list(pickletools.genops(path.read_bytes()))
+    assert set(load_file(folder / "state.safetensors")) == {"state.moment"}
+    json.loads((folder / "state.json").read_text())
+
+
+# -- damage ------------------------------------------------------------------------------------------------------------------------
+
+
+def truncate(folder: Path) -> None:
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.truncate(100)
+
+
+def flip(folder: Path) -> None:
+    path = folder / "state.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def edit_manifest(**changes: Any) -> Any:
+    def edit(folder: Path) -> None:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        manifest["files"].update(changes)
+        (folder / MANIFEST).write_text(json.dumps({"files": {name: facts for name, facts in manifest["files"].items() if facts}}))
+
+    return edit
+
+
+OUTSIDE = {"bytes": 7, "sha256": "239f59ed55e737c77147cf55ad0c1b030b6d7ee748a7426952f9b852d5a935e5"}  # of b"payload"
+DAMAGE: dict[str, tuple[Any, str]] = {
+    "truncated": (truncate, "model.safetensors is not what was written"),
+    "one bit": (flip, "state.safetensors is not what was written"),
+    "a file gone": (lambda folder: (folder / "state.json").unlink(), "state.json is missing"),
+    "no manifest": (lambda folder: (folder / MANIFEST).unlink(), "manifest.json is missing"),
+    "half a manifest": (lambda folder: (folder / MANIFEST).write_text('{"files": {'), "manifest.json cannot be read"),
+    "another manifest": (lambda folder: (folder / MANIFEST).write_text("[1]"), "manifest.json cannot be read"),
+    "an empty manifest": (lambda folder: (folder / MANIFEST).write_text('{"files": {}}'), "manifest.json does not list model.safetensors"),
+    "a file not listed": (edit_manifest(**{"state.json": None}), "manifest.json does not list state.json"),
+    "a way out": (edit_manifest(**{"../outside": OUTSIDE}), "../outside is missing"),
+    "a longer way out": (edit_manifest(**{"x/../../outside": OUTSIDE}), "x/../../outside is missing"),
+    "the folder above": (edit_manifest(**{"..": OUTSIDE}), ".. is missing"),
+}
+
+
+@pytest.mark.parametrize(("harm", "said"), DAMAGE.values(), ids=DAMAGE.keys())
+def test_a_damaged_checkpoint_is_passed_over_for_the_newest_whole_one_and_said(harm, said):
+    whole, harmed = save(1), save(2)
+    (harmed.parent / "outside").write_bytes(b"payload")
+    assert find(Path("run")) == (harmed, [])
+    harm(harmed)
+    found, skipped = find(Path("run"))
+    assert found == whole
+    (line,) = skipped
+    assert line.startswith(f"{harmed}: damaged ({said}")
+    with pytest.raises(CheckpointError, match="No checkpoint to resume from is whole"):
+        find(harmed)  # named outright, nothing takes its place
+
+
+def test_an_absolute_name_in_a_manifest_leads_nowhere():
+    harmed = save(1)
+    Path("outside").write_bytes(b"payload")
+    edit_manifest(**{str(Path("outside").resolve()): OUTSIDE})(harmed)
+    assert "outside is missing" in str(damage(harmed))
+
+
+def test_where_there_is_no_checkpoint_it_is_said_what_was_expected():
+    with pytest.raises(CheckpointError, match=r"^nowhere: no checkpoint to resume from\. Expected a run folder, or one of its checkpoints"):
+        find(Path("nowhere"))
+    truncate(save(1))
+    with pytest.raises(CheckpointError, match=r"(?s)No checkpoint to resume from is whole:.*step-00000001: damaged"):
+        find(Path("run"))
+
+
+def test_a_checkpoint_that_was_copied_elsewhere_is_found_by_its_own_path():
+    shutil.copytree(save(3), "elsewhere")
+    assert find(Path("elsewhere")) == (Path("elsewhere"), [])
+
+
+# -- rotation ------------------------------------------------------------------------------------------------------------------------
+
+
+def test_rotation_keeps_the_newest_and_touches_nothing_else():
+    for step in (5, 10, 99999999, 100000000):
+        save(step)
+    kept = Path("run/checkpoints")
+    shutil.copytree(kept / "step-00000010", kept / "step-00000010-good")
+    (kept / "best").mkdir()
+    (kept / ".step-00000011.partial").mkdir()
+    assert [path.name for path in checkpoint.checkpoints(Path("run"))][-2:] == ["step-99999999", "step-100000000"]  # by number
+    rotate(Path("run"), 2)
+    assert sorted(path.name for path in kept.iterdir()) == ["best", "step-00000010-good", "step-100000000", "step-99999999"]
+
+
+def test_a_step_saved_again_takes_its_own_place():
+    save(1, 1.0)
+    save(1, 2.0)
+    assert [path.name for path in Path("run/checkpoints").iterdir()] == ["step-00000001"]
+    assert read(find(Path("run"))[0])[0]["weight"][0] == 2.0
+
+
+@pytest.mark.parametrize("when", ["before the new one is in place", "before the old one is removed"])
+def test_a_kill_while_a_step_is_saved_again_loses_neither(when, monkeypatch):
+    save(1, 1.0)
+    rename, remove = Path.rename, shutil.rmtree
+
+    def cut_rename(self: Path, target: Path) -> Path:
+        if target.name == "step-00000001":
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    def cut_remove(path: Path, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise KeyboardInterrupt
+        remove(path, ignore_errors)
+
+    with monkeypatch.context() as patch:
+        if when.startswith("before the new"):
+            patch.setattr(Path, "rename", cut_rename)
+        else:
+            patch.setattr(shutil, "rmtree", cut_remove)
+        with pytest.raises(KeyboardInterrupt):
+            save(1, 2.0)
+    found, _ = find(Path("run"))
+    model, state = read(found)
+    assert model["weight"][0] == state["moment"][0] == 2.0
+
+
+KILLS = """
+import os, random, signal, sys, time
+from pathlib import Path
+import torch
+from fastloop.checkpoint import find, read, rotate, write
+
+torch.set_num_threads(1)
+run, chance, step = Path("run"), random.Random(0), 0
+for _ in range(20):
+    pipe, child_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        while True:
+            step += 1
+            value = torch.full((20000,), float(step))
+            for again in range(1 + step % 2):  # every other step twice, as at the end of an epoch
+                write(run / "checkpoints" / f"step-{step:08d}", {"weight": value}, {"step": step, "moment": value})
+                rotate(run, 1)
+                os.write(child_end, step.to_bytes(4, "big"))
+    os.close(child_end)
+    finished = int.from_bytes(os.read(pipe, 4), "big")
+    time.sleep(chance.random() * 0.1)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    while last := os.read(pipe, 4):
+        finished = int.from_bytes(last, "big")
+    os.close(pipe)
+    found, skipped = find(run)
+    model, state = read(found)
+    assert not skipped, skipped
+    assert state["step"] >= finished, (state["step"], finished)
+    assert model["weight"].eq(state["step"]).all() and state["moment"].eq(state["step"]).all(), found
+    step = state["step"]
+    print(found.name)
+"""
+
+
+def test_a_kill_at_any_time_leaves_a_whole_checkpoint_no_older_than_the_last_finished():
+    script = Path("kills.py")
+    script.write_text(KILLS)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.split()) == 20
+    save(99999999)
+    rotate(Path("run"), 1)
+    assert [path.name for path in Path("run/checkpoints").iterdir()] == ["step-99999999"]  # what the kills left is gone

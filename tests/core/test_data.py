@@ -1,0 +1,251 @@
+"""Data: every sample exactly once an epoch, in one order, for any number of processes and workers."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset, TensorDataset, get_worker_info
+
+from fastloop import Batch, DataLoaderDraft, RecipeError
+from fastloop.accelerator import micro_batches
+from fastloop.data import Loader, StepSampler
+from fastloop.errors import DataError
+from fastloop.recipe import make_recipe
+
+SIZES = [1, 3, 7, 8, 16, 23, 67]
+SPLITS = [
+    (8, 8, 1),
+    (8, 2, 1),
+    (8, 4, 2),
+    (8, 2, 2),
+    (8, 1, 4),
+    (8, 2, 4),
+    (6, 1, 3),
+    (1, 1, 1),
+    (100, 25, 4),
+]  # batch, device batch, processes
+
+
+def samplers(size: int, split: tuple[int, int, int], epoch: int = 0, start: int = 0, shuffle: bool = True) -> list[list[Any]]:
+    """The draws of every process."""
+    batch, device_batch, world = split
+    draws = []
+    for rank in range(world):
+        sampler = StepSampler(size, batch, device_batch, rank, world, 123, shuffle)
+        sampler.epoch, sampler.start = epoch, start
+        draws.append(list(sampler))
+    return draws
+
+
+def ledger(draws: list[list[Any]]) -> list[int]:
+    """All ids that count, in the order in which the run uses them: micro-step by micro-step, process by process."""
+    return [index for micro_step in zip(*draws, strict=True) for draw in micro_step if not draw.fills for index in draw]
+
+
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+@pytest.mark.parametrize("size", SIZES)
+def test_each_sample_is_drawn_exactly_once_an_epoch_in_the_same_order(size, split):
+    for epoch in (0, 1):
+        drawn = ledger(samplers(size, split, epoch))
+        assert sorted(drawn) == list(range(size))
+        assert drawn == torch.randperm(size, generator=torch.Generator().manual_seed(123 + epoch)).tolist()
+    assert ledger(samplers(size, split, shuffle=False)) == list(range(size))
+
+
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+@pytest.mark.parametrize("size", SIZES)
+def test_a_start_inside_the_epoch_gives_the_rest_of_its_order(size, split):
+    whole = ledger(samplers(size, split, epoch=3))
+    for start in range(0, size, split[0]):
+        assert ledger(samplers(size, split, epoch=3, start=start)) == whole[start:]
+
+
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+@pytest.mark.parametrize("size", SIZES)
+def test_processes_take_the_same_number_of_micro_steps_and_each_has_something_to_compute(size, split):
+    draws = samplers(size, split)
+    assert len({len(draw) for draw in draws}) == 1
+    assert all(draw for process in draws for draw in process)
+    assert all(len(draw) <= split[1] for process in draws for draw in process)
+
+
+def test_a_run_may_go_on_with_another_number_of_processes():
+    first = ledger([draws[:3] for draws in samplers(67, (8, 4, 2))])  # three steps of two processes
+    assert first + ledger(samplers(67, (8, 2, 4), start=24)) == ledger(samplers(67, (8, 8, 1)))
+
+
+# -- the loader --------------------------------------------------------------------------------------------------------------------
+
+
+class Stream(IterableDataset[Any]):
+    """Counts up. Looks at the worker as a careless dataset would not: it would be wrong to shard twice."""
+
+    def __init__(self, size: int, careful: bool = False) -> None:
+        self.size, self.careful = size, careful
+        self.offset = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info() if self.careful else None
+        first, every = (info.id, info.num_workers) if info else (0, 1)
+        yield from (torch.tensor(index + self.offset) for index in range(first, self.size, every))
+
+
+class Epochs(Stream):
+    def set_epoch(self, epoch: int) -> None:
+        self.offset = 1000 * epoch
+
+
+class Sharded(Stream):
+    shards_itself = True
+
+
+class Noisy(TensorDataset):
+    """Each sample with a random number, as an augmentation draws them."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return super().__getitem__(index)[0], torch.rand(())
+
+
+def loader(data: Any, batch: int = 8, device: int = 4, rank: int = 0, world: int = 1, collator: Any = torch.stack, **draft: Any) -> Loader:
+    finished = DataLoaderDraft()
+    for name, value in draft.items():
+        setattr(finished, name, value)
+    return Loader(data, collator, finished, batch_size=batch, device_batch_size=device, rank=rank, world_size=world, seed=5, shuffle=True)
+
+
+def contents(batches: Any) -> list[Any]:
+    return [batch.inputs.tolist() for batch in batches]
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # this machine may have fewer than three processors
+@pytest.mark.parametrize("dataset", [Stream, lambda size: Stream(size, careful=True)], ids=["plain", "sharding itself"])
+def test_a_stream_gives_the_same_batches_for_any_number_of_workers(dataset):
+    expected = [list(range(begin, min(begin + 4, 23))) for begin in range(0, 23, 4)]
+    for workers in (0, 1, 2, 3):
+        found = loader(dataset(23), num_workers=workers)
+        assert contents(found.batches()) == expected
+        assert contents(found.batches(start=8)) == expected[2:]
+        assert found.steps_per_epoch() is None
+
+
+@pytest.mark.parametrize("size", [1, 4, 8, 9, 16, 17, 21, 23, 24])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_is_shared_out_between_processes_that_keep_in_step(size, workers):
+    shares = [list(loader(Stream(size), batch=16, device=2, rank=rank, world=4, num_workers=workers).steps()) for rank in range(4)]
+    assert len({tuple(len(step) for step in share) for share in shares}) == 1
+    rounds = [micro_step for steps in zip(*shares, strict=True) for micro_step in zip(*steps, strict=True)]
+    counted = [sample for micro_step in rounds for batch in micro_step if batch.samples for sample in batch.inputs.tolist()]
+    assert counted == list(range(size))
+
+
+def test_a_stream_that_shards_itself_is_left_to_it():
+    found = contents(loader(Sharded(12, careful=True), num_workers=2).batches())
+    assert sorted(itertools.chain(*found)) == list(range(12))
+
+
+def test_persistent_workers_see_each_epoch_and_start():
+    found = loader(Epochs(8), num_workers=2, persistent_workers=True)
+    assert contents(found.batches(0)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert contents(found.batches(2)) == [[2000, 2001, 2002, 2003], [2004, 2005, 2006, 2007]]
+    assert contents(found.batches(2, start=4)) == [[2004, 2005, 2006, 2007]]
+    found.close()
+
+
+def test_random_numbers_of_samples_do_not_depend_on_the_number_of_workers_or_on_the_start():
+    def pairs(samples: list[Any]) -> Any:
+        return torch.stack([torch.stack(sample) for sample in samples])
+
+    data = Noisy(torch.arange(20.0))
+    one, two = (contents(loader(data, collator=pairs, num_workers=workers).batches(1)) for workers in (1, 2))
+    assert one == two
+    assert contents(loader(data, collator=pairs, num_workers=1).batches(1, start=8)) == one[2:]
+
+
+def test_loading_draws_nothing_from_the_global_random_state():
+    for workers in (0, 1):
+        torch.manual_seed(3)
+        list(loader(TensorDataset(torch.arange(20.0)), collator=torch.utils.data.default_collate, num_workers=workers).batches())
+        drawn = torch.rand(1)
+        torch.manual_seed(3)
+        assert torch.equal(drawn, torch.rand(1))
+
+
+@pytest.mark.parametrize(
+    ("size", "groups"), [(16, [[4, 4], [4, 4]]), (17, [[4, 4], [4, 4], [1]]), (22, [[4, 4], [4, 4], [4, 2]]), (3, [[3]])]
+)
+def test_micro_batches_are_grouped_into_steps(size, groups):
+    for data in (torch.arange(size), Stream(size)):
+        steps = list(loader(data).steps())
+        assert [[batch.samples for batch in step] for step in steps] == groups
+        assert [[batch.weight for batch in step] for step in steps] == groups
+    assert loader(torch.arange(size)).steps_per_epoch() == len(groups)
+
+
+def test_a_process_without_a_share_computes_along_and_counts_nothing():
+    def collate(samples: list[Any]) -> Batch:
+        return Batch(torch.stack(samples), weight=10 * len(samples), tokens=100)
+
+    for data in (torch.arange(9), Stream(9)):
+        last = [list(loader(data, batch=8, device=2, rank=rank, world=4, collator=collate).batches())[-1] for rank in range(4)]
+        assert [(batch.samples, batch.weight, batch.tokens, len(batch.inputs)) for batch in last] == [(1, 10, 100, 1)] + [(0, 0, 0, 1)] * 3
+
+
+def test_an_error_of_a_sample_is_said_in_words():
+    class Bad(TensorDataset):
+        def __getitem__(self, index: Any) -> Any:
+            raise OSError("no such image")
+
+    with pytest.raises(DataError, match="reading a batch failed: OSError: no such image"):
+        list(loader(Bad(torch.arange(8))).batches())
+
+
+# -- batch sizes -------------------------------------------------------------------------------------------------------------------
+
+
+def sizes(batch: int, device: int | None = None) -> Any:
+    return make_recipe({"train": {"batch_size": batch, "device_batch_size": device}})
+
+
+@pytest.mark.parametrize(
+    ("batch", "device", "world", "expected"),
+    [(12, None, 1, (12, 1)), (12, None, 4, (3, 1)), (12, 3, 1, (3, 4)), (12, 3, 2, (3, 2)), (12, 3, 4, (3, 1)), (4, None, 4, (1, 1))],
+)
+def test_accumulation_follows_from_batch_size_and_processes(batch, device, world, expected):
+    assert micro_batches(sizes(batch, device), world) == expected
+
+
+@pytest.mark.parametrize(
+    ("batch", "device", "world", "found", "offered"),
+    [
+        (10, 4, 1, "4 (device_batch_size) x 1 (processes)", "batch_size 8 or 12 or device_batch_size 2 or 5"),
+        (12, 4, 2, "4 (device_batch_size) x 2 (processes)", "batch_size 8 or 16 or device_batch_size 2 or 3"),
+        (4, 8, 1, "8 (device_batch_size) x 1 (processes)", "batch_size 8 or device_batch_size 2 or 4"),
+        (13, None, 4, "the 4 processes", "batch_size 12 or 16"),
+        (3, None, 4, "the 4 processes", "batch_size 4"),
+    ],
+)
+def test_sizes_that_do_not_divide_are_refused_with_the_nearest_that_do(batch, device, world, found, offered):
+    with pytest.raises(RecipeError) as refused:
+        micro_batches(sizes(batch, device), world)
+    assert str(refused.value) == f"recipe: train.batch_size: {batch} is not a multiple of {found}. Nearest that are: {offered}."
+
+
+def test_every_size_that_is_offered_does_divide():
+    for batch, device, world in itertools.product(range(1, 25), (None, 1, 2, 3, 5, 8), (1, 2, 3, 4)):
+        try:
+            micro, steps = micro_batches(sizes(batch, device), world)
+        except RecipeError as error:
+            offered = str(error).partition("Nearest that are: ")[2]
+            batches, _, devices = offered.partition(" or device_batch_size ")
+            assert batches
+            for size in re.findall(r"\d+", batches):
+                micro_batches(sizes(int(size), device), world)
+            for size in re.findall(r"\d+", devices):
+                micro_batches(sizes(batch, int(size)), world)
+        else:
+            assert micro * steps * world == batch

@@ -1,0 +1,313 @@
+"""The contract that hookspecs.py states: which hooks there are, when they fire, and what they may change."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import tiny_data, tiny_model
+from torch import nn
+
+from fastloop import Output, Plugin, Trainer, hookimpl, hookspecs
+from fastloop.registry import Resolution
+
+SPECS = {name: spec for name, spec in vars(hookspecs).items() if hasattr(spec, "fastloop_spec")}
+
+
+def test_every_hook_stands_in_the_annotated_loop_and_says_what_it_is():
+    loop, _, _ = (hookspecs.__doc__ or "").partition("Kinds.")
+    missing = [name for name in SPECS if not re.search(rf"\b{name}\b", loop)]
+    assert not missing
+    assert not [name for name, spec in SPECS.items() if not spec.__doc__]
+    kinds = {name: (spec.__doc__ or "").partition(".")[0].partition(";")[0] for name, spec in SPECS.items()}
+    assert {name for name, kind in kinds.items() if kind == "First"} == {
+        name for name, spec in SPECS.items() if spec.fastloop_spec["firstresult"]
+    }
+    assert {name for name, kind in kinds.items() if kind in ("Draft", "Chain")} | {"save_state", "load_state"} == set(hookspecs.ONE_BY_ONE)
+
+
+def scribe(lines: list[str]) -> Plugin:
+    """A plugin with every hook, each of which writes down its name (and what helps to tell calls apart)."""
+
+    def implementation(name: str) -> Any:
+        parameters = list(inspect.signature(SPECS[name]).parameters)
+        namespace: dict[str, Any] = {"lines": lines}
+        words = f"'{name} ' + split" if "split" in parameters else f"'{name}'"
+        returns = "; return {}" if name == "save_state" else ""
+        exec(f"def {name}(self, {', '.join(parameters)}): lines.append({words}){returns}", namespace)
+        return hookimpl(namespace[name])
+
+    return type("Scribe", (Plugin,), {"name": "scribe"} | {name: implementation(name) for name in SPECS})()
+
+
+def short_run(plugin: Plugin, output: str, **arguments: Any) -> Trainer:
+    """Two epochs of two steps of two micro-steps; evaluation and saving at each epoch's end, and a test split."""
+    settings = {"epochs": 2, "batch_size": 4, "device_batch_size": 2, "clip_norm": 1.0, "lr": 0.1} | arguments
+    plugins: list[Any] = [plugin, {"log": False}, {"progress": False}]
+    loss = nn.functional.cross_entropy
+    return Trainer(tiny_model(), tiny_data(8), tiny_data(4), tiny_data(4), plugins=plugins, loss=loss, output=output, **settings)
+
+
+BUILD = """
+    check_recipe
+    configure_accelerator
+    configure_dataloader
+    configure_optimizer
+    build_datasets
+    build_collator
+    build_model
+    before_prepare
+    build_optimizer
+    build_scheduler
+    after_prepare
+    build_metrics
+"""
+STEP = """
+        before_step
+            compute_loss
+            compute_loss
+        after_backward
+        before_optimizer_step
+        after_step
+"""
+EVALUATE = """
+        before_evaluate evaluate
+        evaluate evaluate
+            compute_loss
+            compute_loss
+        after_evaluate evaluate
+"""
+EPOCH = f"""
+    before_epoch
+        {STEP}
+        {STEP}
+    after_epoch
+        {EVALUATE}
+        save_state
+"""
+END = """
+    after_fit
+    before_evaluate test
+    evaluate test
+        compute_loss
+        compute_loss
+    after_evaluate test
+    export_model
+    write_summary
+"""
+
+
+def calls(text: str) -> list[str]:
+    return [line.strip() for line in text.splitlines() if line.strip()]
+
+
+def test_hooks_fire_in_the_order_that_the_annotated_loop_states():
+    lines: list[str] = []
+    short_run(scribe(lines), "run").fit()
+    assert lines == calls(f"{BUILD} before_fit {EPOCH} {EPOCH} {END}".replace(" before_fit ", "\nbefore_fit\n"))
+
+
+def test_a_resumed_run_loads_before_it_fits_and_goes_on_with_the_epoch():
+    lines: list[str] = []
+    short_run(scribe(lines), "run", max_steps=3).fit()  # stops inside the second epoch
+    assert lines.count("after_epoch") == 1
+    lines.clear()
+    short_run(scribe(lines), "run", resume=True).fit()
+    assert lines == calls(f"{BUILD}\nload_state\nbefore_fit\nbefore_epoch\n{STEP}\nafter_epoch\n{EVALUATE}\nsave_state\n{END}")
+
+
+def test_a_plugin_that_had_nothing_to_save_is_resumed_without_a_word(caplog):
+    class Forgetful(Plugin):
+        name = "forgetful"
+
+        @hookimpl
+        def save_state(self) -> None: ...
+
+        @hookimpl
+        def load_state(self) -> None:
+            raise AssertionError("there is nothing to load")
+
+    short_run(Forgetful(), "run", max_steps=1).fit()
+    assert short_run(Forgetful(), "run", resume=True).fit()["steps"] == 4
+    assert "forgetful" not in caplog.text
+    short_run(Forgetful(), "run", max_steps=1).fit()
+    short_run(scribe([]), "run", resume=True).fit()
+    assert "plugin 'scribe' is not in the checkpoint: it starts anew at step 1" in caplog.text
+
+
+def test_a_run_that_fails_tells_its_plugins_and_then_writes_its_summary():
+    lines: list[str] = []
+
+    class Broken(Plugin):
+        name = "broken"
+
+        @hookimpl
+        def after_backward(self) -> None:
+            raise ValueError("broken")
+
+    trainer = short_run(scribe(lines), "run")
+    trainer.resolution = Resolution([*trainer.resolution.plugins, Broken()])
+    with pytest.raises(Exception, match="broken"):
+        trainer.fit()
+    assert lines[-3:] == ["after_backward", "on_exception", "write_summary"]
+
+
+def test_every_hook_gets_what_its_specification_says(tmp_path):
+    """Names alone can lie: these are the arguments' values."""
+    seen: dict[str, Any] = {}
+
+    class Reader(Plugin):
+        name = "reader"
+
+        @hookimpl
+        def before_epoch(self, run: Any) -> None:
+            seen.setdefault("epochs", []).append(run.state.epoch)
+
+        @hookimpl
+        def after_backward(self, run: Any, loss: Any) -> None:
+            gradients = [parameter.grad for parameter in run.model.parameters()]
+            seen["complete"] = all(gradient is not None for gradient in gradients)
+            seen["loss"] = (loss.dim(), loss.requires_grad)
+            seen["norm"] = nn.utils.get_total_norm(gradients)
+
+        @hookimpl
+        def before_optimizer_step(self, run: Any, grad_norm: Any) -> None:
+            clipped = nn.utils.get_total_norm([parameter.grad for parameter in run.model.parameters()])
+            seen["clipped"] = (grad_norm.item() == pytest.approx(seen["norm"].item()), clipped.item() <= 0.01 + 1e-6)
+
+        @hookimpl
+        def after_step(self, run: Any) -> None:
+            seen.setdefault("steps", []).append((run.state.step, run.state.epoch_samples, run.state.samples))
+
+        @hookimpl
+        def after_epoch(self, run: Any) -> None:
+            seen.setdefault("completed", []).append(run.state.epoch)
+
+        @hookimpl
+        def export_model(self, folder: Path) -> None:
+            seen["folder"] = folder
+
+    short_run(Reader(), str(tmp_path / "run"), clip_norm=0.01).fit()
+    assert seen["epochs"] == [0, 1]
+    assert seen["completed"] == [1, 2]
+    assert seen["steps"] == [(1, 4, 4), (2, 8, 8), (3, 4, 12), (4, 8, 16)]
+    assert seen["loss"] == (0, False)
+    assert seen["complete"]
+    assert seen["clipped"] == (True, True)
+    assert seen["folder"] == tmp_path / "run" / "model"
+
+
+# -- what hooks may change -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_wrapper_sees_the_evaluation_from_both_sides_and_may_change_its_result(tiny_run):
+    inside: list[str] = []
+
+    class Around(Plugin):
+        name = "around"
+
+        @hookimpl(wrapper=True)
+        def evaluate(self, run: Any, split: str) -> Iterator[None]:
+            inside.append(f"before {split}")
+            metrics = yield
+            inside.append("after")
+            return metrics | {"doubled": 2 * metrics["loss"]}
+
+    class Task(Plugin):
+        name = "counter"
+
+        @hookimpl
+        def compute_loss(self, run: Any, model: Any, batch: Any) -> Output | None:
+            if not model.training:
+                inside.append("batch")
+            return None
+
+    result = tiny_run([Around(), Task()], epochs=1)
+    assert inside == ["before evaluate", *["batch"] * 4, "after"]
+    metrics = result.summary["evaluate"]
+    assert metrics["doubled"] == 2 * metrics["loss"]
+    assert result.recorder.metrics == [("evaluate", metrics)]  # after_evaluate gets the changed ones
+
+
+def test_the_first_result_in_the_recipes_order_wins_and_the_rest_are_not_asked():
+    asked: list[str] = []
+
+    def answer(name: str, result: dict[str, float] | None) -> Plugin:
+        @hookimpl
+        def evaluate(self: Plugin, run: Any, split: str) -> dict[str, float] | None:
+            asked.append(self.name)
+            return result
+
+        return type(name, (Plugin,), {"name": name, "evaluate": evaluate})()
+
+    resolution = Resolution([answer("silent", None), answer("first", {"loss": 1.0}), answer("second", {"loss": 2.0})])
+    assert resolution.hooks.evaluate(run=None, split="test") == {"loss": 1.0}
+    assert asked == ["silent", "first"]
+
+
+def test_what_after_evaluate_adds_is_kept(tiny_run):
+    class Adds(Plugin):
+        name = "adds"
+
+        @hookimpl(tryfirst=True)
+        def after_evaluate(self, metrics: dict[str, float]) -> None:
+            metrics["perplexity"] = 7.0
+
+    result = tiny_run([Adds()], epochs=1)
+    assert result.summary["evaluate"]["perplexity"] == 7.0
+    assert result.recorder.metrics[0][1]["perplexity"] == 7.0
+
+
+def test_plugins_steer_by_requests(tiny_run):
+    class Steers(Plugin):
+        name = "steers"
+
+        @hookimpl
+        def after_step(self, run: Any) -> None:
+            if run.state.step == 2:
+                run.state.request_evaluate()
+                run.state.request_save()
+            if run.state.step == 4:
+                run.state.request_stop("enough")
+                run.state.request_stop("more than enough")
+
+    saved: list[int] = []
+
+    class Saves(Plugin):
+        name = "saves"
+
+        @hookimpl
+        def save_state(self, run: Any) -> None:
+            saved.append(run.state.step)
+
+    result = tiny_run([Steers(), Saves()], evaluate_every=None, save_every=None)
+    assert result.summary["status"] == "stopped"
+    assert result.summary["reason"] == "enough"
+    assert result.summary["steps"] == 4
+    assert len(result.recorder.metrics) == 2  # asked for, and at the end
+    assert saved == [2, 4]
+
+
+def test_an_optimizer_argument_of_a_draft_reaches_the_optimizer_and_no_later_run(tiny_run):
+    class Betas(Plugin):
+        name = "betas"
+
+        @hookimpl
+        def configure_optimizer(self, draft: Any) -> None:
+            draft.arguments = {"betas": (0.5, 0.6)}
+
+    class InPlace(Plugin):
+        name = "in-place"
+
+        @hookimpl
+        def configure_optimizer(self, draft: Any) -> None:
+            draft.arguments["betas"] = (0.5, 0.6)
+
+    assert tiny_run([Betas()], epochs=1).trainer.run.optimizer.param_groups[0]["betas"] == (0.5, 0.6)
+    with pytest.raises(TypeError):
+        tiny_run([InPlace()], epochs=1)
+    assert tiny_run(epochs=1).trainer.run.optimizer.param_groups[0]["betas"] == (0.9, 0.999)

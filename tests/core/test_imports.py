@@ -1,0 +1,134 @@
+"""What imports what: the command line answers at once, and the core knows no plugin."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fastloop
+from fastloop.registry import installed
+
+CORE = Path(fastloop.__file__).parent
+HEAVY = ("torch", "accelerate", "transformers", "datasets", "numpy", "fastloop_plugins")
+
+PROBE = """
+import sys
+try:
+    {code}
+except SystemExit as done:
+    assert not done.code, done.code
+print("LOADED", *(name for name in {heavy} if name in sys.modules))
+"""
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import fastloop; fastloop.Plugin",
+        *(
+            f"sys.argv = ['fastloop', *{arguments!r}]; from fastloop.cli import main; main()"
+            for arguments in (["--help"], ["plugins"], ["recipes"])
+        ),
+    ],
+    ids=["import", "help", "plugins", "recipes"],
+)
+def test_what_answers_at_once_imports_neither_torch_nor_a_plugin(code):
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE.format(code=code, heavy=HEAVY)], capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "LOADED"
+
+
+def imports(path: Path, lazy: bool = True) -> set[str]:
+    """Modules that a file imports: all, or only those that importing it brings in."""
+    found: set[str] = set()
+
+    def walk(node: ast.AST) -> None:
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute here"
+            found.add(node.module or "")
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+        elif not lazy and (
+            isinstance(node, ast.FunctionDef)
+            or (isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING")
+        ):
+            return
+        for child in ast.iter_child_nodes(node):
+            walk(child)
+
+    walk(ast.parse(path.read_text(encoding="utf-8")))
+    return found
+
+
+FILES = sorted(CORE.rglob("*.py"))
+
+
+def test_the_core_knows_no_plugin():
+    plugins = {name.rpartition(":")[2] for name in installed()}
+    ordinary = {"compile", "log", "progress", "module"}  # words that mean something else too
+    for path in FILES:
+        assert not [name for name in imports(path) if name.partition(".")[0] == "fastloop_plugins"], path
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                assert node.value not in plugins - ordinary, f"{path}:{node.lineno} names a plugin"
+                assert "fastloop_plugins" not in node.value, f"{path}:{node.lineno}"
+
+
+LAYERS = [
+    {"errors"},
+    {"options", "hookspecs", "plugin", "state"},
+    {"machine", "recipe", "checkpoint", "clock", "importing", "data"},
+    {"registry"},
+    {"accelerator", "defaults", "loop"},
+    {"run"},
+    {"trainer"},
+    {"cli", "__main__"},
+]
+"""From the bottom up: a module imports those of its own layer or of lower ones."""
+
+
+def test_imports_go_one_way():
+    place = {name: index for index, layer in enumerate(LAYERS) for name in layer}
+    for path in FILES:
+        if path == CORE / "__init__.py":
+            continue
+        mine = path.relative_to(CORE).parts[0].removesuffix(".py")
+        if mine == "testing":
+            continue
+        assert mine in place, f"{path} has no place in LAYERS"
+        for name in imports(path, lazy=False):
+            package, _, rest = name.partition(".")
+            other = rest.partition(".")[0]
+            if package == "fastloop" and (CORE / other).with_suffix(".py").exists():
+                assert place[other] <= place[mine], f"{path} imports fastloop.{other}"
+
+
+def test_each_module_imports_alone():
+    """No circle: every module can be the first to be imported."""
+    modules = [".".join(path.relative_to(CORE.parent).with_suffix("").parts) for path in FILES if path.stem not in ("__init__", "__main__")]
+    code = """
+import importlib, sys
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+    for key in [key for key in sys.modules if key.partition(".")[0] == "fastloop"]:
+        del sys.modules[key]
+"""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, "-c", code, *modules], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_public_name_is_there():
+    for name in fastloop.__all__:
+        assert getattr(fastloop, name).__doc__ or name in ("hookimpl",), name
+    with pytest.raises(AttributeError, match="module 'fastloop' has no attribute 'Trainr'"):
+        _ = fastloop.Trainr

@@ -8,6 +8,7 @@
     build_optimizer, build_scheduler
     after_prepare                                   # the model as trained, on its device
     build_metrics
+    check_run                                       # all is built, nothing is written yet
     load_state                                      # only with --resume
 
     before_fit
@@ -136,6 +137,11 @@ def after_prepare(run: Run, model: nn.Module) -> nn.Module | None:
 @first
 def build_metrics(run: Run) -> MetricCollection | None:
     """First. Torchmetrics that evaluation updates with ``Output.predictions`` and ``Output.targets``. ``loss`` is always there."""
+
+
+@hookspec
+def check_run(run: Run) -> None:
+    """Refuse what only the built run can tell, by raising ``UsageError``, before anything is written."""
 
 
 # -- train -------------------------------------------------------------------------------------------------------------

@@ -127,6 +127,8 @@ class Plugin:
     """Names (or ``slot:NAME``) whose hooks are called after this plugin's, when they are there."""
     needs: ClassVar[tuple[Need, ...]] = ()
     """Predicates on device, dtypes and installed versions."""
+    adds_metrics: ClassVar[tuple[str, ...]] = ()
+    """Metrics that it adds to those of an evaluation, beside ``loss`` and what ``build_metrics`` gives."""
     parity: ClassVar[Parity] = "exact"
     """What it does to the numbers."""
     configures: ClassVar[str] = ""

@@ -83,6 +83,7 @@ class Run:
         self.metrics: MetricCollection | None = self.hooks.build_metrics(run=self)
         if self.metrics is not None:
             self.metrics.to(self.device)
+        self.hooks.check_run(run=self)
         set_seed(recipe.train.seed)  # training draws the same numbers however the model was made
         self.clock.seconds["startup"] = perf_counter() - started
 
@@ -154,6 +155,11 @@ class Run:
         return model
 
     # -- what the loop asks ----------------------------------------------------------------------------------------------
+
+    def metric_names(self) -> list[str]:
+        """What an evaluation measures."""
+        added = [name for plugin in self.resolution.plugins for name in plugin.adds_metrics]
+        return ["loss", *(map(str, self.metrics) if self.metrics is not None else ()), *added]
 
     def train_mode(self) -> None:
         """Put the model in train mode. Parts that a model in train mode holds in eval mode (frozen ones) stay so, and are said."""

@@ -22,28 +22,17 @@ class Monitor:
         self.plugin, self.name = plugin, name
         self.minimise = mode == "min" or (mode == "auto" and name.lower().endswith(FALLING))
 
-    def require(self, run: Run) -> None:
-        """Refuse a run that evaluates nothing.
+    def check(self, run: Run) -> None:
+        """Refuse a run that does not measure this.
 
         Raises:
-            UsageError: There is no evaluation split.
+            UsageError: There is no evaluation split, or it has no such metric; names those it has.
         """
+        where = f"{run.recipe.where}: plugins.{self.plugin}.monitor"
         if "evaluate" not in run.eval_loaders:
-            raise UsageError(
-                f"plugin {self.plugin!r}: there is no evaluation split to watch {self.name!r} on. Give one, or use --without {self.plugin}."
-            )
-
-    def value(self, metrics: dict[str, float]) -> float:
-        """The metric's value.
-
-        Raises:
-            UsageError: The evaluation has no such metric; names those it has.
-        """
-        if self.name not in metrics:
-            raise UsageError(
-                f"plugins.{self.plugin}.monitor: the evaluation has no metric {self.name!r}.{did_you_mean(self.name, metrics)}"
-            )
-        return metrics[self.name]
+            raise UsageError(f"{where}: there is no evaluation split to watch {self.name!r} on. Give one, or use --without {self.plugin}.")
+        if self.name not in (names := run.metric_names()):
+            raise UsageError(f"{where}: the evaluation has no metric {self.name!r}.{did_you_mean(self.name, names)}")
 
     def better(self, new: float, old: float | None, by: float = 0.0) -> bool:
         """Whether ``new`` beats ``old`` by more than ``by``. NaN beats nothing, and anything else beats None."""

@@ -34,6 +34,7 @@ class CausalLM(Plugin):
 
     name = "causal-lm"
     slot = "task"
+    adds_metrics = ("perplexity",)
     configures = "model, data and loss of a causal language model"
 
     @classmethod

@@ -46,10 +46,13 @@ class CheckpointBest(Plugin):
         self.saved: list[tuple[int, float]] = []  # the same as of the newest resume checkpoint, which must find its folders
 
     @hookimpl
+    def check_run(self, run: Run) -> None:
+        self.monitor.check(run)
+
+    @hookimpl
     def before_fit(self, run: Run) -> None:
         from fastloop import checkpoint
 
-        self.monitor.require(run)
         for step, value in list(self.kept):
             if wrong := checkpoint.damage(run.folder / self.path(step)):
                 logger.warning("checkpoint-best: %s is lost: %s", self.path(step), wrong)
@@ -60,7 +63,7 @@ class CheckpointBest(Plugin):
     def evaluate(self, run: Run, split: str) -> Generator[None, dict[str, float], dict[str, float]]:
         metrics = yield
         if split == "evaluate":
-            self.consider(run, self.monitor.value(metrics))
+            self.consider(run, metrics[self.monitor.name])
         return metrics
 
     @hookimpl

@@ -40,14 +40,14 @@ class EarlyStopping(Plugin):
         self.waited = 0
 
     @hookimpl
-    def before_fit(self, run: Run) -> None:
-        self.monitor.require(run)
+    def check_run(self, run: Run) -> None:
+        self.monitor.check(run)
 
     @hookimpl
     def after_evaluate(self, run: Run, split: str, metrics: dict[str, float]) -> None:
         if split != "evaluate":
             return
-        value, threshold = self.monitor.value(metrics), self.config.threshold
+        value, threshold = metrics[self.monitor.name], self.config.threshold
         if threshold is not None and not self.monitor.better(threshold, value):
             run.state.request_stop(f"early-stopping: {self.monitor.name} {value:.6g} reached {threshold:g}")
         if self.monitor.better(value, self.best, by=self.config.min_delta):

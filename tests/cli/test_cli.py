@@ -24,6 +24,7 @@ Cli = Callable[..., tuple[int, str, str]]
 def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Cli:
     """Run the command line in this process: ``cli("plan", "quickstart")`` -> exit code, stdout, stderr."""
     monkeypatch.setenv("COLUMNS", "300")  # a table's rows stay on their lines
+    monkeypatch.setattr("rich._console", None)  # else one that an earlier test made, with its width
 
     def call(*arguments: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["fastloop", *arguments])
@@ -170,7 +171,7 @@ def test_plan_shows_order_batch_and_reasons_and_trains_nothing(cli):
     code, out, _ = cli("plan", "quickstart", *arguments, "--with", "ema, amp", "--without", "progress")
     assert code == 0
     listed = re.findall(r"^ ?\d+\. ([\w-]+)  \((.*)\)$", out, re.MULTILINE)
-    assert [name for name, _ in listed] == ["ema", "amp", "log", "text-classification"]
+    assert [name for name, _ in listed] == ["ema", "checkpoint-best", "amp", "log", "text-classification"]
     assert "slot precision, reduced-precision" in dict(listed)["amp"]
     assert "on by default" in dict(listed)["log"]
     assert "decay=0.5" in out

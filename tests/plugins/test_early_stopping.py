@@ -13,6 +13,7 @@ class Script(Plugin):
     """Replaces the metric ``score`` of each evaluation by the next of a list."""
 
     name = "script"
+    adds_metrics = ("score",)
 
     def __init__(self, *values: float) -> None:
         super().__init__()
@@ -59,5 +60,5 @@ def test_an_unknown_metric_is_an_error_that_names_those_there_are(tiny_run):
 
 def test_without_an_evaluation_split_it_is_refused():
     trainer = Trainer(tiny_model(), tiny_data(), loss=nn.functional.cross_entropy, batch_size=8, plugins=["early-stopping"])
-    with pytest.raises(UsageError, match="'early-stopping': there is no evaluation split"):
+    with pytest.raises(UsageError, match=r"plugins\.early-stopping\.monitor: there is no evaluation split"):
         trainer.fit()

@@ -5,6 +5,7 @@ Tests train for real, on the CPU, in the test's own folder.
 
 from __future__ import annotations
 
+import logging
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may depend on a network
@@ -20,6 +21,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from fastloop import Plugin, Trainer, hookimpl
+from fastloop.cli.messages import Messages
 
 
 @pytest.fixture(autouse=True)
@@ -28,8 +30,14 @@ def _in_its_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     monkeypatch.chdir(tmp_path)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    logger = logging.getLogger("fastloop")
+    level, propagate = logger.level, logger.propagate
     yield
     torch.set_num_threads(threads)
+    logger.propagate = propagate  # the command line shows messages itself
+    logger.setLevel(level)
+    for handler in [handler for handler in logger.handlers if isinstance(handler, Messages)]:
+        logger.removeHandler(handler)
 
 
 class Recorder(Plugin):

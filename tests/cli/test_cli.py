@@ -86,10 +86,9 @@ def test_a_command_that_is_typed_wrongly_exits_2(cli, arguments, said):
 def test_plugins_lists_what_is_installed_with_where_it_comes_from(cli):
     code, out, _ = cli("plugins")
     assert code == 0
-    rows = {line.split()[0]: line for line in out.splitlines()[1:]}
+    assert out.startswith(f"fastloop {importlib.metadata.version('fastloop')}")
+    rows = {line.split()[0]: line for line in out.splitlines()[2:] if line and not line.startswith("`")}
     assert set(rows) == set(installed())
-    version = importlib.metadata.version("fastloop")
-    assert all(f"fastloop {version}" in row for row in rows.values())
     assert "exact" in rows["log"]
     assert "precision" in rows["amp"]
 
@@ -168,7 +167,7 @@ def test_plan_shows_order_batch_and_reasons_and_trains_nothing(cli):
         "output=out",
         "plugins.ema.decay=0.5",
     ]
-    code, out, _ = cli("plan", "quickstart", *arguments, "--with", "ema, amp", "--without", "progress")
+    code, out, _ = cli("plan", "quickstart", *arguments, "--with", "ema, amp", "--without", "progress,checkpoint-best")
     assert code == 0
     listed = re.findall(r"^ ?\d+\. ([\w-]+)  \((.*)\)$", out, re.MULTILINE)
     assert [name for name, _ in listed] == ["ema", "checkpoint-best", "amp", "log", "text-classification"]

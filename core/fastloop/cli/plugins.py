@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Annotated, Any
@@ -31,12 +32,16 @@ def plugins(
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
         return
-    table = Table("plugin", "slot", "numbers", "what it is", "from", box=None, pad_edge=False)
-    for row in rows:
-        table.add_row(
-            row["name"], row["slot"] or "", row["parity"] or "", escape(row["summary"]), f"{row['distribution']} {row['version']}"
-        )
-    rich.print(table)
+    for package in sorted({(row["distribution"], row["version"]) for row in rows}):
+        table = Table(box=None, pad_edge=False, title=" ".join(package), title_justify="left", title_style="bold")
+        for column, wraps in (("plugin", False), ("slot", False), ("numbers", False), ("what it does", True)):
+            table.add_column(column, no_wrap=not wraps)
+        for row in rows:
+            if (row["distribution"], row["version"]) == package:
+                brief = re.split(r"[.:;]", row["summary"].replace("`", ""))[0]
+                table.add_row(row["name"], row["slot"] or "", row["parity"] or "", escape(brief))
+        rich.print(table)
+    typer.echo("\n`fastloop plugins NAME` shows one with its options.")
 
 
 def listing(name: str, point: EntryPoint) -> dict[str, Any]:

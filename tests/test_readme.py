@@ -1,0 +1,38 @@
+"""What README says is so."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from fastloop.recipe import make_recipe, shipped_recipes
+from fastloop.registry import installed
+
+README = Path(__file__).parent.parent / "README.md"
+
+
+def test_it_names_every_plugin_and_no_other():
+    table = README.read_text().partition("## Plugins")[2].partition("\n## ")[0]
+    named = set(re.findall(r"`([\w-]+)`", "\n".join(line.split("|")[1] for line in table.splitlines() if line.startswith("| `"))))
+    assert named == {name for name, point in installed().items() if point.dist is not None and point.dist.name == "fastloop"}
+
+
+def test_its_recipe_is_a_recipe():
+    block = re.search(r"```yaml\n(.*?)```", README.read_text(), re.DOTALL)
+    assert block is not None
+    recipe = make_recipe(yaml.safe_load(block.group(1)))
+    assert recipe.train.batch_size == 12
+    assert list(recipe.plugins) == ["amp", "checkpoint-best", "dataloader-workers"]
+
+
+@pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\(([^)#:]+)\)", README.read_text()))))
+def test_its_links_lead_somewhere(link):
+    assert (README.parent / link).exists()
+
+
+def test_the_recipes_it_runs_are_shipped():
+    for name in re.findall(r"fastloop train (?:recipes/)?([a-z]\w+)", README.read_text()):
+        assert name in shipped_recipes()

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from fastloop import resume
 from fastloop.state import Batch
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def fit(run: Run) -> None:
                 if run.evaluation_due():
                     evaluate(run, "evaluate")
                 if run.saving_due():
-                    run.save()
+                    resume.save(run)
                 if run.stopping():
                     break
             if run.interrupted or not run.epoch_done():
@@ -51,10 +52,10 @@ def fit(run: Run) -> None:
             if run.evaluation_due(epoch_ended=True):
                 evaluate(run, "evaluate")
             if run.saving_due(epoch_ended=True):
-                run.save()
+                resume.save(run)
     if run.interrupted:
         if run.saving_due():
-            run.save()
+            resume.save(run)
         return
     if state.evaluated_at != state.step and "evaluate" in run.eval_loaders:
         evaluate(run, "evaluate")

@@ -46,17 +46,21 @@ class Need(Protocol):
 
 @dataclass(frozen=True)
 class Package:
-    """Needs an installed distribution, at a version when given: ``Package("peft", ">=0.10", extra="lora")``."""
+    """Needs an installed distribution, at a version when given: ``Package("peft", ">=0.10", extra="lora")``.
+
+    ``extra`` is one of the distribution ``of``, which the message tells to install.
+    """
 
     distribution: str
     version: str = ""
     extra: str = ""
+    of: str = "fastloop"
 
     def missing(self, plugin: Plugin, machine: Machine) -> str | None:
         from packaging.specifiers import SpecifierSet
 
         wanted = f"{self.distribution}{self.version}"
-        install = f"fastloop[{self.extra}]" if self.extra else wanted
+        install = f"{self.of}[{self.extra}]" if self.extra else wanted
         try:
             found = importlib.metadata.version(self.distribution)
         except importlib.metadata.PackageNotFoundError:

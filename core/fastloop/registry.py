@@ -11,6 +11,7 @@ import importlib.metadata
 import inspect
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 import pluggy
 
 from fastloop import hookspecs
-from fastloop.errors import PluginCrash, PluginError, did_you_mean
+from fastloop.errors import FastloopError, PluginCrash, PluginError, did_you_mean
 from fastloop.machine import Machine
 from fastloop.plugin import Plugin
 from fastloop.recipe import Recipe
@@ -162,6 +163,22 @@ class Resolution:
             replacement = call(model=model, **arguments)
             model = model if replacement is None else replacement
         return model
+
+    @contextmanager
+    def blaming(self) -> Iterator[None]:
+        """An error that comes out of a plugin's hook inside is raised as one that names both.
+
+        Raises:
+            PluginCrash: With the error as its cause. Errors for the user go through as they are, and so do those of the core.
+        """
+        try:
+            yield
+        except FastloopError:
+            raise
+        except Exception as error:
+            if crash := self.blame(error):
+                raise crash from error
+            raise
 
     def blame(self, error: BaseException) -> PluginCrash | None:
         """The plugin and hook an exception came out of, by the frames of its traceback; None when it was not in one."""

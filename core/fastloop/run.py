@@ -16,11 +16,11 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import send_to_device, set_seed
 from torch import Tensor, nn
 
-from fastloop import checkpoint, loop
+from fastloop import checkpoint, loop, resume
 from fastloop.accelerator import build_accelerator, micro_batches
 from fastloop.clock import Clock, peak_memory
 from fastloop.data import Loader
-from fastloop.errors import CheckpointError, FastloopError, PluginError, RecipeError
+from fastloop.errors import PluginError, RecipeError
 from fastloop.recipe import Recipe
 from fastloop.registry import Resolution
 from fastloop.state import Batch, DataLoaderDraft, OptimizerDraft, State
@@ -32,8 +32,6 @@ log = logging.getLogger("fastloop")
 
 ALONE: AbstractContextManager[Any] = nullcontext()
 INTERRUPTED = "interrupted"
-SAME_ON_RESUME = ("seed", "batch_size", "lr", "optimizer", "weight_decay", "clip_norm")
-"""Keys of ``train`` that a resumed run cannot change: its checkpoint's numbers come from them."""
 
 
 class Run:
@@ -60,30 +58,22 @@ class Run:
         UsageError: Anything wrong with what was asked; nothing is written then.
     """
 
-    def __init__(self, recipe: Recipe, resolution: Resolution, resume: Path | None = None) -> None:
+    def __init__(self, recipe: Recipe, resolution: Resolution, resume_from: Path | None = None) -> None:
         started = perf_counter()
         self.recipe, self.resolution, self.hooks = recipe, resolution, resolution.hooks
         self.state, self.folder = State(), Path(recipe.output)
-        self.hooks.check_recipe(recipe=recipe)
-        self._check_folder(resume)
-        self.found = checkpoint.find(resume) if resume is not None else None
-        self.accelerator = build_accelerator(recipe, resolution)
-        self.device: torch.device = self.accelerator.device
-        self.world_size: int = self.accelerator.num_processes
-        self.rank: int = self.accelerator.process_index
-        self.is_main: bool = self.accelerator.is_main_process
-        self.clock = Clock(torch.accelerator.synchronize if self.device.type != "cpu" else lambda: None)
-        self.device_batch_size, self.micro_steps = micro_batches(recipe, self.world_size)
-        self.loading: DataLoaderDraft = resolution.draft("configure_dataloader", DataLoaderDraft())
-        self.optimizer_arguments: Mapping[str, Any] = resolution.draft("configure_optimizer", OptimizerDraft()).arguments
-
-        set_seed(recipe.train.seed)
-        self._build_loaders()
-        self._build_model()
-        self.metrics: MetricCollection | None = self.hooks.build_metrics(run=self)
-        if self.metrics is not None:
-            self.metrics.to(self.device)
-        self.hooks.check_run(run=self)
+        with resolution.blaming():
+            self.hooks.check_recipe(recipe=recipe)
+            self._check_folder(resume_from)
+            self.found = checkpoint.find(resume_from) if resume_from is not None else None
+            self._build_accelerator()
+            set_seed(recipe.train.seed)
+            self._build_loaders()
+            self._build_model()
+            self.metrics: MetricCollection | None = self.hooks.build_metrics(run=self)
+            if self.metrics is not None:
+                self.metrics.to(self.device)
+            self.hooks.check_run(run=self)
         set_seed(recipe.train.seed)  # training draws the same numbers however the model was made
         self.clock.seconds["startup"] = perf_counter() - started
 
@@ -99,6 +89,17 @@ class Run:
             raise RecipeError(  # an earlier run would be moved aside: this may be a home folder
                 f"{self.recipe.where}: output: {self.folder} holds other files than a run's. Expected a new or empty folder, or a run's."
             )
+
+    def _build_accelerator(self) -> None:
+        self.accelerator = build_accelerator(self.recipe, self.resolution)
+        self.device: torch.device = self.accelerator.device
+        self.world_size: int = self.accelerator.num_processes
+        self.rank: int = self.accelerator.process_index
+        self.is_main: bool = self.accelerator.is_main_process
+        self.clock = Clock(torch.accelerator.synchronize if self.device.type != "cpu" else lambda: None)
+        self.device_batch_size, self.micro_steps = micro_batches(self.recipe, self.world_size)
+        self.loading: DataLoaderDraft = self.resolution.draft("configure_dataloader", DataLoaderDraft())
+        self.optimizer_arguments: Mapping[str, Any] = self.resolution.draft("configure_optimizer", OptimizerDraft()).arguments
 
     def _build_loaders(self) -> None:
         train = self.recipe.train
@@ -252,75 +253,6 @@ class Run:
             return True
         return self.stopping() and not self.epoch_done()  # else the epoch's end saves
 
-    # -- saving and resuming ---------------------------------------------------------------------------------------------
-
-    def save(self) -> Path:
-        """Write a checkpoint of everything that going on needs, and remove the oldest beyond ``train.keep_checkpoints``."""
-        with self.clock("save"):
-            plugins = {plugin.name: call(run=self) for plugin, call in self.resolution.each("save_state")}
-            state = {
-                "fastloop": 1,
-                "recipe": self.recipe.to_dict(),
-                "state": self.state.to_dict(),
-                "clock": dict(self.clock.seconds),
-                "random": checkpoint.random_states(),
-                "optimizer": self.optimizer.state_dict(),
-                "scheduler": self.scheduler and self.scheduler.state_dict(),
-                "scaler": self.accelerator.scaler and self.accelerator.scaler.state_dict(),
-                "plugins": plugins,
-            }
-            path = self.folder / "checkpoints" / f"step-{self.state.step:08d}"
-            checkpoint.write(path, self.unwrapped().state_dict(), state)
-            checkpoint.rotate(self.folder, self.recipe.train.keep_checkpoints)
-        return path
-
-    def load(self) -> None:
-        """Go on from the checkpoint that ``resume`` named.
-
-        Raises:
-            CheckpointError: It belongs to another run: other weights, or settings that its numbers depend on.
-        """
-        assert self.found is not None
-        path, skipped = self.found
-        for line in skipped:
-            log.warning("%s", line)
-        model, saved = checkpoint.read(path)
-        self._check_same(path, saved["recipe"])
-        try:
-            self.unwrapped().load_state_dict(model)
-        except RuntimeError as error:
-            raise CheckpointError(f"{path}: not a checkpoint of this model: {str(error).splitlines()[1].strip()}") from None
-        self.optimizer.load_state_dict(saved["optimizer"])
-        for name, part in (("scheduler", self.scheduler), ("scaler", self.accelerator.scaler)):
-            if (part is None) != (saved[name] is None):
-                raise CheckpointError(
-                    f"{path}: was saved with{'out' * (saved[name] is None)} a {name}, and this run is with{'out' * (part is None)} one."
-                )
-            if part is not None:
-                part.load_state_dict(saved[name])
-        self.state = State(**saved["state"])
-        startup = self.clock.seconds["startup"]
-        self.clock.seconds |= saved["clock"] | {"startup": startup}
-        for plugin, call in self.resolution.each("load_state"):
-            if plugin.name in saved["plugins"]:
-                state = saved["plugins"][plugin.name]
-                if state is not None:  # it had nothing to keep
-                    call(run=self, state=state)
-            else:
-                log.warning("plugin %r is not in the checkpoint: it starts anew at step %d", plugin.name, self.state.step)
-        log.info("resumed from %s at step %d", path, self.state.step)
-        checkpoint.restore_random_states(saved["random"])
-
-    def _check_same(self, path: Path, old: dict[str, Any]) -> None:
-        now = self.recipe.to_dict()
-        pairs = [(key, old[key], now[key]) for key in ("model", "data")]
-        pairs += [(f"train.{key}", old["train"][key], now["train"][key]) for key in SAME_ON_RESUME]
-        for key, was, wanted in pairs:
-            if was != wanted:
-                raise CheckpointError(
-                    f"{path}: was saved with {key} = {was!r}, and this run has {wanted!r}. Resume with the same, or start anew."
-                )
-
     # -- the whole life --------------------------------------------------------------------------------------------------
 
     def execute(self) -> dict[str, Any]:
@@ -329,22 +261,21 @@ class Run:
         Raises:
             FastloopError: The run failed; the summary says so too.
         """
-        if self.found is not None:
-            self.load()
+        with self.resolution.blaming():
+            if self.found is not None:
+                resume.load(self, *self.found)
         self._open_folder()
         try:
-            loop.fit(self)
-            if not self.interrupted:
-                if "test" in self.eval_loaders:
-                    loop.evaluate(self, "test")
-                if self.is_main:
-                    self.hooks.export_model(run=self, folder=self.folder / "model")
+            with self.resolution.blaming():
+                loop.fit(self)
+                if not self.interrupted:
+                    if "test" in self.eval_loaders:
+                        loop.evaluate(self, "test")
+                    if self.is_main:
+                        self.hooks.export_model(run=self, folder=self.folder / "model")
         except BaseException as error:
-            told = self.resolution.blame(error) if isinstance(error, Exception) and not isinstance(error, FastloopError) else None
             self.hooks.on_exception(run=self, error=error)
-            self._summarise("failed", str(told or error) or type(error).__name__)
-            if told is not None:
-                raise told from error
+            self._summarise("failed", str(error) or type(error).__name__)
             raise
         finally:
             for loader in (self.train_loader, *self.eval_loaders.values()):

@@ -309,6 +309,6 @@ def test_an_optimizer_argument_of_a_draft_reaches_the_optimizer_and_no_later_run
             draft.arguments["betas"] = (0.5, 0.6)
 
     assert tiny_run([Betas()], epochs=1).trainer.run.optimizer.param_groups[0]["betas"] == (0.5, 0.6)
-    with pytest.raises(TypeError):
+    with pytest.raises(PluginCrash, match="failed in configure_optimizer: TypeError"):
         tiny_run([InPlace()], epochs=1)
     assert tiny_run(epochs=1).trainer.run.optimizer.param_groups[0]["betas"] == (0.9, 0.999)

@@ -88,7 +88,7 @@ LAYERS = [
     {"options", "hookspecs", "plugin", "state"},
     {"machine", "recipe", "checkpoint", "clock", "importing", "data"},
     {"registry"},
-    {"accelerator", "defaults", "loop"},
+    {"accelerator", "defaults", "loop", "resume"},
     {"run"},
     {"trainer"},
     {"cli", "__main__"},

@@ -511,3 +511,30 @@ def test_an_error_outside_of_plugins_blames_none():
 def test_a_run_that_a_plugin_breaks_says_which(tiny_run):
     with pytest.raises(PluginCrash, match=r"plugin 'broken' \(.*\) failed in before_epoch: ValueError: broken"):
         tiny_run([Broken()])
+
+
+@pytest.mark.parametrize("hook", ["check_recipe", "build_scheduler", "before_prepare", "load_state"])
+def test_a_plugin_that_fails_while_the_run_is_built_or_loaded_is_named_too(tiny_run, hook):
+    def fails(self: Any) -> None:
+        raise ValueError("on purpose")
+
+    def saves(self: Any) -> dict[str, int]:
+        return {"a": 1}
+
+    plain = type("Plain", (Plugin,), {"name": "early", "save_state": hookimpl(saves)})
+    broken = type("Broken", (plain,), {hook: hookimpl(fails)})
+    tiny_run([plain()], epochs=1, output="run")
+    with pytest.raises(PluginCrash, match=rf"plugin 'early' .* failed in {hook}: ValueError: on purpose"):
+        tiny_run([broken()], epochs=1, output="run", resume=True)
+
+
+def test_a_state_that_cannot_be_saved_is_an_error_that_says_whose_it_is(tiny_run):
+    class Odd(Plugin):
+        name = "odd"
+
+        @hookimpl
+        def save_state(self) -> dict[str, object]:
+            return {"what": object()}
+
+    with pytest.raises(PluginError, match=r"save_state: state\.plugins\.odd\.what: a object cannot be saved"):
+        tiny_run([Odd()], epochs=1)

@@ -14,7 +14,9 @@ def with_resume_value(arguments: list[str]) -> list[str]:
     """``--resume`` takes an optional path: give the bare option an empty one, so that what follows is not taken for it."""
     result = []
     for argument, following in zip(arguments, [*arguments[1:], None], strict=True):
-        bare = argument == "--resume" and (following is None or following.startswith("-") or "=" in following)
+        bare = argument == "--resume" and (
+            following is None or following.startswith("-") or "=" in following or following.endswith((".yaml", ".yml"))
+        )
         result.append("--resume=" if bare else argument)
     return result
 

@@ -1,0 +1,94 @@
+"""What a checkpoint holds of a run, and how a run goes on from one."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastloop import checkpoint
+from fastloop.errors import CheckpointError, PluginError
+from fastloop.state import State
+
+if TYPE_CHECKING:
+    from fastloop.run import Run
+
+log = logging.getLogger("fastloop")
+
+SAME = ("seed", "batch_size", "lr", "optimizer", "weight_decay", "clip_norm")
+"""Keys of ``train`` that a resumed run cannot change: its checkpoint's numbers come from them."""
+
+
+def save(run: Run) -> Path:
+    """Write a checkpoint of everything that going on needs, and remove the oldest beyond ``train.keep_checkpoints``.
+
+    Raises:
+        PluginError: A plugin's state holds what cannot be saved.
+    """
+    accelerator, scheduler = run.accelerator, run.scheduler
+    with run.clock("save"):
+        state = {
+            "fastloop": 1,
+            "recipe": run.recipe.to_dict(),
+            "state": run.state.to_dict(),
+            "clock": dict(run.clock.seconds),
+            "random": checkpoint.random_states(),
+            "optimizer": run.optimizer.state_dict(),
+            "scheduler": scheduler and scheduler.state_dict(),
+            "scaler": accelerator.scaler and accelerator.scaler.state_dict(),
+            "plugins": {plugin.name: call(run=run) for plugin, call in run.resolution.each("save_state")},
+        }
+        path = run.folder / "checkpoints" / f"step-{run.state.step:08d}"
+        try:
+            checkpoint.write(path, run.unwrapped().state_dict(), state)
+        except TypeError as error:
+            raise PluginError(f"save_state: {error}") from error
+        checkpoint.rotate(run.folder, run.recipe.train.keep_checkpoints)
+    return path
+
+
+def load(run: Run, path: Path, skipped: list[str]) -> None:
+    """Go on from the checkpoint ``path``; ``skipped`` is said aloud.
+
+    Raises:
+        CheckpointError: It belongs to another run: other weights, or settings that its numbers depend on.
+    """
+    for line in skipped:
+        log.warning("%s", line)
+    model, saved = checkpoint.read(path)
+    check_same(path, saved["recipe"], run.recipe.to_dict())
+    try:
+        run.unwrapped().load_state_dict(model)
+    except RuntimeError as error:
+        raise CheckpointError(f"{path}: not a checkpoint of this model: {str(error).splitlines()[1].strip()}") from None
+    run.optimizer.load_state_dict(saved["optimizer"])
+    for name, part in (("scheduler", run.scheduler), ("scaler", run.accelerator.scaler)):
+        if (part is None) != (saved[name] is None):
+            then, now = ("out" * (saved[name] is None), "out" * (part is None))
+            raise CheckpointError(f"{path}: was saved with{then} a {name}, and this run is with{now} one.")
+        if part is not None:
+            part.load_state_dict(saved[name])
+    run.state = State(**saved["state"])
+    run.clock.seconds |= saved["clock"] | {"startup": run.clock.seconds["startup"]}
+    for plugin, call in run.resolution.each("load_state"):
+        if plugin.name not in saved["plugins"]:
+            log.warning("plugin %r is not in the checkpoint: it starts anew at step %d", plugin.name, run.state.step)
+        elif (state := saved["plugins"][plugin.name]) is not None:  # None: it had nothing to keep
+            call(run=run, state=state)
+    log.info("resumed from %s at step %d", path, run.state.step)
+    checkpoint.restore_random_states(saved["random"])
+
+
+def check_same(path: Path, old: dict[str, Any], now: dict[str, Any]) -> None:
+    """Refuse to go on with other settings than those that the checkpoint's numbers come from.
+
+    Raises:
+        CheckpointError: Names the key and both values.
+    """
+    pairs = [(key, old[key], now[key]) for key in ("model", "data")]
+    pairs += [(f"train.{key}", old["train"][key], now["train"][key]) for key in SAME]
+    for key, was, wanted in pairs:
+        if was != wanted:
+            raise CheckpointError(
+                f"{path}: was saved with {key} = {was!r}, and this run has {wanted!r}. Resume with the same, or start anew."
+            )

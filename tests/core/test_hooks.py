@@ -12,7 +12,7 @@ import pytest
 from conftest import tiny_data, tiny_model
 from torch import nn
 
-from fastloop import Output, Plugin, Trainer, hookimpl, hookspecs
+from fastloop import Output, Plugin, PluginCrash, Trainer, hookimpl, hookspecs
 from fastloop.registry import Resolution
 
 SPECS = {name: spec for name, spec in vars(hookspecs).items() if hasattr(spec, "fastloop_spec")}

@@ -7,6 +7,8 @@ import torch
 from conftest import tiny_data, tiny_model
 from torch import nn
 
+from fastloop.registry import installed, load
+
 
 def plain_loop(
     epochs: int, batch_size: int, micro: int, lr: float = 1e-2, seed: int = 123, clip: float | None = None
@@ -43,3 +45,22 @@ def test_losses_and_weights_are_those_of_a_plain_loop(tiny_run, micro, clip):
     assert result.losses == losses
     assert all(torch.equal(result.weights[name], weights[name]) for name in weights)
     assert sum(losses[-9:]) < 0.9 * sum(losses[:9])  # nine steps an epoch: it learns
+
+
+EXACT = [name for name in installed() if load(name).parity == "exact" and load(name).slot != "task"]
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_a_plugin_that_promises_exact_numbers_gives_those_of_the_plain_loop(tiny_run, name):
+    losses, weights = plain_loop(epochs=3, batch_size=8, micro=4)
+    options = {"num_workers": 2} if name == "dataloader-workers" else {}
+    result = tiny_run([{name: options}], epochs=3, device_batch_size=4)
+    assert result.losses == losses
+    if name != "checkpoint-best":  # which ends with the best weights, not the last
+        assert all(torch.equal(result.weights[key], weights[key]) for key in weights)
+
+
+def test_all_exact_plugins_together_give_them_too(tiny_run):
+    losses, _ = plain_loop(epochs=3, batch_size=8, micro=8)
+    assert tiny_run([{name: {"num_workers": 1}} if name == "dataloader-workers" else name for name in EXACT], epochs=3).losses == losses
+    assert {"checkpoint-best", "dataloader-workers", "log", "progress"} <= set(EXACT)

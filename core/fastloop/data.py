@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
 
-from fastloop.errors import DataError
+from fastloop.errors import CheckpointError, DataError
 from fastloop.state import Batch, DataLoaderDraft
 
 
@@ -203,7 +203,13 @@ class Loader:
 
         Raises:
             DataError: A sample could not be read or collated, or a worker died or hangs.
+            CheckpointError: ``start`` is inside an epoch of a dataset that shards itself, whose order is its own.
         """
+        if start and getattr(self.dataset, "shards_itself", False):
+            raise CheckpointError(
+                f"{type(self.dataset).__name__} shards itself, so a run cannot go on {start} samples into its epoch. "
+                "Resume from a checkpoint of an epoch's end (train.save_every: epoch)."
+            )
         if self.sampler is not None:
             self.sampler.epoch, self.sampler.start = epoch, start
         elif self.stream is not None:

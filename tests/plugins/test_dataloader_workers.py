@@ -14,7 +14,7 @@ import torch
 from conftest import tiny_data
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from fastloop import FastloopError, Plugin, hookimpl
+from fastloop import CheckpointError, FastloopError, Plugin, hookimpl
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # a machine with fewer processors than workers
 
@@ -97,6 +97,16 @@ def test_a_dataset_that_says_it_shards_itself_is_taken_at_its_word(tiny_run):
     stream.shards_itself = True
     tiny_run([workers(2), ids], data=stream, epochs=1)
     assert sorted(sample for step in ids.steps for sample in step) == list(range(45))
+
+
+def test_a_dataset_that_shards_itself_is_resumed_at_an_epochs_end_only(tiny_run):
+    stream = Stream(shares=True)
+    stream.shards_itself = True
+    tiny_run([workers(2)], data=stream, epochs=1, output="run", max_steps=3)
+    with pytest.raises(CheckpointError, match="Stream shards itself, so a run cannot go on 24 samples into its epoch"):
+        tiny_run([workers(2)], data=stream, epochs=2, output="run", resume=True)
+    tiny_run([workers(2)], data=stream, epochs=1, output="other")
+    assert tiny_run([workers(2)], data=stream, epochs=2, output="other", resume=True).summary["epochs"] == 2
 
 
 class Breaks(Dataset):

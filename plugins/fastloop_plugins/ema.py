@@ -46,7 +46,10 @@ class EMA(Plugin):
 
     @hookimpl
     def before_fit(self, run: Run) -> None:
-        loaded, self.average = self.average, {name: weight.detach().clone() for name, weight in trained(run).items()}
+        self.weights = {
+            name: weight for name, weight in run.unwrapped().named_parameters() if weight.requires_grad and weight.is_floating_point()
+        }
+        loaded, self.average = self.average, {name: weight.detach().clone() for name, weight in self.weights.items()}
         for name, tensor in loaded.items():
             self.average[name].copy_(tensor)
 
@@ -58,18 +61,17 @@ class EMA(Plugin):
 
         self.updates += 1
         decay = min(self.config.decay, (1 + self.updates) / (10 + self.updates)) if self.config.warmup else self.config.decay
-        weights = trained(run)
         with torch.no_grad():
-            torch._foreach_lerp_([self.average[name] for name in weights], list(weights.values()), 1 - decay)
+            torch._foreach_lerp_(list(self.average.values()), list(self.weights.values()), 1 - decay)
 
     @hookimpl
-    def after_fit(self, run: Run) -> None:
-        self.exchange(run)
+    def after_fit(self) -> None:
+        self.exchange()
         self.final = True  # the averages are the model's weights from here on
 
     @hookimpl(wrapper=True)
-    def evaluate(self, run: Run) -> Generator[None, Any, Any]:
-        with self.swapped(run):
+    def evaluate(self) -> Generator[None, Any, Any]:
+        with self.swapped():
             return (yield)
 
     @hookimpl
@@ -81,28 +83,23 @@ class EMA(Plugin):
         self.average, self.updates = state["average"], state["updates"]
 
     @contextmanager
-    def swapped(self, run: Run) -> Generator[None, None, None]:
+    def swapped(self) -> Generator[None, None, None]:
         """The averages are the model's weights while inside."""
         if self.final or not self.average:
             yield
             return
-        self.exchange(run)
+        self.exchange()
         try:
             yield
         finally:
-            self.exchange(run)
+            self.exchange()
 
-    def exchange(self, run: Run) -> None:
+    def exchange(self) -> None:
         """Exchange the model's weights and the averages, in place: compiled and wrapped models keep their tensors."""
         import torch
 
         with torch.no_grad():
-            for name, weight in trained(run).items():
+            for name, weight in self.weights.items():
                 kept = weight.clone()
                 weight.copy_(self.average[name])
                 self.average[name].copy_(kept)
-
-
-def trained(run: Run) -> dict[str, Tensor]:
-    """The floating-point parameters that are trained."""
-    return {name: weight for name, weight in run.unwrapped().named_parameters() if weight.requires_grad and weight.is_floating_point()}

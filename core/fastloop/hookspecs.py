@@ -121,7 +121,7 @@ def before_prepare(run: Run, model: nn.Module) -> nn.Module | None:
 
 @first
 def build_optimizer(run: Run, model: nn.Module) -> Optimizer | None:
-    """First. Without one, the recipe's ``train.optimizer`` is built."""
+    """First. Without one, the recipe's ``train.optimizer`` is built. What plugins ask of it is in ``run.optimizer_arguments``."""
 
 
 @first

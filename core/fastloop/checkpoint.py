@@ -223,9 +223,14 @@ def read(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise CheckpointError(f"{folder}: cannot be read: {error}.") from None
 
 
-def rotate(folder: Path, keep: int) -> None:
-    """Remove a run's oldest checkpoints down to ``keep``, and what a cut-off save left. Other names are not touched."""
-    for path in [*checkpoints(folder)[:-keep], *leftovers(folder)]:
+def rotate(folder: Path, keep: int, step: int) -> None:
+    """After a save at ``step``, remove a run's oldest checkpoints down to ``keep``, and what a cut-off save left.
+
+    Later steps go too: the run went on from an earlier checkpoint, so they are of a course that was given up. Other names are not touched.
+    """
+    found = {path: int(path.name.removeprefix("step-")) for path in checkpoints(folder)}
+    course = [path for path, at in found.items() if at <= step]
+    for path in [*(path for path, at in found.items() if at > step), *course[:-keep], *leftovers(folder)]:
         shutil.rmtree(path, ignore_errors=True)
 
 

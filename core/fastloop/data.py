@@ -9,9 +9,12 @@ dropout sees the same numbers with and without workers.
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import count, islice
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
@@ -65,12 +68,43 @@ class StepSampler(Sampler[Draw]):
                 yield draw
 
 
-def _seed_worker(seed: int) -> None:
-    import numpy as np
-
+def _seed(seed: int) -> None:
+    """Seed what datasets draw from. The generators of other devices are left alone: they are the training's."""
     random.seed(seed)
     np.random.seed(seed)
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
+
+
+class _OwnRandomness:
+    """While inside, random numbers are drawn from generators of its own, which go on where they were at the next entry.
+
+    So what a stream draws does not depend on what training drew, and is drawn again when a resumed run skips to its place.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.inside: tuple[Any, Any, Tensor] | None = None
+
+    def __enter__(self) -> None:
+        self.outside = self._states()
+        if self.inside is None:
+            _seed(self.seed)
+        else:
+            self._restore(self.inside)
+
+    def __exit__(self, *error: object) -> None:
+        self.inside = self._states()
+        self._restore(self.outside)
+
+    @staticmethod
+    def _states() -> tuple[Any, Any, Tensor]:
+        return random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+    @staticmethod
+    def _restore(states: tuple[Any, Any, Tensor]) -> None:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
 
 
 class _Samples(Dataset[Any]):
@@ -85,7 +119,7 @@ class _Samples(Dataset[Any]):
 
     def __getitems__(self, draw: Draw) -> list[Any]:
         if get_worker_info() is not None:
-            _seed_worker(draw.seed)
+            _seed(draw.seed)
         samples = self.read(draw)
         return [_Filler(samples)] if draw.fills else samples
 
@@ -95,7 +129,8 @@ class _Stream(IterableDataset[Any]):
 
     Micro-batch ``i`` is read by process ``i % world_size`` and, there, by the worker whose turn it is. The dataset itself is
     iterated as if it were alone: one that shards by ``get_worker_info()`` must not do so a second time, unless it has the
-    attribute ``shards_itself = True``, and then all it yields is taken.
+    attribute ``shards_itself = True``, and then all it yields is taken. What it draws at random is the same for every reader, with
+    and without workers, and at every resume.
     """
 
     def __init__(self, dataset: Any, batch: int, rank: int, world_size: int, seed: int) -> None:
@@ -107,25 +142,34 @@ class _Stream(IterableDataset[Any]):
 
         epoch, start = self.position.tolist()
         info = get_worker_info()
-        if info is not None:
-            _seed_worker(hash((self.seed, epoch, start, info.id)) % 2**32)
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
         if getattr(self.dataset, "shards_itself", False):
+            if info is not None:
+                _seed(hash((self.seed, epoch, self.rank, info.id)) % 2**32)
             yield from self.dataset
             return
         mine, readers = self.rank, self.world_size
         if info is not None:
             mine, readers = self.rank + self.world_size * info.id, self.world_size * info.num_workers
         worker._worker_info = None
+        randomness = _OwnRandomness(hash((self.seed, epoch)) % 2**32)  # every reader's is the same: they must agree on the order
         try:
-            index = start - 1
-            for index, sample in enumerate(self.dataset):
-                if index >= start and (index - start) // self.batch % readers == mine:
-                    yield sample
-            micro_batches = -(-(index + 1 - start) // self.batch)
-            if any(filler % readers == mine for filler in range(micro_batches, micro_batches + -micro_batches % self.world_size)):
-                yield _Filler([sample])
+            with randomness:
+                samples = iter(self.dataset)
+                deque(islice(samples, start), maxlen=0)
+            for number in count():
+                with randomness:
+                    group = list(islice(samples, self.batch))
+                if not group:
+                    break
+                last = group[-1]
+                if number % readers == mine:
+                    if info is not None:  # what the collator draws does not depend on the worker either
+                        _seed(hash((self.seed, epoch, start + number * self.batch)) % 2**32)
+                    yield from group
+            if any(filler % readers == mine for filler in range(number, number + -number % self.world_size)):
+                yield _Filler([last])
         finally:
             worker._worker_info = info
 

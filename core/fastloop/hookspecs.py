@@ -202,12 +202,12 @@ def before_evaluate(run: Run, split: str) -> None:
 
 @first
 def evaluate(run: Run, split: str) -> dict[str, float] | None:
-    """First; the core answers. Wrap it to evaluate other weights than those in training."""
+    """First; the core answers. Wrap it to evaluate other weights than those in training; innermost (``trylast=True``), to add metrics."""
 
 
 @hookspec
 def after_evaluate(run: Run, split: str, metrics: dict[str, float]) -> None:
-    """``metrics`` may be added to by a task (``tryfirst=True``). The place to stop, or to keep the best."""
+    """An evaluation is done. The place to stop training."""
 
 
 # -- state -------------------------------------------------------------------------------------------------------------

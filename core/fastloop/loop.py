@@ -29,13 +29,15 @@ log = logging.getLogger("fastloop")
 def fit(run: Run) -> None:
     """Train until the epochs or ``max_steps`` are done, or a plugin asks to stop; then evaluate what is not yet evaluated."""
     state, hooks = run.state, run.hooks
-    hooks.before_fit(run=run)
+    with resume.same_random_states(run.found is not None):
+        hooks.before_fit(run=run)
     run.train_mode()
     with run.clock("train"):
         if run.evaluation_due():  # an interrupted run was saved before it
             evaluate(run, "evaluate")
         while state.epoch < run.recipe.train.epochs and not run.stopping():
-            hooks.before_epoch(run=run)
+            with resume.same_random_states(state.epoch_samples > 0):
+                hooks.before_epoch(run=run)
             for batches in run.train_loader.steps(state.epoch, state.epoch_samples):
                 loss = train_step(run, batches)
                 hooks.after_step(run=run, loss=loss)
@@ -53,12 +55,13 @@ def fit(run: Run) -> None:
                 evaluate(run, "evaluate")
             if run.saving_due(epoch_ended=True):
                 resume.save(run)
+    if not run.interrupted and state.evaluated_at != state.step and "evaluate" in run.eval_loaders:
+        evaluate(run, "evaluate")
+    run.trained = True  # from here on there is nothing to go on with: Ctrl-C lets the run end
     if run.interrupted:
         if run.saving_due():
             resume.save(run)
         return
-    if state.evaluated_at != state.step and "evaluate" in run.eval_loaders:
-        evaluate(run, "evaluate")
     hooks.after_fit(run=run)
 
 

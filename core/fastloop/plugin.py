@@ -132,7 +132,7 @@ class Plugin:
     needs: ClassVar[tuple[Need, ...]] = ()
     """Predicates on device, dtypes and installed versions."""
     adds_metrics: ClassVar[tuple[str, ...]] = ()
-    """Metrics that it adds to those of an evaluation, beside ``loss`` and what ``build_metrics`` gives."""
+    """Metrics that its wrapper of ``evaluate`` adds, beside ``loss`` and what ``build_metrics`` gives."""
     parity: ClassVar[Parity] = "exact"
     """What it does to the numbers."""
     configures: ClassVar[str] = ""

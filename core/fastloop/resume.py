@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastloop import checkpoint
 from fastloop.errors import CheckpointError, PluginError
-from fastloop.state import State
+from fastloop.state import INTERRUPTED, State
 
 if TYPE_CHECKING:
     from fastloop.run import Run
@@ -43,7 +45,7 @@ def save(run: Run) -> Path:
             checkpoint.write(path, run.unwrapped().state_dict(), state)
         except TypeError as error:
             raise PluginError(f"save_state: {error}") from error
-        checkpoint.rotate(run.folder, run.recipe.train.keep_checkpoints)
+        checkpoint.rotate(run.folder, run.recipe.train.keep_checkpoints, run.state.step)
     return path
 
 
@@ -61,7 +63,12 @@ def load(run: Run, path: Path, skipped: list[str]) -> None:
         run.unwrapped().load_state_dict(model)
     except RuntimeError as error:
         raise CheckpointError(f"{path}: not a checkpoint of this model: {str(error).splitlines()[1].strip()}") from None
-    run.optimizer.load_state_dict(saved["optimizer"])
+    try:
+        run.optimizer.load_state_dict(saved["optimizer"])
+    except ValueError as error:
+        raise CheckpointError(
+            f"{path}: not a checkpoint of this optimizer: {error}. Train the same parameters as the run that saved it."
+        ) from None
     for name, part in (("scheduler", run.scheduler), ("scaler", run.accelerator.scaler)):
         if (part is None) != (saved[name] is None):
             then, now = ("out" * (saved[name] is None), "out" * (part is None))
@@ -69,14 +76,28 @@ def load(run: Run, path: Path, skipped: list[str]) -> None:
         if part is not None:
             part.load_state_dict(saved[name])
     run.state = State(**saved["state"])
+    recipe = run.recipe.to_dict()
+    if run.state.stop_reason == INTERRUPTED or any(saved["recipe"][key] != recipe[key] for key in ("train", "plugins")):
+        run.state.stop_reason = None  # other epochs or plugins: what stopped it then may not stop it now
     run.clock.seconds |= saved["clock"] | {"startup": run.clock.seconds["startup"]}
     for plugin, call in run.resolution.each("load_state"):
         if plugin.name not in saved["plugins"]:
             log.warning("plugin %r is not in the checkpoint: it starts anew at step %d", plugin.name, run.state.step)
         elif (state := saved["plugins"][plugin.name]) is not None:  # None: it had nothing to keep
             call(run=run, state=state)
+    for name in sorted(name for name, state in saved["plugins"].items() if state is not None and name not in run.resolution.names()):
+        log.warning("plugin %r is in the checkpoint, and this run is without it", name)
     log.info("resumed from %s at step %d", path, run.state.step)
     checkpoint.restore_random_states(saved["random"])
+
+
+@contextmanager
+def same_random_states(wanted: bool) -> Iterator[None]:
+    """What is drawn inside is drawn again by a run that goes on, and was drawn already by the one that saved: it must not count twice."""
+    states = checkpoint.random_states() if wanted else None
+    yield
+    if states is not None:
+        checkpoint.restore_random_states(states)
 
 
 def check_same(path: Path, old: dict[str, Any], now: dict[str, Any]) -> None:

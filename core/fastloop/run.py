@@ -23,7 +23,7 @@ from fastloop.data import Loader
 from fastloop.errors import PluginError, RecipeError
 from fastloop.recipe import Recipe
 from fastloop.registry import Resolution
-from fastloop.state import Batch, DataLoaderDraft, OptimizerDraft, State
+from fastloop.state import INTERRUPTED, Batch, DataLoaderDraft, OptimizerDraft, State
 
 if TYPE_CHECKING:
     from torchmetrics import MetricCollection
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("fastloop")
 
 ALONE: AbstractContextManager[Any] = nullcontext()
-INTERRUPTED = "interrupted"
 
 
 class Run:
@@ -51,6 +50,7 @@ class Run:
         optimizer: Torch's optimizer, or Accelerate's wrapper where loss scaling or a strategy needs it.
         scheduler: Stepped by the loop, never prepared by Accelerate (which would step it once a process).
         metrics: The task's metrics, or None.
+        trained: Whether training is over, and plugins may put other weights in place.
         total_steps: Optimizer steps of the whole run; None for data of unknown length without ``max_steps``.
         clock: Seconds by what they were spent on.
 
@@ -62,6 +62,7 @@ class Run:
         started = perf_counter()
         self.recipe, self.resolution, self.hooks = recipe, resolution, resolution.hooks
         self.state, self.folder = State(), Path(recipe.output)
+        self.trained = False
         with resolution.blaming():
             self.hooks.check_recipe(recipe=recipe)
             self._check_folder(resume_from)
@@ -284,11 +285,20 @@ class Run:
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """While inside, Ctrl-C saves at the step's end and stops; a second one stops at once."""
+        """While inside, Ctrl-C saves at the step's end and stops; a second one stops at once.
+
+        When training is over there is nothing left to save, so the first one lets the test and the export end.
+        """
+        asked = False
 
         def ask(signum: int, frame: Any) -> None:
-            if self.interrupted:
+            nonlocal asked
+            if asked:
                 raise KeyboardInterrupt
+            asked = True
+            if self.trained:
+                log.warning("interrupted: training is over, what is left of the run is finished (once more to stop at once)")
+                return
             log.warning("interrupted: saving at the end of this step (once more to stop at once)")
             self.state.stop_reason = INTERRUPTED
             self.state.request_save()
@@ -300,10 +310,11 @@ class Run:
             signal.signal(signal.SIGINT, previous)
 
     def _open_folder(self) -> None:
-        """Make the run folder. An earlier run's is moved aside: nothing of it is lost."""
+        """Make the run folder. Another run's is moved aside: nothing of it is lost."""
         if not self.is_main:
             return
-        if self.found is None and self.folder.exists() and any(self.folder.iterdir()):
+        goes_on = self.found is not None and self.found[0].resolve().is_relative_to(self.folder.resolve())
+        if not goes_on and self.folder.exists() and any(self.folder.iterdir()):
             number = 1
             while (aside := self.folder.with_name(f"{self.folder.name}.{number}")).exists():
                 number += 1

@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
+INTERRUPTED = "interrupted"
+"""The ``stop_reason`` of a run that is to go on later."""
+
 
 @dataclass
 class State:
-    """Counters, metrics and requests. A checkpoint holds all but the requests.
+    """Counters, metrics and requests. A checkpoint holds all but the request to save.
 
     Attributes:
         step: Optimizer steps done.
@@ -24,6 +27,8 @@ class State:
         metrics: Split (``evaluate``, ``test``) -> the newest metrics of it.
         evaluated_at: Step of the newest evaluation on ``evaluate``; -1 before the first.
         best: ``{"step", "value", "path"}`` of the best checkpoint, when a plugin keeps one.
+        evaluate_requested: Whether an evaluation is asked for and not yet done.
+        stop_reason: Why training ends before its time; None while it goes on.
     """
 
     step: int = 0
@@ -34,10 +39,10 @@ class State:
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)
     evaluated_at: int = -1
     best: dict[str, Any] | None = None
+    evaluate_requested: bool = False
+    stop_reason: str | None = None
 
     def __post_init__(self) -> None:
-        self.stop_reason: str | None = None
-        self.evaluate_requested = False
         self.save_requested = False
 
     def request_stop(self, reason: str) -> None:

@@ -9,7 +9,7 @@ plugins:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Batch, Output, Plugin, RecipeError, hookimpl
@@ -92,9 +92,10 @@ class CausalLM(Plugin):
         logits = model(input_ids=batch["input_ids"], use_cache=False).logits
         return Output(cross_entropy(logits.flatten(0, 1).float(), batch["targets"].flatten(), ignore_index=IGNORED))
 
-    @hookimpl(tryfirst=True)
-    def after_evaluate(self, metrics: dict[str, float]) -> None:
-        metrics["perplexity"] = math.exp(metrics["loss"]) if metrics["loss"] < 700 else math.inf
+    @hookimpl(wrapper=True, trylast=True)
+    def evaluate(self) -> Generator[None, dict[str, float], dict[str, float]]:
+        metrics = yield
+        return metrics | {"perplexity": math.exp(metrics["loss"]) if metrics["loss"] < 700 else math.inf}
 
     @hookimpl
     def export_model(self, run: Run, folder: Path) -> Path:

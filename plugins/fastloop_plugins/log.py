@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Annotated, Any
 
@@ -54,8 +55,8 @@ class Log(Plugin):
         path = run.folder / "metrics.jsonl"
         path.touch()
         self.metrics = path.open("r+")
-        self.metrics.truncate(self.offset)  # what a killed run wrote after its last checkpoint happens again
-        self.metrics.seek(self.offset)
+        self.metrics.truncate(min(self.offset, path.stat().st_size))  # what a killed run wrote after its last checkpoint happens again
+        self.metrics.seek(0, os.SEEK_END)
         self.handler = logging.FileHandler(run.folder / "log.txt")
         self.handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         logger.addHandler(self.handler)

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import tiny_data
+from conftest import tiny_data, tiny_model
 from torch.utils.data import Dataset, IterableDataset
 
 from fastloop import CheckpointError, Plugin, hookimpl
@@ -51,6 +51,13 @@ class Stream(IterableDataset):
 
     def __iter__(self) -> Iterator[Any]:
         yield from (Indexed()[index] for index in range(67))
+
+
+class RandomStream(IterableDataset):
+    """A stream that shuffles itself with torch's generator, and adds noise."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from (Indexed(noise=True)[index] for index in torch.randperm(67).tolist())
 
 
 class Ledger(Plugin):
@@ -172,6 +179,8 @@ RUNS: dict[str, tuple[Callable[[], list[Any]], dict[str, Any]]] = {
     "random data in workers": (lambda: [WORKERS], {"data": Indexed(noise=True)}),
     "stream": (list, {"data": Stream()}),
     "stream in workers": (lambda: [WORKERS], {"data": Stream()}),
+    "random stream": (list, {"data": RandomStream()}),
+    "random stream in workers": (lambda: [WORKERS], {"data": RandomStream()}),
     "averaged": (lambda: [{"ema": {"decay": 0.9}}, "checkpoint-best"], {}),
     "mixed precision": (lambda: ["amp"], {}),
     "loss scaling": (lambda: [Scaler()], {}),
@@ -203,7 +212,7 @@ def record(folder: Path, ledger: Path) -> dict[str, Any]:
 def train(tiny_run):
     """``train(folder, ...)``: three epochs of nine steps, saved every fourth, evaluated at every fifth; ``dies`` forks, and is killed."""
 
-    def run(folder: str, plugins: list[Any], dies: Dies | None = None, resume: bool = False, **arguments: Any) -> Any:
+    def run(folder: str, plugins: list[Any], dies: Dies | None = None, resume: bool | str = False, **arguments: Any) -> Any:
         defaults = {"data": Indexed(), "epochs": 3, "save_every": 4, "evaluate_every": 5, "test_loader": tiny_data(16, seed=2)}
         arguments = {**defaults, **arguments, "output": folder, "resume": resume}
         ledger = Ledger(Path(f"{folder}.ledger"))
@@ -307,8 +316,30 @@ class Interrupts(Plugin):
         self.here("in a step", run)
 
     @hookimpl
-    def before_evaluate(self, run) -> None:
-        self.here("in an evaluation", run)
+    def before_evaluate(self, run, split) -> None:
+        self.here("in the test" if split == "test" else "in an evaluation", run)
+
+    @hookimpl
+    def after_fit(self, run) -> None:
+        self.here("after training", run)
+
+    @hookimpl
+    def export_model(self, run) -> None:
+        self.here("in the export", run)
+
+
+@pytest.fixture
+def interruptible(monkeypatch):
+    """Runs mind SIGINT as those of the command line do."""
+    from fastloop.run import Run
+
+    execute = Run.execute
+
+    def minding(self: Run) -> dict[str, Any]:
+        with self.interruptible():
+            return execute(self)
+
+    monkeypatch.setattr(Run, "execute", minding)
 
 
 @pytest.mark.parametrize(
@@ -323,18 +354,9 @@ class Interrupts(Plugin):
     ],
     ids=["mid-epoch", "last step of an epoch", "when an evaluation is due", "evaluating an epoch", "evaluating", "the last step"],
 )
-def test_ctrl_c_saves_at_the_end_of_the_step_and_the_resumed_run_is_the_same(train, monkeypatch, moment, step, every):
-    from fastloop.run import Run
-
+def test_ctrl_c_saves_at_the_end_of_the_step_and_the_resumed_run_is_the_same(train, interruptible, moment, step, every):
     arguments = {"evaluate_every": every, "save_every": None}
     train("whole", ["checkpoint-best"], **arguments)
-    execute = Run.execute
-
-    def interruptible(self: Run) -> dict[str, Any]:
-        with self.interruptible():
-            return execute(self)
-
-    monkeypatch.setattr(Run, "execute", interruptible)
     stopped = train("run", ["checkpoint-best", Interrupts(moment, step)], **arguments)
     assert (stopped.summary["status"], stopped.summary["reason"]) == ("stopped", "interrupted")
     assert stopped.summary["steps"] == step + (moment == "in a step")
@@ -343,16 +365,32 @@ def test_ctrl_c_saves_at_the_end_of_the_step_and_the_resumed_run_is_the_same(tra
     assert record(Path("run"), Path("run.ledger")) == record(Path("whole"), Path("whole.ledger"))
 
 
-def test_a_second_ctrl_c_stops_at_once(train, monkeypatch):
-    from fastloop.run import Run
+@pytest.mark.parametrize("moment", ["after training", "in the test", "in the export"])
+@pytest.mark.parametrize("save_every", [None, 4])
+def test_ctrl_c_when_training_is_over_lets_the_run_end(train, interruptible, moment, save_every):
+    train("whole", ["checkpoint-best"])
+    ended = train("run", ["checkpoint-best", Interrupts(moment, 27)], save_every=save_every)
+    assert ended.summary["status"] == "completed"
+    assert record(Path("run"), Path("run.ledger")) == record(Path("whole"), Path("whole.ledger"))
 
-    execute = Run.execute
 
-    def interruptible(self: Run) -> dict[str, Any]:
-        with self.interruptible():
-            return execute(self)
+def test_a_requested_evaluation_survives_ctrl_c(train, interruptible):
+    class Asks(Plugin):
+        name = "asks"
 
-    monkeypatch.setattr(Run, "execute", interruptible)
+        @hookimpl
+        def after_step(self, run) -> None:
+            if run.state.step == 13:
+                run.state.request_evaluate()
+
+    arguments = {"evaluate_every": "epoch", "save_every": None}
+    train("whole", [Asks()], **arguments)
+    train("run", [Asks(), Interrupts("in a step", 12)], **arguments)
+    train("run", [Asks()], resume=True, **arguments)
+    assert record(Path("run"), Path("run.ledger")) == record(Path("whole"), Path("whole.ledger"))
+
+
+def test_a_second_ctrl_c_stops_at_once(train, interruptible):
     with pytest.raises(KeyboardInterrupt):
         train("run", [Interrupts("in a step", 13, times=2)])
     summary = json.loads(Path("run/summary.json").read_text())
@@ -519,3 +557,95 @@ def test_ctrl_c_on_the_command_line_exits_130_and_says_how_to_resume():
     assert "Traceback" not in errors
     assert "Go on with: fastloop train run.yaml train.epochs=100000 --resume" in output
     assert json.loads(Path("run/summary.json").read_text())["status"] == "stopped"
+
+
+class Scores(Plugin):
+    """Adds a metric that falls with every step."""
+
+    name = "scores"
+    adds_metrics = ("score",)
+
+    @hookimpl(wrapper=True, trylast=True)
+    def evaluate(self, run):
+        metrics = yield
+        return metrics | {"score": -float(run.state.step)}
+
+
+class DiesInTest(Dies):
+    """SIGKILL when the test split is to be evaluated: training is over, and nothing is left to save."""
+
+    def __init__(self) -> None:
+        super().__init__("", 0)
+
+    @hookimpl
+    def before_evaluate(self, split) -> None:
+        if split == "test":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("every", [5, "epoch"])
+def test_a_run_that_a_plugin_stopped_stays_stopped(train, every):
+    plugins = [{"early-stopping": {"monitor": "score", "mode": "max", "patience": 1}}, Scores()]
+    arguments = {"evaluate_every": every, "save_every": every, "epochs": 4}
+    train("whole", plugins, **arguments)
+    train("run", plugins, DiesInTest(), **arguments)
+    resumed = train("run", plugins, resume=True, **arguments)
+    assert resumed.losses == []
+    assert resumed.summary["status"] == "stopped"
+    assert record(Path("run"), Path("run.ledger")) == record(Path("whole"), Path("whole.ledger"))
+    on = train("run", [Scores()], resume=True, **arguments)
+    assert on.losses, "without the plugin it goes on"
+
+
+class Draws(Plugin):
+    """Draws random numbers where a resumed run comes by again."""
+
+    name = "draws"
+
+    @hookimpl
+    def before_fit(self) -> None:
+        torch.rand(3)
+
+    @hookimpl
+    def before_epoch(self) -> None:
+        torch.rand(3)
+
+
+@pytest.mark.parametrize(("step", "save_every"), [(14, 4), (18, 9)], ids=["mid-epoch", "epoch end"])
+def test_what_is_drawn_before_training_and_epochs_is_not_drawn_twice(train, step, save_every):
+    train("whole", [Draws()])
+    train("run", [Draws()], Dies("in a step", step), save_every=save_every)
+    train("run", [Draws()], resume=True)
+    assert record(Path("run"), Path("run.ledger")) == record(Path("whole"), Path("whole.ledger"))
+
+
+def test_a_run_that_goes_on_elsewhere_leaves_the_run_that_was_there(train):
+    train("a", [], Dies("in a step", 14))
+    train("run", [], epochs=4)
+    train("run", [], resume="a/checkpoints/step-00000012")
+    assert (Path("run.1") / "summary.json").exists()
+    assert [path.name for path in Path("run/checkpoints").glob("step-*")] == ["step-00000027"]
+    assert all(json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines())
+
+
+def test_going_on_from_an_older_checkpoint_gives_up_the_later_ones(train):
+    train("whole", [])
+    train("run", [], Dies("in a step", 26), keep_checkpoints=4)
+    train("run", [], Dies("in a step", 15), resume="run/checkpoints/step-00000012", save_every=1, keep_checkpoints=1)
+    assert [path.name for path in Path("run/checkpoints").glob("step-*")] == ["step-00000015"]
+    train("run", [], resume=True)
+    assert record(Path("run"), Path("run.ledger")) == record(Path("whole"), Path("whole.ledger"))
+
+
+def test_a_plugin_that_left_is_said(train, caplog):
+    train("run", [{"ema": {"decay": 0.9}}], epochs=1)
+    train("run", [], epochs=2, resume=True)
+    assert "plugin 'ema' is in the checkpoint, and this run is without it" in caplog.text
+
+
+def test_other_trained_parameters_are_refused(train):
+    train("run", [], epochs=1)
+    model = tiny_model()
+    model[0].weight.requires_grad = False
+    with pytest.raises(CheckpointError, match="not a checkpoint of this optimizer"):
+        train("run", [], resume=True, model=model)

@@ -231,7 +231,7 @@ def test_rotation_keeps_the_newest_and_touches_nothing_else():
     (kept / "best").mkdir()
     (kept / ".step-00000011.partial").mkdir()
     assert [path.name for path in checkpoint.checkpoints(Path("run"))][-2:] == ["step-99999999", "step-100000000"]  # by number
-    rotate(Path("run"), 2)
+    rotate(Path("run"), 2, 100000000)
     assert sorted(path.name for path in kept.iterdir()) == ["best", "step-00000010-good", "step-100000000", "step-99999999"]
 
 
@@ -286,10 +286,11 @@ for _ in range(20):
             value = torch.full((20000,), float(step))
             for again in range(1 + step % 2):  # every other step twice, as at the end of an epoch
                 write(run / "checkpoints" / f"step-{step:08d}", {"weight": value}, {"step": step, "moment": value})
-                rotate(run, 1)
+                rotate(run, 1, step)
                 os.write(child_end, step.to_bytes(4, "big"))
     os.close(child_end)
     finished = int.from_bytes(os.read(pipe, 4), "big")
+    assert finished  # it saves at all
     time.sleep(chance.random() * 0.1)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
@@ -314,5 +315,5 @@ def test_a_kill_at_any_time_leaves_a_whole_checkpoint_no_older_than_the_last_fin
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.split()) == 20
     save(99999999)
-    rotate(Path("run"), 1)
+    rotate(Path("run"), 1, 99999999)
     assert [path.name for path in Path("run/checkpoints").iterdir()] == ["step-99999999"]  # what the kills left is gone

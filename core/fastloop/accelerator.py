@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fastloop.errors import PluginError, RecipeError
+from fastloop.machine import this_machine
 from fastloop.recipe import Recipe
 from fastloop.state import AcceleratorDraft
 
@@ -24,13 +25,13 @@ def build_accelerator(recipe: Recipe, resolution: Resolution) -> Accelerator:
     from accelerate.state import AcceleratorState, PartialState
 
     draft: AcceleratorDraft = resolution.draft("configure_accelerator", AcceleratorDraft())
-    cpu = recipe.train.device == "cpu"
+    cpu = this_machine(recipe.train.device).device == "cpu"  # said outright: else Accelerate would not join processes on CPUs
     if AcceleratorState._shared_state and AcceleratorState().mixed_precision != draft.mixed_precision:
         AcceleratorState._reset_state(reset_partial_state=False)  # an earlier run of this process had another precision
     processes = PartialState(cpu=cpu).num_processes
     if processes > 1 and not any(plugin.slot == "strategy" for plugin in resolution.plugins):
         raise PluginError(f"{recipe.where}: started with {processes} processes, but no plugin fills the slot 'strategy', which joins them.")
-    return Accelerator(mixed_precision=draft.mixed_precision, cpu=cpu, kwargs_handlers=list(draft.handlers))
+    return Accelerator(mixed_precision=draft.mixed_precision, cpu=cpu, kwargs_handlers=draft.handlers())
 
 
 def micro_batches(recipe: Recipe, world_size: int) -> tuple[int, int]:

@@ -4,7 +4,10 @@
         model.safetensors    the weights under the model's own names
         state.safetensors    every other tensor (optimizer, plugins, random states)
         state.json           counters and structure; tensors stand in it by name
+        sharded/             tensors that processes hold in parts, each process's in a safetensors file of its own
         manifest.json        size and SHA-256 of the others: written last, so a folder without it is not a checkpoint
+
+Sharded tensors go through torch.distributed.checkpoint, in its safetensors form: any number of processes, or one, reads them back.
 
 The newest checkpoint is found by looking, not by a pointer that could name a half-written one.
 """
@@ -15,7 +18,8 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +28,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fastloop.errors import CheckpointError
 
@@ -93,6 +101,21 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     save_file(plain, path)
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor in one piece. For a sharded one every process must come by."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    full: Tensor = tensor.full_tensor()
+    return full
+
+
+def shaped_like(value: Any, target: Any) -> Any:
+    """A whole tensor sharded as ``target`` is, without communication; anything else as it is."""
+    if not isinstance(target, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor) or value.shape != target.shape:
+        return value
+    return distribute_tensor(value.to(target.device), target.device_mesh, target.placements, src_data_rank=None)
+
+
 def random_states() -> dict[str, Any]:
     """Every random state that training draws from, on this process."""
     import random
@@ -114,26 +137,41 @@ def restore_random_states(states: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state_all(states["cuda"])
 
 
-def write(folder: Path, model: Mapping[str, Tensor], state: Mapping[str, Any]) -> Path:
+def write(folder: Path, model: Mapping[str, Tensor], state: Mapping[str, Any], is_main: bool = True) -> Path:
     """Write a checkpoint at ``folder``; whenever the process is killed, ``find`` finds the new one or what was there before.
+
+    Every process that holds shards must come by; the main one writes the rest.
 
     Args:
         model: The model's state dict.
         state: Anything ``pack`` takes.
     """
     aside = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
     tensors: dict[str, Tensor] = {}
     packed = pack(state, tensors, "state")
-    save_tensors(model, aside / "model.safetensors")
-    save_tensors(tensors, aside / "state.safetensors")
-    (aside / "state.json").write_text(json.dumps(packed))
-    files = {path.name: {"bytes": path.stat().st_size, "sha256": _digest(path)} for path in sorted(aside.iterdir())}
+    if is_main:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        save_tensors({name: tensor for name, tensor in model.items() if not isinstance(tensor, DTensor)}, aside / "model.safetensors")
+        save_tensors({name: tensor for name, tensor in tensors.items() if not isinstance(tensor, DTensor)}, aside / "state.safetensors")
+        (aside / "state.json").write_text(json.dumps(packed))
+    named = {**{f"model.{name}": tensor for name, tensor in model.items()}, **tensors}
+    sharded = {name: tensor for name, tensor in named.items() if isinstance(tensor, DTensor)}
+    if sharded:
+        torch.distributed.barrier()  # the folder is there
+        state_dict_saver.save(sharded, storage_writer=HuggingFaceStorageWriter(str(aside / "sharded"), save_distributed=True))
+    if is_main:
+        _finish(aside, folder)
+    return folder
+
+
+def _finish(aside: Path, folder: Path) -> None:
+    """Seal a written checkpoint with its manifest, and put it in its place."""
+    written = sorted(path for path in aside.rglob("*") if path.is_file())
+    files = {str(path.relative_to(aside)): {"bytes": path.stat().st_size, "sha256": _digest(path)} for path in written}
     (aside / MANIFEST).write_text(json.dumps({"format": 1, "files": files}, indent=1))
-    for path in aside.iterdir():
+    for path in (*aside.rglob("*"), aside):
         _sync(path)
-    _sync(aside)
     if folder.exists():  # a step saved again after a resume: the new one takes its place
         old = folder.with_name(f".{folder.name}.old.partial")
         shutil.rmtree(old, ignore_errors=True)
@@ -143,7 +181,6 @@ def write(folder: Path, model: Mapping[str, Tensor], state: Mapping[str, Any]) -
     else:
         aside.rename(folder)
     _sync(folder.parent)
-    return folder
 
 
 def _sync(path: Path) -> None:
@@ -167,7 +204,7 @@ def damage(folder: Path) -> str | None:
             return f"{MANIFEST} does not list {', '.join(sorted(missing))}"
         for name, facts in manifest["files"].items():
             path = folder / name
-            if path.parent != folder or not path.is_file():
+            if path.parent not in (folder, folder / "sharded") or not path.is_file():
                 return f"{name} is missing"
             if path.stat().st_size != facts["bytes"] or _digest(path) != facts["sha256"]:
                 return f"{name} is not what was written"
@@ -209,18 +246,42 @@ def find(path: Path) -> tuple[Path, list[str]]:
     raise CheckpointError(f"{path}: no checkpoint to resume from. Expected a run folder, or one of its checkpoints/step-*.")
 
 
-def read(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def read(
+    folder: Path, like: Callable[[str, torch.Size], Tensor | None] = lambda name, shape: None
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """``(model, state)`` of a checkpoint, on the CPU.
+
+    Args:
+        like: Name (``model.NAME`` or ``state....``) and shape of a tensor that was saved in shards -> the sharded tensor to read it into,
+            each process its own part; None: it is read whole. Every process must come by then.
 
     Raises:
         CheckpointError: The files cannot be read.
     """
     try:
-        tensors = load_file(folder / "state.safetensors")
-        state = unpack(json.loads((folder / "state.json").read_text()), tensors)
-        return load_file(folder / "model.safetensors"), state
+        tensors, model = load_file(folder / "state.safetensors"), load_file(folder / "model.safetensors")
+        if (folder / "sharded").exists():
+            for name, tensor in _read_shards(folder / "sharded", like).items():
+                if name.startswith("model."):
+                    model[name.removeprefix("model.")] = tensor
+                else:
+                    tensors[name] = tensor
+        return model, unpack(json.loads((folder / "state.json").read_text()), tensors)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise CheckpointError(f"{folder}: cannot be read: {error}.") from None
+
+
+def _read_shards(folder: Path, like: Callable[[str, torch.Size], Tensor | None]) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for name, facts in HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata.items():
+        assert isinstance(facts, TensorStorageMetadata)
+        target = like(name, facts.size)
+        found[name] = torch.empty(facts.size, dtype=facts.properties.dtype) if target is None else target
+    together = any(isinstance(tensor, DTensor) for tensor in found.values())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it is meant
+        state_dict_loader.load(found, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=not together)
+    return found
 
 
 def rotate(folder: Path, keep: int, step: int) -> None:

@@ -30,6 +30,16 @@ class Draw(list[int]):
     fills: bool = False
 
 
+class _Read(list[Any]):
+    """Samples of a micro-batch, with their ids."""
+
+    ids: tuple[int, ...] = ()
+
+
+class _Numbered(tuple[int, Any]):
+    """A sample of an iterable dataset, behind its position."""
+
+
 class _Filler(list[Any]):
     """A sample that counts for nothing. A process that has no share of an epoch's last micro-step gets one: it computes along, since the
     others wait for its gradients."""
@@ -120,7 +130,8 @@ class _Samples(Dataset[Any]):
     def __getitems__(self, draw: Draw) -> list[Any]:
         if get_worker_info() is not None:
             _seed(draw.seed)
-        samples = self.read(draw)
+        samples = _Read(self.read(draw))
+        samples.ids = tuple(draw)
         return [_Filler(samples)] if draw.fills else samples
 
 
@@ -167,7 +178,7 @@ class _Stream(IterableDataset[Any]):
                 if number % readers == mine:
                     if info is not None:  # what the collator draws does not depend on the worker either
                         _seed(hash((self.seed, epoch, start + number * self.batch)) % 2**32)
-                    yield from group
+                    yield from (_Numbered(pair) for pair in enumerate(group, start + number * self.batch))
             if any(filler % readers == mine for filler in range(number, number + -number % self.world_size)):
                 yield _Filler([last])
         finally:
@@ -182,12 +193,17 @@ class _Collate:
 
     def __call__(self, samples: list[Any]) -> Batch:
         fills = bool(samples) and isinstance(samples[0], _Filler)
+        ids = samples.ids if isinstance(samples, _Read) else ()
+        if samples and isinstance(samples[0], _Numbered):
+            ids, samples = tuple(number for number, _ in samples), [sample for _, sample in samples]
         result = self.collator(samples[0] if fills else samples)
         batch = result if isinstance(result, Batch) else Batch(result)
-        batch.samples = len(samples)
+        batch.samples, batch.ids = len(samples), ids
         batch.weight = batch.weight or batch.samples
         if fills:
             batch.samples = batch.weight = batch.tokens = 0
+        info = get_worker_info()
+        batch.worker = info.id if info is not None else -1
         return batch
 
 

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 
 from fastloop import loop
+from fastloop.checkpoint import save_tensors, shaped_like, whole
 from fastloop.errors import RecipeError, did_you_mean
 from fastloop.plugin import hookimpl
 
@@ -47,6 +49,62 @@ def build_optimizer(run: Run, model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 @hookimpl
+def prepare(run: Run, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[torch.nn.Module, Any]:
+    """Accelerate's: onto the device, autocast, loss scaling, and DDP over several processes."""
+    model, prepared = run.accelerator.prepare(model, optimizer)
+    if type(prepared) is AcceleratedOptimizer and run.accelerator.scaler is None:
+        return model, prepared.optimizer  # the wrapper adds loss scaling only, and costs a package look-up each step
+    return model, prepared
+
+
+@hookimpl
+def backward(run: Run, loss: torch.Tensor) -> bool:
+    """Accelerate's, which scales the loss in fp16."""
+    run.accelerator.backward(loss)
+    return True
+
+
+@hookimpl
+def clip_gradients(run: Run, max_norm: float) -> torch.Tensor:
+    """Torch's, after loss scaling is undone."""
+    return whole(run.accelerator.clip_grad_norm_(run.model.parameters(), max_norm))
+
+
+@hookimpl
+def model_state(run: Run) -> dict[str, Any]:
+    """The state dict of the model as built."""
+    return run.unwrapped().state_dict()
+
+
+@hookimpl
+def load_model_state(run: Run, state: dict[str, torch.Tensor]) -> bool:
+    """Whole tensors are sharded as the model's are."""
+    model = run.unwrapped()
+    own = model.state_dict()
+    model.load_state_dict({name: shaped_like(tensor, own.get(name)) for name, tensor in state.items()})
+    return True
+
+
+@hookimpl
+def optimizer_state(run: Run) -> dict[str, Any]:
+    """The optimizer's own state dict."""
+    state: dict[str, Any] = run.optimizer.state_dict()
+    return state
+
+
+@hookimpl
+def load_optimizer_state(run: Run, state: dict[str, Any]) -> bool:
+    """Whole tensors are sharded as their parameters are."""
+    parameters = [parameter for group in run.optimizer.param_groups for parameter in group["params"]]
+    sharded = {
+        index: {name: shaped_like(value, parameters[index]) if index < len(parameters) else value for name, value in values.items()}
+        for index, values in state["state"].items()
+    }
+    run.optimizer.load_state_dict(state | {"state": sharded})
+    return True
+
+
+@hookimpl
 def evaluate(run: Run, split: str) -> dict[str, float]:
     """The core's evaluation loop."""
     return loop.evaluation_loop(run, split)
@@ -55,8 +113,8 @@ def evaluate(run: Run, split: str) -> dict[str, float]:
 @hookimpl
 def export_model(run: Run, folder: Path) -> Path:
     """The weights as ``model.safetensors``."""
-    from fastloop.checkpoint import save_tensors
-
-    folder.mkdir(parents=True, exist_ok=True)
-    save_tensors(run.unwrapped().state_dict(), folder / "model.safetensors")
+    weights = run.weights()
+    if run.is_main:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_tensors(weights, folder / "model.safetensors")
     return folder

@@ -37,6 +37,10 @@ class DataError(FastloopError):
     """A batch could not be read while training. ``__cause__`` is what the dataset, the collator or a worker raised."""
 
 
+class ProcessLost(FastloopError):
+    """Another process of the run is gone, and with it the run. That process knows why."""
+
+
 class PluginCrash(FastloopError):
     """A plugin raised while it ran; names the plugin, its distribution and the hook. ``__cause__`` is the exception."""
 

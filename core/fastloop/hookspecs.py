@@ -6,10 +6,11 @@
     build_datasets, build_collator, build_model
     before_prepare                                  # the model as built, on the CPU
     build_optimizer, build_scheduler
+    prepare                                         # the model and the optimizer onto the device, into the strategy
     after_prepare                                   # the model as trained, on its device
     build_metrics
     check_run                                       # all is built, nothing is written yet
-    load_state                                      # only with --resume
+    load_model_state, load_optimizer_state, load_state   # only with --resume
 
     before_fit
     for each epoch:
@@ -17,27 +18,32 @@
         for each optimizer step:
             before_step
             for each micro-step:
-                compute_loss, then backward
+                compute_loss, backward
             after_backward                          # gradients complete, unclipped
-            (gradients are clipped)
+            clip_gradients                          # with train.clip_norm
             before_optimizer_step
             (optimizer, scheduler, zero_grad)
             after_step
             when evaluation is due: before_evaluate, evaluate, after_evaluate
-            when saving is due:     save_state
+            when saving is due:     optimizer_state, save_state, model_state
         after_epoch
         when due at the epoch's end: the same evaluation and saving
     after_fit                                       # a plugin may put other weights in place here
     before_evaluate, evaluate, after_evaluate       # on the test split
-    export_model                                    # into the run folder's model/
+    export_model, model_state                       # into the run folder's model/
     write_summary
 
     on_exception                                    # instead of the rest, when anything above raises
 
 Kinds. *Draft* hooks change the draft they get; two plugins that write one field is an error. *First* hooks return the first result
 that is not None, asked in the run's plugin order. *Chain* hooks may return a replacement, which the next plugin gets. The others are
-called on every plugin, in order. All fire on every process; writing files is for ``run.is_main`` alone. An implementation takes
-only the arguments it needs. What goes around something is a wrapper:
+called on every plugin, in order. An implementation takes only the arguments it needs.
+
+With several processes every hook fires on every one of them, with the same counters, metrics and requests: what one process asks for
+(``run.state.request_stop``), all do. Where processes must act together (``run.weights()``, ``run.sum_over_processes``), all of them
+must come by. Writing files is for ``run.is_main`` alone; so is what ``save_state`` returns, of which the main process's is kept.
+
+What goes around something is a wrapper:
 ``@hookimpl(wrapper=True)`` on that hook (not on draft and chain hooks, ``save_state`` and ``load_state``).
 """
 
@@ -129,9 +135,15 @@ def build_scheduler(run: Run, optimizer: Optimizer) -> LRScheduler | None:
     """First. Stepped once an optimizer step. Without one, the learning rate is constant."""
 
 
+@first
+def prepare(run: Run, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Any] | None:
+    """First; the core lets Accelerate do it. The model and the optimizer as the loop uses them. For strategies that Accelerate is not asked
+    for: the optimizer needs ``step``, ``zero_grad`` and ``param_groups``, the model's forward must keep its arguments."""
+
+
 @hookspec
 def after_prepare(run: Run, model: nn.Module) -> nn.Module | None:
-    """Chain. Change or replace the model when Accelerate has prepared it: compilation."""
+    """Chain. Change or replace the model when it is prepared: compilation."""
 
 
 @first
@@ -158,8 +170,8 @@ def before_epoch(run: Run) -> None:
 
 
 @hookspec
-def before_step(run: Run) -> None:
-    """The step's batches are on the device."""
+def before_step(run: Run, batches: list[Batch]) -> None:
+    """The step's micro-batches on this process, on the device."""
 
 
 @first
@@ -167,9 +179,19 @@ def compute_loss(run: Run, model: nn.Module, batch: Any) -> Output | None:
     """First. Forward and loss of one micro-batch; ``batch`` is ``Batch.inputs`` on the device. Serves evaluation too."""
 
 
+@first
+def backward(run: Run, loss: Tensor) -> bool | None:
+    """First; the core lets Accelerate do it. Gradients of one micro-batch; its ``loss`` is already scaled to its share of the step."""
+
+
 @hookspec
 def after_backward(run: Run, loss: Tensor) -> None:
-    """Gradients of the whole step are there, before clipping. ``loss``: 0-dim, detached, the step's mean on this process."""
+    """Gradients of the whole step are there, before clipping. ``loss``: 0-dim, detached, the step's mean over all processes."""
+
+
+@first
+def clip_gradients(run: Run, max_norm: float) -> Tensor | None:
+    """First; the core answers. Clip the gradients' total 2-norm; returns what it was, 0-dim."""
 
 
 @hookspec
@@ -213,6 +235,26 @@ def after_evaluate(run: Run, split: str, metrics: dict[str, float]) -> None:
 # -- state -------------------------------------------------------------------------------------------------------------
 
 
+@first
+def model_state(run: Run) -> dict[str, Tensor] | None:
+    """First; the core answers. The weights under the model's own names: whole, sharded as ``DTensor``, or on the main process alone."""
+
+
+@first
+def load_model_state(run: Run, state: dict[str, Tensor]) -> bool | None:
+    """First; the core answers. Take over weights, whole or sharded alike; returns True."""
+
+
+@first
+def optimizer_state(run: Run) -> dict[str, Any] | None:
+    """First; the core answers. In the form of torch's ``Optimizer.state_dict()``, whatever the strategy: so runs go on under another."""
+
+
+@first
+def load_optimizer_state(run: Run, state: dict[str, Any]) -> bool | None:
+    """First; the core answers. Take over what ``optimizer_state`` returned, maybe under another strategy; returns True."""
+
+
 @hookspec
 def save_state(run: Run) -> dict[str, Any] | None:
     """What this plugin needs to go on: tensors, numbers, strings, lists, tuples and dicts of them. Kept by plugin name."""
@@ -225,7 +267,7 @@ def load_state(run: Run, state: dict[str, Any]) -> None:
 
 @first
 def export_model(run: Run, folder: Path) -> Path | None:
-    """First. Write the model for use outside fastloop. Main process only. Wrap it to export other weights."""
+    """First. Write ``run.weights()`` for use outside fastloop: every process asks for them, the main one writes."""
 
 
 @hookspec

@@ -41,6 +41,7 @@ def fit(run: Run) -> None:
             for batches in run.train_loader.steps(state.epoch, state.epoch_samples):
                 loss = train_step(run, batches)
                 hooks.after_step(run=run, loss=loss)
+                run.agree()
                 if run.evaluation_due():
                     evaluate(run, "evaluate")
                 if run.saving_due():
@@ -72,30 +73,32 @@ def train_step(run: Run, batches: list[Batch]) -> Tensor:
     whole step, however it was split.
 
     Returns:
-        The step's mean loss on this process: 0-dim, detached, on the device.
+        The step's mean loss over all processes: 0-dim, detached, on the device.
     """
-    hooks, accelerator, optimizer = run.hooks, run.accelerator, run.optimizer
+    hooks, optimizer = run.hooks, run.optimizer
     batches = [run.place(batch) for batch in batches]
-    hooks.before_step(run=run)
-    total = run.step_weight(batches)
+    hooks.before_step(run=run, batches=batches)
+    totals = run.totals(batches)
+    total = totals.weight / run.world_size  # gradients are averaged over processes, whose shares may differ
     step_loss: Tensor | None = None
     for index, batch in enumerate(batches):
         with run.gradient_sync(last=index == len(batches) - 1):
             output = hooks.compute_loss(run=run, model=run.model, batch=batch.inputs)
             loss = output.loss if batch.weight == total else output.loss * (batch.weight / total)
-            accelerator.backward(loss)
+            hooks.backward(run=run, loss=loss)
         step_loss = loss.detach() if step_loss is None else step_loss + loss.detach()
     assert step_loss is not None
+    step_loss = run.mean_over_processes(step_loss)
     hooks.after_backward(run=run, loss=step_loss)
-    grad_norm = None
-    if run.recipe.train.clip_norm is not None:
-        grad_norm = accelerator.clip_grad_norm_(run.model.parameters(), run.recipe.train.clip_norm)
+    grad_norm, max_norm = None, run.recipe.train.clip_norm
+    if max_norm is not None:
+        grad_norm = hooks.clip_gradients(run=run, max_norm=max_norm)
     hooks.before_optimizer_step(run=run, grad_norm=grad_norm)
     optimizer.step()
     if run.scheduler is not None and not run.step_was_skipped():
         run.scheduler.step()
     optimizer.zero_grad()
-    run.count(batches)
+    run.count(totals)
     return step_loss
 
 
@@ -108,6 +111,7 @@ def evaluate(run: Run, split: str) -> dict[str, float]:
         if split == "evaluate":
             run.state.evaluated_at = run.state.step
         run.hooks.after_evaluate(run=run, split=split, metrics=metrics)
+        run.agree()
         log.info("step %d, %s: %s", run.state.step, split, ", ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
     return metrics
 

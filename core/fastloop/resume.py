@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.utils import set_seed
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from fastloop import checkpoint
 from fastloop.errors import CheckpointError, PluginError
@@ -34,18 +40,20 @@ def save(run: Run) -> Path:
             "recipe": run.recipe.to_dict(),
             "state": run.state.to_dict(),
             "clock": dict(run.clock.seconds),
-            "random": checkpoint.random_states(),
-            "optimizer": run.optimizer.state_dict(),
+            "random": run.gather(checkpoint.random_states()),
+            "optimizer": run.hooks.optimizer_state(run=run),
             "scheduler": scheduler and scheduler.state_dict(),
             "scaler": accelerator.scaler and accelerator.scaler.state_dict(),
             "plugins": {plugin.name: call(run=run) for plugin, call in run.resolution.each("save_state")},
         }
         path = run.folder / "checkpoints" / f"step-{run.state.step:08d}"
         try:
-            checkpoint.write(path, run.unwrapped().state_dict(), state)
+            checkpoint.write(path, run.hooks.model_state(run=run), state, run.is_main)
         except TypeError as error:
             raise PluginError(f"save_state: {error}") from error
-        checkpoint.rotate(run.folder, run.recipe.train.keep_checkpoints, run.state.step)
+        if run.is_main:
+            checkpoint.rotate(run.folder, run.recipe.train.keep_checkpoints, run.state.step)
+        run.wait()
     return path
 
 
@@ -57,14 +65,14 @@ def load(run: Run, path: Path, skipped: list[str]) -> None:
     """
     for line in skipped:
         log.warning("%s", line)
-    model, saved = checkpoint.read(path)
+    model, saved = checkpoint.read(path, _sharded_now(run))
     check_same(path, saved["recipe"], run.recipe.to_dict())
     try:
-        run.unwrapped().load_state_dict(model)
+        run.hooks.load_model_state(run=run, state=model)
     except RuntimeError as error:
         raise CheckpointError(f"{path}: not a checkpoint of this model: {str(error).splitlines()[1].strip()}") from None
     try:
-        run.optimizer.load_state_dict(saved["optimizer"])
+        run.hooks.load_optimizer_state(run=run, state=saved["optimizer"])
     except ValueError as error:
         raise CheckpointError(
             f"{path}: not a checkpoint of this optimizer: {error}. Train the same parameters as the run that saved it."
@@ -88,7 +96,26 @@ def load(run: Run, path: Path, skipped: list[str]) -> None:
     for name in sorted(name for name, state in saved["plugins"].items() if state is not None and name not in run.resolution.names()):
         log.warning("plugin %r is in the checkpoint, and this run is without it", name)
     log.info("resumed from %s at step %d", path, run.state.step)
-    checkpoint.restore_random_states(saved["random"])
+    if len(saved["random"]) == run.world_size:
+        checkpoint.restore_random_states(saved["random"][run.rank])
+    else:
+        log.info("saved by %d processes, resumed on %d: dropout goes on with other random numbers", len(saved["random"]), run.world_size)
+        set_seed(run.recipe.train.seed + run.state.step * run.world_size + run.rank)
+
+
+def _sharded_now(run: Run) -> Callable[[str, torch.Size], Tensor | None]:
+    """For ``checkpoint.read``: an empty tensor, sharded as this run shards the weight or the parameter that a name belongs to."""
+    model = run.unwrapped().state_dict()
+    parameters = [parameter for group in run.optimizer.param_groups for parameter in group["params"]]
+
+    def like(name: str, shape: torch.Size) -> Tensor | None:
+        target: Any = model.get(name.removeprefix("model."))
+        if found := re.match(r"state\.optimizer\.state\.(\d+)\.", name):
+            index = int(found[1])
+            target = parameters[index] if index < len(parameters) else None
+        return torch.empty_like(target) if isinstance(target, DTensor) and target.shape == shape else None
+
+    return like
 
 
 @contextmanager

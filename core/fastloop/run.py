@@ -9,10 +9,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import send_to_device, set_seed
 from torch import Tensor, nn
 
@@ -20,7 +19,7 @@ from fastloop import checkpoint, loop, resume
 from fastloop.accelerator import build_accelerator, micro_batches
 from fastloop.clock import Clock, peak_memory
 from fastloop.data import Loader
-from fastloop.errors import PluginError, RecipeError
+from fastloop.errors import PluginError, ProcessLost, RecipeError
 from fastloop.recipe import Recipe
 from fastloop.registry import Resolution
 from fastloop.state import INTERRUPTED, Batch, DataLoaderDraft, OptimizerDraft, State
@@ -31,6 +30,14 @@ if TYPE_CHECKING:
 log = logging.getLogger("fastloop")
 
 ALONE: AbstractContextManager[Any] = nullcontext()
+
+
+class Totals(NamedTuple):
+    """What the micro-batches of a step add up to; see ``Batch``."""
+
+    weight: int
+    samples: int
+    tokens: int
 
 
 class Run:
@@ -51,6 +58,8 @@ class Run:
         scheduler: Stepped by the loop, never prepared by Accelerate (which would step it once a process).
         metrics: The task's metrics, or None.
         trained: Whether training is over, and plugins may put other weights in place.
+        asked_to_end: Whether Ctrl-C was pressed; ``agree`` acts on it.
+        host_group: The processes' group for what is on the CPU; None: the default one, or there is one process.
         total_steps: Optimizer steps of the whole run; None for data of unknown length without ``max_steps``.
         clock: Seconds by what they were spent on.
 
@@ -62,7 +71,7 @@ class Run:
         started = perf_counter()
         self.recipe, self.resolution, self.hooks = recipe, resolution, resolution.hooks
         self.state, self.folder = State(), Path(recipe.output)
-        self.trained = False
+        self.trained = self.asked_to_end = False
         with resolution.blaming():
             self.hooks.check_recipe(recipe=recipe)
             self._check_folder(resume_from)
@@ -75,7 +84,7 @@ class Run:
             if self.metrics is not None:
                 self.metrics.to(self.device)
             self.hooks.check_run(run=self)
-        set_seed(recipe.train.seed)  # training draws the same numbers however the model was made
+        set_seed(recipe.train.seed + self.rank)  # training draws the same numbers however the model was made
         self.clock.seconds["startup"] = perf_counter() - started
 
     # -- building ------------------------------------------------------------------------------------------------------
@@ -97,6 +106,7 @@ class Run:
         self.world_size: int = self.accelerator.num_processes
         self.rank: int = self.accelerator.process_index
         self.is_main: bool = self.accelerator.is_main_process
+        self.host_group = torch.distributed.new_group(backend="gloo") if self.world_size > 1 and self.device.type != "cpu" else None
         self.clock = Clock(torch.accelerator.synchronize if self.device.type != "cpu" else lambda: None)
         self.device_batch_size, self.micro_steps = micro_batches(self.recipe, self.world_size)
         self.loading: DataLoaderDraft = self.resolution.draft("configure_dataloader", DataLoaderDraft())
@@ -145,16 +155,24 @@ class Run:
             raise PluginError(f"{self.recipe.where}: the model has no parameter that is trained.")
         optimizer = self.hooks.build_optimizer(run=self, model=model)
         self.scheduler = self.hooks.build_scheduler(run=self, optimizer=optimizer)
-        prepared, optimizer = self.accelerator.prepare(model, optimizer)
-        if type(optimizer) is AcceleratedOptimizer and self.accelerator.scaler is None:
-            optimizer = optimizer.optimizer  # the wrapper adds loss scaling only, and costs a package look-up each step
-        self.optimizer: Any = optimizer
-        self.model: nn.Module = self.resolution.chain("after_prepare", prepared, run=self)
+        self.optimizer: Any
+        self._built: nn.Module = model
+        model, self.optimizer = self.hooks.prepare(run=self, model=model, optimizer=optimizer)
+        self.model: nn.Module = self.resolution.chain("after_prepare", model, run=self)
 
     def unwrapped(self) -> nn.Module:
-        """The model without what Accelerate put around it."""
-        model: nn.Module = self.accelerator.unwrap_model(self.model)
-        return model
+        """The model as built, without what Accelerate, a strategy or a compiler put around it."""
+        return self._built
+
+    def weights(self) -> dict[str, Tensor]:
+        """The model's weights, whole, on the CPU, for the main process to write; empty on the others. Every process must come by."""
+        state: dict[str, Tensor] = self.hooks.model_state(run=self)
+        weights = {}
+        for name, tensor in state.items():
+            full = checkpoint.whole(tensor)  # one at a time: the device never holds two
+            if self.is_main:
+                weights[name] = full.cpu()
+        return weights
 
     # -- what the loop asks ----------------------------------------------------------------------------------------------
 
@@ -179,12 +197,12 @@ class Run:
             batch.inputs = send_to_device(batch.inputs, self.device, non_blocking=self.loading.pin_memory)
         return batch
 
-    def step_weight(self, batches: list[Batch]) -> float:
-        """What a step's loss is a mean over: the weights of all its micro-batches; over several processes, their mean share."""
-        weight = sum(batch.weight for batch in batches)
+    def totals(self, batches: list[Batch]) -> Totals:
+        """What a step's micro-batches add up to, over all processes."""
+        sums = [sum(getattr(batch, name) for batch in batches) for name in Totals._fields]
         if self.world_size == 1:
-            return weight
-        return self.sum_over_processes(torch.tensor(weight, dtype=torch.float64)).item() / self.world_size
+            return Totals(*sums)
+        return Totals(*map(int, self.sum_over_processes(torch.tensor(sums, dtype=torch.int64)).tolist()))
 
     def gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
         """Holds back the exchange of gradients between processes until a step's last micro-step."""
@@ -194,26 +212,55 @@ class Run:
         return held
 
     def sum_over_processes(self, tensor: Tensor) -> Tensor:
-        """The sum of a tensor over all processes, on the CPU."""
+        """The sum of a CPU tensor over all processes. It does not wait for the device."""
+        if self.world_size > 1:
+            tensor = tensor.clone()
+            torch.distributed.all_reduce(tensor, group=self.host_group)
+        return tensor
+
+    def mean_over_processes(self, tensor: Tensor) -> Tensor:
+        """The mean of a tensor on the device over all processes, in place. The host does not wait for it."""
+        if self.world_size > 1:
+            torch.distributed.all_reduce(tensor)
+            tensor /= self.world_size
+        return tensor
+
+    def gather(self, value: Any) -> list[Any]:
+        """Each process's value, by rank, on every process. It goes through pickle."""
         if self.world_size == 1:
-            return tensor
-        total: Tensor = self.accelerator.reduce(tensor.to(self.device), reduction="sum")
-        return total.cpu()
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        torch.distributed.all_gather_object(values, value, group=self.host_group)
+        return values
+
+    def wait(self) -> None:
+        """Wait until every process is here."""
+        if self.world_size > 1:
+            torch.distributed.barrier(group=self.host_group)
+
+    def agree(self) -> None:
+        """Make requests the same on all processes: what one was asked for, all do. Ctrl-C counts from here on."""
+        state, asked = self.state, self.asked_to_end
+        if self.world_size > 1:
+            wishes = torch.tensor([asked, state.stop_reason is not None, state.evaluate_requested, state.save_requested], dtype=torch.int64)
+            asked, stop, state.evaluate_requested, state.save_requested = map(bool, self.sum_over_processes(wishes).tolist())
+            if stop:
+                state.stop_reason = next(reason for reason in self.gather(state.stop_reason) if reason is not None)
+        if asked and not self.trained:
+            state.stop_reason = INTERRUPTED
+            state.request_save()
 
     def step_was_skipped(self) -> bool:
         """Whether fp16's loss scaling found an overflow and skipped the optimizer step."""
         return bool(getattr(self.optimizer, "step_was_skipped", False))
 
-    def count(self, batches: list[Batch]) -> None:
+    def count(self, totals: Totals) -> None:
         """Add a finished step to the counters."""
         state = self.state
-        drawn = sum(batch.samples for batch in batches)
-        if self.world_size > 1:
-            drawn = int(self.sum_over_processes(torch.tensor(drawn)).item())
         state.step += 1
-        state.samples += drawn
-        state.epoch_samples += drawn
-        state.tokens += sum(batch.tokens for batch in batches)
+        state.samples += totals.samples
+        state.epoch_samples += totals.samples
+        state.tokens += totals.tokens
 
     def epoch_done(self) -> bool:
         """Whether every sample of the epoch under way was drawn. Data of unknown length is done when the loader ends."""
@@ -266,14 +313,15 @@ class Run:
             if self.found is not None:
                 resume.load(self, *self.found)
         self._open_folder()
+        self.wait()
         try:
-            with self.resolution.blaming():
+            with self.resolution.blaming(), self._connected():
                 loop.fit(self)
                 if not self.interrupted:
                     if "test" in self.eval_loaders:
                         loop.evaluate(self, "test")
-                    if self.is_main:
-                        self.hooks.export_model(run=self, folder=self.folder / "model")
+                    self.hooks.export_model(run=self, folder=self.folder / "model")
+                    self.wait()  # no process ends while another still needs it
         except BaseException as error:
             self.hooks.on_exception(run=self, error=error)
             self._summarise("failed", str(error) or type(error).__name__)
@@ -284,24 +332,34 @@ class Run:
         return self._summarise("stopped" if self.state.stop_reason else "completed", self.state.stop_reason)
 
     @contextmanager
+    def _connected(self) -> Iterator[None]:
+        """What goes wrong because another process is gone is said as such: the cause is in that process's message."""
+        try:
+            yield
+        except (RuntimeError, torch.distributed.DistError) as error:
+            if self.world_size == 1 or not (isinstance(error, torch.distributed.DistError) or "gloo" in str(error)):
+                raise
+            raise ProcessLost(f"process {self.rank} of {self.world_size} lost the connection to another, which ended first.") from error
+
+    @contextmanager
     def interruptible(self) -> Iterator[None]:
         """While inside, Ctrl-C saves at the step's end and stops; a second one stops at once.
 
         When training is over there is nothing left to save, so the first one lets the test and the export end.
         """
-        asked = False
+        first = 0.0
 
         def ask(signum: int, frame: Any) -> None:
-            nonlocal asked
-            if asked:
+            nonlocal first
+            if self.asked_to_end and (self.world_size == 1 or perf_counter() - first > 1):  # launchers pass on what a terminal sent already
                 raise KeyboardInterrupt
-            asked = True
+            if self.asked_to_end:
+                return
+            self.asked_to_end, first = True, perf_counter()
             if self.trained:
                 log.warning("interrupted: training is over, what is left of the run is finished (once more to stop at once)")
-                return
-            log.warning("interrupted: saving at the end of this step (once more to stop at once)")
-            self.state.stop_reason = INTERRUPTED
-            self.state.request_save()
+            else:
+                log.warning("interrupted: saving at the end of this step (once more to stop at once)")
 
         previous = signal.signal(signal.SIGINT, ask)
         try:

@@ -23,7 +23,7 @@ class State:
         epoch: Epochs completed.
         epoch_samples: Samples drawn in the epoch under way, over all processes.
         samples: Samples trained on so far, over all processes.
-        tokens: Real tokens trained on so far (padding not counted) by this process; 0 where the task counts none.
+        tokens: Real tokens trained on so far (padding not counted), over all processes; 0 where the task counts none.
         metrics: Split (``evaluate``, ``test``) -> the newest metrics of it.
         evaluated_at: Step of the newest evaluation on ``evaluate``; -1 before the first.
         best: ``{"step", "value", "path"}`` of the best checkpoint, when a plugin keeps one.
@@ -71,23 +71,23 @@ class Batch:
         weight: What the mean loss is a mean over: samples, or target tokens. Accumulated micro-batches are weighted by it.
         samples: Number of samples; filled in by the loader.
         tokens: Real tokens, padding not counted.
+        ids: Sample ids, filled in by the loader: indices of a map-style dataset, positions in an iterable one.
+        worker: The worker that read it; -1: the process itself.
     """
 
     inputs: Any
     weight: int = 0
     samples: int = 0
     tokens: int = 0
+    ids: tuple[int, ...] = ()
+    worker: int = -1
 
     def pin_memory(self) -> Batch:
         """Called by torch's DataLoader when ``pin_memory`` is on."""
         from torch.utils.data._utils.pin_memory import pin_memory
 
-        return Batch(
-            pin_memory(self.inputs),  # type: ignore[no-untyped-call]
-            self.weight,
-            self.samples,
-            self.tokens,
-        )
+        self.inputs = pin_memory(self.inputs)  # type: ignore[no-untyped-call]
+        return self
 
 
 @dataclass(slots=True)
@@ -133,12 +133,22 @@ class Draft:
 
 
 class AcceleratorDraft(Draft):
-    """Arguments of Accelerate's ``Accelerator``."""
+    """Arguments of Accelerate's ``Accelerator``; its handlers under the names that it keeps them by."""
 
     mixed_precision: str = "no"
     """``no``, ``bf16``, ``fp16`` or ``fp8``."""
-    handlers: tuple[Any, ...] = ()
-    """Accelerate's ``KwargsHandler`` objects."""
+    ddp_handler: Any = None
+    """``DistributedDataParallelKwargs``."""
+    scaler_handler: Any = None
+    """``GradScalerKwargs``."""
+    fp8_handler: Any = None
+    """A recipe of fp8, such as ``AORecipeKwargs``."""
+    init_handler: Any = None
+    """``InitProcessGroupKwargs``."""
+
+    def handlers(self) -> list[Any]:
+        """Those that are set."""
+        return [value for name, value in vars(self).items() if name.endswith("_handler")]
 
 
 class DataLoaderDraft(Draft):

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 from fastloop import RecipeError, option
 from fastloop.errors import did_you_mean
@@ -17,6 +17,7 @@ from fastloop_plugins._hub import explain, is_hub_name, offline, quiet
 
 if TYPE_CHECKING:
     from fastloop.recipe import Recipe
+    from fastloop.run import Run
 
 logger = logging.getLogger("fastloop")
 
@@ -214,12 +215,13 @@ class TextModel:
         except (ValueError, TypeError, ImportError, RuntimeError, AssertionError) as error:
             raise RecipeError(f"{self.where}.config: {str(error).splitlines()[0]}") from None
 
-    def export(self, model: Any, folder: Path) -> Path:
+    def export(self, run: Run, folder: Path) -> Path:
         """Write model and tokenizer so that ``from_pretrained`` reads them."""
-        model = getattr(model, "_orig_mod", model)  # what torch.compile has wrapped
-        with quiet():
-            model.save_pretrained(folder)
-            self.tokenizer.save_pretrained(folder)
+        weights, model = run.weights(), cast("Any", run.unwrapped())
+        if run.is_main:
+            with quiet():
+                model.save_pretrained(folder, state_dict=weights)
+                self.tokenizer.save_pretrained(folder)
         return folder
 
 

@@ -69,8 +69,8 @@ class Amp(Plugin):
         if self.dtype == "fp16":
             from accelerate.utils import GradScalerKwargs
 
-            draft.handlers = (GradScalerKwargs(init_scale=self.config.init_scale, growth_interval=self.config.growth_interval),)
+            draft.scaler_handler = GradScalerKwargs(init_scale=self.config.init_scale, growth_interval=self.config.growth_interval)
         if self.dtype == "fp8":
             from accelerate.utils import AORecipeKwargs
 
-            draft.handlers = (AORecipeKwargs(),)
+            draft.fp8_handler = AORecipeKwargs()

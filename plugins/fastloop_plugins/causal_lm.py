@@ -99,7 +99,7 @@ class CausalLM(Plugin):
 
     @hookimpl
     def export_model(self, run: Run, folder: Path) -> Path:
-        return self.text_model.export(run.unwrapped(), folder)
+        return self.text_model.export(run, folder)
 
 
 class Collator:

@@ -74,9 +74,10 @@ class CheckpointBest(Plugin):
         from fastloop import checkpoint
 
         path = run.folder / self.path(self.kept[0][0])
+        run.wait()  # for the main process to have written them
         if wrong := checkpoint.damage(path):
             raise UsageError(f"{path}: the best weights cannot be used: {wrong}.")
-        run.unwrapped().load_state_dict(checkpoint.read(path)[0])
+        run.hooks.load_model_state(run=run, state=checkpoint.read(path)[0])
         self.saved = []
         self.tidy(run)
 
@@ -103,7 +104,9 @@ class CheckpointBest(Plugin):
         worst = self.kept[-1][1] if len(self.kept) == self.config.keep else None
         if not self.monitor.better(value, worst):
             return
-        checkpoint.write(run.folder / self.path(step), run.unwrapped().state_dict(), {"step": step, "value": value})
+        weights = run.weights()
+        if run.is_main:
+            checkpoint.write(run.folder / self.path(step), weights, {"step": step, "value": value})
         place = next((index for index, (_, old) in enumerate(self.kept) if self.monitor.better(value, old)), len(self.kept))
         self.kept.insert(place, (step, value))
         del self.kept[self.config.keep :]
@@ -112,6 +115,8 @@ class CheckpointBest(Plugin):
 
     def tidy(self, run: Run) -> None:
         """Remove what is no longer among the best; only after the new one is whole."""
+        if not run.is_main:
+            return
         names = {self.path(step).rpartition("/")[2] for step, _ in (*self.kept, *self.saved)}
         for folder in (run.folder / "checkpoints").glob("*best-*"):
             if folder.name not in names:

@@ -62,7 +62,7 @@ class Compile(Plugin):
             draft.pad_to_multiple_of = self.config.pad_to_multiple_of
 
     @hookimpl
-    def after_prepare(self, run: Run, model: nn.Module) -> None:
+    def after_prepare(self, run: Run) -> None:
         import torch
         from torch._dynamo import config as dynamo
         from torch._dynamo import list_backends, utils
@@ -80,7 +80,7 @@ class Compile(Plugin):
             os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
         torch._inductor.config.fx_graph_cache = self.config.cache
         self.before = self._seconds()
-        for module in self._targets(model):
+        for module in self._targets(run.unwrapped()):  # inside what a strategy put around it, which no graph can hold
             self._compile(module)
 
     @hookimpl(wrapper=True)

@@ -63,15 +63,24 @@ BUILD = """
     before_prepare
     build_optimizer
     build_scheduler
+    prepare
     after_prepare
     build_metrics
     check_run
 """
+LOAD = """
+    load_model_state
+    load_optimizer_state
+    load_state
+"""
 STEP = """
         before_step
             compute_loss
+            backward
             compute_loss
+            backward
         after_backward
+        clip_gradients
         before_optimizer_step
         after_step
 """
@@ -82,13 +91,18 @@ EVALUATE = """
             compute_loss
         after_evaluate evaluate
 """
+SAVE = """
+        optimizer_state
+        save_state
+        model_state
+"""
 EPOCH = f"""
     before_epoch
         {STEP}
         {STEP}
     after_epoch
         {EVALUATE}
-        save_state
+        {SAVE}
 """
 END = """
     after_fit
@@ -98,6 +112,7 @@ END = """
         compute_loss
     after_evaluate test
     export_model
+    model_state
     write_summary
 """
 
@@ -118,7 +133,7 @@ def test_a_resumed_run_loads_before_it_fits_and_goes_on_with_the_epoch():
     assert lines.count("after_epoch") == 1
     lines.clear()
     short_run(scribe(lines), "run", resume=True).fit()
-    assert lines == calls(f"{BUILD}\nload_state\nbefore_fit\nbefore_epoch\n{STEP}\nafter_epoch\n{EVALUATE}\nsave_state\n{END}")
+    assert lines == calls(f"{BUILD}{LOAD}before_fit\nbefore_epoch\n{STEP}\nafter_epoch\n{EVALUATE}\n{SAVE}\n{END}")
 
 
 def test_a_plugin_that_had_nothing_to_save_is_resumed_without_a_word(caplog):

@@ -1,0 +1,168 @@
+"""What DeepSpeed is told: the user's JSON, and what the recipe says."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastloop import PluginError
+from fastloop.errors import did_you_mean
+
+if TYPE_CHECKING:
+    from fastloop import Run
+    from fastloop.recipe import Recipe
+
+logger = logging.getLogger("fastloop")
+
+KEYS = """
+activation_checkpointing aio amp autotuning bf16 bfloat16 check_overflow checkpoint comms_logger communication_data_type compile
+compression_training csv_monitor data_efficiency data_types dataloader_drop_last disable_allgather dump_state elasticity
+flops_profiler fp16 gradient_accumulation_steps gradient_allreduce_op gradient_clipping gradient_predivide_factor graph_harvesting
+hybrid_engine load_universal_checkpoint memory_breakdown nebula optimizer prescale_gradients scheduler
+seq_parallel_communication_data_type sequence_parallel_size sparse_gradients steps_per_print tensor_parallel tensorboard timers
+torch_autocast train_batch_size train_micro_batch_size_per_gpu use_data_before_expert_parallelism wall_clock_breakdown wandb
+zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization
+"""
+"""Keys of DeepSpeed's JSON: it takes any other without a word."""
+
+WHOLE_TENSORS = ("Adafactor", "Adagrad", "LBFGS", "Muon", "SparseAdam")
+"""Optimizers of torch that need whole tensors, or that DeepSpeed builds anew behind the scheduler's back."""
+
+
+class Configuration:
+    """A JSON file, or none, held against the recipe.
+
+    Attributes:
+        file: How messages name it.
+        stage: ZeRO's.
+        half: Whether the weights are in half precision, not the forward pass alone; known once it is built.
+
+    Raises:
+        PluginError: It cannot be read, or contradicts the recipe.
+    """
+
+    def __init__(self, recipe: Recipe, options: Any) -> None:
+        self.options, self.half = options, False
+        self.json: dict[str, Any] = {}
+        self.file = recipe.where
+        if options.config is not None:
+            path = recipe.find(options.config)
+            self.json, self.file = read(path), str(path)
+        train = recipe.train
+        given = (options.stage, look(self.json, "zero_optimization.stage"), 2)
+        self.stage: int = next(stage for stage in given if stage is not None)
+        self._agree("zero_optimization.stage", "plugins.deepspeed.stage", options.stage)
+        self._agree("train_batch_size", "train.batch_size", train.batch_size)
+        self._agree("train_micro_batch_size_per_gpu", "train.device_batch_size", train.device_batch_size)
+        self._agree("gradient_clipping", "train.clip_norm", train.clip_norm or 0.0)
+        self._agree("optimizer.type", "train.optimizer", train.optimizer)
+        own = {"lr": train.lr, "weight_decay": train.weight_decay}
+        for key in look(self.json, "optimizer.params") or {}:
+            self._agree(f"optimizer.params.{key}", f"train.{key}" if key in own else "the recipe's optimizer", own.get(key, "its own"))
+        for key in look(self.json, "scheduler.params") or {}:
+            self._agree(f"scheduler.params.{key}", "the recipe's schedule", "its own (plugin lr-scheduler)")
+        if self.stage not in (0, 1, 2, 3):
+            raise PluginError(f"{self.file}: zero_optimization.stage: is {self.stage!r}. Expected 0, 1, 2 or 3.")
+        for name, least in (("offload_optimizer", 1), ("offload_parameters", 3)):
+            if getattr(options, name) and self.stage < least:
+                raise PluginError(f"{recipe.where}: plugins.deepspeed.{name}: needs stage {least} or more; the stage is {self.stage}.")
+        if self.stage and train.optimizer in WHOLE_TENSORS:
+            raise PluginError(
+                f"{recipe.where}: train.optimizer: {train.optimizer} cannot be sharded: ZeRO hands it pieces of flattened weights. "
+                "Take another, such as AdamW, or plugins.deepspeed.stage: 0."
+            )
+
+    def _agree(self, key: str, name: str, wanted: Any) -> None:
+        """Refuse a value of the JSON that contradicts the recipe's; None: the recipe says nothing."""
+        found = look(self.json, key)
+        if wanted is None or found is None or found == wanted:
+            return
+        raise PluginError(
+            f'{self.file}: {key}: is {found!r}, and {name} is {wanted!r}. Make them the same, write "auto" there, or remove it there.'
+        )
+
+    def build(self, run: Run) -> dict[str, Any]:
+        """What ``deepspeed.initialize`` gets.
+
+        Raises:
+            PluginError: The JSON contradicts what is known only now.
+        """
+        precision, options = run.accelerator.mixed_precision, self.options
+        self.half = precision == "fp16" or look(self.json, "bf16.enabled") is True
+        self._agree("train_micro_batch_size_per_gpu", "the batch of a device", run.device_batch_size)
+        self._agree("gradient_accumulation_steps", "the number of micro-steps", run.micro_steps)
+        says = f"in the recipe, whose precision is {precision!r}, it"
+        for kind in ("bf16", "fp16"):
+            self._agree(f"{kind}.enabled", says, precision == kind)
+        self._agree("torch_autocast.enabled", says, precision == "bf16" and not self.half)
+        if precision not in ("no", "bf16", "fp16"):
+            raise PluginError(f"plugins.deepspeed: works in fp32, bf16 or fp16, and the recipe's precision is {precision!r}.")
+        if self.half and self.stage == 0:
+            raise PluginError("plugins.deepspeed.stage: 0 keeps no fp32 weights beside half-precision ones. Take stage 1 or more.")
+        config = without_auto(self.json)
+        for section in ("optimizer", "scheduler"):  # the recipe's are used; these were found to say nothing else
+            config.pop(section, None)
+        config["train_batch_size"] = run.recipe.train.batch_size
+        config["train_micro_batch_size_per_gpu"] = run.device_batch_size
+        config["gradient_accumulation_steps"] = run.micro_steps
+        config["gradient_clipping"] = (run.recipe.train.clip_norm or 0.0) if self.stage else 0.0  # stage 0 is clipped by the plugin
+        config.setdefault("zero_allow_untested_optimizer", True)
+        config.setdefault("zero_force_ds_cpu_optimizer", False)
+        zero = config.setdefault("zero_optimization", {})
+        zero["stage"] = self.stage
+        for name, section in (("offload_optimizer", "offload_optimizer"), ("offload_parameters", "offload_param")):
+            if getattr(options, name):
+                zero.setdefault(section, {"device": "cpu", "pin_memory": run.device.type != "cpu"})
+        if options.overlap_comm is not None:
+            zero["overlap_comm"] = options.overlap_comm
+        if options.bucket_size is not None:
+            zero["reduce_bucket_size"] = zero["allgather_bucket_size"] = options.bucket_size
+        if precision == "bf16" and not self.half:
+            config["torch_autocast"] = {"dtype": "bfloat16", **config.get("torch_autocast", {}), "enabled": True}
+        if precision == "fp16":
+            scaling = run.accelerator.scaler_handler
+            scale, window = (scaling.init_scale, scaling.growth_interval) if scaling else (65536.0, 2000)
+            defaults = {"initial_scale_power": round(math.log2(scale)), "loss_scale_window": window, "hysteresis": 1}
+            config["fp16"] = {**defaults, **config.get("fp16", {}), "enabled": True}
+        return config
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A JSON file of DeepSpeed's.
+
+    Raises:
+        PluginError: It cannot be read, or a key of it is likely misspelt.
+    """
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise PluginError(f"plugins.deepspeed.config: {path} cannot be read: {error}. Expected a JSON file of DeepSpeed's.") from None
+    if not isinstance(found, dict):
+        raise PluginError(f"plugins.deepspeed.config: {path} holds a {type(found).__name__}. Expected an object with DeepSpeed's keys.")
+    known = KEYS.split()
+    for key in found.keys() - set(known):
+        hint = did_you_mean(key, known)
+        if hint:
+            raise PluginError(f"{path}: DeepSpeed has no key {key!r}.{hint}")
+        logger.warning("deepspeed: %s: %r is no key that fastloop knows: passed on as it is", path, key)
+    return found
+
+
+def look(config: Mapping[str, Any], key: str) -> Any:
+    """The value at a dotted key; None where there is none or it is "auto"."""
+    value: Any = config
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return None if value == "auto" else value
+
+
+def without_auto(config: dict[str, Any]) -> dict[str, Any]:
+    """A copy without the keys that say "auto"."""
+    return {
+        key: without_auto(value) if isinstance(value, dict) else copy.deepcopy(value) for key, value in config.items() if value != "auto"
+    }

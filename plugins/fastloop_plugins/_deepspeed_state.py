@@ -1,0 +1,280 @@
+"""DeepSpeed's side: importing it, and whole weights and optimizer state out of it and back in, in the forms that a run without it has."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from fastloop import PluginError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from fastloop import Run
+
+
+class Sharded:
+    """A model and an optimizer in DeepSpeed's hands.
+
+    Args:
+        optimizer: Torch's, before DeepSpeed takes it: afterwards its groups hold flat pieces, while lr and the rest stay live in them.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.base = optimizer
+        self.groups: list[dict[str, Any]] = list(optimizer.param_groups)
+        self.parameters: list[list[Tensor]] = [list(group["params"]) for group in self.groups]
+
+    def taken(self, engine: Any, stage: int, half: bool) -> None:
+        """DeepSpeed has taken them."""
+        self.engine, self.stage, self.half = engine, stage, half
+        self.zero: Any = engine.optimizer if stage else None
+
+    def model_state(self, run: Run) -> dict[str, Any]:
+        """On the main process: name -> whole tensor. Every process must come by, as with the others here."""
+        whole: dict[int, Any] = {}
+        state: dict[str, Any] = {}
+        for name, value in run.unwrapped().state_dict(keep_vars=True).items():
+            if id(value) not in whole:  # tied weights are gathered once
+                full = self._whole(value)
+                whole[id(value)] = full.cpu() if run.is_main and hasattr(full, "cpu") else full if run.is_main else None
+            state[name] = whole[id(value)]
+        return state if run.is_main else {}
+
+    def _whole(self, weight: Any) -> Any:
+        """One weight in fp32."""
+        import deepspeed
+        import torch
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        if not isinstance(weight, torch.nn.Parameter):
+            return weight.detach().clone() if isinstance(weight, torch.Tensor) else weight
+        if weight.requires_grad and (self.stage == 3 or self.half):
+            return safe_get_full_fp32_param(weight)
+        with deepspeed.zero.GatheredParameters([weight], enabled=self.stage == 3):
+            return weight.detach().float() if self.half else weight.detach().clone()
+
+    def load_model_state(self, run: Run, state: dict[str, Tensor]) -> None:
+        """Takes over whole weights, and the fp32 ones beside them.
+
+        Raises:
+            RuntimeError: They are another model's.
+        """
+        import deepspeed
+        import torch
+        from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
+
+        own = run.unwrapped().state_dict(keep_vars=True)
+        shapes = {name: tuple(getattr(value, "ds_shape", getattr(value, "shape", ()))) for name, value in own.items()}
+        wrong = [f"it lacks {name!r}" for name in own if name not in state]
+        wrong += [f"{name!r} is not in the model" for name in state if name not in own]
+        wrong += [
+            f"{name!r} is of shape {tuple(value.shape)}, and the model's of {shapes[name]}"
+            for name, value in state.items()
+            if isinstance(value, torch.Tensor) and name in own and tuple(value.shape) != shapes[name]
+        ]
+        if wrong:
+            raise RuntimeError("\n".join(["The weights do not fit.", *wrong]))
+        with torch.no_grad():
+            for name, weight in own.items():
+                value = state[name].to(run.device)
+                if self.stage == 3 and isinstance(weight, torch.nn.Parameter):
+                    with deepspeed.zero.GatheredParameters([weight], modifier_rank=0):
+                        weight.copy_(value)
+                    if weight.requires_grad:
+                        safe_set_local_fp32_param(weight, self._slice(run, weight, value))
+                    continue
+                weight.copy_(value)
+                if self.stage and isinstance(weight, torch.nn.Parameter) and weight.requires_grad:
+                    safe_set_full_fp32_param(weight, value)
+
+    @staticmethod
+    def _slice(run: Run, weight: Any, value: Tensor) -> Tensor:
+        """This process's piece of a whole tensor under stage 3: all pieces are of one size, the last padded."""
+        import torch
+
+        size = weight.ds_tensor.numel()
+        flat = torch.nn.functional.pad(value.flatten().float(), (0, size * run.world_size - value.numel()))
+        return flat[size * run.rank : size * (run.rank + 1)]
+
+    def _flats(self) -> list[list[Tensor]]:
+        """Group -> the flat pieces of this process that stand for its weights in torch's optimizer."""
+        if self.stage < 3:
+            return [[flat] for flat in self.zero.single_partition_of_fp32_groups]
+        flats: list[list[Tensor]] = [[] for _ in range(len(self.base.param_groups))]
+        for index, flat in enumerate(self.zero.fp32_partitioned_groups_flat):
+            flats[self.zero.sub_group_to_group_id[index]].append(flat)
+        return flats
+
+    def _relink(self) -> None:
+        """Tell stages 1 and 2 where each weight's optimizer state is: they look once, when only the first group has any."""
+        if self.stage < 3:
+            self.zero._hp_optimizer_states_linked = False
+            self.zero._lazy_init_hp_params_optimizer_state()
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """The groups as in torch's ``state_dict``."""
+        number = iter(range(sum(map(len, self.parameters))))
+        return [
+            {key: value for key, value in group.items() if key != "params"} | {"params": [next(number) for _ in parameters]}
+            for group, parameters in zip(self.groups, self.parameters, strict=True)
+        ]
+
+    def optimizer_state(self, run: Run) -> dict[str, Any]:
+        """In the form of torch's ``state_dict``, on the main process."""
+        import torch
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        if self.zero is None:
+            return self.base.state_dict()
+        groups, state = self._groups(), {}
+        if self.base.state:
+            self._relink()
+            flats = iter(self._flats())
+            for group, parameters in zip(groups, self.parameters, strict=True):
+                flat = next(flats)[0]
+                for number, parameter in zip(group["params"], parameters, strict=True):
+                    if not parameter.requires_grad:
+                        continue
+                    entry = {}
+                    for key, value in self.base.state[flat].items():
+                        if isinstance(value, torch.Tensor) and value.shape == flat.shape:
+                            full = safe_get_full_optimizer_state(parameter, key)
+                            value = full.cpu() if run.is_main else None
+                        entry[key] = value.clone() if isinstance(value, torch.Tensor) else value
+                    state[number] = entry
+        return {"state": state, "param_groups": groups} if run.is_main else {}
+
+    def load_optimizer_state(self, run: Run, state: dict[str, Any]) -> None:
+        """From that form.
+
+        Raises:
+            ValueError: It is another optimizer's.
+        """
+        import torch
+        from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
+
+        if self.zero is None:
+            self.base.load_state_dict(state)
+            self.groups = list(self.base.param_groups)  # torch makes them anew
+            return
+        if [len(group["params"]) for group in state["param_groups"]] != [len(parameters) for parameters in self.parameters]:
+            raise ValueError("its parameter groups are of other sizes")
+        flats = iter(self._flats())
+        pieces: list[tuple[Any, dict[str, Tensor]]] = []
+        for live, saved, parameters in zip(self.groups, state["param_groups"], self.parameters, strict=True):
+            live.update({key: value for key, value in saved.items() if key != "params"})
+            flat_pieces = next(flats)
+            scalars: dict[str, Any] = {}
+            sharded: set[str] = set()
+            for number, parameter in zip(saved["params"], parameters, strict=True):
+                entry = state["state"].get(number, {})
+                shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+                whole = {key: value for key, value in entry.items() if key != "step" and tuple(getattr(value, "shape", ())) == shape}
+                whole = {key: value for key, value in whole.items() if isinstance(value, torch.Tensor)}
+                if parameter.requires_grad:
+                    pieces.append((parameter, whole))
+                    sharded |= set(whole)
+                for key in entry.keys() - whole.keys():  # one a group; what was never trained lags behind: the furthest counts
+                    scalars[key] = max(scalars[key], entry[key]) if key == "step" and key in scalars else entry[key]
+            on_device = live.get("fused") or live.get("capturable")
+            for flat in flat_pieces if scalars or sharded else ():
+                self.base.state[flat] = {
+                    key: value.to(flat.device if on_device else "cpu", copy=True) if isinstance(value, torch.Tensor) else value
+                    for key, value in scalars.items()
+                } | {key: torch.zeros_like(flat, requires_grad=False) for key in sharded}
+        if self.base.state:
+            self._relink()
+        for parameter, whole in pieces:
+            for key, value in whole.items():
+                if self.stage == 3:
+                    safe_set_local_optimizer_state(parameter, self._slice(run, parameter, value), key)
+                else:
+                    safe_set_full_optimizer_state(parameter, value.to(run.device), key)
+
+
+class Stepper:
+    """What the loop knows as the optimizer."""
+
+    def __init__(self, sharded: Sharded) -> None:
+        self.sharded = sharded
+        self.step_was_skipped = False
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Torch's own, with the live learning rates."""
+        return self.sharded.groups
+
+    def step(self) -> None:
+        """Unscale, clip, step, exchange weights, and let the gradients go."""
+        self.sharded.engine.step()
+        self.step_was_skipped = bool(getattr(self.sharded.engine.optimizer, "overflow", False))
+
+    def zero_grad(self) -> None:
+        """Done by ``step``."""
+
+
+class LossScale:
+    """DeepSpeed's loss scale in the place of Accelerate's, so that checkpoints hold it in torch's form."""
+
+    def __init__(self, scaler: Any) -> None:
+        self.scaler = scaler
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's ``GradScaler``."""
+        scaler = self.scaler
+        since = scaler.cur_iter - scaler.last_overflow_iter - 1
+        return {
+            "scale": float(scaler.cur_scale),
+            "growth_factor": 2.0,
+            "backoff_factor": 0.5,
+            "growth_interval": scaler.scale_window,
+            "_growth_tracker": since % scaler.scale_window,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """From torch's form."""
+        self.scaler.cur_scale = float(state["scale"])
+        self.scaler.cur_iter, self.scaler.last_overflow_iter = int(state["_growth_tracker"]), -1
+
+
+def imported(device: str) -> Any:
+    """DeepSpeed, for this type of device, and quiet."""
+    previous = os.environ.get("DS_ACCELERATOR")
+    os.environ["DS_ACCELERATOR"] = device  # else it guesses, and warns of a CPU
+    try:
+        import deepspeed
+        from deepspeed.accelerator import get_accelerator
+
+        found = get_accelerator().device_name()
+    finally:
+        os.environ.pop("DS_ACCELERATOR")
+        if previous is not None:
+            os.environ["DS_ACCELERATOR"] = previous
+    if found != device:
+        raise PluginError(f"plugins.deepspeed: DeepSpeed was imported for {found}, and this run is on {device}. Start a new process.")
+    if device == "cpu":
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled at the first use; gloo serves
+    names = "all_gather_into_tensor|reduce_scatter_tensor"  # deepspeed 0.19 calls what torch 2.13 has deprecated
+    warnings.filterwarnings("ignore", rf"`torch\.distributed\.({names})` is deprecated", category=FutureWarning)
+    return deepspeed
+
+
+def cast_around(engine: nn.Module) -> None:
+    """A model with half-precision weights takes any floats and gives fp32: the loss is computed in that."""
+    import torch
+    from accelerate.utils import convert_to_fp32, recursively_apply
+
+    dtype = next(parameter.dtype for parameter in engine.parameters() if parameter.is_floating_point())
+
+    def is_float(value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+    engine.register_forward_pre_hook(
+        lambda module, args, kwargs: recursively_apply(lambda tensor: tensor.to(dtype), (args, kwargs), test_type=is_float),
+        with_kwargs=True,
+    )
+    engine.register_forward_hook(lambda module, args, output: convert_to_fp32(output))

@@ -1,0 +1,76 @@
+"""deepspeed: what is wrong with its options or the JSON is said before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastloop import PluginError
+from fastloop.recipe import make_recipe
+from fastloop_plugins.deepspeed import DeepSpeed
+
+
+def check(config: Any = None, train: dict[str, Any] | None = None, **options: Any) -> DeepSpeed:
+    """The plugin after ``check_recipe``; ``config`` goes into ds.json."""
+    if config is not None:
+        Path("ds.json").write_text(config if isinstance(config, str) else json.dumps(config))
+        options["config"] = "ds.json"
+    plugin = DeepSpeed(**options)
+    plugin.check_recipe(make_recipe({"train": {"batch_size": 16, "lr": 0.01, **(train or {})}}))
+    return plugin
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"train_batch_size": 32}, "ds.json: train_batch_size: is 32, and train.batch_size is 16"),
+        ({"gradient_clipping": 1.0}, "gradient_clipping: is 1.0, and train.clip_norm is 0.0"),
+        ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage: is 3, and plugins.deepspeed.stage is 1"),
+        ({"optimizer": {"type": "Lamb"}}, "optimizer.type: is 'Lamb', and train.optimizer is 'AdamW'"),
+        ({"optimizer": {"params": {"lr": 0.1}}}, "optimizer.params.lr: is 0.1, and train.lr is 0.01"),
+        ({"optimizer": {"params": {"betas": [0.8, 0.9]}}}, "optimizer.params.betas: is [0.8, 0.9]"),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 9}}}, "scheduler.params.warmup_num_steps: is 9"),
+        ({"zero_optimisation": {}}, "no key 'zero_optimisation'. Did you mean 'zero_optimization'?"),
+        ("{", "ds.json cannot be read"),
+        ("[]", "ds.json holds a list"),
+    ],
+)
+def test_a_json_that_contradicts_the_recipe_is_refused_with_file_key_and_both_values(config, said):
+    with pytest.raises(PluginError) as caught:
+        check(config, stage=1)
+    assert said in str(caught.value)
+    assert "ds.json" in str(caught.value)
+
+
+def test_a_json_that_says_auto_or_the_same_is_taken():
+    auto = {"params": {"lr": "auto", "betas": "auto"}}
+    config = {"train_batch_size": 16, "gradient_clipping": "auto", "zero_optimization": {"stage": 3}, "optimizer": auto, "scheduler": auto}
+    assert check(config).configuration.stage == 3
+    assert check({"train_batch_size": "auto"}).configuration.stage == 2
+
+
+def test_a_file_that_is_not_there_is_named():
+    with pytest.raises(PluginError, match=r"nowhere\.json cannot be read"):
+        DeepSpeed(config="nowhere.json").check_recipe(make_recipe({}))
+
+
+def test_a_key_that_is_not_known_is_passed_on_with_a_warning(caplog):
+    check({"quantum_entanglement": True})
+    assert "'quantum_entanglement' is no key that fastloop knows" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "train", "said"),
+    [
+        ({"stage": 0, "offload_optimizer": True}, {}, "offload_optimizer: needs stage 1 or more; the stage is 0"),
+        ({"stage": 2, "offload_parameters": True}, {}, "offload_parameters: needs stage 3 or more; the stage is 2"),
+        ({"stage": 1}, {"optimizer": "Adafactor"}, "Adafactor cannot be sharded"),
+    ],
+)
+def test_options_that_cannot_be_together_are_refused(options, train, said):
+    with pytest.raises(PluginError) as caught:
+        check(None, train, **options)
+    assert said in str(caught.value)

@@ -1,0 +1,130 @@
+"""Runs for test_deepspeed: ``python deepspeed_runs.py RUNS.json RESULTS.json``, started once a process, does one after another.
+
+A run: ``name``; ``deepspeed``: the plugin's options, or none; ``plugins``: others; ``train``: keys of a recipe's ``train``; ``resume``: a
+checkpoint; ``model_mode``: train or eval. Its result: losses, learning rates and gradient norms of the steps, metrics, or the error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from fastloop import FastloopError, Plugin, Trainer, hookimpl
+from fastloop_plugins._deepspeed_state import imported
+from fastloop_plugins.deepspeed import DeepSpeed
+
+LINEAR = {"lr": 1e-2, "batch_size": 8, "device": "cpu", "epochs": 2, "save_every": 4, "keep_checkpoints": 9, "clip_norm": 0.5}
+
+
+class Net(nn.Module):
+    """Sizes that two processes cannot halve, a buffer, a frozen weight, and one module used under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first = nn.Linear(8, 13)
+        self.norm = nn.LayerNorm(13)
+        self.frozen = nn.Parameter(torch.randn(13), requires_grad=False)
+        self.register_buffer("scale", torch.full((3,), 1.5))
+        self.second = nn.Linear(13, 3)
+        self.again = self.first
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(self.first(inputs).relu()) + self.frozen
+        return self.second(self.again(inputs).tanh() + hidden) * self.scale
+
+
+def data(size: int, seed: int) -> TensorDataset:
+    inputs = torch.randn(size, 8, generator=torch.Generator().manual_seed(seed))
+    return TensorDataset(inputs, inputs[:, :3].argmax(1))
+
+
+class Fp16(Plugin):
+    """fp16 where Accelerate and DeepSpeed refuse it as too slow: it runs on a CPU too."""
+
+    name = "fp16"
+
+    @hookimpl
+    def build_collator(self, run: Any) -> None:
+        imported("cpu").accelerator.get_accelerator().is_fp16_supported = lambda: True
+        run.accelerator.state._mixed_precision = "fp16"
+        run.accelerator.scaler, run.accelerator.scaler_handler = object(), None
+
+    @hookimpl
+    def check_run(self, run: Any) -> None:
+        run.accelerator.state._mixed_precision = "no"
+
+
+class Watch(Plugin):
+    """Records a run, and trains with two parameter groups."""
+
+    name = "watch"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.result: dict[str, Any] = {"losses": [], "lrs": [], "norms": [], "metrics": [], "modes": [], "skipped": 0}
+
+    @hookimpl
+    def build_optimizer(self, run: Any, model: nn.Module) -> Any:
+        weights = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter.ndim > 1]
+        others = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter.ndim < 2]
+        groups = [{"params": weights, "weight_decay": 0.1}, {"params": others, "lr": 5e-3}]
+        return getattr(torch.optim, run.recipe.train.optimizer)(groups, lr=run.recipe.train.lr)
+
+    @hookimpl
+    def before_optimizer_step(self, run: Any, grad_norm: Any) -> None:
+        self.result["norms"].append(None if grad_norm is None else grad_norm.item())
+        self.result["modes"].append(run.unwrapped().training)
+
+    @hookimpl
+    def after_step(self, run: Any, loss: torch.Tensor) -> None:
+        self.result["losses"].append(loss.item())
+        self.result["lrs"].append([group["lr"] for group in run.optimizer.param_groups])
+        self.result["skipped"] += run.step_was_skipped()
+
+    @hookimpl
+    def after_evaluate(self, metrics: dict[str, float]) -> None:
+        self.result["metrics"].append(metrics["loss"])
+
+
+def run_one(spec: dict[str, Any]) -> dict[str, Any]:
+    """One run, or what was wrong with it."""
+    watch, before = Watch(), dict(os.environ)
+    model = Net().train(spec.get("model_mode") != "eval")
+    plugins: list[Any] = [watch, {"log": False}, {"progress": False}, *spec.get("plugins", ["lr-scheduler"])]
+    if "deepspeed" in spec:
+        plugins += [Fp16()] * spec.get("fp16", False)
+        plugins.append(DeepSpeed(**spec["deepspeed"]))
+    arguments = {**LINEAR, "output": spec["name"], **spec.get("train", {})}
+    try:
+        trainer = Trainer(
+            model,
+            data(64, 0),
+            data(30, 1),
+            plugins=plugins,
+            loss=nn.functional.cross_entropy,
+            resume=spec.get("resume", False),
+            **arguments,
+        )
+        summary = trainer.fit()
+    except FastloopError as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    ours = {key for key in os.environ.keys() | before.keys() if "DS_" in key or "DEEPSPEED" in key}
+    changed = sorted(key for key in ours if os.environ.get(key) != before.get(key))
+    return watch.result | {"environment": changed, "compile": summary.get("compile")}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    results = {spec["name"]: run_one(spec) for spec in json.loads(Path(sys.argv[1]).read_text())}
+    if int(os.environ.get("RANK", "0")) == 0:
+        Path(sys.argv[2]).write_text(json.dumps(results))
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

@@ -1,0 +1,218 @@
+"""deepspeed: ZeRO on two real processes computes what one process computes, and its checkpoints are those of a run without it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fastloop import checkpoint
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed"),
+]
+
+SCRIPT = Path(__file__).with_name("deepspeed_runs.py")
+STAGES = (0, 1, 2, 3)
+MICRO = {"device_batch_size": 2}  # two processes, two micro-steps
+BF16 = {"plugins": ["lr-scheduler", {"amp": {"dtype": "bf16"}}]}
+HALF = '{"bf16": {"enabled": true}, "train_batch_size": "auto"}'
+TOO_HIGH = '{"fp16": {"initial_scale_power": 19}}'
+
+
+def deepspeed(name: str, stage: int, resume: str | None = None, train: dict[str, Any] = MICRO, **more: Any) -> dict[str, Any]:
+    """A run for ``deepspeed_runs``; ``resume`` names the run that it goes on from, at step 4."""
+    options = {"stage": stage, **more.pop("options", {})}
+    run = {"name": name, "deepspeed": options, "train": train, **more}
+    return run | ({"resume": f"{resume}/checkpoints/step-00000004"} if resume else {})
+
+
+RUNS = [
+    *(deepspeed(f"stage {stage}", stage) for stage in STAGES),
+    *(deepspeed(f"plain to {stage}", stage, "plain") for stage in STAGES),
+    deepspeed("1 to 3", 3, "stage 1"),
+    deepspeed("3 to 2", 2, "stage 3"),
+    *(deepspeed(f"bf16 {stage}", stage, **BF16) for stage in STAGES),
+    *(deepspeed(f"half {stage}", stage, options={"config": "half.json"}, **BF16) for stage in (1, 2, 3)),
+    deepspeed("half 3 to 2", 2, "half 3", options={"config": "half.json"}, **BF16),
+    deepspeed("offloaded 2", 2, options={"offload_optimizer": True}),
+    deepspeed("offloaded 3", 3, options={"offload_optimizer": True, "offload_parameters": True}),
+    deepspeed("tuned 2", 2, options={"overlap_comm": False, "bucket_size": 64}),
+    deepspeed("fp16 3", 3, fp16=True, options={"config": "too_high.json"}),
+    deepspeed("fp16 3 to 1", 1, "fp16 3", fp16=True),
+    deepspeed("from eval mode", 2, model_mode="eval", train={}),
+    deepspeed("compiled 2", 2, plugins=["lr-scheduler", {"compile": {"backend": "aot_eager", "cache": False}}]),
+    deepspeed("ema 3", 3, plugins=["ema"]),
+    deepspeed("ema 2", 2, plugins=["lr-scheduler", {"ema": {"decay": 0.5}}]),
+    deepspeed("odd accumulation", 2, options={"config": "accumulation.json"}),
+    deepspeed("refused by DeepSpeed", 2, options={"config": "bad_zero.json"}),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where all runs are: first those in one process, then those of two, then what goes on in one from theirs."""
+    folder = tmp_path_factory.mktemp("deepspeed")
+    for name, text in {
+        "half.json": HALF,
+        "too_high.json": TOO_HIGH,
+        "accumulation.json": '{"gradient_accumulation_steps": 7}',
+        "bad_zero.json": '{"zero_optimization": {"reduce_bucket_size": "many"}}',
+    }.items():
+        (folder / name).write_text(text)
+    ema = {"plugins": ["lr-scheduler", {"ema": {"decay": 0.5}}]}
+    processes(folder, 1, [{"name": "plain", "train": {"device_batch_size": 4}}, {"name": "plain ema", **ema}], "before")
+    processes(folder, 2, RUNS, "two")
+    back = [{"name": f"{stage} to plain", "resume": f"stage {stage}/checkpoints/step-00000004"} for stage in STAGES]
+    processes(folder, 1, back, "after")
+    return folder
+
+
+def processes(folder: Path, count: int, runs: list[dict[str, Any]], name: str) -> None:
+    """Do runs in new processes, with warnings as errors."""
+    (folder / f"{name}.json").write_text(json.dumps(runs))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    world = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    dynamo = "ignore:<class 'torch.autograd.function.Function'> should not be instantiated:DeprecationWarning"  # it does, at graph breaks
+    command = [sys.executable, "-W", "error", "-W", dynamo, str(SCRIPT), f"{name}.json", f"{name}.results.json"]
+    started = []
+    for rank in range(count):
+        ranks = world | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if count > 1 else {}
+        with (folder / f"{name}.{rank}.log").open("w") as log:
+            environment = os.environ | {"OMP_NUM_THREADS": "1"} | ranks
+            started.append(subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT))
+    try:
+        codes = [process.wait(timeout=180) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    logs = [(folder / f"{name}.{rank}.log").read_text() for rank in range(count)]
+    assert codes == [0] * count, "\n".join(log[-3000:] for log in logs)
+
+
+@pytest.fixture(scope="module")
+def result(folder: Path) -> Callable[[str], dict[str, Any]]:
+    """A run's result by name."""
+    found = {
+        name: run for part in ("before", "two", "after") for name, run in json.loads((folder / f"{part}.results.json").read_text()).items()
+    }
+
+    def of(name: str) -> dict[str, Any]:
+        return found[name]
+
+    return of
+
+
+def same(run: dict[str, Any], plain: dict[str, Any], tolerance: float) -> None:
+    """A run, or the last part of one, has the losses, norms, metrics and learning rates of the plain one."""
+    assert "error" not in run, run["error"]
+    for key in ("losses", "norms", "metrics"):
+        assert run[key] == pytest.approx(plain[key][-len(run[key]) :], rel=tolerance), key
+    assert run["lrs"] == plain["lrs"][-len(run["lrs"]) :]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stage_gives_the_numbers_of_one_process(result, folder, stage):
+    same(result(f"stage {stage}"), result("plain"), 1e-6)
+    assert len(result("plain")["losses"]) == 16
+    assert sum(result("plain")["losses"][-4:]) < 0.8 * sum(result("plain")["losses"][:4])  # it learns
+    weights, plain = (load_file(folder / name / "model" / "model.safetensors") for name in (f"stage {stage}", "plain"))
+    assert weights.keys() == plain.keys()
+    assert all(torch.allclose(weights[name], plain[name], rtol=1e-5, atol=1e-6) for name in plain)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_checkpoint_is_that_of_a_run_without_it(folder, stage):
+    (model, state), (plain_model, plain_state) = (
+        checkpoint.read(folder / name / "checkpoints" / "step-00000008") for name in (f"stage {stage}", "plain")
+    )
+    assert model.keys() == plain_model.keys()
+    assert all(torch.allclose(model[name], plain_model[name], rtol=1e-5, atol=1e-6) for name in plain_model)
+    optimizer, plain = state["optimizer"], plain_state["optimizer"]
+    assert optimizer["param_groups"] == plain["param_groups"]
+    assert optimizer["state"].keys() == plain["state"].keys()
+    for number, entry in plain["state"].items():
+        assert optimizer["state"][number].keys() == entry.keys()
+        for key, value in entry.items():
+            assert torch.allclose(optimizer["state"][number][key], value, rtol=1e-4, atol=1e-8), (number, key)
+
+
+@pytest.mark.parametrize(
+    "name", [*(f"plain to {stage}" for stage in STAGES), *(f"{stage} to plain" for stage in STAGES), "1 to 3", "3 to 2"]
+)
+def test_a_run_goes_on_under_another_stage_or_none(result, name):
+    assert len(result(name)["losses"]) == 12
+    same(result(name), result("plain"), 1e-6)
+
+
+@pytest.mark.parametrize("name", ["offloaded 2", "offloaded 3", "tuned 2", "from eval mode", "compiled 2"])
+def test_options_change_no_numbers(result, name):
+    same(result(name), result("plain"), 1e-6)
+
+
+def test_a_model_that_comes_in_eval_mode_is_trained_in_train_mode(result):
+    assert result("from eval mode")["modes"] == [True] * 16
+
+
+def test_the_model_is_compiled_in_one_piece(result):
+    counts = result("compiled 2")["compile"]
+    assert counts["failure"] is None
+    assert counts["graphs"] == 2  # one to train, one to evaluate
+
+
+@pytest.mark.parametrize("name", [*(f"bf16 {stage}" for stage in STAGES), *(f"half {stage}" for stage in (1, 2, 3))])
+def test_bf16_is_near_fp32_and_is_not_it(result, name):
+    same(result(name), result("plain"), 3e-2)
+    assert result(name)["losses"] != pytest.approx(result("plain")["losses"], rel=1e-5)
+
+
+def test_weights_in_half_precision_are_saved_in_fp32_and_go_on_as_if_not_interrupted(result, folder):
+    model, _ = checkpoint.read(folder / "half 3" / "checkpoints" / "step-00000004")
+    assert all(tensor.dtype == torch.float32 for tensor in model.values())
+    assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in model.values())
+    assert result("half 3 to 2")["losses"] == pytest.approx(result("half 3")["losses"][4:], rel=1e-4)
+
+
+def test_fp16_skips_steps_that_overflow_and_keeps_its_scale(result, folder):
+    run, resumed = result("fp16 3"), result("fp16 3 to 1")
+    assert "error" not in run, run["error"]
+    assert run["skipped"] >= 3
+    assert run["skipped"] == run["norms"].count(float("inf"))
+    _, state = checkpoint.read(folder / "fp16 3" / "checkpoints" / "step-00000004")
+    assert state["scheduler"]["last_epoch"] == 4 - sum(norm == float("inf") for norm in run["norms"][:4])
+    assert state["scaler"]["scale"] == 2.0 ** (19 - sum(norm == float("inf") for norm in run["norms"][:4]))
+    assert resumed["norms"][:4] == pytest.approx(run["norms"][4:8], rel=1e-2)
+
+
+def test_ema_works_where_the_weights_are_whole_and_is_refused_where_they_are_not(result):
+    same(result("ema 2"), result("plain ema"), 1e-6)
+    assert "'deepspeed' and 'ema': stage 3 shards the weights" in result("ema 3")["error"]
+
+
+def test_what_contradicts_the_recipe_only_once_it_is_run_is_refused(result):
+    message = result("odd accumulation")["error"]
+    assert "accumulation.json: gradient_accumulation_steps: is 7, and the number of micro-steps is 2" in message
+    assert "bad_zero.json: DeepSpeed refuses this" in result("refused by DeepSpeed")["error"]
+    assert "reduce_bucket_size" in result("refused by DeepSpeed")["error"]
+
+
+@pytest.mark.parametrize("name", [run["name"] for run in RUNS])
+def test_no_variable_is_left_in_the_environment(result, name):
+    assert result(name).get("environment", []) == []
+
+
+def test_nothing_is_said_that_the_user_need_not_know(folder):
+    assert (folder / "two.0.log").read_text() == ""

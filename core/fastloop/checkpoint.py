@@ -156,8 +156,14 @@ def write(folder: Path, model: Mapping[str, Tensor], state: Mapping[str, Any], i
         save_tensors({name: tensor for name, tensor in tensors.items() if not isinstance(tensor, DTensor)}, aside / "state.safetensors")
         (aside / "state.json").write_text(json.dumps(packed))
     named = {**{f"model.{name}": tensor for name, tensor in model.items()}, **tensors}
-    sharded = {name: tensor for name, tensor in named.items() if isinstance(tensor, DTensor)}
+    sharded: dict[str, Any] = {name: tensor for name, tensor in named.items() if isinstance(tensor, DTensor)}
     if sharded:
+        places = set()
+        for name, tensor in sharded.items():
+            place = tensor.to_local().data_ptr()
+            if place in places:  # tied weights: safetensors refuses two names for one
+                sharded[name] = tensor.clone()
+            places.add(place)
         torch.distributed.barrier()  # the folder is there
         state_dict_saver.save(sharded, storage_writer=HuggingFaceStorageWriter(str(aside / "sharded"), save_distributed=True))
     if is_main:

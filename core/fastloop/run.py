@@ -183,7 +183,7 @@ class Run:
 
     def train_mode(self) -> None:
         """Put the model in train mode. Parts that a model in train mode holds in eval mode (frozen ones) stay so, and are said."""
-        if not self.model.training:  # as from_pretrained leaves it
+        if not self.unwrapped().training:  # as from_pretrained leaves it
             self.model.train()
         frozen = [name for name, module in self.model.named_modules() if not module.training]
         if frozen:

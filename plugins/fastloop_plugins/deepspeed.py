@@ -71,7 +71,7 @@ class DeepSpeed(Plugin):
             raise PluginError("plugins.deepspeed: needs a launcher, for one process too: torchrun --nproc_per_node=1 -m fastloop ...")
         if not all(group["params"] for group in optimizer.param_groups):
             raise PluginError("plugins.deepspeed: the optimizer has a parameter group without parameters. Leave it out of build_optimizer.")
-        deepspeed, training = imported(run.device.type), model.training
+        deepspeed = imported(run.device.type)
         self.sharded = Sharded(optimizer)
         try:
             with warnings.catch_warnings():
@@ -82,8 +82,6 @@ class DeepSpeed(Plugin):
         self.sharded.taken(engine, stage, self.configuration.half)
         engine.set_gradient_accumulation_boundary(True)
         engine.no_sync = self.held_back
-        if not training:  # DeepSpeed's train() switches the model alone, and the loop looks at what is around it
-            engine.train()
         if self.configuration.half:
             cast_around(engine)
         if "compile" in run.resolution.names():  # what DeepSpeed does around the model's forward is not to be compiled with it

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from kit import processes, same
 from safetensors.torch import load_file
 
 from fastloop import checkpoint
@@ -23,7 +20,6 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed"),
 ]
 
-SCRIPT = Path(__file__).with_name("deepspeed_runs.py")
 STAGES = (0, 1, 2, 3)
 MICRO = {"device_batch_size": 2}  # two processes, two micro-steps
 BF16 = {"plugins": ["lr-scheduler", {"amp": {"dtype": "bf16"}}]}
@@ -32,9 +28,9 @@ TOO_HIGH = '{"fp16": {"initial_scale_power": 19}}'
 
 
 def deepspeed(name: str, stage: int, resume: str | None = None, train: dict[str, Any] = MICRO, **more: Any) -> dict[str, Any]:
-    """A run for ``deepspeed_runs``; ``resume`` names the run that it goes on from, at step 4."""
+    """A run for ``runs.py``; ``resume`` names the run that it goes on from, at step 4."""
     options = {"stage": stage, **more.pop("options", {})}
-    run = {"name": name, "deepspeed": options, "train": train, **more}
+    run = {"name": name, "train": train, **more, "plugins": [*more.get("plugins", ["lr-scheduler"]), {"deepspeed": options}]}
     return run | ({"resume": f"{resume}/checkpoints/step-00000004"} if resume else {})
 
 
@@ -71,36 +67,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "bad_zero.json": '{"zero_optimization": {"reduce_bucket_size": "many"}}',
     }.items():
         (folder / name).write_text(text)
-    ema = {"plugins": ["lr-scheduler", {"ema": {"decay": 0.5}}]}
-    processes(folder, 1, [{"name": "plain", "train": {"device_batch_size": 4}}, {"name": "plain ema", **ema}], "before")
+    plain, ema = {"plugins": ["lr-scheduler"]}, {"plugins": ["lr-scheduler", {"ema": {"decay": 0.5}}]}
+    processes(folder, 1, [{"name": "plain", "train": {"device_batch_size": 4}, **plain}, {"name": "plain ema", **ema}], "before")
     processes(folder, 2, RUNS, "two")
-    back = [{"name": f"{stage} to plain", "resume": f"stage {stage}/checkpoints/step-00000004"} for stage in STAGES]
+    back = [{"name": f"{stage} to plain", "resume": f"stage {stage}/checkpoints/step-00000004", **plain} for stage in STAGES]
     processes(folder, 1, back, "after")
     return folder
-
-
-def processes(folder: Path, count: int, runs: list[dict[str, Any]], name: str) -> None:
-    """Do runs in new processes, with warnings as errors."""
-    (folder / f"{name}.json").write_text(json.dumps(runs))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    world = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    dynamo = "ignore:<class 'torch.autograd.function.Function'> should not be instantiated:DeprecationWarning"  # it does, at graph breaks
-    command = [sys.executable, "-W", "error", "-W", dynamo, str(SCRIPT), f"{name}.json", f"{name}.results.json"]
-    started = []
-    for rank in range(count):
-        ranks = world | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if count > 1 else {}
-        with (folder / f"{name}.{rank}.log").open("w") as log:
-            environment = os.environ | {"OMP_NUM_THREADS": "1"} | ranks
-            started.append(subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT))
-    try:
-        codes = [process.wait(timeout=180) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    logs = [(folder / f"{name}.{rank}.log").read_text() for rank in range(count)]
-    assert codes == [0] * count, "\n".join(log[-3000:] for log in logs)
 
 
 @pytest.fixture(scope="module")
@@ -114,14 +86,6 @@ def result(folder: Path) -> Callable[[str], dict[str, Any]]:
         return found[name]
 
     return of
-
-
-def same(run: dict[str, Any], plain: dict[str, Any], tolerance: float) -> None:
-    """A run, or the last part of one, has the losses, norms, metrics and learning rates of the plain one."""
-    assert "error" not in run, run["error"]
-    for key in ("losses", "norms", "metrics"):
-        assert run[key] == pytest.approx(plain[key][-len(run[key]) :], rel=tolerance), key
-    assert run["lrs"] == plain["lrs"][-len(run["lrs"]) :]
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -1,7 +1,8 @@
-"""Runs for test_deepspeed: ``python deepspeed_runs.py RUNS.json RESULTS.json``, started once a process, does one after another.
+"""Runs on several processes: ``python runs.py RUNS.json RESULTS.json``, started once a process.
 
-A run: ``name``; ``deepspeed``: the plugin's options, or none; ``plugins``: others; ``train``: keys of a recipe's ``train``; ``resume``: a
-checkpoint; ``model_mode``: train or eval. Its result: losses, learning rates and gradient norms of the steps, metrics, or the error.
+A run: ``name``, which is its folder too; ``plugins``; ``train``: keys of a recipe's ``train``; ``resume``: a checkpoint; ``model``: a
+name in ``MODELS``; ``data``: a name in ``DATA``; ``model_mode``: train or eval; ``fp16``: force it. Its result: losses, learning rates and
+gradient norms of the steps, metrics, how often gradients were exchanged, or the error.
 """
 
 from __future__ import annotations
@@ -14,13 +15,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import IterableDataset, TensorDataset
 
 from fastloop import FastloopError, Plugin, Trainer, hookimpl
-from fastloop_plugins._deepspeed_state import imported
-from fastloop_plugins.deepspeed import DeepSpeed
 
-LINEAR = {"lr": 1e-2, "batch_size": 8, "device": "cpu", "epochs": 2, "save_every": 4, "keep_checkpoints": 9, "clip_norm": 0.5}
+TRAIN = {"lr": 1e-2, "batch_size": 8, "device": "cpu", "epochs": 2, "save_every": 4, "keep_checkpoints": 9, "clip_norm": 0.5}
 
 
 class Net(nn.Module):
@@ -46,6 +45,56 @@ def data(size: int, seed: int) -> TensorDataset:
     return TensorDataset(inputs, inputs[:, :3].argmax(1))
 
 
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.linear, self.dropout = nn.LayerNorm(width), nn.Linear(width, width), nn.Dropout(0.0)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + self.dropout(self.linear(self.norm(hidden)).relu())
+
+
+class Deep(nn.Module):
+    """Three like blocks of a width that two or four processes cannot share evenly, a tied weight and a buffer that is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.blocks = nn.ModuleList([Block(9) for _ in range(3)])
+        self.first, self.last = nn.Linear(8, 9), nn.Linear(9, 9, bias=False)
+        self.tied, self.head = nn.Linear(9, 9), nn.Linear(9, 3)
+        self.tied.weight = self.last.weight
+        self.register_buffer("scale", torch.full((9,), 1.5), persistent=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(inputs)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.tied(hidden.tanh()) + self.last(hidden) * self.scale)
+
+
+class Unused(Net):
+    """Forgets a weight in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(4, 4)
+
+
+class Stream(IterableDataset[Any]):
+    """The same samples one after the other."""
+
+    def __init__(self, size: int) -> None:
+        self.samples = data(size, 0)
+
+    def __iter__(self) -> Any:
+        return iter(self.samples)
+
+
+MODELS = {"net": Net, "deep": Deep, "unused": Unused}
+DATA = {"even": lambda: data(64, 0), "uneven": lambda: data(59, 0), "stream": lambda: Stream(59)}
+
+
 class Fp16(Plugin):
     """fp16 where Accelerate and DeepSpeed refuse it as too slow: it runs on a CPU too."""
 
@@ -53,6 +102,8 @@ class Fp16(Plugin):
 
     @hookimpl
     def build_collator(self, run: Any) -> None:
+        from fastloop_plugins._deepspeed_state import imported
+
         imported("cpu").accelerator.get_accelerator().is_fp16_supported = lambda: True
         run.accelerator.state._mixed_precision = "fp16"
         run.accelerator.scaler, run.accelerator.scaler_handler = object(), None
@@ -94,19 +145,34 @@ class Watch(Plugin):
         self.result["metrics"].append(metrics["loss"])
 
 
+class Exchanges(Plugin):
+    """Counts what torch.distributed does from ``before_fit`` to ``after_fit``: name -> times."""
+
+    name = "exchanges"
+
+    @hookimpl
+    def before_fit(self) -> None:
+        self.profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+        self.profile.start()
+
+    @hookimpl
+    def after_fit(self) -> None:
+        self.profile.stop()
+        self.counts = {event.key: event.count for event in self.profile.key_averages() if event.key.startswith("gloo:")}
+
+
 def run_one(spec: dict[str, Any]) -> dict[str, Any]:
     """One run, or what was wrong with it."""
     watch, before = Watch(), dict(os.environ)
-    model = Net().train(spec.get("model_mode") != "eval")
-    plugins: list[Any] = [watch, {"log": False}, {"progress": False}, *spec.get("plugins", ["lr-scheduler"])]
-    if "deepspeed" in spec:
-        plugins += [Fp16()] * spec.get("fp16", False)
-        plugins.append(DeepSpeed(**spec["deepspeed"]))
-    arguments = {**LINEAR, "output": spec["name"], **spec.get("train", {})}
+    model = MODELS[spec.get("model", "net")]().train(spec.get("model_mode") != "eval")
+    plugins: list[Any] = [{"log": False}, {"progress": False}, *spec["plugins"], watch, *[Fp16()] * spec.get("fp16", False)]
+    if spec.get("exchanges"):
+        plugins.append(exchanges := Exchanges())
+    arguments = {**TRAIN, "output": spec["name"], **spec.get("train", {})}
     try:
         trainer = Trainer(
             model,
-            data(64, 0),
+            DATA[spec.get("data", "even")](),
             data(30, 1),
             plugins=plugins,
             loss=nn.functional.cross_entropy,
@@ -118,7 +184,11 @@ def run_one(spec: dict[str, Any]) -> dict[str, Any]:
         return {"error": f"{type(error).__name__}: {error}"}
     ours = {key for key in os.environ.keys() | before.keys() if "DS_" in key or "DEEPSPEED" in key}
     changed = sorted(key for key in ours if os.environ.get(key) != before.get(key))
-    return watch.result | {"environment": changed, "compile": summary.get("compile")}
+    return (
+        watch.result
+        | {"environment": changed, "compile": summary.get("compile"), "summary": summary}
+        | ({"exchanges": exchanges.counts} if spec.get("exchanges") else {})
+    )
 
 
 if __name__ == "__main__":

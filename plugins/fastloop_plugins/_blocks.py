@@ -1,0 +1,34 @@
+"""The repeated blocks of a model, such as the layers of a transformer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from fastloop import PluginError
+from fastloop.errors import did_you_mean
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def transformer_blocks(model: nn.Module, names: Sequence[str] | None = None, where: str = "blocks") -> list[nn.Module]:
+    """The model's blocks, outermost first: those in lists of like modules, or those of the classes ``names``.
+
+    Raises:
+        PluginError: The model has no module of such a class.
+    """
+    from torch import nn
+
+    if names is not None:
+        classes = {type(module).__name__ for module in model.modules()}
+        for name in names:
+            if name not in classes:
+                raise PluginError(f"{where}: the model has no module of class {name!r}.{did_you_mean(name, classes)}")
+        return [module for module in model.modules() if type(module).__name__ in names]
+    return [
+        block
+        for parent in model.modules()
+        if isinstance(parent, nn.ModuleList) and len(parent) > 1 and len({type(child) for child in parent}) == 1
+        for block in parent
+    ]

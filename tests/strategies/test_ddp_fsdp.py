@@ -1,0 +1,210 @@
+"""ddp and fsdp on real processes: what 1, 2 or 4 of them compute is one run, and it goes on under any of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit import processes, same
+from safetensors.torch import load_file
+
+from fastloop import checkpoint
+
+pytestmark = pytest.mark.slow
+
+MICRO = {"device_batch_size": 2}
+COMPILE = {"compile": {"backend": "aot_eager", "cache": False}}
+
+
+def run(name: str, *plugins: Any, resume: str | None = None, step: int = 4, **more: Any) -> dict[str, Any]:
+    """A run for ``runs.py``; ``resume`` names the run that it goes on from, at ``step``."""
+    return {"name": name, "plugins": ["lr-scheduler", *plugins], "train": {}, "model": "deep", **more} | (
+        {"resume": f"{resume}/checkpoints/step-{step:08d}"} if resume else {}
+    )
+
+
+PLAIN = [
+    run("plain"),
+    run("plain uneven", data="uneven"),
+    run("plain stream", data="stream", train={"max_steps": 15}),
+    run("plain ema", {"ema": {"decay": 0.5}}),
+    run("plain bf16", {"amp": {"dtype": "bf16"}}),
+    run("plain eval", model_mode="eval"),
+]
+TWO = [
+    *(run(f"{name} 2", name) for name in ("ddp", "fsdp")),
+    *(run(f"{name} 2 accumulated", name, train=MICRO, exchanges=True) for name in ("ddp", "fsdp")),
+    *(run(f"{name} 2 uneven", name, train=MICRO, data="uneven") for name in ("ddp", "fsdp")),
+    *(run(f"{name} 2 stream", name, train=MICRO | {"max_steps": 15}, data="stream") for name in ("ddp", "fsdp")),
+    *(run(f"{name} 2 ema", name, {"ema": {"decay": 0.5}}) for name in ("ddp", "fsdp")),
+    *(run(f"{name} 2 bf16", name, {"amp": {"dtype": "bf16"}}) for name in ("ddp", "fsdp")),
+    *(run(f"{name} 2 compiled", name, COMPILE) for name in ("ddp", "fsdp")),
+    *(run(f"{name} 2 best", name, {"checkpoint-best": {"monitor": "loss"}}) for name in ("ddp", "fsdp")),
+    *(run(f"{name} 2 eval", name, model_mode="eval") for name in ("ddp", "fsdp")),
+    *(run(f"{name} 2 workers", name, {"dataloader-workers": {"num_workers": 2}}, data="uneven", train={"epochs": 1}) for name in ("ddp",)),
+    run("ddp options", {"ddp": {"gradient_as_bucket_view": False, "bucket_cap_mb": 1}}, train=MICRO),
+    run("ddp static", {"ddp": {"static_graph": True}}),
+    run("ddp static refused", {"ddp": {"static_graph": True}}, train=MICRO),
+    run("ddp compressed", {"ddp": {"compress": "bf16"}}),
+    run("ddp unused refused", "ddp", model="unused"),
+    run("ddp unused", {"ddp": {"find_unused_parameters": True}}, model="unused"),
+    run("fsdp held", {"fsdp": {"hold_gradients": True}}, train=MICRO, exchanges=True),
+    run("fsdp kept", {"fsdp": {"reshard_after_forward": False}}),
+    run("fsdp classes", {"fsdp": {"blocks": ["LayerNorm", "Block"]}}),
+    run("fsdp tied", {"fsdp": {"blocks": ["Linear"]}}),
+    run("fsdp no such class", {"fsdp": {"blocks": ["Linaer"]}}),
+    run("fsdp meta", {"fsdp": {"meta_device": True}}),
+    run("fsdp regional", "fsdp", {"compile": {"backend": "aot_eager", "cache": False, "regional": True}}),
+    run("plain to fsdp 2", "fsdp", resume="plain"),
+    run("fsdp 2 to fsdp 2", "fsdp", resume="fsdp 2"),
+    run("fsdp 2 to ddp 2", "ddp", resume="fsdp 2"),
+    run("ddp 2 to fsdp 2", "fsdp", resume="ddp 2"),
+    run("fsdp 2 ema again", "fsdp", {"ema": {"decay": 0.5}}, resume="fsdp 2 ema"),
+]
+FOUR = [
+    *(run(f"{name} 4", name) for name in ("ddp", "fsdp")),
+    *(run(f"{name} 4 uneven", name, train={"device_batch_size": 1}, data="uneven") for name in ("ddp", "fsdp")),
+    run("fsdp 2 to fsdp 4", "fsdp", resume="fsdp 2"),
+    run("ddp 2 to ddp 4", "ddp", resume="ddp 2"),
+    run("fsdp 2 uneven to ddp 4", "ddp", resume="fsdp 2 uneven", data="uneven"),
+]
+AFTER = [
+    *(run(f"{name} to plain", resume=name) for name in ("ddp 2", "fsdp 2", "ddp 4", "fsdp 4")),
+    run("fsdp 2 stream to plain", resume="fsdp 2 stream", data="stream", train={"max_steps": 15}),
+    run("fsdp 2 ema to plain", {"ema": {"decay": 0.5}}, resume="fsdp 2 ema"),
+    run("one ddp", "ddp"),
+    run("one fsdp", "fsdp"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where all runs are."""
+    return tmp_path_factory.mktemp("strategies")
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> dict[str, dict[str, Any]]:
+    """Results by name: runs in one process, then in two and four, then in one again, from theirs."""
+    return (
+        processes(folder, 1, PLAIN, "before")
+        | processes(folder, 2, TWO, "two")
+        | processes(folder, 4, FOUR, "four")
+        | processes(folder, 1, AFTER, "after")
+    )
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_numbers_are_those_of_one_process(results, folder, name, size):
+    same(results[f"{name} {size}"], results["plain"], 1e-6)
+    assert len(results["plain"]["losses"]) == 16
+    assert sum(results["plain"]["losses"][-4:]) < 0.9 * sum(results["plain"]["losses"][:4])  # it learns
+    weights, plain = (load_file(folder / run / "model" / "model.safetensors") for run in (f"{name} {size}", "plain"))
+    assert weights.keys() == plain.keys()
+    assert all(torch.allclose(weights[key], plain[key], rtol=1e-5, atol=1e-6) for key in plain)
+
+
+@pytest.mark.parametrize(
+    ("name", "plain"),
+    [
+        *((f"{name} 2 {what}", plain) for name in ("ddp", "fsdp") for what, plain in [
+            ("accumulated", "plain"), ("uneven", "plain uneven"), ("stream", "plain stream"), ("ema", "plain ema"), ("compiled", "plain"),
+            ("eval", "plain"), ("best", "plain"),
+        ]),
+        *((f"{name} 4 uneven", "plain uneven") for name in ("ddp", "fsdp")),
+        ("ddp options", "plain"), ("ddp static", "plain"),
+        ("fsdp held", "plain"), ("fsdp kept", "plain"), ("fsdp classes", "plain"), ("fsdp meta", "plain"),
+        ("fsdp regional", "plain"),
+    ],
+)  # fmt: skip
+def test_options_and_other_plugins_change_no_numbers(results, name, plain):
+    same(results[name], results[plain], 1e-6)
+
+
+@pytest.mark.parametrize("name", ["ddp 2 bf16", "fsdp 2 bf16", "ddp compressed"])
+def test_half_precision_is_near_fp32_and_is_not_it(results, name):
+    same(results[name], results["plain"], 3e-2, keys=("losses", "metrics"))
+    assert results[name]["losses"] != pytest.approx(results["plain"]["losses"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(f"{name} to plain" for name in ("ddp 2", "fsdp 2", "ddp 4", "fsdp 4")),
+        *("plain to fsdp 2", "fsdp 2 to fsdp 2", "fsdp 2 to ddp 2", "ddp 2 to fsdp 2", "fsdp 2 to fsdp 4", "ddp 2 to ddp 4"),
+    ],
+)
+def test_a_run_goes_on_under_another_strategy_and_number_of_processes(results, name):
+    assert len(results[name]["losses"]) == 12
+    same(results[name], results["plain"], 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "plain"),
+    [
+        ("fsdp 2 uneven to ddp 4", "plain uneven"),
+        ("fsdp 2 stream to plain", "plain stream"),
+        ("fsdp 2 ema to plain", "plain ema"),
+        ("fsdp 2 ema again", "plain ema"),
+    ],
+)
+def test_so_do_position_in_the_data_and_what_plugins_keep(results, name, plain):
+    same(results[name], results[plain], 1e-6)
+
+
+def test_the_same_processes_go_on_to_the_bit(results):
+    assert results["fsdp 2 to fsdp 2"]["losses"] == results["fsdp 2"]["losses"][4:]
+
+
+@pytest.mark.parametrize("name", ["one ddp", "one fsdp"])
+def test_in_one_process_a_strategy_changes_nothing(results, name):
+    for key in ("losses", "norms", "metrics"):
+        assert results[name][key] == results["plain"][key]
+
+
+def test_gradients_are_exchanged_once_a_step(results):
+    """16 steps of two micro-steps: ddp exchanges once a step, fsdp at each micro-step unless told (three blocks and the rest)."""
+    sums = {name: results[name]["exchanges"]["gloo:all_reduce"] for name in ("ddp 2 accumulated", "fsdp 2 accumulated", "fsdp held")}
+    numbers = 3 * 16 + 4  # loss, weights and requests of each step; requests and sums of the two evaluations
+    assert sums["ddp 2 accumulated"] == 16 + numbers
+    norms = 16
+    assert sums["fsdp held"] == 16 * 4 + norms + numbers  # gloo has no reduce-scatter of its own
+    assert sums["fsdp 2 accumulated"] == 2 * 16 * 4 + norms + numbers
+
+
+def test_weights_that_are_not_used_are_named_or_found(results):
+    assert "Set plugins.ddp.find_unused_parameters: true" in results["ddp unused refused"]["error"]
+    assert "error" not in results["ddp unused"]
+
+
+def test_a_graph_that_is_static_cannot_be_accumulated_over(results):
+    assert "plugins.ddp.static_graph: torch cannot hold gradients back with it" in results["ddp static refused"]["error"]
+
+
+def test_a_class_that_the_model_lacks_is_refused(results):
+    assert (
+        "plugins.fsdp.blocks: the model has no module of class 'Linaer'. Did you mean 'Linear'?" in results["fsdp no such class"]["error"]
+    )
+
+
+def test_tied_weights_in_two_blocks_are_refused(results):
+    assert "the weight 'tied.weight' is tied to one outside its block" in results["fsdp tied"]["error"]
+
+
+def test_a_sharded_checkpoint_holds_no_pickle(folder, results):
+    saved = folder / "fsdp 2/checkpoints/step-00000004"
+    files = [path for path in saved.rglob("*") if path.is_file()]
+    assert {path.suffix for path in files} <= {".json", ".safetensors"}
+    assert len([path for path in files if path.parent.name == "sharded"]) >= 2
+    model, state = checkpoint.read(saved)
+    plain_model, plain_state = checkpoint.read(folder / "plain/checkpoints/step-00000004")
+    assert all(torch.allclose(model[name], plain_model[name], rtol=1e-5, atol=1e-6) for name in plain_model | model)
+    assert state["optimizer"]["state"].keys() == plain_state["optimizer"]["state"].keys()
+
+
+def test_nothing_is_said_that_the_user_need_not_know(folder, results):
+    said = [line for part in ("two", "four") for line in (folder / f"{part}.0.log").read_text().splitlines()]
+    assert [line for line in said if "profiler_st" not in line] == []

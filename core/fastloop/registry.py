@@ -273,10 +273,13 @@ def _check(plugins: list[Plugin], where: str) -> None:
         for other in plugins[:index]:
             if other.name == plugin.name:
                 raise PluginError(f"{where}: plugin {plugin.name!r} is there twice. Remove one.")
-            if plugin.slot and other.slot == plugin.slot:
-                raise PluginError(
-                    f"{where}: plugins {other.name!r} and {plugin.name!r} both fill the slot {plugin.slot!r}. Remove one of them."
-                )
+        rivals = [other.name for other in plugins if plugin.slot and other.slot == plugin.slot]
+        if len(rivals) > 1:
+            *some, last = map(repr, rivals)
+            repairs = [f"--without {','.join(name for name in rivals if name != kept)}" for kept in rivals]
+            raise PluginError(
+                f"{where}: plugins {', '.join(some)} and {last} fill one slot, {plugin.slot!r}. Keep one: {' or '.join(repairs)}."
+            )
     for plugin in plugins:
         for reference, why in plugin.conflicts.items():
             for other in _matching(reference, plugins):

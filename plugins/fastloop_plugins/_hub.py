@@ -66,9 +66,11 @@ def quiet() -> Iterator[None]:
     if drawn:
         enable_progress_bars()  # transformers turns these off with its own
     datasets.disable_progress_bars()
+    logging.disable(logging.WARNING)  # saving imports deepspeed where it is installed, which speaks up
     try:
         yield
     finally:
+        logging.disable(logging.NOTSET)
         transformers_logging.set_verbosity(levels[0])
         datasets.logging.set_verbosity(levels[1])
         if drawn:

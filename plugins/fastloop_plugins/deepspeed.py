@@ -105,6 +105,9 @@ class DeepSpeed(Plugin):
     @hookimpl
     def check_run(self, run: Run) -> None:
         names, sharded = run.resolution.names(), self.configuration.stage == 3
+        if sharded and any(plugin.name == "lora" and plugin.config.merge for plugin in run.resolution.plugins):
+            why = "stage 3 shards the weights that the adapters would be merged into."
+            raise PluginError(f"{run.recipe.where}: plugins 'deepspeed' and 'lora': {why} Set plugins.lora.merge: false, or stage: 2.")
         if sharded and "compile" in names:
             logger.warning("deepspeed: stage 3 gathers weights module by module, and compilation ends at each: it gains little")
         if "ema" in names and (sharded or self.configuration.half):

@@ -67,7 +67,7 @@ class LoRA(Plugin):
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing")  # peft asks transformers by an old name
                 wrapped: nn.Module = get_peft_model(model, options)
-        except ValueError as error:
+        except (ValueError, TypeError) as error:  # the latter: a layer is in both target_modules and modules_to_save
             linear = {name.rpartition(".")[2] for name, module in model.named_modules() if type(module).__name__ in ("Linear", "Conv1D")}
             raise PluginError(
                 f"plugin 'lora': target_modules: {config.target_modules}: {str(error).partition('. ')[0]}. "

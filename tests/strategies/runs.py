@@ -15,9 +15,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from fastloop import FastloopError, Plugin, Trainer, hookimpl
+from fastloop import Batch, FastloopError, Plugin, Trainer, hookimpl
+from fastloop.recipe import make_recipe
+from fastloop.registry import resolve
+from fastloop.run import Run
 
 TRAIN = {"lr": 1e-2, "batch_size": 8, "device": "cpu", "epochs": 2, "save_every": 4, "keep_checkpoints": 9, "clip_norm": 0.5}
 
@@ -91,8 +94,16 @@ class Stream(IterableDataset[Any]):
         return iter(self.samples)
 
 
+def weighted(samples: list[Any]) -> Batch:
+    """A batch whose loss is a mean over more than samples: see ``LOSSES``."""
+    inputs, targets = torch.utils.data.default_collate(samples)
+    return Batch((inputs, targets), weight=int((targets + 1).sum()))
+
+
 MODELS = {"net": Net, "deep": Deep, "unused": Unused}
 DATA = {"even": lambda: data(64, 0), "uneven": lambda: data(59, 0), "stream": lambda: Stream(59)}
+DATA["weighted"] = lambda: DataLoader(data(59, 0), batch_size=8, collate_fn=weighted)
+LOSSES = {"weighted": nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 3.0]))}  # torch's is the mean weighted by class
 
 
 class Fp16(Plugin):
@@ -161,6 +172,15 @@ class Exchanges(Plugin):
         self.counts = {event.key: event.count for event in self.profile.key_averages() if event.key.startswith("gloo:")}
 
 
+def from_recipe(spec: dict[str, Any], plugins: list[Any]) -> dict[str, Any]:
+    """The run of a recipe of a text task."""
+    named = [plugin for plugin in plugins if not isinstance(plugin, Plugin)]
+    tree = {"train": TRAIN | spec.get("train", {}), "plugins": [*named, {"module": False}], "output": spec["name"]}
+    recipe = make_recipe(spec["recipe"] | tree, Path("recipe.yaml"))
+    resolution = resolve(recipe, objects=[plugin for plugin in plugins if isinstance(plugin, Plugin)])
+    return Run(recipe, resolution, Path(spec["resume"]) if "resume" in spec else None).execute()
+
+
 def run_one(spec: dict[str, Any]) -> dict[str, Any]:
     """One run, or what was wrong with it."""
     watch, before = Watch(), dict(os.environ)
@@ -170,12 +190,14 @@ def run_one(spec: dict[str, Any]) -> dict[str, Any]:
         plugins.append(exchanges := Exchanges())
     arguments = {**TRAIN, "output": spec["name"], **spec.get("train", {})}
     try:
+        if "recipe" in spec:
+            return watch.result | {"summary": from_recipe(spec, plugins)}
         trainer = Trainer(
             model,
             DATA[spec.get("data", "even")](),
             data(30, 1),
             plugins=plugins,
-            loss=nn.functional.cross_entropy,
+            loss=LOSSES.get(spec.get("data", ""), nn.functional.cross_entropy),
             resume=spec.get("resume", False),
             **arguments,
         )

@@ -29,6 +29,7 @@ PLAIN = [
     run("plain"),
     run("plain uneven", data="uneven"),
     run("plain stream", data="stream", train={"max_steps": 15}),
+    run("plain weighted", data="weighted"),
     run("plain ema", {"ema": {"decay": 0.5}}),
     run("plain bf16", {"amp": {"dtype": "bf16"}}),
     run("plain eval", model_mode="eval"),
@@ -38,6 +39,7 @@ TWO = [
     *(run(f"{name} 2 accumulated", name, train=MICRO, exchanges=True) for name in ("ddp", "fsdp")),
     *(run(f"{name} 2 uneven", name, train=MICRO, data="uneven") for name in ("ddp", "fsdp")),
     *(run(f"{name} 2 stream", name, train=MICRO | {"max_steps": 15}, data="stream") for name in ("ddp", "fsdp")),
+    *(run(f"{name} 2 weighted", name, train=MICRO, data="weighted") for name in ("ddp", "fsdp")),
     *(run(f"{name} 2 ema", name, {"ema": {"decay": 0.5}}) for name in ("ddp", "fsdp")),
     *(run(f"{name} 2 bf16", name, {"amp": {"dtype": "bf16"}}) for name in ("ddp", "fsdp")),
     *(run(f"{name} 2 compiled", name, COMPILE) for name in ("ddp", "fsdp")),
@@ -111,7 +113,8 @@ def test_numbers_are_those_of_one_process(results, folder, name, size):
     ("name", "plain"),
     [
         *((f"{name} 2 {what}", plain) for name in ("ddp", "fsdp") for what, plain in [
-            ("accumulated", "plain"), ("uneven", "plain uneven"), ("stream", "plain stream"), ("ema", "plain ema"), ("compiled", "plain"),
+            ("accumulated", "plain"), ("uneven", "plain uneven"), ("stream", "plain stream"), ("weighted", "plain weighted"),
+            ("ema", "plain ema"), ("compiled", "plain"),
             ("eval", "plain"), ("best", "plain"),
         ]),
         *((f"{name} 4 uneven", "plain uneven") for name in ("ddp", "fsdp")),

@@ -277,9 +277,7 @@ def _check(plugins: list[Plugin], where: str) -> None:
         if len(rivals) > 1:
             *some, last = map(repr, rivals)
             repairs = [f"--without {','.join(name for name in rivals if name != kept)}" for kept in rivals]
-            raise PluginError(
-                f"{where}: plugins {', '.join(some)} and {last} fill one slot, {plugin.slot!r}. Keep one: {' or '.join(repairs)}."
-            )
+            raise PluginError(f"{where}: {', '.join(some)} and {last} fill the slot {plugin.slot!r}. Keep one: {' or '.join(repairs)}.")
     for plugin in plugins:
         for reference, why in plugin.conflicts.items():
             for other in _matching(reference, plugins):

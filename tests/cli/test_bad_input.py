@@ -84,7 +84,7 @@ RECIPES: dict[str, tuple[list[tuple[str, Any]], list[str], list[str]]] = {
     "two tasks": (
         [("plugins", ["text-classification", "causal-lm"])],
         [],
-        ["text-classification", "causal-lm", "slot 'task'", "Remove one"],
+        ["text-classification", "causal-lm", "slot 'task'", "Keep one: --without"],
     ),
     "a monitor without evaluation": (
         [("plugins", [{"checkpoint-best": {"monitor": "accuracy"}}]), ("data.files.validation", ...), ("data.held_out", 0)],

@@ -214,7 +214,7 @@ def test_a_circle_is_refused_with_its_members_only():
 
 def test_two_plugins_in_one_slot_are_refused():
     message = refusal(make("a", slot="precision"), make("b"), make("c", slot="precision"))
-    assert message == "recipe: plugins 'a' and 'c' both fill the slot 'precision'. Remove one of them."
+    assert message == "recipe: 'a' and 'c' fill the slot 'precision'. Keep one: --without c or --without a."
 
 
 def test_a_plugin_that_is_there_twice_is_refused():

@@ -1,0 +1,101 @@
+"""Transformers under every strategy: unequal lengths on unequal processes, adapters, and a folder that from_pretrained reads."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit import processes, same
+
+pytestmark = pytest.mark.slow
+
+STRATEGIES = ["ddp", "fsdp", *({"deepspeed": {"stage": stage}} for stage in (2, 3) if importlib.util.find_spec("deepspeed"))]
+BERT = {"model_type": "distilbert", "dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 32, "max_position_embeddings": 32}
+BERT |= {"dropout": 0.0, "attention_dropout": 0.0, "seq_classif_dropout": 0.0}
+GPT = {
+    "model_type": "gpt2",
+    "n_layer": 2,
+    "n_head": 2,
+    "n_embd": 16,
+    "n_positions": 32,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+}
+FILES = {"train": "train.jsonl", "validation": "train.jsonl"}
+CLASSIFY = {
+    "model": {"config": BERT, "tokenizer": {"kind": "word", "vocab_size": 60}},
+    "data": {"files": FILES, "label": "label", "max_length": 32},
+}
+GENERATE = {
+    "model": {"config": GPT, "tokenizer": {"kind": "bpe", "vocab_size": 300}},
+    "data": {"files": FILES, "max_length": 32},
+}
+TRAIN = {"batch_size": 8, "device_batch_size": 2, "epochs": 2}
+LORA = {"lora": {"r": 2, "target_modules": ["q_lin", "v_lin"]}}
+
+
+def label(strategy: Any) -> str:
+    """A short name."""
+    return strategy if isinstance(strategy, str) else f"deepspeed {strategy['deepspeed']['stage']}"
+
+
+CASES = [(label(strategy), task) for strategy in STRATEGIES for task in ("classify", "generate", "lora")]
+CASES = [case for case in CASES if case != ("deepspeed 3", "lora")]  # refused
+
+
+def runs(strategy: Any = None) -> list[dict[str, Any]]:
+    """Runs under one strategy, or none."""
+    plugins, name = ([], "plain") if strategy is None else ([strategy], label(strategy))
+    return [
+        {"name": f"{name} classify", "recipe": CLASSIFY, "plugins": ["text-classification", *plugins], "train": TRAIN},
+        {"name": f"{name} generate", "recipe": GENERATE, "plugins": ["causal-lm", *plugins], "train": TRAIN},
+        {"name": f"{name} lora", "recipe": CLASSIFY, "plugins": ["text-classification", LORA, *plugins], "train": TRAIN},
+    ]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where all runs are. Rows are of 3 to 23 words: processes meet other lengths."""
+    folder = tmp_path_factory.mktemp("text")
+    texts = [("lovely fine", "dull dreadful")[i % 2] + f" film {i % 7}" + " indeed so" * (i * i % 11) for i in range(37)]
+    (folder / "train.jsonl").write_text("".join(json.dumps({"text": text, "label": i % 2}) + "\n" for i, text in enumerate(texts)))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> dict[str, dict[str, Any]]:
+    """Results by name."""
+    return processes(folder, 1, runs(), "one") | processes(folder, 2, [run for strategy in STRATEGIES for run in runs(strategy)], "two")
+
+
+@pytest.mark.parametrize(("strategy", "task"), CASES, ids=str)
+def test_two_processes_are_one_run(results, strategy, task):
+    same(results[f"{strategy} {task}"], results[f"plain {task}"], 2e-5)
+    ours, plain = results[f"{strategy} {task}"]["summary"], results[f"plain {task}"]["summary"]
+    assert ours["evaluate"] == pytest.approx(plain["evaluate"], rel=1e-5)
+    assert (ours["samples"], ours["steps"]) == (plain["samples"], plain["steps"])
+    assert ours["tokens_per_second"] > 0
+
+
+@pytest.mark.parametrize(("strategy", "task"), CASES, ids=str)
+def test_the_exported_model_is_whole(results, folder, strategy, task):
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    auto = AutoModelForCausalLM if task == "generate" else AutoModelForSequenceClassification
+    ours, plain = (auto.from_pretrained(folder / f"{name} {task}" / "model") for name in (strategy, "plain"))
+    assert ours.config.architectures == plain.config.architectures
+    weights, expected = ours.state_dict(), plain.state_dict()
+    assert weights.keys() == expected.keys()
+    assert all(torch.allclose(weights[name], expected[name], rtol=1e-3, atol=1e-5) for name in expected)
+
+
+@pytest.mark.skipif({"deepspeed": {"stage": 3}} not in STRATEGIES, reason="deepspeed is not installed")
+def test_adapters_cannot_be_merged_into_what_is_sharded(results):
+    assert (
+        "'deepspeed' and 'lora': stage 3 shards the weights that the adapters would be merged into" in results["deepspeed 3 lora"]["error"]
+    )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from fastloop.errors import PluginError, RecipeError
+from fastloop.launch import world_size
 from fastloop.machine import this_machine
 from fastloop.recipe import Recipe
 from fastloop.state import AcceleratorDraft
@@ -16,22 +18,70 @@ if TYPE_CHECKING:
 
 
 def build_accelerator(recipe: Recipe, resolution: Resolution) -> Accelerator:
-    """Ask the plugins, then build. Accelerate reads the launcher's environment (ranks, addresses) itself.
+    """The run's one ``Accelerator``, made of what plugins wrote into the draft.
 
     Raises:
-        PluginError: Several processes were started and no plugin fills the slot ``strategy``.
+        PluginError: The launcher asks for what the recipe does not, or there are several processes and no plugin joins them.
     """
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, PartialState
 
     draft: AcceleratorDraft = resolution.draft("configure_accelerator", AcceleratorDraft())
+    check_launcher(recipe, resolution, draft.mixed_precision, world_size())
+    for variable in STRATEGIES:
+        os.environ.pop(variable, None)  # the same as the recipe's: fastloop sets it up
     cpu = this_machine(recipe.train.device).device == "cpu"  # said outright: else Accelerate would not join processes on CPUs
     if AcceleratorState._shared_state and AcceleratorState().mixed_precision != draft.mixed_precision:
         AcceleratorState._reset_state(reset_partial_state=False)  # an earlier run of this process had another precision
-    processes = PartialState(cpu=cpu).num_processes
-    if processes > 1 and not any(plugin.slot == "strategy" for plugin in resolution.plugins):
-        raise PluginError(f"{recipe.where}: started with {processes} processes, but no plugin fills the slot 'strategy', which joins them.")
+    PartialState(cpu=cpu, **(draft.init_handler.to_kwargs() if draft.init_handler else {}))
     return Accelerator(mixed_precision=draft.mixed_precision, cpu=cpu, kwargs_handlers=draft.handlers())
+
+
+STRATEGIES = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_MEGATRON_LM")
+"""What ``accelerate launch`` can ask for beside plain processes; a plugin of that name does it here."""
+
+
+def _strategy(resolution: Resolution) -> str | None:
+    return next((plugin.name for plugin in resolution.plugins if plugin.slot == "strategy"), None)
+
+
+def check_launcher(recipe: Recipe, resolution: Resolution, precision: str, processes: int) -> None:
+    """Hold what ``accelerate launch`` and its configuration file ask for against the recipe.
+
+    Args:
+        precision: Of the finished draft.
+        processes: How many there are.
+
+    Raises:
+        PluginError: They contradict each other; names both sides. Or there are several processes and no plugin joins them.
+    """
+    strategy, environment = _strategy(resolution), os.environ
+    given = environment.get("ACCELERATE_MIXED_PRECISION", "no")
+    compiler = environment.get("ACCELERATE_DYNAMO_BACKEND", "NO")
+    steps = environment.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
+    launcher = f"{recipe.where}: accelerate's configuration asks for"
+    for variable in STRATEGIES:
+        asked = variable.removeprefix("ACCELERATE_USE_").lower().replace("_", "-")
+        if environment.get(variable, "").lower() in ("true", "1") and asked != strategy:
+            listed = f"the recipe lists {strategy!r}" if strategy else "the recipe lists no strategy"
+            raise PluginError(f"{launcher} {asked!r} ({variable}), and {listed}. Take it out there, or list {asked!r} here.")
+    if given not in ("no", "", precision):
+        raise PluginError(
+            f"{launcher} mixed precision {given!r} (ACCELERATE_MIXED_PRECISION), and the recipe's is {precision!r}. "
+            "Take it out there, or list a plugin in the slot 'precision' here that says the same."
+        )
+    if compiler.upper() not in ("NO", ""):
+        raise PluginError(f"{launcher} the compiler {compiler!r} (ACCELERATE_DYNAMO_BACKEND). Take it out there: plugins compile.")
+    if steps not in ("1", "", "auto"):
+        raise PluginError(
+            f"{launcher} {steps} accumulation steps (ACCELERATE_GRADIENT_ACCUMULATION_STEPS). Take it out there: "
+            "train.batch_size and train.device_batch_size say it."
+        )
+    if processes > 1 and strategy is None:
+        raise PluginError(
+            f"{recipe.where}: started with {processes} processes, but no plugin fills the slot 'strategy', which joins them. "
+            "List one: `fastloop plugins` shows who fills it."
+        )
 
 
 def micro_batches(recipe: Recipe, world_size: int) -> tuple[int, int]:

@@ -102,7 +102,8 @@ class Run:
 
     def _build_accelerator(self) -> None:
         self.accelerator = build_accelerator(self.recipe, self.resolution)
-        self.device: torch.device = self.accelerator.device
+        device = self.accelerator.device
+        self.device: torch.device = device if device.type != "cpu" else torch.device("cpu")  # which has no index
         self.world_size: int = self.accelerator.num_processes
         self.rank: int = self.accelerator.process_index
         self.is_main: bool = self.accelerator.is_main_process
@@ -330,6 +331,11 @@ class Run:
             for loader in (self.train_loader, *self.eval_loaders.values()):
                 loader.close()
         return self._summarise("stopped" if self.state.stop_reason else "completed", self.state.stop_reason)
+
+    def close(self) -> None:
+        """Leave the group of processes, when nothing is to be run in it any more."""
+        if self.world_size > 1:
+            torch.distributed.destroy_process_group()
 
     @contextmanager
     def _connected(self) -> Iterator[None]:

@@ -64,6 +64,8 @@ class Log(Plugin):
 
     @hookimpl
     def after_step(self, run: Run, loss: Tensor) -> None:
+        if not run.is_main:
+            return
         self.losses.append(loss)
         if run.state.step % self.config.every:
             return

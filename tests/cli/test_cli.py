@@ -182,9 +182,9 @@ def test_plan_shows_order_batch_and_reasons_and_trains_nothing(cli):
 
 def test_plan_counts_the_processes_that_a_launcher_started(cli, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
-    _, out, _ = cli("plan", "quickstart", "train.batch_size=32", "train.device=cpu")
+    _, out, _ = cli("plan", "quickstart", "train.batch_size=32", "train.device=cpu", "--with", "ddp")
     assert "32 samples a step = 8 x 1 micro-steps x 4 processes" in out
-    code, _, err = cli("plan", "quickstart", "train.batch_size=30", "train.device=cpu")
+    code, _, err = cli("plan", "quickstart", "train.batch_size=30", "train.device=cpu", "--with", "ddp")
     assert code == 2
     assert "Nearest that are: batch_size 28 or 32" in err
 

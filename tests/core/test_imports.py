@@ -85,7 +85,7 @@ def test_the_core_knows_no_plugin():
 
 LAYERS = [
     {"errors"},
-    {"options", "hookspecs", "plugin", "state"},
+    {"options", "hookspecs", "launch", "plugin", "state"},
     {"machine", "recipe", "checkpoint", "clock", "importing", "data"},
     {"registry"},
     {"accelerator", "defaults", "loop", "resume"},

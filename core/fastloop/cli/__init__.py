@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import sys
+import time
 import traceback
 from typing import Annotated
 
 import typer
 
-from fastloop import __version__
+from fastloop import __version__, launch
 from fastloop.cli import doctor, plan, plugins, recipes, train
-from fastloop.errors import DataError, FastloopError, PluginCrash
+from fastloop.errors import DataError, FastloopError, PluginCrash, ProcessLost, UsageError
+
+LATE = 5.0
+"""Seconds that a process waits before it says what another process is likely to say."""
 
 app = typer.Typer(
     name="fastloop",
@@ -46,10 +50,13 @@ def main() -> None:
     try:
         app(arguments)
     except FastloopError as error:
+        if isinstance(error, ProcessLost) or (launch.rank() and isinstance(error, UsageError)):
+            time.sleep(LATE)  # another process was the first to fail, or says the same: its end ends this one
         if isinstance(error, PluginCrash | DataError) and error.__cause__ is not None:
             traceback.print_exception(error.__cause__)
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)
+        if launch.rank() == 0:
+            print("interrupted", file=sys.stderr)
+        sys.exit(launch.INTERRUPTED)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 
+from fastloop import launch
+
 
 class Messages(logging.Handler):
     """Prints through rich's console, so that a live display stays below."""
@@ -17,8 +19,12 @@ class Messages(logging.Handler):
 
 
 def show_messages() -> None:
-    """Show what the core and plugins say from here on; once is enough."""
+    """Show what the core and plugins say from here on; once is enough. Of several processes, the main one shows it."""
     logger = logging.getLogger("fastloop")
+    if launch.rank():
+        logger.addHandler(logging.NullHandler())
+        logger.propagate = False
+        return
     if not any(isinstance(handler, Messages) for handler in logger.handlers):
         logger.addHandler(Messages())
     logger.setLevel(logging.INFO)

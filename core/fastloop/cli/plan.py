@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import os
+from typing import Annotated
 
 import typer
 
+from fastloop import launch
 from fastloop.cli.arguments import Overrides, RecipeName, With, Without, names
 
 
-def plan(recipe: RecipeName, overrides: Overrides = None, with_: With = "", without: Without = "") -> None:
+def plan(
+    recipe: RecipeName,
+    overrides: Overrides = None,
+    with_: With = "",
+    without: Without = "",
+    nproc: Annotated[int | None, typer.Option(min=1, metavar="N", help="For N processes.")] = None,
+) -> None:
     """Resolve a recipe and print what would run: plugins in order, what each changes, device, effective batch."""
     from fastloop.cli.messages import show_messages
     from fastloop.machine import this_machine
@@ -23,14 +30,15 @@ def plan(recipe: RecipeName, overrides: Overrides = None, with_: With = "", with
     show_messages()
     resolution = resolve(loaded)
     resolution.hooks.check_recipe(recipe=loaded)
-    from fastloop.accelerator import micro_batches
+    from fastloop.accelerator import check_launcher, micro_batches
 
     drafts = [
         resolution.draft("configure_accelerator", AcceleratorDraft()),
         resolution.draft("configure_dataloader", DataLoaderDraft()),
         resolution.draft("configure_optimizer", OptimizerDraft()),
     ]
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    world_size = nproc or launch.world_size()
+    check_launcher(loaded, resolution, drafts[0].mixed_precision, world_size)
     device_batch, micro_steps = micro_batches(loaded, world_size)
     machine = this_machine(loaded.train.device)
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from fastloop import launch
 from fastloop.cli.arguments import Overrides, RecipeName, With, Without, names
 
 
@@ -30,6 +31,10 @@ def train(
         str | None,
         typer.Option(metavar="[PATH]", help="Go on from the newest checkpoint of the output folder, of PATH, or from PATH itself."),
     ] = None,
+    nproc: Annotated[int | None, typer.Option(min=1, metavar="N", help="Start N processes on this machine.")] = None,
+    nnodes: Annotated[int, typer.Option(min=1, metavar="K", help="Machines that start N processes each.")] = 1,
+    node_rank: Annotated[int, typer.Option(min=0, metavar="I", help="Which of them this is, from 0.")] = 0,
+    master: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Where machine 0 is reached.")] = None,
 ) -> None:
     """Train a recipe: writes the run folder and prints its summary."""
     from fastloop.cli.messages import show_messages
@@ -37,6 +42,12 @@ def train(
     from fastloop.registry import resolve
 
     loaded = load_recipe(recipe, overrides or (), names(with_), names(without))
+    command = ["train", recipe, *(overrides or ())]
+    command += [word for key, value in (("--with", with_), ("--without", without)) if value for word in (key, value)]
+    if nproc is not None:
+        resumed = [] if resume is None else [f"--resume={resume}"]
+        raise typer.Exit(launch.launch([*command, *resumed], nproc, nnodes, node_rank, master, Path(loaded.output)))
+    launch.end_with_launcher()
     show_messages()
     resolution = resolve(loaded)
     from fastloop.run import Run  # here, so that what is wrong with a recipe is said before torch is loaded
@@ -44,18 +55,14 @@ def train(
     run = Run(loaded, resolution, Path(resume or loaded.output) if resume is not None else None)
     with run.interruptible():
         summary = run.execute()
-    show_summary(summary, run.folder)
+    run.close()
+    if run.is_main:
+        show_summary(summary, run.folder)
+        if run.interrupted:
+            again = " ".join(filter(None, ["fastloop", *command, launch.options(), "--resume"]))
+            typer.echo(f"Stopped and saved at step {run.state.step}. Go on with: {again}")
     if run.interrupted:
-        again = " ".join(
-            [
-                "fastloop train",
-                recipe,
-                *(overrides or ()),
-                *(f"--{key} {value}" for key, value in (("with", with_), ("without", without)) if value),
-            ]
-        )
-        typer.echo(f"Stopped and saved at step {run.state.step}. Go on with: {again} --resume")
-        raise typer.Exit(130)
+        raise typer.Exit(launch.INTERRUPTED)
 
 
 def show_summary(summary: dict[str, Any], folder: Path) -> None:

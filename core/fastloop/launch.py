@@ -1,0 +1,159 @@
+"""Several processes: starting them on this machine, and where this one stands among them. Nothing here imports torch.
+
+    fastloop train recipe.yaml --nproc 2
+    fastloop train recipe.yaml --nproc 2 --nnodes 2 --node-rank 0 --master 10.0.0.1:29500    # and --node-rank 1 on the other machine
+
+``torchrun``, ``accelerate launch`` and MPI start processes just as well; here a failing process ends the others at once, and what is
+shown is its own error.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fastloop.errors import UsageError
+
+LAUNCHER = "FASTLOOP_LAUNCHER"
+"""The variable that tells a process who started it, and how: pid and options."""
+PATIENCE = 10.0
+"""Seconds that processes get to end by themselves when one has failed."""
+INTERRUPTED = 130
+
+
+def _from_environment(*names: str) -> int | None:
+    return next((int(value) for name in names if (value := os.environ.get(name, "")).isdecimal()), None)
+
+
+def world_size() -> int:
+    """How many processes this one was started among: by torchrun, accelerate, Intel MPI, Open MPI or MVAPICH, as Accelerate reads them."""
+    return _from_environment("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE") or 1
+
+
+def rank() -> int:
+    """Which of them it is."""
+    return _from_environment("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK") or 0
+
+
+def options() -> str:
+    """The launcher's options, as part of a command line; empty where it was another one."""
+    return os.environ.get(LAUNCHER, "").partition(" ")[2]
+
+
+def launch(arguments: Sequence[str], nproc: int, nnodes: int, node_rank: int, master: str | None, output: Path) -> int:
+    """Run ``fastloop ARGUMENTS`` in ``nproc`` processes and wait for all.
+
+    Args:
+        nnodes: Machines that do the same.
+        node_rank: Which of them this is.
+        master: HOST:PORT on the machine 0; None: this machine is the only one.
+        output: The run folder: with a checkpoint in it, a killed run is told how to go on.
+
+    Returns:
+        0, or the exit code of the process that failed first; 128 + n for signal n.
+
+    Raises:
+        UsageError: It was started by a launcher already, or there is no master.
+    """
+    if world_size() > 1 or "LOCAL_RANK" in os.environ:
+        raise UsageError(f"--nproc {nproc}: another launcher started this process, one of {world_size()}. Leave one of the two out.")
+    if nnodes > 1 and master is None:
+        raise UsageError(f"--nnodes {nnodes}: needs --master HOST:PORT, an address of node 0 that every node reaches.")
+    if not 0 <= node_rank < nnodes:
+        raise UsageError(f"--node-rank {node_rank}: expected 0 to {nnodes - 1}, since --nnodes is {nnodes}.")
+    host, _, port = (master or f"127.0.0.1:{_free_port()}").rpartition(":")
+    if not host or not port.isdecimal():
+        raise UsageError(f"--master {master}: expected HOST:PORT, such as 10.0.0.1:29500.")
+    given = f"--nproc {nproc}"
+    if nnodes > 1:
+        given += f" --nnodes {nnodes} --node-rank {node_rank} --master {master}"
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    common = {
+        "WORLD_SIZE": str(nproc * nnodes),
+        "LOCAL_WORLD_SIZE": str(nproc),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": port,
+        LAUNCHER: f"{os.getpid()} {given}",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, cores // nproc)),
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "fastloop", *arguments],
+            env=os.environ | common | {"RANK": str(node_rank * nproc + local), "LOCAL_RANK": str(local)},
+        )
+        for local in range(nproc)
+    ]
+    index = _wait(processes)
+    if index is None:
+        return INTERRUPTED if any(process.returncode for process in processes) else 0
+    failed = processes[index]
+    if failed.returncode > 0:  # it has said why
+        return int(failed.returncode)
+    name = signal.Signals(-failed.returncode).name
+    said = f"process {node_rank * nproc + index} of {nproc * nnodes} (pid {failed.pid}) was ended by {name}."
+    if any((output / "checkpoints").glob("step-*")):
+        said += f" Go on from its newest checkpoint with: fastloop {' '.join(arguments)} {given} --resume"
+    print(f"error: {said}", file=sys.stderr)
+    return 128 - int(failed.returncode)
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    return port
+
+
+def _wait(processes: list[subprocess.Popen[bytes]]) -> int | None:
+    """Wait for all; the first that fails ends the others. Returns its index, None when none did."""
+
+    def pass_on(signum: int, frame: Any) -> None:
+        for process in processes:
+            if process.poll() is None:
+                process.send_signal(signum)
+
+    previous = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        while True:
+            codes = [process.poll() for process in processes]
+            failed = next((index for index, code in enumerate(codes) if code not in (None, 0, INTERRUPTED)), None)
+            if failed is not None or None not in codes:
+                return failed
+            time.sleep(0.05)
+    finally:
+        _end(processes)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _end(processes: list[subprocess.Popen[bytes]]) -> None:
+    """End what still runs: asked first, then killed."""
+    for process in processes:
+        if process.poll() is None:
+            process.terminate()
+    deadline = time.monotonic() + PATIENCE
+    for process in processes:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def end_with_launcher() -> None:
+    """In a process that ``launch`` started: let it not outlive the launcher, however that ends."""
+    parent = os.environ.get(LAUNCHER)
+    if parent is None or not sys.platform.startswith("linux"):
+        return
+    set_parent_death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
+    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
+    if os.getppid() != int(parent.partition(" ")[0]):
+        sys.exit(128 + signal.SIGTERM)

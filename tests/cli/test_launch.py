@@ -1,0 +1,260 @@
+"""Several processes from the command line: however they are started they are one run, and however one of them ends, all end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from fastloop.cli import app
+
+pytestmark = pytest.mark.slow
+
+CODE = """
+import os, signal, time
+from pathlib import Path
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+class Net(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 3))
+
+class Rows(Dataset):
+    def __init__(self, fault=None):
+        self.x = torch.randn(96, 8, generator=torch.Generator().manual_seed(0))
+        self.fault, self.read = fault, 0
+        Path(f"pid{os.environ.get('RANK', 0)}").write_text(str(os.getpid()))
+    def __len__(self):
+        return 96
+    def __getitem__(self, index):
+        self.read += 1
+        if self.fault and self.read == 60 and os.environ["RANK"] == self.fault[-1]:
+            if self.fault.startswith("raise"):
+                raise ValueError("row 7 is spoilt")
+            who = os.getppid() if self.fault.startswith("launcher") else os.getpid()
+            os.kill(who, signal.SIGINT if "interrupt" in self.fault else signal.SIGKILL)
+            if self.fault.startswith("launcher"):
+                time.sleep(0.5)
+        return self.x[index], int(self.x[index, :3].argmax())
+
+def rows(fault=None):
+    return {"train": Rows(fault), "evaluate": Rows()}
+"""
+RECIPE: dict[str, Any] = {
+    "model": {"module": "code.py:Net"},
+    "data": {"module": "code.py:rows"},
+    "train": {"epochs": 3, "batch_size": 12, "lr": 1e-2, "save_every": 2, "device": "cpu"},
+    "plugins": [{"module": {"loss": "cross_entropy"}}, "ddp", "lr-scheduler"],
+    "output": "run",
+}
+FASTLOOP = [sys.executable, "-m", "fastloop"]
+ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
+TRAIN = ["train", "recipe.yaml"]
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # so that all sum alike
+
+
+@pytest.fixture(autouse=True)
+def _recipe():
+    Path("code.py").write_text(CODE)
+    Path("recipe.yaml").write_text(yaml.safe_dump(RECIPE))
+
+
+def do(*command: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a command."""
+    variables = os.environ | ONE_THREAD | (environment or {})
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=variables, check=False)
+
+
+def free_port() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
+
+
+def numbers(output: str) -> dict[str, Any]:
+    summary = json.loads(Path(output, "summary.json").read_text())
+    return {key: summary[key] for key in ("status", "steps", "epochs", "samples", "world_size", "evaluate", "test", "best", "plugins")}
+
+
+def test_started_in_any_way_it_is_the_same_run():
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", free_port()]
+    accelerate = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--multi_gpu",
+        "--num_processes",
+        "2",
+        "--main_process_port",
+        free_port(),
+    ]
+    ours = do(*FASTLOOP, *TRAIN, "output=ours", "--nproc", "2")
+    assert ours.returncode == 0, ours.stderr
+    assert ours.stdout.count("completed") == 1
+    assert ours.stderr == ""
+    for name, command in {"torchrun": torchrun, "accelerate": accelerate}.items():
+        done = do(*command, "-m", "fastloop", *TRAIN, f"output={name}")
+        assert done.returncode == 0, done.stderr
+        assert numbers(name) == numbers("ours")
+    master = ["--nproc", "1", "--nnodes", "2", "--master", f"127.0.0.1:{free_port()}"]
+    with subprocess.Popen(
+        [*FASTLOOP, *TRAIN, "output=nodes", *master, "--node-rank", "1"], env=os.environ | {"OMP_NUM_THREADS": "1"}
+    ) as other:
+        done = do(*FASTLOOP, *TRAIN, "output=nodes", *master, "--node-rank", "0")
+        assert (done.returncode, other.wait(20)) == (0, 0), done.stderr
+    assert numbers("nodes") == numbers("ours")
+    assert numbers("ours")["world_size"] == 2
+
+
+def test_processes_that_mpi_started_are_one_run():
+    port, started = free_port(), []
+    for rank in ("0", "1"):
+        mpi = {
+            "OMPI_COMM_WORLD_SIZE": "2",
+            "OMPI_COMM_WORLD_RANK": rank,
+            "OMPI_COMM_WORLD_LOCAL_RANK": rank,
+            "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+        }
+        variables = os.environ | mpi | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+        started.append(subprocess.Popen([*FASTLOOP, *TRAIN], env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+    said = [process.communicate(timeout=60)[0] for process in started]
+    assert [process.returncode for process in started] == [0, 0], said
+    assert numbers("run")["world_size"] == 2
+    assert "completed" in said[0]
+    assert said[1] == ""
+
+
+def test_a_process_that_raises_is_shown_first_and_ends_all():
+    started = time.monotonic()
+    done = do(*FASTLOOP, *TRAIN, "data.arguments={fault: raise1}", "--nproc", "2")
+    assert time.monotonic() - started < 30
+    assert done.returncode == 1
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert errors == ["error: reading a batch failed: ValueError: row 7 is spoilt"]
+    assert "ChildFailedError" not in done.stderr
+    assert (
+        json.loads(Path("run/summary.json").read_text())["status"] in ("failed", "completed") if Path("run/summary.json").exists() else True
+    )
+
+
+def test_a_killed_process_ends_all_and_the_run_goes_on_to_the_same_bits():
+    undisturbed = do(*FASTLOOP, *TRAIN, "output=undisturbed", "--nproc", "2")
+    assert undisturbed.returncode == 0, undisturbed.stderr
+    started = time.monotonic()
+    killed = do(*FASTLOOP, *TRAIN, "data.arguments={fault: kill1}", "--nproc", "2")
+    assert time.monotonic() - started < 30
+    assert killed.returncode == 128 + signal.SIGKILL
+    (line,) = [line for line in killed.stderr.splitlines() if line.startswith("error: ")]
+    assert line.startswith(
+        f"error: process 1 of 2 (pid {Path('pid1').read_text()}) was ended by SIGKILL. Go on from its newest checkpoint with: fast"
+    )
+    assert line.endswith("--nproc 2 --resume")
+    Path("code.py").write_text(CODE.replace("self.fault and", "False and"))
+    again = do(*FASTLOOP, *TRAIN, "data.arguments={fault: kill1}", "--nproc", "2", "--resume")
+    assert again.returncode == 0, again.stderr
+    assert "resumed from" in again.stdout
+    ours, theirs = (load_file(f"{name}/model/model.safetensors") for name in ("run", "undisturbed"))
+    assert all(ours[name].equal(theirs[name]) for name in theirs | ours)
+    assert numbers("run") == numbers("undisturbed")
+
+
+def test_ctrl_c_saves_once_and_says_how_to_go_on():
+    done = do(*FASTLOOP, *TRAIN, "data.arguments={fault: launcher interrupt0}", "--nproc", "2")
+    assert done.returncode == 130, done.stderr
+    assert done.stdout.count("interrupted: saving at the end of this step") == 1
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("Stopped and saved at step ")]
+    assert line.endswith("--nproc 2 --resume")
+    step = int(line.split()[5].rstrip("."))
+    assert Path(f"run/checkpoints/step-{step:08d}/manifest.json").exists()
+
+
+def test_no_process_outlives_a_launcher_that_is_killed():
+    done = do(*FASTLOOP, *TRAIN, "data.arguments={fault: launcher kill0}", "--nproc", "2")
+    assert done.returncode == -signal.SIGKILL
+    deadline = time.monotonic() + 20
+    while any(Path("/proc", Path(name).read_text()).exists() for name in ("pid0", "pid1")):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_what_is_wrong_is_said_once():
+    done = do(*FASTLOOP, *TRAIN, "plugins.checkpoint-best.monitor=accurracy", "--nproc", "2")
+    assert done.returncode == 2
+    assert done.stderr.count("error: ") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "message"),
+    [
+        (
+            ["--nproc", "2"],
+            {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"},
+            "another launcher started this process, one of 2",
+        ),
+        (["--nproc", "2", "--nnodes", "2"], {}, "--nnodes 2: needs --master HOST:PORT"),
+        (["--nproc", "2", "--nnodes", "2", "--master", "here", "--node-rank", "0"], {}, "--master here: expected HOST:PORT"),
+        (["--nproc", "2", "--nnodes", "2", "--master", "a:1", "--node-rank", "2"], {}, "--node-rank 2: expected 0 to 1"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(options, environment, message):
+    done = do(*FASTLOOP, *TRAIN, *options, environment=environment)
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("environment", "recipe", "parts"),
+    [
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, [], ["asks for 'deepspeed' (ACCELERATE_USE_DEEPSPEED)", "the recipe lists 'ddp'"]),
+        ({"ACCELERATE_USE_FSDP": "true"}, ["--without", "ddp"], ["asks for 'fsdp'", "the recipe lists no strategy"]),
+        ({"ACCELERATE_MIXED_PRECISION": "bf16"}, [], ["mixed precision 'bf16'", "the recipe's is 'no'", "slot 'precision'"]),
+        ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, [], ["the compiler 'INDUCTOR'", "plugins compile"]),
+        ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, [], ["4 accumulation steps", "train.device_batch_size"]),
+        ({"WORLD_SIZE": "2"}, ["--without", "ddp"], ["started with 2 processes, but no plugin fills the slot 'strategy'"]),
+    ],
+)
+def test_an_accelerate_configuration_that_contradicts_the_recipe_is_refused_by_plan(monkeypatch, environment, recipe, parts):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    result = CliRunner().invoke(app, ["plan", "recipe.yaml", *recipe])
+    for part in parts:
+        assert part in str(result.exception)
+
+
+def test_plan_shows_the_batch_for_a_number_of_processes():
+    result = CliRunner().invoke(app, ["plan", "recipe.yaml", "--nproc", "4"])
+    assert "12 samples a step = 3 x 1 micro-steps x 4 processes" in result.stdout
+
+
+def test_accelerates_own_configuration_file_is_held_against_the_recipe():
+    Path("accelerate.yaml").write_text(
+        yaml.safe_dump({"distributed_type": "FSDP", "num_processes": 2, "mixed_precision": "no", "fsdp_config": {"fsdp_version": 2}})
+    )
+    accelerate = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        "accelerate.yaml",
+        "--main_process_port",
+        free_port(),
+    ]
+    refused = do(*accelerate, "-m", "fastloop", *TRAIN)
+    assert refused.returncode != 0
+    assert refused.stderr.count("accelerate's configuration asks for 'fsdp' (ACCELERATE_USE_FSDP), and the recipe lists 'ddp'") == 1
+    taken = do(*accelerate, "-m", "fastloop", *TRAIN, "--without", "ddp", "--with", "fsdp")
+    assert taken.returncode == 0, taken.stderr
+    assert numbers("run")["world_size"] == 2

@@ -86,8 +86,11 @@ class Configuration:
             f'{self.file}: {key}: is {found!r}, and {name} is {wanted!r}. Make them the same, write "auto" there, or remove it there.'
         )
 
-    def build(self, run: Run) -> dict[str, Any]:
+    def build(self, run: Run, elements: int) -> dict[str, Any]:
         """What ``deepspeed.initialize`` gets.
+
+        Args:
+            elements: Of all trained parameters.
 
         Raises:
             PluginError: The JSON contradicts what is known only now.
@@ -122,6 +125,7 @@ class Configuration:
             zero["overlap_comm"] = options.overlap_comm
         if options.bucket_size is not None:
             zero["reduce_bucket_size"] = zero["allgather_bucket_size"] = options.bucket_size
+        zero.setdefault("reduce_bucket_size", min(elements, 500_000_000))  # DeepSpeed's 5e8 is held whole, by the smallest model too
         if precision == "bf16" and not self.half:
             config["torch_autocast"] = {"dtype": "bfloat16", **config.get("torch_autocast", {}), "enabled": True}
         if precision == "fp16":

@@ -66,7 +66,8 @@ class DeepSpeed(Plugin):
 
         from fastloop_plugins._deepspeed_state import LossScale, Sharded, Stepper, cast_around, imported
 
-        config, stage = self.configuration.build(run), self.configuration.stage
+        elements = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        config, stage = self.configuration.build(run, elements), self.configuration.stage
         if not torch.distributed.is_initialized() and "LOCAL_RANK" not in os.environ:
             raise PluginError("plugins.deepspeed: needs a launcher, for one process too: torchrun --nproc_per_node=1 -m fastloop ...")
         if not all(group["params"] for group in optimizer.param_groups):

@@ -1,0 +1,169 @@
+"""Every subset of seven plugins, on two processes: it trains as the plain run does, or `fastloop plan` says why not and what to leave out.
+
+    python benchmarks/matrix.py                # all 128 subsets, about 15 minutes on two cores; writes docs/matrix.md
+    python benchmarks/matrix.py --sample       # eight of them, for CI; writes nothing
+
+A subset with a strategy (ddp, fsdp, deepspeed) is started with `--nproc 2`, any other in one process. The recipe is a small transformer
+on generated film reviews, without dropout, 16 optimizer steps of two micro-steps. The bands are those of the plugins' parity classes,
+on the largest relative difference of any step's loss from the plain run's: exact 0, reassociated 1e-5, reduced-precision 0.02.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+PLUGINS = ("amp", "compile", "ddp", "fsdp", "deepspeed", "checkpoint-best", "dataloader-workers")
+STRATEGIES = ("ddp", "fsdp", "deepspeed")
+OPTIONS: dict[str, dict[str, Any]] = {
+    "amp": {"dtype": "bf16"},
+    "checkpoint-best": {"monitor": "accuracy"},
+    "dataloader-workers": {"num_workers": 1},
+}
+BANDS = {"exact": 0.0, "reassociated": 1e-5, "reduced-precision": 2e-2}
+SAMPLE = (
+    (),
+    ("checkpoint-best", "dataloader-workers"),
+    ("amp", "ddp", "checkpoint-best"),
+    ("ddp", "dataloader-workers"),
+    ("fsdp", "checkpoint-best"),
+    ("amp", "deepspeed"),
+    ("ddp", "fsdp"),
+    ("amp", "ddp", "fsdp", "deepspeed"),
+)
+MODEL = {"model_type": "distilbert", "dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 64, "max_position_embeddings": 64}
+MODEL |= {"dropout": 0.0, "attention_dropout": 0.0, "seq_classif_dropout": 0.0}
+
+
+def recipe(plugins: tuple[str, ...], output: str) -> dict[str, Any]:
+    """The recipe of a subset."""
+    return {
+        "model": {"config": MODEL, "tokenizer": {"kind": "word"}},
+        "data": {
+            "module": "fastloop_plugins.reviews:reviews",
+            "arguments": {"train": 256, "validation": 64, "test": 64},
+            "text": "text",
+            "label": "label",
+            "max_length": 64,
+        },
+        "train": {"epochs": 1, "batch_size": 16, "device_batch_size": 4, "lr": 1e-3, "clip_norm": 1.0, "save_every": 8, "device": "cpu"},
+        "plugins": [{name: OPTIONS.get(name, {})} for name in plugins] + [{"log": {"every": 1}}, {"progress": False}],
+        "output": output,
+    }
+
+
+def fastloop(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """The command line, in a new process."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "fastloop", *arguments]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False)
+
+
+def parity(plugins: tuple[str, ...]) -> str:
+    """The class of a set: that of its loosest plugin."""
+    from fastloop.registry import load
+
+    classes = {load(name).parity for name in plugins}
+    return next((name for name in reversed(BANDS) if name in classes), "exact")
+
+
+def losses(folder: Path) -> list[float]:
+    """The loss of each step."""
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [line["loss"] for line in lines if "split" not in line]
+
+
+def study(plugins: tuple[str, ...], folder: Path, plain: list[float] | None) -> dict[str, Any]:
+    """What becomes of a subset."""
+    name = "+".join(plugins) or "none"
+    (folder / f"{name}.yaml").write_text(yaml.safe_dump(recipe(plugins, name)))
+    processes = 2 if set(plugins) & set(STRATEGIES) else 1
+    started = ("--nproc", "2") if processes == 2 else ()
+    if len(set(plugins) & set(STRATEGIES)) > 1:
+        plan = fastloop("plan", f"{name}.yaml", *started, folder=folder)
+        if plan.returncode == 2:
+            message = next(line for line in plan.stderr.splitlines() if line.startswith("error: "))
+            return {"plugins": plugins, "outcome": "refused", "message": message.removeprefix(f"error: {name}.yaml: ")}
+    done = fastloop("train", f"{name}.yaml", *started, folder=folder)
+    if done.returncode:
+        return {"plugins": plugins, "outcome": "failed", "message": done.stderr.strip().splitlines()[-1]}
+    summary, found = json.loads((folder / name / "summary.json").read_text()), losses(folder / name)
+    plain = plain or found
+    difference = max(abs(ours - theirs) / abs(theirs) for ours, theirs in zip(found, plain, strict=True))
+    kind = parity(plugins)
+    return {
+        "plugins": plugins,
+        "outcome": "trains" if difference <= BANDS[kind] else "leaves its band",
+        "processes": processes,
+        "class": kind,
+        "difference": difference,
+        "accuracy": summary["test"]["accuracy"],
+        "losses": found,
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The results in markdown."""
+    head = [*PLUGINS, "", "processes", "class", "largest difference", "accuracy"]
+    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    for row in rows:
+        if row["outcome"] != "refused":
+            marks = ["x" if name in row["plugins"] else "" for name in PLUGINS]
+            facts = ["", "", "", ""]
+            if row["outcome"] != "failed":
+                facts = [str(row["processes"]), row["class"], f"{row['difference']:.1e}", f"{row['accuracy']:.3f}"]
+            lines.append(f"| {' | '.join([*marks, row['outcome'], *facts])} |")
+    lines += [
+        "",
+        "Refused by `fastloop plan`, with its message:",
+        "",
+        "| strategies | with any of the other four | message |",
+        "|---|---|---|",
+    ]
+    refused: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        if row["outcome"] == "refused":
+            refused.setdefault(tuple(name for name in row["plugins"] if name in STRATEGIES), []).append(row)
+    for names, same in refused.items():
+        messages = {row["message"] for row in same}
+        lines.append(f"| {', '.join(names)} | {len(same)} subsets | {' / '.join(sorted(messages))} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Run and report; ends with 1 when a subset neither trains in its band nor is refused."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--sample", action="store_true", help="eight subsets only, written nowhere")
+    options = parser.parse_args()
+    subsets = [names for size in range(len(PLUGINS) + 1) for names in itertools.combinations(PLUGINS, size)]
+    rows, plain = [], None
+    with tempfile.TemporaryDirectory() as folder:
+        for plugins in SAMPLE if options.sample else subsets:
+            row = study(plugins, Path(folder), plain)
+            plain = plain or row.get("losses")
+            rows.append(row)
+            print(f"{'+'.join(plugins) or 'none':70} {row['outcome']:10} {row.get('difference', '')} {row.get('message', '')}", flush=True)
+    counts = {outcome: sum(row["outcome"] == outcome for row in rows) for outcome in ("trains", "refused", "leaves its band", "failed")}
+    told = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
+    print(f"{len(rows)} subsets: {told}")
+    if not options.sample:
+        text = (
+            "# Which plugins work together\n\n"
+            f"Generated by `make matrix` ({Path(__file__).name}): {len(rows)} subsets, {told}.\n\n"
+            f"{__doc__.partition('writes nothing')[2].strip()}\n\n{table(rows)}"
+        )
+        (Path(__file__).parent.parent / "docs" / "matrix.md").write_text(text)
+    sys.exit(bool(counts["failed"] or counts["leaves its band"]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,225 @@
+"""What strategies do to the numbers, to memory and to the wire: 1, 2 and 4 CPU processes, counted, nothing timed.
+
+    python benchmarks/strategies.py            # about ten minutes on two cores; writes docs/strategies.md and results/strategies.json
+
+The work: a transformer of 6.9M parameters (six blocks of width 256, 8,000 words) on generated token ids, fp32, AdamW, no dropout, a
+global batch of 16 sequences of 32 tokens, 30 optimizer steps, clipped at norm 1. Every arm is a fresh set of processes.
+
+* Loss curves: the largest relative difference of any step's loss from the single process's.
+* Memory: bytes of the distinct tensor storages that a process holds between two steps (weights, optimizer state, and what a strategy
+  keeps beside them) and, with gradients, just before the optimizer steps; the largest over the processes. Beside it the arithmetic of
+  16 bytes a parameter (fp32 weights 4, gradients 4, Adam's two moments 8), of which a strategy shards a part: Rajbhandari et al.,
+  "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, sections 3 and 5.
+* The wire: bytes that the loopback interface carried over 10 steps, divided by steps and processes; so everything is in it: headers, norms
+  and the loop's own agreement on requests. Beside it the least that the method needs with ring algorithms: 2(n-1)/n of the gradients to
+  average them, 3(n-1)/n where weights are gathered twice and gradients reduced once. Run it where nothing else uses loopback, as under
+  ``unshare --net sh -c 'ip link set lo up; python benchmarks/strategies.py'``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+STEPS, BATCH, LENGTH, WORDS, WIDTH, BLOCKS = 30, 16, 32, 8000, 256, 6
+COUNTED = (10, 20)
+"""Bytes on the wire are counted between these steps."""
+ZERO = {f"zero-{stage}": {"deepspeed": {"stage": stage}} for stage in range(4)}
+ARMS: dict[str, Any] = {"ddp": "ddp", "fsdp": "fsdp", **ZERO}
+SHARDED = {"plain": 0, "ddp": 0, "fsdp": 16, "zero-0": 0, "zero-1": 8, "zero-2": 12, "zero-3": 16}
+"""Of the 16 bytes a parameter, those that are divided by the number of processes."""
+TRIPS = {"plain": 0, "ddp": 2, "fsdp": 3, "zero-0": 2, "zero-1": 2, "zero-2": 2, "zero-3": 3}
+"""Times (n-1)/n of the parameters' bytes that a process sends in a step, at the least."""
+
+
+def work(name: str, output: Path) -> None:
+    """One process of an arm: trains, and the main one writes what all have found."""
+    import torch
+    from torch import Tensor, nn
+
+    from fastloop import Plugin, Trainer, hookimpl
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+            self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+            self.wide, self.back = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            inner = self.first(hidden)
+            hidden = hidden + self.attention(inner, inner, inner, need_weights=False)[0]
+            return hidden + self.back(nn.functional.gelu(self.wide(self.second(hidden))))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)
+            self.blocks = nn.ModuleList([Block() for _ in range(BLOCKS)])
+            self.head = nn.Linear(WIDTH, 4)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            hidden = self.words(ids) + self.places.weight
+            for block in self.blocks:
+                hidden = block(hidden)
+            logits: Tensor = self.head(hidden.mean(1))
+            return logits
+
+    class Counter(Plugin):
+        name = "counter"
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.losses: list[float] = []
+            self.between = self.stepping = 0
+            self.wire: list[int] = []
+
+        @hookimpl
+        def before_optimizer_step(self, run: Any) -> None:
+            if run.state.step == 5:  # all state is there, and nothing of the first steps is left
+                self.stepping = held_bytes()
+
+        @hookimpl
+        def after_step(self, run: Any, loss: Tensor) -> None:
+            self.losses.append(loss.item())
+            if run.state.step == 5:
+                self.between = held_bytes()
+            if run.state.step in COUNTED:
+                run.wait()
+                self.wire.append(loopback_bytes())
+                run.wait()
+
+        @hookimpl
+        def after_fit(self, run: Any) -> None:
+            found = run.gather((self.between, self.stepping))
+            if run.is_main:
+                facts = {
+                    "processes": run.world_size,
+                    "losses": self.losses,
+                    "between": max(between for between, _ in found),
+                    "stepping": max(stepping for _, stepping in found),
+                    "wire": (self.wire[1] - self.wire[0]) / (COUNTED[1] - COUNTED[0]) / run.world_size,
+                }
+                output.write_text(json.dumps(facts))
+
+    torch.set_num_threads(1)
+    torch.manual_seed(1)
+    model = Model()
+    ids = torch.randint(WORDS, (STEPS * BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
+    data = torch.utils.data.TensorDataset(ids, ids[:, 0] % 4)
+    plugins = [{"log": False}, {"progress": False}, Counter()] + ([ARMS[name]] if name in ARMS else [])
+    settings: dict[str, Any] = {"batch_size": BATCH, "lr": 1e-3, "clip_norm": 1.0, "device": "cpu"}
+    with tempfile.TemporaryDirectory() as folder:
+        Trainer(model, data, plugins=plugins, loss=nn.functional.cross_entropy, output=folder, **settings).fit()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def held_bytes() -> int:
+    """Bytes of the distinct storages of all tensors of this process, without integers (the data)."""
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    gc.collect()
+    storages: dict[int, int] = {}
+    tensors = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
+    for tensor in [*tensors, *(tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None)]:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if local.is_floating_point() and local.device.type == "cpu" and type(local).__name__ != "FakeTensor":
+            storage = local.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    storages.pop(0, None)  # nothing is there
+    return sum(storages.values())
+
+
+def loopback_bytes() -> int:
+    """Bytes sent over loopback since it is up, by all processes."""
+    line = next(line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip().startswith("lo:"))
+    return int(line.split(":")[1].split()[8])
+
+
+def start(name: str, processes: int, folder: Path) -> dict[str, Any]:
+    """Run an arm on a number of processes."""
+    output = folder / f"{name}-{processes}.json"
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)] if name in ARMS else []
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *command, __file__, "--arm", name, "--output", str(output)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        sys.exit(f"{name} on {processes} processes failed:\n{done.stderr[-3000:]}")
+    return {"arm": name, **json.loads(output.read_text())}
+
+
+def report(rows: list[dict[str, Any]], parameters: int) -> str:
+    """The results in markdown."""
+    plain = rows[0]
+    mega = 2**20
+    lines = [
+        "# What strategies do to the numbers, to memory and to the wire",
+        "",
+        f"Generated by `python benchmarks/strategies.py` on {platform.machine()}, torch {importlib.metadata.version('torch')}, "
+        f"deepspeed {importlib.metadata.version('deepspeed')}, gloo on CPU; {parameters:,} parameters in fp32.",
+        "",
+        (__doc__ or "").partition("results/strategies.json\n\n")[2].strip(),
+        "",
+        "Memory in MiB a process; `16 B` is the arithmetic. The wire in MiB a step that one process sends.",
+        "",
+        "| strategy | processes | largest loss difference | between steps | 16 B | with gradients | 16 B | wire | least | times |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in rows:
+        arm, n = row["arm"], row["processes"]
+        difference = max(abs(ours - theirs) / abs(theirs) for ours, theirs in zip(row["losses"], plain["losses"], strict=True))
+        gradients = 4 / n if SHARDED[arm] >= 12 else 4
+        everything = (16 - SHARDED[arm] + SHARDED[arm] / n) * parameters / mega
+        least = TRIPS[arm] * (n - 1) / n * 4 * parameters / mega
+        wire = row["wire"] / mega
+        facts = [arm, n, f"{difference:.1e}", f"{row['between'] / mega:.1f}", f"{everything - gradients * parameters / mega:.1f}"]
+        facts += [
+            f"{row['stepping'] / mega:.1f}",
+            f"{everything:.1f}",
+            f"{wire:.1f}",
+            f"{least:.1f}",
+            f"{wire / least:.2f}" if least else "",
+        ]
+        lines.append(f"| {' | '.join(map(str, facts))} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Run all arms and report, or be one process of one."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--arm", help=argparse.SUPPRESS)
+    parser.add_argument("--output", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.arm:
+        work(options.arm, options.output)
+        return
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name, processes in [("plain", 1), *((name, count) for count in (2, 4) for name in ARMS)]:
+            rows.append(start(name, processes, Path(folder)))
+            print(name, processes, {key: value for key, value in rows[-1].items() if key != "losses"}, flush=True)
+    block = 2 * 2 * WIDTH + 4 * (WIDTH * WIDTH + WIDTH) + 2 * 4 * WIDTH * WIDTH + 5 * WIDTH
+    parameters = WORDS * WIDTH + LENGTH * WIDTH + BLOCKS * block + 4 * WIDTH + 4
+    here = Path(__file__).parent
+    (here / "results" / "strategies.json").write_text(json.dumps({"parameters": parameters, "rows": rows}, indent=1) + "\n")
+    (here.parent / "docs" / "strategies.md").write_text(report(rows, parameters))
+
+
+if __name__ == "__main__":
+    main()

@@ -8,16 +8,12 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import tiny_data, tiny_model
+from conftest import tiny_data
 from torch.utils.data import IterableDataset, get_worker_info
 
 from fastloop import Plugin, hookimpl

@@ -56,17 +56,17 @@ class ActivationCheckpointing(Plugin):
                 "activation-checkpointing: %s has no list of like blocks: nothing is recomputed. Set blocks.", type(model).__name__
             )
             return
-        kept = [block for block in blocks if any(name.rpartition(".")[2] in CHANGES for name, _ in block.named_buffers())]
-        if kept:
+        stateful = [block for block in blocks if any(name.rpartition(".")[2] in CHANGES for name, _ in block.named_buffers())]
+        if stateful:
             logger.warning(
                 "activation-checkpointing: %d of %d blocks (%s) have batch or spectral norm, which must not see a batch twice: "
                 "they are not recomputed",
-                len(kept),
+                len(stateful),
                 len(blocks),
-                type(kept[0]).__name__,
+                type(stateful[0]).__name__,
             )
         for block in blocks:
-            if block not in kept:  # no module around it: the names of weights stay, and hooks on the block fire once
+            if block not in stateful:  # no module around it: the names of weights stay, and hooks on the block fire once
                 block.forward = partial(recomputed, block, block.forward)
         for module in model.modules():
             if hasattr(module, "config") and "use_cache" in inspect.signature(module.forward).parameters:

@@ -51,18 +51,18 @@ class Ledger(Plugin):
         super().__init__(**options)
         self.file: IO[str] | None = None
         self.loaded = False
+        self.unrecorded = -1  # the epoch whose beginning is not in the ledger
         self.totals = {"epochs": 0, "missing": 0, "repeated": 0, "unknown": 0}  # of what was checked, on the main process
         self.readers: Counter[tuple[int, int]] = Counter()  # (rank, worker) -> samples
 
     @hookimpl
     def load_state(self, run: Run, state: dict[str, Any]) -> None:
-        self.loaded, self.totals = True, dict(state["totals"])
+        self.loaded, self.unrecorded, self.totals = True, state["unrecorded"], dict(state["totals"])
         self.readers = Counter({(rank, worker): samples for rank, worker, samples in state["readers"]})
 
     @hookimpl
     def before_fit(self, run: Run) -> None:
         self.files = files = Files(run.folder / "ledger")
-        self.unrecorded = -1  # the epoch whose beginning is not in the ledger
         dataset = run.datasets["train"]
         self.has_ids = run.train_loader.stream is None or not getattr(dataset, "shards_itself", False)
         if run.is_main:
@@ -118,7 +118,8 @@ class Ledger(Plugin):
     def save_state(self, run: Run) -> dict[str, Any]:
         if self.file is not None:
             os.fsync(self.file.fileno())  # no checkpoint is ahead of the ledger, even when the machine goes down
-        return {"totals": self.totals, "readers": [[*reader, samples] for reader, samples in self.readers.items()]}
+        readers = [[*reader, samples] for reader, samples in self.readers.items()]
+        return {"totals": self.totals, "readers": readers, "unrecorded": self.unrecorded}
 
     @hookimpl
     def write_summary(self, run: Run, summary: dict[str, Any]) -> None:

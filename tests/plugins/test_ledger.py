@@ -148,9 +148,11 @@ def test_a_run_that_goes_on_in_another_folder_takes_its_ledger_along(tiny_run):
 
 def test_an_epoch_that_began_without_it_is_checked_for_repeats_only(tiny_run, caplog):
     tiny_run(output="run", max_steps=12)
+    tiny_run([Ledger()], output="run", epochs=3, max_steps=15, resume=True)
+    assert caplog.text.count("ledger: the beginning of epoch 1 is not recorded: it is only checked for repeated samples") == 1
     result = tiny_run([Ledger()], output="run", epochs=3, resume=True)
-    assert "ledger: the beginning of epoch 1 is not recorded: it is only checked for repeated samples" in caplog.text
     assert result.summary["ledger"]["samples"] == 67 - 24 + 67
+    assert result.summary["ledger"]["epochs"] == 2
     assert result.summary["ledger"]["missing"] == 0
 
 

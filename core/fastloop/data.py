@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
+from torch.utils.data._utils import worker
 
 from fastloop.errors import CheckpointError, DataError
 from fastloop.state import Batch, DataLoaderDraft
@@ -85,10 +86,10 @@ def _seed(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
 
 
-class _OwnRandomness:
-    """While inside, random numbers are drawn from generators of its own, which go on where they were at the next entry.
+class _Alone:
+    """While inside, a stream sees no worker, and draws from random generators of its own, which go on where they were at the next entry.
 
-    So what a stream draws does not depend on what training drew, and is drawn again when a resumed run skips to its place.
+    So what it draws does not depend on what training drew, and is drawn again when a resumed run skips to its place.
     """
 
     def __init__(self, seed: int) -> None:
@@ -96,6 +97,7 @@ class _OwnRandomness:
         self.inside: tuple[Any, Any, Tensor] | None = None
 
     def __enter__(self) -> None:
+        self.info, worker._worker_info = worker._worker_info, None
         self.outside = self._states()
         if self.inside is None:
             _seed(self.seed)
@@ -105,6 +107,7 @@ class _OwnRandomness:
     def __exit__(self, *error: object) -> None:
         self.inside = self._states()
         self._restore(self.outside)
+        worker._worker_info = self.info
 
     @staticmethod
     def _states() -> tuple[Any, Any, Tensor]:
@@ -149,8 +152,6 @@ class _Stream(IterableDataset[Any]):
         self.position: Tensor = torch.zeros(2, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call] # epoch, start: persistent workers see changes
 
     def __iter__(self) -> Iterator[Any]:
-        from torch.utils.data._utils import worker
-
         epoch, start = self.position.tolist()
         info = get_worker_info()
         if hasattr(self.dataset, "set_epoch"):
@@ -163,26 +164,22 @@ class _Stream(IterableDataset[Any]):
         mine, readers = self.rank, self.world_size
         if info is not None:
             mine, readers = self.rank + self.world_size * info.id, self.world_size * info.num_workers
-        worker._worker_info = None
-        randomness = _OwnRandomness(hash((self.seed, epoch)) % 2**32)  # every reader's is the same: they must agree on the order
-        try:
-            with randomness:
-                samples = iter(self.dataset)
-                deque(islice(samples, start), maxlen=0)
-            for number in count():
-                with randomness:
-                    group = list(islice(samples, self.batch))
-                if not group:
-                    break
-                last = group[-1]
-                if number % readers == mine:
-                    if info is not None:  # what the collator draws does not depend on the worker either
-                        _seed(hash((self.seed, epoch, start + number * self.batch)) % 2**32)
-                    yield from (_Numbered(pair) for pair in enumerate(group, start + number * self.batch))
-            if any(filler % readers == mine for filler in range(number, number + -number % self.world_size)):
-                yield _Filler([last])
-        finally:
-            worker._worker_info = info
+        alone = _Alone(hash((self.seed, epoch)) % 2**32)  # every reader's is the same: they must agree on the order
+        with alone:
+            samples = iter(self.dataset)
+            deque(islice(samples, start), maxlen=0)
+        for number in count():
+            with alone:
+                group = list(islice(samples, self.batch))
+            if not group:
+                break
+            last = group[-1]
+            if number % readers == mine:
+                if info is not None:  # what the collator draws does not depend on the worker either
+                    _seed(hash((self.seed, epoch, start + number * self.batch)) % 2**32)
+                yield from (_Numbered(pair) for pair in enumerate(group, start + number * self.batch))
+        if any(filler % readers == mine for filler in range(number, number + -number % self.world_size)):
+            yield _Filler([last])
 
 
 class _Collate:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastloop import DataLoaderDraft, Plugin, PluginError, hookimpl, option
+from fastloop_plugins._blocks import transformer_blocks
 
 if TYPE_CHECKING:
     from torch import nn
@@ -119,17 +120,10 @@ class Compile(Plugin):
 
     def _targets(self, model: nn.Module) -> Iterator[nn.Module]:
         """The model, or its repeated blocks."""
-        from torch import nn
-
         if not self.config.regional:
             yield model
             return
-        blocks = [
-            block
-            for parent in model.modules()
-            if isinstance(parent, nn.ModuleList) and len(parent) > 1 and len({type(child) for child in parent}) == 1
-            for block in parent
-        ]
+        blocks = transformer_blocks(model)
         if not blocks:
             logger.warning("compile: regional: %s has no list of like blocks: the whole model is compiled", type(model).__name__)
         yield from blocks or [model]

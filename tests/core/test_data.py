@@ -131,6 +131,7 @@ def test_a_stream_gives_the_same_batches_for_any_number_of_workers(dataset):
         assert contents(found.batches()) == expected
         assert contents(found.batches(start=8)) == expected[2:]
         assert found.steps_per_epoch() is None
+        assert [batch.worker for batch in found.batches()] == [number % workers if workers else -1 for number in range(6)]
 
 
 @pytest.mark.parametrize("size", [1, 4, 8, 9, 16, 17, 21, 23, 24])

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from fastloop.plugin import Plugin
 from fastloop.recipe import make_recipe
 from fastloop.registry import resolve
 from fastloop.run import Run
@@ -20,9 +21,9 @@ def rows(count: int = 24, labels: tuple[Any, Any] = (0, 1)) -> list[dict[str, An
     return [{"text": f"{(BAD, GOOD)[i % 2]} number {i}" + " indeed" * (i % 5), "label": labels[i % 2]} for i in range(count)]
 
 
-def make_run(task: str, model: Mapping[str, Any], data: Mapping[str, Any], **train: Any) -> Run:
-    """A run of one task, logging aside."""
+def make_run(task: str, model: Mapping[str, Any], data: Mapping[str, Any], objects: Iterable[Plugin] = (), **train: Any) -> Run:
+    """A run of one task, logging aside; ``objects``: further plugins."""
     train = {"epochs": 1, "batch_size": 8, "lr": 1e-2, "device": "cpu"} | train
     tree = {"model": dict(model), "data": dict(data), "train": train, "output": "run"}
     recipe = make_recipe(tree | {"plugins": [task, {"log": False}, {"progress": False}, {"module": False}]}, Path("recipe.yaml"))
-    return Run(recipe, resolve(recipe))
+    return Run(recipe, resolve(recipe, objects=objects))

@@ -19,7 +19,7 @@ COMPILER = (  # what torch's compiler meets and lets pass by itself, where warni
 )
 
 
-def processes(folder: Path, count: int, runs: list[dict[str, Any]], name: str) -> dict[str, dict[str, Any]]:
+def processes(folder: Path, count: int, runs: list[dict[str, Any]], name: str, script: Path = SCRIPT) -> dict[str, dict[str, Any]]:
     """Do runs in new processes, with warnings as errors; returns their results by name."""
     (folder / f"{name}.json").write_text(json.dumps(runs))
     with socket.socket() as free:
@@ -31,7 +31,7 @@ def processes(folder: Path, count: int, runs: list[dict[str, Any]], name: str) -
         "-W",
         "error",
         *(word for line in COMPILER for word in ("-W", line)),
-        str(SCRIPT),
+        str(script),
         f"{name}.json",
         f"{name}.results.json",
     ]

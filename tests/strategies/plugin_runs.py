@@ -1,0 +1,99 @@
+"""Runs on several processes of plugins that act on more than one: ``python plugin_runs.py RUNS.json RESULTS.json``, started once a process.
+
+A run: ``name``, its folder; ``plugins``: names; ``ledger`` and ``recompute``: options of those; ``faulty``: each process takes the same
+share; ``data``: map, stream or sharded; ``workers``; ``train``; ``resume``. Its result: losses, weights, the summary's ledger or the error.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from runs import Deep, Stream, data
+from torch import nn
+
+from fastloop import FastloopError, Plugin, Trainer, hookimpl
+from fastloop_plugins.activation_checkpointing import ActivationCheckpointing
+from fastloop_plugins.ledger import Ledger
+
+TRAIN = {"batch_size": 12, "epochs": 2, "lr": 1e-2, "device": "cpu", "save_every": 4, "keep_checkpoints": 9}
+
+
+class Faulty(Plugin):
+    """Every process takes the share of the first."""
+
+    name = "faulty"
+
+    @hookimpl
+    def check_run(self, run: Any) -> None:
+        (run.train_loader.sampler or run.train_loader.stream).rank = 0
+
+
+class Sharded(Stream):
+    """Shares itself out among the processes."""
+
+    shards_itself = True
+
+    def __iter__(self) -> Any:
+        import torch.distributed as dist
+
+        return (sample for index, sample in enumerate(self.samples) if index % dist.get_world_size() == dist.get_rank())
+
+
+class Losses(Plugin):
+    """Keeps them."""
+
+    name = "losses"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[float] = []
+
+    @hookimpl
+    def after_step(self, loss: torch.Tensor) -> None:
+        self.losses.append(loss.item())
+
+
+DATA = {"map": lambda: data(67, 0), "stream": lambda: Stream(67), "sharded": lambda: Sharded(66)}
+
+
+def run_one(spec: dict[str, Any]) -> dict[str, Any]:
+    """One run, or what was wrong with it."""
+    model, losses = Deep(), Losses()
+    for block in model.blocks:
+        block.dropout.p = 0.2
+    objects: list[Plugin] = [losses]
+    objects += [Ledger(**spec["ledger"])] if "ledger" in spec else []
+    objects += [ActivationCheckpointing(**spec["recompute"])] if "recompute" in spec else []
+    objects += [Faulty()] * spec.get("faulty", False)
+    plugins = [{"log": False}, {"progress": False}, {"dataloader-workers": {"num_workers": spec.get("workers", 0)}}, *spec["plugins"]]
+    try:
+        trainer = Trainer(
+            model,
+            DATA[spec.get("data", "map")](),
+            plugins=[*plugins, *objects],
+            loss=nn.functional.cross_entropy,
+            output=spec["name"],
+            resume=spec.get("resume", False),
+            **TRAIN | spec.get("train", {}),
+        )
+        summary = trainer.fit()
+    except FastloopError as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    weights = {name: tensor.tolist() for name, tensor in trainer.run.weights().items()}
+    return {"losses": losses.losses, "weights": weights, "ledger": summary.get("ledger")}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    results = {spec["name"]: run_one(spec) for spec in json.loads(Path(sys.argv[1]).read_text())}
+    several = torch.distributed.is_initialized()
+    rank = torch.distributed.get_rank() if several else 0
+    Path(f"{sys.argv[2]}.{rank}").write_text(json.dumps({name: result.get("error") for name, result in results.items()}))
+    if rank == 0:
+        Path(sys.argv[2]).write_text(json.dumps(results))
+    if several:
+        torch.distributed.destroy_process_group()

@@ -1,0 +1,116 @@
+"""ledger and activation-checkpointing on real processes: runs of two, gone on with on three, and then on one."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kit import processes
+from plugin_runs import run_one
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = Path(__file__).with_name("plugin_runs.py")
+SOURCES = {"map": {}, "stream": {"data": "stream"}, "stream, workers": {"data": "stream", "workers": 2}}
+PRECISIONS = {"fp32": [], "bf16": [{"amp": {"dtype": "bf16"}}]}
+RECOMPUTED = [("ddp", "fp32"), ("ddp", "bf16"), ("fsdp", "fp32")]
+
+
+def run(name: str, steps: int | None, micro: int, plugins: Any = ("ddp",), **more: Any) -> dict[str, Any]:
+    return {"name": name, "plugins": plugins, "train": {"max_steps": steps, "device_batch_size": micro}, **more}
+
+
+TWO = [
+    *(run(name, 8, 3, ledger={}, **source) for name, source in SOURCES.items()),
+    *(run(f"{kind}, not shared out", None, 3, ledger={}, faulty=True, data=kind) for kind in ("map", "stream")),
+    run("warned", None, 3, ledger={"on_violation": "warn"}, faulty=True),
+    run("sharded", None, 3, ledger={}, data="sharded"),
+    *(
+        run(f"{strategy} {precision}{with_it}", None, 3, [strategy, *plugins], **({"recompute": {}} if with_it else {}))
+        for strategy, precision in RECOMPUTED
+        for plugins in [PRECISIONS[precision]]
+        for with_it in ("", " recomputed")
+    ),
+]
+THREE = [run(name, 10, 2, ledger={}, resume=True, **source) for name, source in SOURCES.items()]
+ONE = [run(name, None, 6, (), ledger={}, resume=True, **source) for name, source in SOURCES.items()]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
+    """Number of processes -> results by run; ``folder`` among them."""
+    folder = tmp_path_factory.mktemp("plugins")
+    found: dict[int, dict[str, Any]] = {0: {"folder": folder}}
+    for count, runs in ((2, TWO), (3, THREE)):
+        found[count] = processes(folder, count, runs, str(count), SCRIPT)
+    with contextlib.chdir(folder):
+        found[1] = {spec["name"]: run_one(spec) for spec in ONE}
+    return found
+
+
+def recorded(folder: Path) -> dict[int, list[dict[str, Any]]]:
+    """Rank -> lines."""
+    files = sorted((folder / "ledger").iterdir())
+    return {rank: [json.loads(line) for line in file.read_text().splitlines()] for rank, file in enumerate(files)}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_every_sample_is_on_record_once_an_epoch_on_two_then_three_then_one_process(results, name):
+    for count, samples, epochs in ((2, 67 + 24, 1), (3, 67 + 48, 1), (1, 134, 2)):
+        ledger = results[count][name]["ledger"]
+        assert ledger["samples"] == samples
+        assert (ledger["epochs"], ledger["missing"], ledger["repeated"], ledger["unknown"]) == (epochs, 0, 0, 0)
+    assert [len(by_rank) for by_rank in (results[count][name]["ledger"]["by_rank"] for count in (2, 3, 1))] == [2, 3, 3]
+    workers = {"0", "1"} if "workers" in name else {"-1"}
+    assert all(set(by_worker) <= workers for by_worker in ledger["by_worker"])
+    lines = recorded(results[0]["folder"] / name)
+    assert {rank: [line["step"] for line in found] for rank, found in lines.items()} == {0: [*range(12)], 1: [*range(10)], 2: [8, 9]}
+    for epoch in (0, 1):
+        ids = [
+            number
+            for found in lines.values()
+            for line in found
+            if line["epoch"] == epoch
+            for batch in line["batches"]
+            for number in batch["ids"]
+        ]
+        assert sorted(ids) == list(range(67))
+
+
+def test_a_process_that_only_computes_along_has_nothing_on_record(results):
+    last = [found[5]["batches"] for rank, found in recorded(results[0]["folder"] / "map").items() if rank < 2]  # 7 of 12 samples
+    assert [[len(batch["ids"]) for batch in batches] for batches in last] == [[3, 1], [3]]
+
+
+@pytest.mark.parametrize("kind", ["map", "stream"])
+def test_processes_that_do_not_share_out_end_together(results, kind):
+    name = f"{kind}, not shared out"
+    errors = [json.loads((results[0]["folder"] / f"2.results.json.{rank}").read_text())[name] for rank in (0, 1)]
+    assert errors[0] == errors[1]
+    assert errors[0].startswith("LedgerError: plugin 'ledger': epoch 0: ")
+    assert "samples are missing (" in errors[0]
+    assert re.search(r"more than once \(\d+: rank 0 at step (\d+) and rank 1 at step \1; ", errors[0])
+    summary = json.loads((results[0]["folder"] / name / "summary.json").read_text())
+    assert summary["status"] == "failed"
+    assert summary["ledger"]["repeated"] > 30
+
+
+def test_a_warning_lets_them_go_on(results):
+    assert results[2]["warned"]["ledger"]["epochs"] == 2
+    assert results[2]["warned"]["ledger"]["repeated"] > 60
+
+
+def test_a_stream_that_shards_itself_is_counted(results):
+    assert results[2]["sharded"]["ledger"]["by_rank"] == [66, 66]
+
+
+@pytest.mark.parametrize(("strategy", "precision"), RECOMPUTED)
+def test_recomputed_activations_change_no_bit_on_two_processes(results, strategy, precision):
+    plain, ours = (results[2][f"{strategy} {precision}{with_it}"] for with_it in ("", " recomputed"))
+    assert len(set(plain["losses"])) == 12
+    assert ours["losses"] == plain["losses"]
+    assert ours["weights"] == plain["weights"]

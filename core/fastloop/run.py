@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from accelerate.utils import send_to_device, set_seed
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 from fastloop import checkpoint, loop, resume
 from fastloop.accelerator import build_accelerator, micro_batches
@@ -119,7 +120,7 @@ class Run:
         if "train" not in self.datasets:
             raise PluginError(f"{self.recipe.where}: no plugin built a training dataset. The task in use: {self._task()}.")
         for split, dataset in self.datasets.items():
-            if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and len(dataset) == 0:
+            if not isinstance(dataset, IterableDataset) and hasattr(dataset, "__len__") and len(dataset) == 0:
                 raise RecipeError(f"{self.recipe.where}: data: the {split} split is empty. Expected at least one sample.")
         self.collator = self.hooks.build_collator(run=self)
         common: dict[str, Any] = {"rank": self.rank, "world_size": self.world_size, "seed": train.seed}

@@ -31,7 +31,6 @@ def fit(run: Run) -> None:
     state, hooks = run.state, run.hooks
     with resume.same_random_states(run.found is not None):
         hooks.before_fit(run=run)
-    run.train_mode()
     with run.clock("train"):
         if run.evaluation_due():  # an interrupted run was saved before it
             evaluate(run, "evaluate")

@@ -152,6 +152,7 @@ class Run:
         model = self.hooks.build_model(run=self)
         if model is None:
             raise PluginError(f"{self.recipe.where}: no plugin built a model. The task in use: {self._task()}.")
+        _train_mode(model)
         model = self.resolution.chain("before_prepare", model, run=self)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise PluginError(f"{self.recipe.where}: the model has no parameter that is trained.")
@@ -182,16 +183,6 @@ class Run:
         """What an evaluation measures."""
         added = [name for plugin in self.resolution.plugins for name in plugin.adds_metrics]
         return ["loss", *(map(str, self.metrics) if self.metrics is not None else ()), *added]
-
-    def train_mode(self) -> None:
-        """Put the model in train mode. Parts that a model in train mode holds in eval mode (frozen ones) stay so, and are said."""
-        if not self.unwrapped().training:  # as from_pretrained leaves it
-            self.model.train()
-        frozen = [name for name, module in self.model.named_modules() if not module.training]
-        if frozen:
-            log.warning(
-                "%d modules stay in eval mode, as the model has them: %s%s", len(frozen), ", ".join(frozen[:3]), ", ..." * (len(frozen) > 3)
-            )
 
     def place(self, batch: Batch) -> Batch:
         """The batch with its inputs on the device."""
@@ -420,6 +411,17 @@ class Run:
             aside.write_text(json.dumps(summary, indent=2) + "\n")
             aside.rename(self.folder / "summary.json")
         return summary
+
+
+def _train_mode(model: nn.Module) -> None:
+    """Put a model in train mode. Parts that a model in train mode holds in eval mode (frozen ones) stay so, and are said."""
+    if not model.training:  # as from_pretrained leaves it
+        model.train()
+    frozen = [name for name, module in model.named_modules() if not module.training]
+    if frozen:
+        log.warning(
+            "%d modules stay in eval mode, as the model has them: %s%s", len(frozen), ", ".join(frozen[:3]), ", ..." * (len(frozen) > 3)
+        )
 
 
 def _writable(folder: Path) -> bool:

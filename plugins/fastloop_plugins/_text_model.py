@@ -188,7 +188,7 @@ class TextModel:
             setattr(self.config, key, value)
         if getattr(self.config, "pad_token_id", None) is None or self.trained is not None:
             self.config.pad_token_id = self.tokenizer.pad_token_id
-        if self.options.config is None:
+        if self.options.config is None and torch.get_default_device().type != "meta":  # there, the weights come from another process
             model, notes = self._pretrained(
                 auto,
                 "name",
@@ -202,12 +202,13 @@ class TextModel:
             if new:
                 logger.info("not in %s, so they start at random: %s%s", self.options.name, ", ".join(new[:4]), ", ..." * (len(new) > 4))
             return model
-        tokens, given = len(self.tokenizer), self.options.config.get("vocab_size")
-        if given is not None and given < tokens:
-            raise RecipeError(f"{self.where}.config.vocab_size: found {given}, and the tokenizer has {tokens} tokens. Leave it out.")
-        self.config.vocab_size = given or tokens
-        for token in ("bos_token_id", "eos_token_id"):
-            setattr(self.config, token, getattr(self.tokenizer, token))
+        if self.options.config is not None:
+            tokens, given = len(self.tokenizer), self.options.config.get("vocab_size")
+            if given is not None and given < tokens:
+                raise RecipeError(f"{self.where}.config.vocab_size: found {given}, and the tokenizer has {tokens} tokens. Leave it out.")
+            self.config.vocab_size = given or tokens
+            for token in ("bos_token_id", "eos_token_id"):
+                setattr(self.config, token, getattr(self.tokenizer, token))
         arguments = {"attn_implementation": self.options.attn_implementation} if self.options.attn_implementation else {}
         try:
             with quiet():

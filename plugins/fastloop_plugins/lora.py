@@ -66,6 +66,7 @@ class LoRA(Plugin):
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing")  # peft asks transformers by an old name
+                warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")  # peft sets it as the layer needs it
                 wrapped: nn.Module = get_peft_model(model, options)
         except (ValueError, TypeError) as error:  # the latter: a layer is in both target_modules and modules_to_save
             linear = {name.rpartition(".")[2] for name, module in model.named_modules() if type(module).__name__ in ("Linear", "Conv1D")}

@@ -68,6 +68,22 @@ def test_the_base_weights_stay_and_few_parameters_are_trained(bert_run):
     assert summary["evaluate"]["loss"] < 0.69
 
 
+def test_a_model_that_comes_in_eval_mode_is_trained_in_train_mode(tmp_path):
+    from fastloop import Plugin, Trainer, hookimpl
+
+    modes = []
+
+    class Watch(Plugin):
+        name = "watch"
+
+        @hookimpl
+        def after_backward(self, run):
+            modes.append(all(module.training for module in run.model.modules()))
+
+    Trainer(tiny_bert().eval(), Sentences(), plugins=["lora", Watch()], max_steps=2, batch_size=8, output=tmp_path / "run").fit()
+    assert modes == [True, True]
+
+
 def test_the_exported_model_has_the_adapters_merged_in(bert_run, tmp_path):
     model, trainer, _ = bert_run()
     exported = load_file(tmp_path / "run" / "model" / "model.safetensors")

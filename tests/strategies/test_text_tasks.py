@@ -67,10 +67,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def pretrained() -> list[dict[str, Any]]:
+    """Runs that go on from a plain run's exported model, with and without the meta device."""
+    found = []
+    for task, plugin, recipe in (("classify", "text-classification", CLASSIFY), ("generate", "causal-lm", GENERATE)):
+        recipe = recipe | {"model": {"name": f"plain {task}/model"}}
+        for meta in (False, True):
+            plugins = [plugin, LORA if task == "classify" else {"lora": {"r": 2}}, {"fsdp": {"meta_device": meta}}]
+            found.append({"name": f"pretrained {task} {meta}", "recipe": recipe, "plugins": plugins, "train": TRAIN})
+    return [*found, {"name": "scratch True", "recipe": CLASSIFY, "plugins": ["text-classification", plugins[-1]], "train": TRAIN}]
+
+
 @pytest.fixture(scope="module")
 def results(folder: Path) -> dict[str, dict[str, Any]]:
     """Results by name."""
-    return processes(folder, 1, runs(), "one") | processes(folder, 2, [run for strategy in STRATEGIES for run in runs(strategy)], "two")
+    two = [run for strategy in STRATEGIES for run in runs(strategy)]
+    return processes(folder, 1, runs(), "one") | processes(folder, 2, [*two, *pretrained()], "two")
 
 
 @pytest.mark.parametrize(("strategy", "task"), CASES, ids=str)
@@ -99,3 +111,9 @@ def test_adapters_cannot_be_merged_into_what_is_sharded(results):
     assert (
         "'deepspeed' and 'lora': stage 3 shards the weights that the adapters would be merged into" in results["deepspeed 3 lora"]["error"]
     )
+
+
+@pytest.mark.parametrize("task", ["classify", "generate"])
+def test_a_model_that_only_the_main_process_holds_is_the_same_model(results, task):
+    same(results[f"pretrained {task} True"], results[f"pretrained {task} False"], 0.0)
+    assert results["scratch True"]["losses"] == results["fsdp classify"]["losses"]

@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN     = $(VENV)/bin
 
-.PHONY: quickstart test lint clean
+.PHONY: quickstart test lint matrix clean
 
 quickstart: $(VENV)/ready
 	$(BIN)/fastloop train recipes/quickstart.yaml
@@ -15,6 +15,10 @@ lint: $(VENV)/ready
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# Every subset of seven plugins on two processes, into docs/matrix.md; `make matrix ARGS=--sample` does eight of them.
+matrix: $(VENV)/ready
+	$(BIN)/python benchmarks/matrix.py $(ARGS)
 
 # The constraints pin every package, and torch's CPU build: nothing here pulls gigabytes of CUDA.
 $(VENV)/ready: pyproject.toml constraints.txt

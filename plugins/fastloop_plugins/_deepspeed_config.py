@@ -6,6 +6,7 @@ import copy
 import json
 import logging
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,6 +67,7 @@ class Configuration:
             self._agree(f"optimizer.params.{key}", f"train.{key}" if key in own else "the recipe's optimizer", own.get(key, "its own"))
         for key in look(self.json, "scheduler.params") or {}:
             self._agree(f"scheduler.params.{key}", "the recipe's schedule", "its own (plugin lr-scheduler)")
+        self._agree_with_launcher(recipe.where)
         if self.stage not in (0, 1, 2, 3):
             raise PluginError(f"{self.file}: zero_optimization.stage: is {self.stage!r}. Expected 0, 1, 2 or 3.")
         for name, least in (("offload_optimizer", 1), ("offload_parameters", 3)):
@@ -85,6 +87,19 @@ class Configuration:
         raise PluginError(
             f'{self.file}: {key}: is {found!r}, and {name} is {wanted!r}. Make them the same, write "auto" there, or remove it there.'
         )
+
+    def _agree_with_launcher(self, where: str) -> None:
+        """Refuse what ``accelerate launch`` says of DeepSpeed, when it is asked for there too, and the recipe says otherwise."""
+        if os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() != "true":
+            return
+        ours = {"ZERO_STAGE": ("stage", str(self.stage)), "CONFIG_FILE": ("config", self.options.config)}
+        for variable, (option, wanted) in ours.items():
+            found = os.environ.get(f"ACCELERATE_DEEPSPEED_{variable}")
+            if found not in (None, "", "none", wanted):
+                raise PluginError(
+                    f"{where}: accelerate's configuration says {found!r} (ACCELERATE_DEEPSPEED_{variable}), and plugins.deepspeed.{option} "
+                    f"is {wanted!r}. Make them the same, or start with another launcher: fastloop train RECIPE --nproc N."
+                )
 
     def build(self, run: Run, elements: int) -> dict[str, Any]:
         """What ``deepspeed.initialize`` gets.

@@ -4,9 +4,9 @@
       - deepspeed: {stage: 2}
 
 Stage 1 shards the optimizer state, 2 the gradients too, 3 the weights too; 0 shards nothing. Start one process a device, for example
-``torchrun --nproc_per_node=4 -m fastloop train recipe.yaml``. With ``amp`` in bf16 the weights stay in fp32 and the forward pass runs in
-bf16; a JSON of your own that says ``"bf16": {"enabled": true}`` keeps them in bf16 beside sharded fp32 ones, as fp16 always does.
-Checkpoints are whole: they resume under another stage, another strategy, or none.
+``fastloop train recipe.yaml --nproc 4``. With ``amp`` in bf16 the weights stay in fp32 and the forward pass runs in bf16; a JSON of your
+own that says ``"bf16": {"enabled": true}`` keeps them in bf16 beside sharded fp32 ones, as fp16 always does. Checkpoints are whole: they
+resume under another stage, another strategy, or none.
 
 ``config`` is a JSON of DeepSpeed's own options. The recipe wins where it is silent or says "auto"; a contradiction is an error. Every
 process builds the whole model on its CPU first, also under stage 3.
@@ -69,7 +69,7 @@ class DeepSpeed(Plugin):
         elements = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         config, stage = self.configuration.build(run, elements), self.configuration.stage
         if not torch.distributed.is_initialized() and "LOCAL_RANK" not in os.environ:
-            raise PluginError("plugins.deepspeed: needs a launcher, for one process too: torchrun --nproc_per_node=1 -m fastloop ...")
+            raise PluginError("plugins.deepspeed: needs a launcher, for one process too: fastloop train RECIPE --nproc 1.")
         if not all(group["params"] for group in optimizer.param_groups):
             raise PluginError("plugins.deepspeed: the optimizer has a parameter group without parameters. Leave it out of build_optimizer.")
         deepspeed = imported(run.device.type)

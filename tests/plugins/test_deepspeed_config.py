@@ -74,3 +74,15 @@ def test_options_that_cannot_be_together_are_refused(options, train, said):
     with pytest.raises(PluginError) as caught:
         check(None, train, **options)
     assert said in str(caught.value)
+
+
+def test_what_accelerates_configuration_says_of_deepspeed_is_held_against_the_recipe(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "3")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+    assert check(stage=3).configuration.stage == 3
+    with pytest.raises(PluginError, match=r"accelerate's configuration says '3' .*and plugins.deepspeed.stage is '2'"):
+        check(stage=2)
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", "other.json")
+    with pytest.raises(PluginError, match=r"says 'other.json' .*and plugins.deepspeed.config is None"):
+        check(stage=3)

@@ -21,6 +21,7 @@ pytestmark = [
 ]
 
 STAGES = (0, 1, 2, 3)
+FSDP = {"fsdp": {"blocks": ["Linear"]}}
 MICRO = {"device_batch_size": 2}  # two processes, two micro-steps
 BF16 = {"plugins": ["lr-scheduler", {"amp": {"dtype": "bf16"}}]}
 HALF = '{"bf16": {"enabled": true}, "train_batch_size": "auto"}'
@@ -39,6 +40,12 @@ RUNS = [
     *(deepspeed(f"plain to {stage}", stage, "plain") for stage in STAGES),
     deepspeed("1 to 3", 3, "stage 1"),
     deepspeed("3 to 2", 2, "stage 3"),
+    *(
+        {"name": f"{stage} to fsdp", "plugins": ["lr-scheduler", FSDP], "resume": f"stage {stage}/checkpoints/step-00000004"}
+        for stage in (1, 3)
+    ),
+    {"name": "fsdp", "plugins": ["lr-scheduler", FSDP]},
+    *(deepspeed(f"fsdp to {stage}", stage, "fsdp") for stage in (1, 3)),
     *(deepspeed(f"bf16 {stage}", stage, **BF16) for stage in STAGES),
     *(deepspeed(f"half {stage}", stage, options={"config": "half.json"}, **BF16) for stage in (1, 2, 3)),
     deepspeed("half 3 to 2", 2, "half 3", options={"config": "half.json"}, **BF16),
@@ -115,7 +122,12 @@ def test_a_checkpoint_is_that_of_a_run_without_it(folder, stage):
 
 
 @pytest.mark.parametrize(
-    "name", [*(f"plain to {stage}" for stage in STAGES), *(f"{stage} to plain" for stage in STAGES), "1 to 3", "3 to 2"]
+    "name",
+    [
+        *(f"plain to {stage}" for stage in STAGES),
+        *(f"{stage} to plain" for stage in STAGES),
+        *("1 to 3", "3 to 2", "1 to fsdp", "3 to fsdp", "fsdp to 1", "fsdp to 3"),
+    ],
 )
 def test_a_run_goes_on_under_another_stage_or_none(result, name):
     assert len(result(name)["losses"]) == 12

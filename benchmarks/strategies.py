@@ -2,7 +2,7 @@
 
     python benchmarks/strategies.py            # about ten minutes on two cores; writes docs/strategies.md and results/strategies.json
 
-The work: a transformer of 6.9M parameters (six blocks of width 256, 8,000 words) on generated token ids, fp32, AdamW, no dropout, a
+The work: a transformer of 6.8M parameters (six blocks of width 256, 8,000 words) on generated token ids, fp32, AdamW, no dropout, a
 global batch of 16 sequences of 32 tokens, 30 optimizer steps, clipped at norm 1. Every arm is a fresh set of processes.
 
 * Loss curves: the largest relative difference of any step's loss from the single process's.
@@ -164,6 +164,16 @@ def start(name: str, processes: int, folder: Path) -> dict[str, Any]:
     return {"arm": name, **json.loads(output.read_text())}
 
 
+READING = """
+Reading it:
+
+* `fsdp` holds what the arithmetic says. Its wire is above the least because gloo has no reduce-scatter and torch all-reduces instead; NCCL has.
+* `ddp` keeps its gradients between steps: they are views of the buckets that are exchanged (`gradient_as_bucket_view`).
+* `deepspeed` sums gradients by all-reduce in stages 1 and 2 on gloo, and then gathers the weights: 3(n-1)/n instead of 2(n-1)/n. In fp32 it keeps a flat
+  copy of the process's weights beside them, and in stage 3 a gradient bucket, here as large as the model; with large models neither weighs as much.
+"""
+
+
 def report(rows: list[dict[str, Any]], parameters: int) -> str:
     """The results in markdown."""
     plain = rows[0]
@@ -197,7 +207,7 @@ def report(rows: list[dict[str, Any]], parameters: int) -> str:
             f"{wire / least:.2f}" if least else "",
         ]
         lines.append(f"| {' | '.join(map(str, facts))} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n" + READING
 
 
 def main() -> None:

@@ -167,10 +167,10 @@ def start(name: str, processes: int, folder: Path) -> dict[str, Any]:
 READING = """
 Reading it:
 
-* `fsdp` holds what the arithmetic says. Its wire is above the least because gloo has no reduce-scatter and torch all-reduces instead; NCCL has.
+* `fsdp` holds what the arithmetic says. Its wire is above the least because gloo has no reduce-scatter, so torch all-reduces; NCCL has.
 * `ddp` keeps its gradients between steps: they are views of the buckets that are exchanged (`gradient_as_bucket_view`).
-* `deepspeed` sums gradients by all-reduce in stages 1 and 2 on gloo, and then gathers the weights: 3(n-1)/n instead of 2(n-1)/n. In fp32 it keeps a flat
-  copy of the process's weights beside them, and in stage 3 a gradient bucket, here as large as the model; with large models neither weighs as much.
+* `deepspeed` on gloo sums gradients by all-reduce in stages 1 and 2 and then gathers the weights: 3(n-1)/n instead of 2(n-1)/n. In fp32
+  it keeps a flat copy of the process's weights beside them, and in stage 3 a gradient bucket, which is as large as this small model.
 """
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import signal
 from collections.abc import Iterator, Mapping
@@ -16,9 +15,9 @@ from accelerate.utils import send_to_device, set_seed
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
-from fastloop import checkpoint, loop, resume
+from fastloop import checkpoint, folder, loop, resume
 from fastloop.accelerator import build_accelerator, micro_batches
-from fastloop.clock import Clock, peak_memory
+from fastloop.clock import Clock
 from fastloop.data import Loader
 from fastloop.errors import PluginError, ProcessLost, RecipeError
 from fastloop.recipe import Recipe
@@ -72,10 +71,10 @@ class Run:
         started = perf_counter()
         self.recipe, self.resolution, self.hooks = recipe, resolution, resolution.hooks
         self.state, self.folder = State(), Path(recipe.output)
-        self.trained = self.asked_to_end = False
-        with resolution.blaming():
+        self.trained, self.asked_to_end, self.world_size = False, False, 1
+        with resolution.blaming(), self._connected():
             self.hooks.check_recipe(recipe=recipe)
-            self._check_folder(resume_from)
+            folder.check(self, resume_from)
             self.found = checkpoint.find(resume_from) if resume_from is not None else None
             self._build_accelerator()
             set_seed(recipe.train.seed)
@@ -90,22 +89,11 @@ class Run:
 
     # -- building ------------------------------------------------------------------------------------------------------
 
-    def _check_folder(self, resume: Path | None) -> None:
-        existing = next(parent for parent in (self.folder, *self.folder.absolute().parents) if parent.exists())
-        if not existing.is_dir() or not _writable(existing):
-            raise RecipeError(
-                f"{self.recipe.where}: output: {self.folder} cannot be written: {existing} is not a folder that this user may write to."
-            )
-        if resume is None and existing == self.folder and any(existing.iterdir()) and not (existing / "recipe.yaml").is_file():
-            raise RecipeError(  # an earlier run would be moved aside: this may be a home folder
-                f"{self.recipe.where}: output: {self.folder} holds other files than a run's. Expected a new or empty folder, or a run's."
-            )
-
     def _build_accelerator(self) -> None:
         self.accelerator = build_accelerator(self.recipe, self.resolution)
         device = self.accelerator.device
         self.device: torch.device = device if device.type != "cpu" else torch.device("cpu")  # which has no index
-        self.world_size: int = self.accelerator.num_processes
+        self.world_size = self.accelerator.num_processes
         self.rank: int = self.accelerator.process_index
         self.is_main: bool = self.accelerator.is_main_process
         self.host_group = torch.distributed.new_group(backend="gloo") if self.world_size > 1 and self.device.type != "cpu" else None
@@ -302,11 +290,11 @@ class Run:
         Raises:
             FastloopError: The run failed; the summary says so too.
         """
-        with self.resolution.blaming():
+        with self.resolution.blaming(), self._connected():
             if self.found is not None:
                 resume.load(self, *self.found)
-        self._open_folder()
-        self.wait()
+            folder.make(self)
+            self.wait()
         try:
             with self.resolution.blaming(), self._connected():
                 loop.fit(self)
@@ -317,12 +305,12 @@ class Run:
                     self.wait()  # no process ends while another still needs it
         except BaseException as error:
             self.hooks.on_exception(run=self, error=error)
-            self._summarise("failed", str(error) or type(error).__name__)
+            folder.summarise(self, "failed", str(error) or type(error).__name__)
             raise
         finally:
             for loader in (self.train_loader, *self.eval_loaders.values()):
                 loader.close()
-        return self._summarise("stopped" if self.state.stop_reason else "completed", self.state.stop_reason)
+        return folder.summarise(self, "stopped" if self.state.stop_reason else "completed", self.state.stop_reason)
 
     def close(self) -> None:
         """Leave the group of processes, when nothing is to be run in it any more."""
@@ -365,53 +353,6 @@ class Run:
         finally:
             signal.signal(signal.SIGINT, previous)
 
-    def _open_folder(self) -> None:
-        """Make the run folder. Another run's is moved aside: nothing of it is lost."""
-        if not self.is_main:
-            return
-        goes_on = self.found is not None and self.found[0].resolve().is_relative_to(self.folder.resolve())
-        if not goes_on and self.folder.exists() and any(self.folder.iterdir()):
-            number = 1
-            while (aside := self.folder.with_name(f"{self.folder.name}.{number}")).exists():
-                number += 1
-            self.folder.rename(aside)
-            log.info("an earlier run was in %s: moved to %s", self.folder, aside)
-        from omegaconf import OmegaConf
-
-        self.folder.mkdir(parents=True, exist_ok=True)
-        OmegaConf.save(OmegaConf.create(self.recipe.to_dict()), self.folder / "recipe.yaml")
-
-    def _summarise(self, status: str, reason: str | None) -> dict[str, Any]:
-        state, seconds = self.state, self.clock.seconds
-        summary: dict[str, Any] = {
-            "status": status,
-            "reason": reason,
-            "steps": state.step,
-            "epochs": state.epoch,
-            "samples": state.samples,
-            "world_size": self.world_size,
-            "device": str(self.device),
-            "plugins": self.resolution.names(),
-            "train_seconds": seconds["train"],
-            "startup_seconds": seconds["startup"],
-            "compile_seconds": 0.0,
-            "evaluate_seconds": seconds["evaluate"],
-            "save_seconds": seconds["save"],
-            "peak_memory_bytes": peak_memory(self.device),
-            "evaluate": state.metrics.get("evaluate"),
-            "test": state.metrics.get("test"),
-            "best": state.best,
-        }
-        self.hooks.write_summary(run=self, summary=summary)
-        summary["train_seconds"] = max(summary["train_seconds"] - summary["compile_seconds"], 0.0)  # compiling happens inside steps
-        for name, count in (("samples", state.samples), ("tokens", state.tokens)):
-            summary[f"{name}_per_second"] = count / summary["train_seconds"] if summary["train_seconds"] else 0.0
-        if self.is_main and self.folder.exists():
-            aside = self.folder / ".summary.json.partial"
-            aside.write_text(json.dumps(summary, indent=2) + "\n")
-            aside.rename(self.folder / "summary.json")
-        return summary
-
 
 def _train_mode(model: nn.Module) -> None:
     """Put a model in train mode. Parts that a model in train mode holds in eval mode (frozen ones) stay so, and are said."""
@@ -422,14 +363,3 @@ def _train_mode(model: nn.Module) -> None:
         log.warning(
             "%d modules stay in eval mode, as the model has them: %s%s", len(frozen), ", ".join(frozen[:3]), ", ..." * (len(frozen) > 3)
         )
-
-
-def _writable(folder: Path) -> bool:
-    """Whether files can be made in a folder: tried, because permission bits do not tell (root, read-only mounts)."""
-    import tempfile
-
-    try:
-        with tempfile.TemporaryFile(dir=folder):
-            return True
-    except OSError:
-        return False

@@ -88,7 +88,7 @@ LAYERS = [
     {"options", "hookspecs", "launch", "plugin", "state"},
     {"machine", "recipe", "checkpoint", "clock", "importing", "data"},
     {"registry"},
-    {"accelerator", "defaults", "loop", "resume"},
+    {"accelerator", "defaults", "folder", "loop", "resume"},
     {"run"},
     {"trainer"},
     {"cli", "__main__"},

@@ -14,7 +14,7 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from fastloop import AcceleratorDraft, Plugin, PluginError, hookimpl, option
+from fastloop import AcceleratorDraft, Device, Plugin, PluginError, When, hookimpl, option
 
 if TYPE_CHECKING:
     from torch import nn
@@ -30,6 +30,7 @@ class DDP(Plugin):
     name = "ddp"
     slot = "strategy"
     parity = "reassociated"
+    needs = (When(lambda config: config.sync_batch_norm, Device("cuda")),)
     configures = "averages gradients over the processes"
 
     @dataclass(kw_only=True)
@@ -40,6 +41,7 @@ class DDP(Plugin):
         bucket_cap_mb: Annotated[int, option("MiB of gradients exchanged at once, while backward goes on.", ge=1)] = 25
         find_unused_parameters: Annotated[bool, option("For a model whose forward leaves out some of its weights at times.")] = False
         static_graph: Annotated[bool, option("Every step uses the same weights in the same order: lets torch plan ahead.")] = False
+        sync_batch_norm: Annotated[bool, option("Batch norm over the samples of all processes (CUDA).")] = False
         compress: Annotated[Literal["bf16"] | None, option("Exchange gradients in this dtype: half the bytes.")] = None
 
     def __init__(self, **options: Any) -> None:
@@ -58,6 +60,17 @@ class DDP(Plugin):
             find_unused_parameters=config.find_unused_parameters,
             static_graph=config.static_graph,
         )
+
+    @hookimpl
+    def before_prepare(self, run: Run, model: nn.Module) -> nn.Module | None:
+        from torch import nn
+
+        if self.config.sync_batch_norm:
+            converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
+            return converted
+        if run.world_size > 1 and any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
+            logger.warning("ddp: batch norm sees the samples of its own process only, so numbers differ with how many there are")
+        return None
 
     @hookimpl
     def after_prepare(self, run: Run, model: nn.Module) -> None:

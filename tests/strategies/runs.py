@@ -76,6 +76,14 @@ class Deep(nn.Module):
         return self.head(self.tied(hidden.tanh()) + self.last(hidden) * self.scale)
 
 
+class Normed(nn.Sequential):
+    """With batch norm."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(1)
+        super().__init__(nn.Linear(8, 9), nn.BatchNorm1d(9), nn.ReLU(), nn.Linear(9, 3))
+
+
 class Unused(Net):
     """Forgets a weight in its forward."""
 
@@ -100,7 +108,7 @@ def weighted(samples: list[Any]) -> Batch:
     return Batch((inputs, targets), weight=int((targets + 1).sum()))
 
 
-MODELS = {"net": Net, "deep": Deep, "unused": Unused}
+MODELS = {"net": Net, "deep": Deep, "normed": Normed, "unused": Unused}
 DATA = {"even": lambda: data(64, 0), "uneven": lambda: data(59, 0), "stream": lambda: Stream(59)}
 DATA["weighted"] = lambda: DataLoader(data(59, 0), batch_size=8, collate_fn=weighted)
 LOSSES = {"weighted": nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 3.0]))}  # torch's is the mean weighted by class

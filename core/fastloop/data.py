@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import count, islice
 from typing import Any
 
@@ -54,18 +55,29 @@ class StepSampler(Sampler[Draw]):
         batch_size: Samples an optimizer step, over all processes.
         device_batch_size: Samples a micro-batch of one process.
         shuffle: Whether to permute; otherwise the ids count up.
+        arrange: Gives ids another order; see ``DataLoaderDraft``, less its first argument.
     """
 
-    def __init__(self, size: int, batch_size: int, device_batch_size: int, rank: int, world_size: int, seed: int, shuffle: bool) -> None:
-        self.size, self.batch_size, self.device_batch_size = size, batch_size, device_batch_size
+    def __init__(
+        self,
+        size: int,
+        batch_size: int,
+        device_batch_size: int,
+        rank: int,
+        world_size: int,
+        seed: int,
+        shuffle: bool,
+        arrange: Callable[[list[int], int, torch.Generator | None], list[int]] | None = None,
+    ) -> None:
+        self.size, self.batch_size, self.device_batch_size, self.arrange = size, batch_size, device_batch_size, arrange
         self.rank, self.world_size, self.seed, self.shuffle = rank, world_size, seed, shuffle
         self.epoch = self.start = 0
 
     def order(self) -> list[int]:
         """All sample ids in this epoch's order."""
-        if not self.shuffle:
-            return list(range(self.size))
-        return torch.randperm(self.size, generator=torch.Generator().manual_seed(self.seed + self.epoch)).tolist()
+        generator = torch.Generator().manual_seed(self.seed + self.epoch) if self.shuffle else None
+        ids = list(range(self.size)) if generator is None else torch.randperm(self.size, generator=generator).tolist()
+        return ids if self.arrange is None else self.arrange(ids, self.batch_size, generator)
 
     def __iter__(self) -> Iterator[Draw]:
         order, share = self.order(), self.device_batch_size * self.world_size
@@ -248,7 +260,8 @@ class Loader:
             self.stream = _Stream(dataset, device_batch_size, rank, world_size, seed)
             self.loader: DataLoader[Any] = DataLoader(self.stream, batch_size=device_batch_size, **arguments)
         else:
-            self.sampler = StepSampler(len(dataset), batch_size, device_batch_size, rank, world_size, seed, shuffle)
+            arrange = partial(draft.arrange, dataset) if draft.arrange is not None else None
+            self.sampler = StepSampler(len(dataset), batch_size, device_batch_size, rank, world_size, seed, shuffle, arrange)
             self.loader = DataLoader(_Samples(dataset), batch_sampler=self.sampler, **arguments)
 
     def steps_per_epoch(self) -> int | None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Generator, Tensor
 
 INTERRUPTED = "interrupted"
 """The ``stop_reason`` of a run that is to go on later."""
@@ -164,6 +164,10 @@ class DataLoaderDraft(Draft):
     """``fork``, ``spawn`` or ``forkserver``; None: the platform's default."""
     pad_to_multiple_of: int | None = None
     """Tasks that pad pad to a multiple of this, so that the shapes are few."""
+    arrange: Callable[[Any, list[int], int, Generator | None], list[int]] | None = None
+    """``arrange(dataset, ids, batch_size, generator)``: the order in which a map-style dataset's samples come. To train, ``ids`` are the
+    epoch's in random order and the generator is for further draws: the same on all processes. To evaluate, they count up and there is
+    none. An optimizer step takes the next ``batch_size`` samples, and its processes and micro-steps consecutive shares of them."""
 
 
 class OptimizerDraft(Draft):

@@ -50,7 +50,9 @@ def plan(
             for field, default in zip(dataclasses.fields(plugin.config), describe(type(plugin).Config), strict=True)
             if (value := getattr(plugin.config, field.name)) is not None and str(value) != default.default
         ]
-        changes = [f"{name}={value}" for draft in drafts for name, value in draft.written_by(plugin.name).items()]
+        changes = [
+            name if callable(value) else f"{name}={value}" for draft in drafts for name, value in draft.written_by(plugin.name).items()
+        ]
         for line in (plugin.configures, ", ".join(chosen), ", ".join(changes) and "sets " + ", ".join(changes)):
             if line:
                 typer.echo(f"      {line}")

@@ -50,7 +50,7 @@ class Dropout(torch.autograd.Function):
         return masked(tensor, ctx.mask).mul_(ctx.scale)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         """The same for the gradient."""
         return masked(gradient, ctx.mask).mul_(ctx.scale), None
 
@@ -77,7 +77,7 @@ class Attention(torch.autograd.Function):
         return output.mul_(ctx.rescale)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
         """Of query, key and value."""
         query, key, value, probabilities, kept, mask = ctx.saved_tensors
         gradient = gradient * ctx.rescale
@@ -89,7 +89,7 @@ class Attention(torch.autograd.Function):
 
 def dropout(tensor: Tensor, p: float) -> Tensor:
     """Dropout of a tensor of any float dtype, 0 < p < 1."""
-    result: Tensor = Dropout.apply(tensor, p)
+    result: Tensor = Dropout.apply(tensor, p)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -124,5 +124,5 @@ def attention(
         if attention_mask.dtype is torch.bool:
             bias = torch.zeros(attention_mask.shape, dtype=query.dtype).masked_fill_(~attention_mask, torch.finfo(query.dtype).min)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    output: Tensor = Attention.apply(query, key, value, bias, scale, dropout)
+    output: Tensor = Attention.apply(query, key, value, bias, scale, dropout)  # type: ignore[no-untyped-call]
     return output.transpose(1, 2).contiguous(), None

@@ -87,12 +87,14 @@ class Attention(torch.autograd.Function):
         return torch.matmul(of_scores, key), torch.matmul(of_scores.transpose(-1, -2), query), of_value, None, None, None
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator] # a compiler would take two masks of one shape for the same
 def dropout(tensor: Tensor, p: float) -> Tensor:
     """Dropout of a tensor of any float dtype, 0 < p < 1."""
     result: Tensor = Dropout.apply(tensor, p)  # type: ignore[no-untyped-call]
     return result
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def attention(
     module: Any,
     query: Tensor,

@@ -6,7 +6,7 @@
 Torch draws one number after the other for a mask on a CPU, and leaves its fast attention kernel when attention probabilities are dropped.
 Here masks come from a generator twenty times as fast, and attention with dropout is computed by products on the matrix unit. Rate, scale
 and independence are those of ``nn.Dropout``; the numbers drawn are others, as with another seed. Evaluation is left alone. On other devices
-it does nothing: there dropout is cheap.
+it does nothing: there dropout is cheap. ``compile`` ends a graph at each mask: the two together gain little.
 """
 
 from __future__ import annotations
@@ -75,4 +75,5 @@ def drop(module: nn.Dropout, torchs: Any, tensor: Tensor) -> Tensor:
     if not module.training or not 0 < module.p < 1 or tensor.device.type != "cpu" or not tensor.is_floating_point():
         kept: Tensor = torchs(tensor)
         return kept
-    return dropout(tensor, module.p)
+    masked: Tensor = dropout(tensor, module.p)
+    return masked

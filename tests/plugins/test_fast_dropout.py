@@ -166,3 +166,17 @@ def test_what_is_computed_again_draws_the_same():
 
     for ours, plain in zip(gradients(ActivationCheckpointing()), gradients(), strict=True):
         torch.testing.assert_close(ours, plain)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute:UserWarning")  # within torch's compiler
+def test_compiled_it_still_draws_every_mask():
+    torch._dynamo.reset()
+
+    def twice(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.stack([dropout(tensor, 0.5), dropout(tensor, 0.5)])
+
+    tensor = torch.ones(64, 64, requires_grad=True)
+    result = torch.compile(twice, backend="aot_eager")(tensor)
+    assert not torch.equal(result[0], result[1])
+    result.sum().backward()
+    assert torch.equal(tensor.grad, result.detach().sum(0))

@@ -9,6 +9,7 @@ shown is its own error.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import signal
@@ -18,7 +19,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from fastloop.errors import UsageError
 
@@ -157,3 +158,11 @@ def end_with_launcher() -> None:
     ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
     if os.getppid() != int(parent.partition(" ")[0]):
         sys.exit(128 + signal.SIGTERM)
+
+
+def leave(code: int) -> NoReturn:
+    """End one of several processes without tearing the interpreter down: threads of torch's may still wait for it then, and abort."""
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -61,8 +61,10 @@ def train(
         if run.interrupted:
             again = " ".join(filter(None, ["fastloop", *command, launch.options(), "--resume"]))
             typer.echo(f"Stopped and saved at step {run.state.step}. Go on with: {again}")
-    if run.interrupted:
-        raise typer.Exit(launch.INTERRUPTED)
+    code = launch.INTERRUPTED if run.interrupted else 0
+    if run.world_size > 1:
+        launch.leave(code)
+    raise typer.Exit(code)
 
 
 def show_summary(summary: dict[str, Any], folder: Path) -> None:

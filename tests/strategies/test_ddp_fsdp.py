@@ -45,7 +45,6 @@ TWO = [
     *(run(f"{name} 2 compiled", name, COMPILE) for name in ("ddp", "fsdp")),
     *(run(f"{name} 2 best", name, {"checkpoint-best": {"monitor": "loss"}}) for name in ("ddp", "fsdp")),
     *(run(f"{name} 2 eval", name, model_mode="eval") for name in ("ddp", "fsdp")),
-    *(run(f"{name} 2 workers", name, {"dataloader-workers": {"num_workers": 2}}, data="uneven", train={"epochs": 1}) for name in ("ddp",)),
     run("ddp options", {"ddp": {"gradient_as_bucket_view": False, "bucket_cap_mb": 1}}, train=MICRO),
     run("ddp static", {"ddp": {"static_graph": True}}),
     run("ddp static refused", {"ddp": {"static_graph": True}}, train=MICRO),

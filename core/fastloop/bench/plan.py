@@ -8,10 +8,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from fastloop.errors import PluginError, UsageError, did_you_mean
+from fastloop.errors import UsageError, did_you_mean
 from fastloop.plugin import Plugin
 from fastloop.recipe import Recipe, make_recipe
-from fastloop.registry import DEFAULTS, load, resolve
+from fastloop.registry import DEFAULTS, Resolution, load, resolve
+from fastloop.state import AcceleratorDraft, DataLoaderDraft, OptimizerDraft
 
 if TYPE_CHECKING:
     from fastloop.machine import Machine
@@ -128,8 +129,10 @@ def make_ladder(recipe: Recipe, baseline: Recipe, lifted: Sequence[str], sets: S
         raise UsageError(f"--ladder: {wanted!r} is no plugin that can be put to the test here.{did_you_mean(wanted, tested)}")
     if not tested:
         raise UsageError(f"{recipe.where}: lists no plugin to measure. Add some: --with A,B. `fastloop plugins` lists them.")
+    resolution = check(make_recipe(with_only(baseline, ()), recipe.source))
     if not ladder.absent and not sets:
-        resolve(make_recipe(with_only(recipe, tested), recipe.source))  # what is wrong with the whole is wrong with the recipe
+        resolution = check(make_recipe(with_only(recipe, tested), recipe.source))  # what is wrong with the whole is wrong with the recipe
+    resolution.hooks.check_recipe(recipe=recipe)
 
     ladder.rungs.append(Rung(BASELINE, (), "baseline", at_baseline=bool(lifted)))
     if lifted:
@@ -175,10 +178,26 @@ def closure(ladder: Ladder, name: str) -> tuple[str, ...]:
 def unresolvable(ladder: Ladder, names: Sequence[str]) -> str | None:
     """Why plugins cannot run together and without others; None: they can."""
     try:
-        resolve(make_recipe(with_only(ladder.recipe, names), ladder.recipe.source))
-    except PluginError as error:
+        check(make_recipe(with_only(ladder.recipe, names), ladder.recipe.source))
+    except UsageError as error:
         return str(error).removeprefix(f"{ladder.recipe.where}: ")
     return None
+
+
+def check(recipe: Recipe) -> Resolution:
+    """Resolve a recipe, and have its plugins write their drafts, which may contradict each other.
+
+    Raises:
+        UsageError: It cannot run.
+    """
+    resolution = resolve(recipe)
+    for hook, draft in (
+        ("configure_accelerator", AcceleratorDraft()),
+        ("configure_dataloader", DataLoaderDraft()),
+        ("configure_optimizer", OptimizerDraft()),
+    ):
+        resolution.draft(hook, draft)
+    return resolution
 
 
 def _tested(recipe: Recipe) -> Iterator[str]:

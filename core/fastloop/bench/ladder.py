@@ -123,9 +123,8 @@ class Bench:
                 else:
                     self.measured[rung.key].append(found)
                     rate, unit = speed(found)
-                    self.say(
-                        f"repeat {repeat + 1}/{self.settings.repeats}  {rung.title}: {rate:,.1f} {unit}/s ({found['process_seconds']:.1f} s)"
-                    )
+                    took = f"{rate:,.1f} {unit}/s ({found['process_seconds']:.1f} s)"
+                    self.say(f"repeat {repeat + 1}/{self.settings.repeats}  {rung.title}: {took}")
             self._refresh()
 
     def _measure(self, rung: Rung, repeat: int) -> dict[str, Any]:

@@ -7,6 +7,12 @@ from typing import Any
 from fastloop.bench.measure import LOUD
 from fastloop.bench.parity import BROKEN, FAILED
 
+READING = (
+    "Factors are medians of the paired repeats, of real tokens/s where the task counts tokens, with 95% bootstrap intervals; a difference "
+    "is claimed from five pairs on, when the interval leaves 1 out. First steps: what the warm-up took beyond as many usual steps, with "
+    "nothing compiled yet, and again. Peak memory is the whole process's."
+)
+
 Table = tuple[list[str], list[list[str]]]
 
 
@@ -58,6 +64,35 @@ def ladder_table(record: dict[str, Any]) -> Table:
     return header, lines
 
 
+def short_table(record: dict[str, Any]) -> Table:
+    """The same as narrow as a terminal."""
+    rows = [row for row in record["rungs"] if row["kind"] != "without"]
+    unit = next((row["results"]["unit"] for row in rows if row["results"]), "samples")
+    lines = []
+    for row in rows:
+        results = row["results"]
+        if results is None:
+            lines.append([row["title"], "", "", "", "", _reason(row)])
+            continue
+        over, base = results["over_before"], results["over_baseline"]
+        said = [
+            over["verdict"] if over else "",
+            _pays(results) and f"pays {_pays(results)}",
+            row["error"] and f"then failed: {row['error']}",
+        ]
+        lines.append(
+            [
+                row["title"],
+                f"{results[f'{unit}_per_second']['median']:,.0f}",
+                _with_interval(over, ".2f").replace(" to ", "-"),
+                f"{base['median']:.2f}" if base else "",
+                f"{results['peak_memory_bytes'] / 2**20:,.0f}",
+                "; ".join(filter(None, said)),
+            ]
+        )
+    return ["rung", f"{unit}/s", "x before", "x base", "MiB", "verdict"], lines
+
+
 def without_table(record: dict[str, Any]) -> Table | None:
     """What each plugin wins where all others are there."""
     rows = [row for row in record["rungs"] if row["kind"] == "without"]
@@ -67,8 +102,8 @@ def without_table(record: dict[str, Any]) -> Table | None:
     for row in rows:
         over = row["results"] and row["results"]["over_before"]
         more = row["results"] and over and f"{row['results']['peak_memory_bytes'] / 2**20:,.0f}"
-        lines.append([row["adds"][0], _with_interval(over, ".2f"), over["verdict"] if over else _reason(row), more or ""])
-    return ["plugin", "x full set without it", "verdict", "peak MiB without it"], lines
+        lines.append([row["adds"][0], _with_interval(over, ".2f"), more or "", over["verdict"] if over else _reason(row)])
+    return ["plugin", "x full set without it", "MiB without it", "verdict"], lines
 
 
 def parity_table(record: dict[str, Any]) -> Table | None:
@@ -140,13 +175,8 @@ def markdown(record: dict[str, Any]) -> str:
         lines += [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows]
         lines.append("")
     lines += [f"- {note}" for note in notes(record)]
-    lines += [
-        "",
-        f"Windows of {settings['steps']} steps after {settings['warmup']}, {settings['repeats']} repeats in fresh processes, in turn forwards and "
-        "backwards. Factors are medians of the paired repeats, of real tokens/s where the task counts tokens, with 95% bootstrap intervals; a "
-        "difference is claimed from five pairs on, when the interval leaves 1 out. First steps: what the warm-up took beyond as many usual steps, "
-        "with nothing compiled yet, and again. Peak memory is the whole process's.",
-    ]
+    window = f"Windows of {settings['steps']} steps after {settings['warmup']}, {settings['repeats']} repeats"
+    lines += ["", f"{window} in fresh processes, in turn forwards and backwards. {READING}"]
     return "\n".join(lines) + "\n"
 
 
@@ -156,8 +186,10 @@ def show(record: dict[str, Any]) -> None:
     from rich.markup import escape
     from rich.table import Table as RichTable
 
-    for title, (header, rows) in tables(record):
-        table = RichTable(*header, box=None, pad_edge=False, title=title, title_justify="left", title_style="bold")
+    for title, (header, rows) in [("The ladder", short_table(record)), *tables(record)[1:]]:
+        table = RichTable(box=None, pad_edge=False, title=title, title_justify="left", title_style="bold")
+        for number, name in enumerate(header, start=1):
+            table.add_column(name, no_wrap=number < len(header))  # the last column has the words
         for row in rows:
             table.add_row(*map(escape, row))
         rich.print(table)

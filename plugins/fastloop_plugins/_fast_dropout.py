@@ -72,7 +72,7 @@ class Attention(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float, p: float) -> Tensor:
         """The probabilities of a piece are never larger than ``PIECE``, or one head's."""
         query, key, value = (query * scale).contiguous(), key.contiguous(), value.contiguous()
-        batch, heads, length, width = query.shape
+        batch, heads, length, _ = query.shape
         integers = INTEGERS[query.element_size()]
         probabilities, output = query.new_empty(batch, heads, length, key.shape[2]), torch.empty_like(query)
         if bias is not None:

@@ -52,6 +52,11 @@ def test_the_choice_and_its_reason_are_said(caplog):
     caplog.set_level(logging.INFO, "fastloop")
     run(Attention())
     assert "attention: blocked, since the device is cpu" in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # on loading torch's compiler
+def test_with_compile_it_is_torchs(caplog):
+    caplog.set_level(logging.INFO, "fastloop")
     run(Attention(), Compile())
     assert "attention: sdpa, since compile would end a graph" in caplog.text
 

@@ -99,9 +99,22 @@ class Stops(Plugin):
     def before_fit(self, run):
         if run.recipe.train.seed % 2:
             raise KeyboardInterrupt
+
+class Early(Plugin):
+    "Wants a variable that counts only when a process has it from its start."
+    name = "early"
+
+    @hookimpl
+    def environment(self):
+        return {"FASTLOOP_EARLY": "yes"}
+
+    @hookimpl
+    def write_summary(self, summary):
+        with open("/proc/self/environ") as file:
+            summary["early"] = "FASTLOOP_EARLY=yes" in file.read()
 """
 
-NAMES = ("honest", "lies", "fails", "dies", "hangs", "needy", "asks", "stops")
+NAMES = ("honest", "lies", "fails", "dies", "hangs", "needy", "asks", "stops", "early")
 
 
 @pytest.fixture
@@ -174,9 +187,9 @@ def rungs(record: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.slow
 def test_a_ladder_measures_each_rung_in_fresh_processes_and_writes_what_it_found(recipe, bench):
-    code, out, record = bench(recipe("honest"), *SHORT, "--json", "copy.json", here=False)
+    code, out, record = bench(recipe("early"), *SHORT, "--json", "copy.json", here=False)
     assert code == 0, out
-    assert list(rungs(record)) == ["baseline", "+ honest"]
+    assert list(rungs(record)) == ["baseline", "+ early"]
     for row in record["rungs"]:
         assert len(row["measurements"]) == 2
         for found in row["measurements"]:
@@ -187,12 +200,13 @@ def test_a_ladder_measures_each_rung_in_fresh_processes_and_writes_what_it_found
             assert found["peak_memory_bytes"] > 2**20
             assert found["total_steps"] == 24  # the recipe's own three epochs
             assert found["summary"]["evaluate"] is None
-    base, honest = (row["measurements"] for row in record["rungs"])
-    assert [found["losses"] for found in base] == [found["losses"] for found in honest]  # the seed of a repeat is all rungs'
+    base, early = (row["measurements"] for row in record["rungs"])
+    assert [found["losses"] for found in base] == [found["losses"] for found in early]  # the seed of a repeat is all rungs'
+    assert all(found["summary"]["early"] for found in early)  # it was started again with what the plugin wants
     assert base[0]["losses"] != base[1]["losses"]
     assert record["complete"]
     assert record["versions"]["planted"] == "1.0"
-    assert rungs(record)["+ honest"]["results"]["over_before"]["pairs"] == 2
+    assert rungs(record)["+ early"]["results"]["over_before"]["pairs"] == 2
     assert "too few repeats to tell" in Path("ladder/bench.md").read_text()
     assert Path("ladder/bench.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads(Path("copy.json").read_text()) == record
@@ -356,7 +370,7 @@ def test_a_plugin_that_lies_about_being_exact_is_found_and_the_exit_code_says_so
     code, out, record = bench(recipe("honest", "lies"), *SHORT, "--no-leave-one-out")
     assert code == 1
     honest, lies = record["parity"]
-    assert (honest["verdict"], lies["verdict"]) == ("holds", "BROKEN".lower())
+    assert (honest["verdict"], lies["verdict"]) == ("holds", "broken")
     assert lies["losses"][0] == lies["control_losses"][0]  # before the first update there is no difference
     assert lies["difference"] > 1e-3
     assert "BROKEN" in out

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fastloop.bench import parity
-from fastloop.bench.measure import foreign_load, run_worker
+from fastloop.bench.measure import LOUD, foreign_load, run_worker
 from fastloop.bench.plan import Ladder, Rung, with_only
 from fastloop.bench.results import rung_results, speed
 from fastloop.bench.worker import Spec
@@ -90,6 +90,8 @@ class Bench:
         """
         before = foreign_load()
         self.record["foreign_load"]["before"] = before
+        if before > LOUD:
+            self.say(f"other work uses {before:.0%} of this machine: intervals will be wide")
         try:
             self._speed()
             if self.settings.parity:

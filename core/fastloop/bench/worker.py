@@ -180,30 +180,37 @@ def whole_length(run: Run, epochs: int, max_steps: int | None) -> int | None:
     return min(limits) if limits else None
 
 
-def start(spec: Spec, meter: Meter) -> Run:
-    """From the specification to a run that is built: all that a measured process does before it trains."""
+def start(spec: Spec, meter: Meter, own: bool) -> Run:
+    """From the specification to a run that is built: all that a measured process does before it trains.
+
+    Args:
+        own: Whether this process is there for the measurement alone, so that it may be started again with variables that plugins want.
+    """
     from fastloop.recipe import make_recipe
     from fastloop.registry import Resolution, resolve
 
     recipe = make_recipe(spec.recipe, Path(spec.source) if spec.source else None)
+    if own:
+        launch.start_again(recipe)
     resolution = resolve(recipe)
     from fastloop.run import Run
 
     return Run(recipe, Resolution([meter, *resolution.plugins], resolution.reasons))
 
 
-def measure(spec: Spec, length: Mapping[str, Any]) -> dict[str, Any]:
+def measure(spec: Spec, length: Mapping[str, Any], own: bool = False) -> dict[str, Any]:
     """Run once. What goes wrong is a result too.
 
     Args:
         length: The recipe's own ``epochs`` and ``max_steps``.
+        own: See ``start``.
     """
     said, logger = Said(), logging.getLogger("fastloop")
     logger.addHandler(said)
     logger.propagate = False
     try:
         meter = Meter(spec, said)
-        run = start(spec, meter)
+        run = start(spec, meter, own)
         summary = run.execute()
         found = meter.read(run) if not spec.evaluates else {"seconds": summary["train_seconds"], "steps": summary["steps"]}
         found |= {"total_steps": whole_length(run, **length), "summary": summary}
@@ -225,7 +232,7 @@ def main() -> None:
     fields = {field.name for field in dataclasses.fields(Spec)}
     spec = Spec(**{name: value for name, value in given.items() if name in fields})
     spec.recipe["output"] = str(target.with_name("run"))  # gone with the result
-    result = measure(spec, given["length"])
+    result = measure(spec, given["length"], own=True)
     aside = target.with_suffix(".partial")
     aside.write_text(json.dumps(result), encoding="utf-8")
     aside.rename(target)

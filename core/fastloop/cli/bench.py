@@ -162,7 +162,7 @@ def this_place(plugins: dict[str, Any], recipe: Any) -> dict[str, Any]:
         "machine": {
             "device": f"{machine.device} ({machine.name})",
             "cores": len(affinity(0)) if affinity else os.cpu_count(),
-            "threads": torch.get_num_threads(),
+            "torch's threads": torch.get_num_threads(),
             "system": platform.platform(),
         },
     }

@@ -164,6 +164,23 @@ class Resolution:
             model = model if replacement is None else replacement
         return model
 
+    def environment(self, recipe: Recipe) -> dict[str, str]:
+        """What plugins want the process to have from its start.
+
+        Raises:
+            PluginError: Two plugins want different values.
+        """
+        wanted: dict[str, tuple[str, str]] = {}
+        for plugin, call in self.each("environment"):
+            for name, value in (call(recipe=recipe) or {}).items():
+                other, before = wanted.setdefault(name, (plugin.name, value))
+                if before != value:
+                    raise PluginError(
+                        f"{recipe.where}: plugins {plugin.name!r} and {other!r} want different values of {name}: {value!r} and {before!r}. "
+                        "Remove one of them."
+                    )
+        return {name: value for name, (_, value) in wanted.items()}
+
     @contextmanager
     def blaming(self) -> Iterator[None]:
         """An error that comes out of a plugin's hook inside is raised as one that names both.

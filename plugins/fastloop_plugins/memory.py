@@ -5,8 +5,8 @@
 
 On Linux a tensor's memory is given back to the system when it is freed, and at the next step each of its pages is zeroed and faulted in
 again. ``fastloop train`` therefore starts itself again with tcmalloc where that is installed (Debian: libtcmalloc-minimal4), else with
-glibc's malloc set to keep what it has. In Python, where nothing is started again, glibc's is set as far as a running process can. On CUDA,
-segments grow instead of being cut up when lengths vary. The summary's ``memory`` counts page faults a step, and CUDA's retries.
+glibc's malloc set to keep what it has. In Python, where nothing is started again, what to start it with is said. On CUDA, segments grow
+instead of being cut up when lengths vary. The summary's ``memory`` counts page faults a step, and CUDA's retries.
 """
 
 from __future__ import annotations
@@ -36,8 +36,6 @@ SETTINGS = {
 TUNABLES = {"mmap_max": 0, "trim_threshold": 2**40, "top_pad": 2**26, "arena_max": 1, "tcache_count": 0, "mxfast": 0}
 """Of glibc.malloc. Without the last two, what aligned blocks leave over at their ends keeps neighbours from being joined, and a freed
 block is too small for the next of its size (glibc's bug 14581, until 2.38)."""
-MALLOPT = {-4: 0, -1: -1, -2: 2**26, -8: 1, 1: 0}
-"""The same by mallopt(3), which has no tcache_count."""
 
 
 class Memory(Plugin):
@@ -69,20 +67,19 @@ class Memory(Plugin):
         return {"GLIBC_TUNABLES": ":".join(f"glibc.malloc.{name}={value}" for name, value in TUNABLES.items())}
 
     @hookimpl
-    def check_recipe(self, recipe: Recipe) -> None:
-        """Before torch asks for any memory to speak of."""
+    def check_recipe(self) -> None:
+        """Before torch asks for any memory on a GPU."""
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-        preloaded = os.environ.get("LD_PRELOAD", "")
-        self.allocator = next((name for name in LIBRARIES if name in preloaded), platform.libc_ver()[0] or "the system's")
-        if self.allocator == "glibc":
-            mallopt = ctypes.CDLL(None).mallopt
-            for name, value in MALLOPT.items():
-                mallopt(name, value)
 
     @hookimpl
     def before_fit(self, run: Run) -> None:
-        if run.device.type == "cpu" and self.allocator not in (*LIBRARIES, "glibc"):
-            logger.warning("memory: this system's allocator is not glibc's: it stays as it is")
+        if run.device.type == "cpu":
+            wanted = self.environment(run.recipe)
+            missing = [f"{name}={value}" for name, value in wanted.items() if name not in os.environ]
+            if missing:
+                logger.warning("memory: freed memory is given back, since Python was started without: %s", " ".join(missing))
+            elif not wanted:
+                logger.warning("memory: this system's allocator is not glibc's: it stays as it is")
         self.before, self.step = faults(), run.state.step
 
     @hookimpl
@@ -92,7 +89,9 @@ class Memory(Plugin):
         if not hasattr(self, "before"):
             return
         steps = max(run.state.step - self.step, 1)
-        summary["memory"] = {"allocator": self.allocator, "page_faults_a_step": (faults() - self.before) / steps}
+        preloaded = os.environ.get("LD_PRELOAD", "")
+        allocator = next((name for name in LIBRARIES if name in preloaded), platform.libc_ver()[0] or "the system's")
+        summary["memory"] = {"allocator": allocator, "page_faults_a_step": (faults() - self.before) / steps}
         if run.device.type == "cuda":
             found = torch.cuda.memory_stats(run.device)
             summary["memory"] |= {

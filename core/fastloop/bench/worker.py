@@ -187,11 +187,11 @@ def start(spec: Spec, meter: Meter, own: bool) -> Run:
         own: Whether this process is there for the measurement alone, so that it may be started again with variables that plugins want.
     """
     from fastloop.recipe import make_recipe
-    from fastloop.registry import Resolution, resolve
+    from fastloop.registry import Resolution, resolve, select
 
     recipe = make_recipe(spec.recipe, Path(spec.source) if spec.source else None)
     if own:
-        launch.start_again(recipe)
+        launch.start_again(select(recipe).environment(recipe))
     resolution = resolve(recipe)
     from fastloop.run import Run
 

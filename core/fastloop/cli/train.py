@@ -39,7 +39,7 @@ def train(
     """Train a recipe: writes the run folder and prints its summary."""
     from fastloop.cli.messages import show_messages
     from fastloop.recipe import load_recipe
-    from fastloop.registry import resolve
+    from fastloop.registry import resolve, select
 
     loaded = load_recipe(recipe, overrides or (), names(with_), names(without))
     command = ["train", recipe, *(overrides or ())]
@@ -48,7 +48,7 @@ def train(
         resumed = [] if resume is None else [f"--resume={resume}"]
         raise typer.Exit(launch.launch([*command, *resumed], nproc, nnodes, node_rank, master, Path(loaded.output)))
     launch.end_with_launcher()
-    launch.start_again(loaded)
+    launch.start_again(select(loaded).environment(loaded))
     show_messages()
     resolution = resolve(loaded)
     from fastloop.run import Run  # here, so that what is wrong with a recipe is said before torch is loaded

@@ -1,7 +1,8 @@
 """Runs on several processes of plugins that act on more than one: ``python plugin_runs.py RUNS.json RESULTS.json``, started once a process.
 
-A run: ``name``, its folder; ``plugins``: names; ``ledger``, ``bucketing`` and ``recompute``: options of those; ``faulty``: each process takes
-the same share; ``data``: map, lengths, stream or sharded; ``dropout``; ``workers``; ``train``; ``resume``. Its result: losses, weights, the summary's ledger or the error.
+A run: ``name``, its folder; ``plugins``: names; ``ledger``, ``bucketing`` and ``recompute``: options of those; ``faulty``: each process
+takes the same share; ``data``: map, lengths, stream or sharded; ``dropout``; ``workers``; ``train``; ``resume``. Its result: losses,
+weights, the summary's ledger or the error.
 """
 
 from __future__ import annotations

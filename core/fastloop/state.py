@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -170,6 +170,8 @@ class DataLoaderDraft(Draft):
     """``arrange(dataset, ids, batch_size, generator)``: the order in which a map-style dataset's samples come. To train, ``ids`` are the
     epoch's in random order and the generator is for further draws: the same on all processes. To evaluate, they count up and there is
     none. An optimizer step takes the next ``batch_size`` samples, and its processes and micro-steps consecutive shares of them."""
+    placing: Callable[[Iterable[list[Batch]], Callable[[list[Batch]], list[Batch]]], Iterable[list[Batch]]] | None = None
+    """``placing(steps, place)``: steps of batches on the host -> on the device; ``place`` takes one step there. None: each in its turn."""
     split: Callable[[Any, list[int], int], list[list[int]]] | None = None
     """``split(dataset, ids, processes)``: a step's sample ids as micro-batches, instead of shares of ``device_batch_size``. Processes take
     them in turn, one each micro-step. Every id once; the same on all processes. Evaluation is split likewise."""

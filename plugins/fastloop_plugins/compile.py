@@ -14,11 +14,11 @@ import logging
 import os
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastloop import DataLoaderDraft, Plugin, PluginError, hookimpl, option
 from fastloop_plugins._blocks import transformer_blocks
+from fastloop_plugins._cache import user_cache
 
 if TYPE_CHECKING:
     from torch import nn
@@ -77,8 +77,7 @@ class Compile(Plugin):
         dynamo.recompile_limit = self.config.recompile_limit
         functorch.force_non_lazy_backward_lowering = True  # a backward that cannot be compiled is met in the forward, where it is caught
         if self.config.cache:
-            folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fastloop" / "compiled"
-            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
+            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(user_cache("compiled")))
         torch._inductor.config.fx_graph_cache = self.config.cache
         self.before = self._seconds()
         for module in self._targets(run.unwrapped()):  # inside what a strategy put around it, which no graph can hold

@@ -58,7 +58,7 @@ class FusedOptimizer(Plugin):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         if eight_bits(self.config):
-            self.parity = "reduced-precision"  # type: ignore[misc] # with this option it promises less
+            self.parity = "reduced-precision"  # type: ignore[assignment, misc] # with this option it promises less
 
     @hookimpl
     def check_recipe(self, recipe: Recipe) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,10 @@ aten = torch.ops.aten
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 LANES = 0x0001000100010001
 """The number with a one in each of the four 16-bit lanes of a 64-bit integer."""
+BLOCKED = "fastloop_blocked"
+"""What transformers knows the attention by, where dropout is torch's."""
+LONGEST = 1024
+"""Tokens of a sequence whose attention probabilities are kept for backward without dropout: T x T numbers for each head."""
 PIECE = 2**21
 """Attention probabilities that are worked on at once: they stay in a core's cache, where the same work is two to four times as fast."""
 
@@ -72,7 +77,7 @@ class Attention(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float, p: float) -> Tensor:
         """The probabilities of a piece are never larger than ``PIECE``, or one head's."""
         query, key, value = (query * scale).contiguous(), key.contiguous(), value.contiguous()
-        batch, heads, length, width = query.shape
+        batch, heads, length, _ = query.shape
         integers = INTEGERS[query.element_size()]
         probabilities, output = query.new_empty(batch, heads, length, key.shape[2]), torch.empty_like(query)
         if bias is not None:
@@ -145,12 +150,19 @@ def attention(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
+    drops: bool = True,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """In the form of transformers' attention functions: (B, H, T, D) to (B, T, H, D). Without dropout it is ``sdpa``."""
+    """In the form of transformers' attention functions: (B, H, T, D) to (B, T, H, D).
+
+    Where nothing is trained, where half of the scores would be masked, or for sequences so long that their probabilities are better not
+    kept, it is ``sdpa``; so it is for dropout without ``drops``.
+    """
     from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
-    if not dropout or not torch.is_grad_enabled():
+    causal = attention_mask is None and query.shape[2] > 1 and bool(kwargs.get("is_causal") or getattr(module, "is_causal", False))
+    torchs = not drops if dropout else causal or query.shape[2] * key.shape[2] > LONGEST**2
+    if torchs or not torch.is_grad_enabled():
         plain: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
@@ -161,7 +173,7 @@ def attention(
     groups = query.shape[1] // key.shape[1]
     key, value = repeat_kv(key, groups), repeat_kv(value, groups)
     bias = None
-    if attention_mask is None and query.shape[2] > 1 and (kwargs.get("is_causal") or getattr(module, "is_causal", False)):
+    if causal:
         attention_mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril(key.shape[2] - query.shape[2])[None, None]
     if attention_mask is not None:
         bias = attention_mask
@@ -170,3 +182,22 @@ def attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     output: Tensor = Attention.apply(query, key, value, bias, scale, dropout)  # type: ignore[no-untyped-call]
     return output.transpose(1, 2).contiguous(), None
+
+
+def use(model: Any, name: str, drops: bool) -> bool:
+    """Have a transformers model's attention computed here, where it could be torch's; whether it is so now.
+
+    Args:
+        name: What transformers is to know it by.
+        drops: Whether dropout is drawn here too.
+    """
+    found: Any = next((module for module in model.modules() if hasattr(module, "set_attn_implementation")), None)
+    if found is None or not getattr(found, "_supports_sdpa", False):
+        return False
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+    AttentionInterface.register(name, partial(attention, drops=drops))
+    AttentionMaskInterface.register(name, sdpa_mask)
+    found.set_attn_implementation(name)
+    return True

@@ -1,9 +1,9 @@
 """From datasets to the batches of a step: one order of samples for a seed, however many processes or workers read it.
 
 The order of an epoch is ``torch.randperm(n, generator=manual_seed(seed + epoch))``. An optimizer step takes the next ``batch_size``
-of it; its micro-steps and processes take consecutive shares. So the position in the data is one number, the samples drawn in the epoch,
-and a resumed run starts there at once, whatever the number of processes was. Nothing here draws from the global random state:
-dropout sees the same numbers with and without workers.
+of it; its micro-steps and processes take consecutive shares, or the parts that a plugin splits it into. So the position in the data is
+one number, the samples drawn in the epoch, and a resumed run starts there at once, whatever the number of processes was. Nothing here
+draws from the global random state: dropout sees the same numbers with and without workers.
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ class Draw(list[int]):
 
     seed: int = 0
     fills: bool = False
+    last: bool = False
 
 
 class _Read(list[Any]):
-    """Samples of a micro-batch, with their ids."""
+    """Samples of a micro-batch, with their ids, and whether it is its step's last on this process."""
 
     ids: tuple[int, ...] = ()
+    last: bool = False
 
 
 class _Numbered(tuple[int, Any]):
@@ -56,6 +58,7 @@ class StepSampler(Sampler[Draw]):
         device_batch_size: Samples a micro-batch of one process.
         shuffle: Whether to permute; otherwise the ids count up.
         arrange: Gives ids another order; see ``DataLoaderDraft``, less its first argument.
+        split: Makes micro-batches of a step's ids; see there too.
     """
 
     def __init__(
@@ -68,8 +71,9 @@ class StepSampler(Sampler[Draw]):
         seed: int,
         shuffle: bool,
         arrange: Callable[[list[int], int, torch.Generator | None], list[int]] | None = None,
+        split: Callable[[list[int], int], list[list[int]]] | None = None,
     ) -> None:
-        self.size, self.batch_size, self.device_batch_size, self.arrange = size, batch_size, device_batch_size, arrange
+        self.size, self.batch_size, self.device_batch_size, self.arrange, self.split = size, batch_size, device_batch_size, arrange, split
         self.rank, self.world_size, self.seed, self.shuffle = rank, world_size, seed, shuffle
         self.epoch = self.start = 0
 
@@ -79,15 +83,21 @@ class StepSampler(Sampler[Draw]):
         ids = list(range(self.size)) if generator is None else torch.randperm(self.size, generator=generator).tolist()
         return ids if self.arrange is None else self.arrange(ids, self.batch_size, generator)
 
+    def micro_batches(self, ids: list[int]) -> list[list[int]]:
+        """A step's ids as micro-batches of all processes."""
+        if self.split is not None:
+            return self.split(ids, self.world_size)
+        return [ids[first : first + self.device_batch_size] for first in range(0, len(ids), self.device_batch_size)]
+
     def __iter__(self) -> Iterator[Draw]:
-        order, share = self.order(), self.device_batch_size * self.world_size
-        for step in range(self.start, self.size, self.batch_size):
-            end = min(step + self.batch_size, self.size)
-            for begin in range(step, end, share):
-                mine = begin + self.rank * self.device_batch_size
-                draw = Draw(order[mine : min(mine + self.device_batch_size, end)] or order[begin : begin + 1])
-                draw.fills = mine >= end
-                draw.seed = hash((self.seed, self.epoch, mine)) % 2**32
+        order = self.order()
+        for start in range(self.start, self.size, self.batch_size):
+            parts = self.micro_batches(order[start : start + self.batch_size])
+            for first in range(0, len(parts), self.world_size):
+                mine = first + self.rank
+                draw = Draw(parts[mine] if mine < len(parts) else parts[first][:1])
+                draw.fills, draw.last = mine >= len(parts), first + self.world_size >= len(parts)
+                draw.seed = hash((self.seed, self.epoch, start + sum(map(len, parts[:mine])))) % 2**32
                 yield draw
 
 
@@ -147,7 +157,10 @@ class _Samples(Dataset[Any]):
             _seed(draw.seed)
         samples = _Read(self.read(draw))
         samples.ids = tuple(draw)
-        return [_Filler(samples)] if draw.fills else samples
+        if draw.fills:
+            samples = _Read([_Filler(samples)])
+        samples.last = draw.last
+        return samples
 
 
 class _Stream(IterableDataset[Any]):
@@ -202,12 +215,12 @@ class _Collate:
 
     def __call__(self, samples: list[Any]) -> Batch:
         fills = bool(samples) and isinstance(samples[0], _Filler)
-        ids = samples.ids if isinstance(samples, _Read) else ()
+        ids, last = (samples.ids, samples.last) if isinstance(samples, _Read) else ((), False)
         if samples and isinstance(samples[0], _Numbered):
             ids, samples = tuple(number for number, _ in samples), [sample for _, sample in samples]
         result = self.collator(samples[0] if fills else samples)
         batch = result if isinstance(result, Batch) else Batch(result)
-        batch.samples, batch.ids = len(samples), ids
+        batch.samples, batch.ids, batch.last = len(samples), ids, last
         batch.weight = batch.weight or batch.samples
         if fills:
             batch.samples = batch.weight = batch.tokens = 0
@@ -261,7 +274,8 @@ class Loader:
             self.loader: DataLoader[Any] = DataLoader(self.stream, batch_size=device_batch_size, **arguments)
         else:
             arrange = partial(draft.arrange, dataset) if draft.arrange is not None else None
-            self.sampler = StepSampler(len(dataset), batch_size, device_batch_size, rank, world_size, seed, shuffle, arrange)
+            split = partial(draft.split, dataset) if draft.split is not None else None
+            self.sampler = StepSampler(len(dataset), batch_size, device_batch_size, rank, world_size, seed, shuffle, arrange, split)
             self.loader = DataLoader(_Samples(dataset), batch_sampler=self.sampler, **arguments)
 
     def steps_per_epoch(self) -> int | None:
@@ -316,7 +330,7 @@ class Loader:
         group: list[Batch] = []
         for batch in self.batches(epoch, start):
             group.append(batch)
-            if len(group) == self.micro_steps:
+            if batch.last or (self.sampler is None and len(group) == self.micro_steps):
                 yield group
                 group = []
         if group:

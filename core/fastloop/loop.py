@@ -37,7 +37,7 @@ def fit(run: Run) -> None:
         while state.epoch < run.recipe.train.epochs and not run.stopping():
             with resume.same_random_states(state.epoch_samples > 0):
                 hooks.before_epoch(run=run)
-            for batches in run.train_loader.steps(state.epoch, state.epoch_samples):
+            for batches in run.placed(run.train_loader.steps(state.epoch, state.epoch_samples)):
                 loss = train_step(run, batches)
                 hooks.after_step(run=run, loss=loss)
                 run.agree()
@@ -66,7 +66,7 @@ def fit(run: Run) -> None:
 
 
 def train_step(run: Run, batches: list[Batch]) -> Tensor:
-    """One optimizer step over its micro-batches.
+    """One optimizer step over its micro-batches, which are on the device.
 
     Each micro-batch's mean loss counts by its weight (samples, or target tokens), so the step's gradient is that of the mean over the
     whole step, however it was split.
@@ -75,7 +75,6 @@ def train_step(run: Run, batches: list[Batch]) -> Tensor:
         The step's mean loss over all processes: 0-dim, detached, on the device.
     """
     hooks, optimizer = run.hooks, run.optimizer
-    batches = [run.place(batch) for batch in batches]
     hooks.before_step(run=run, batches=batches)
     totals = run.totals(batches)
     total = totals.weight / run.world_size  # gradients are averaged over processes, whose shares may differ
@@ -123,8 +122,7 @@ def evaluation_loop(run: Run, split: str) -> dict[str, float]:
     if run.metrics is not None:
         run.metrics.reset()
     losses = torch.zeros(2, dtype=torch.float64)  # sum of loss x weight, sum of weights
-    for batch in run.eval_loaders[split].batches():
-        batch = run.place(batch)
+    for (batch,) in run.placed([batch] for batch in run.eval_loaders[split].batches()):
         output = run.hooks.compute_loss(run=run, model=run.model, batch=batch.inputs)
         losses += torch.tensor([output.loss.item() * batch.weight, batch.weight], dtype=torch.float64)
         if run.metrics is not None and output.predictions is not None and batch.samples:  # none: only here to compute along

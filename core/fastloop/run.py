@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from time import perf_counter
@@ -172,11 +172,15 @@ class Run:
         added = [name for plugin in self.resolution.plugins for name in plugin.adds_metrics]
         return ["loss", *(map(str, self.metrics) if self.metrics is not None else ()), *added]
 
-    def place(self, batch: Batch) -> Batch:
-        """The batch with its inputs on the device."""
+    def placed(self, steps: Iterable[list[Batch]]) -> Iterable[list[Batch]]:
+        """The steps' batches with their inputs on the device."""
+        return map(self._place, steps) if self.loading.placing is None else self.loading.placing(steps, self._place)
+
+    def _place(self, batches: list[Batch]) -> list[Batch]:
         if self.device.type != "cpu":
-            batch.inputs = send_to_device(batch.inputs, self.device, non_blocking=self.loading.pin_memory)
-        return batch
+            for batch in batches:
+                batch.inputs = send_to_device(batch.inputs, self.device, non_blocking=self.loading.pin_memory)
+        return batches
 
     def totals(self, batches: list[Batch]) -> Totals:
         """What a step's micro-batches add up to, over all processes."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -73,6 +73,7 @@ class Batch:
         tokens: Real tokens, padding not counted.
         ids: Sample ids, filled in by the loader: indices of a map-style dataset, positions in an iterable one.
         worker: The worker that read it; -1: the process itself.
+        last: Whether it is its step's last on this process; filled in by the loader, for map-style datasets.
     """
 
     inputs: Any
@@ -81,6 +82,7 @@ class Batch:
     tokens: int = 0
     ids: tuple[int, ...] = ()
     worker: int = -1
+    last: bool = False
 
     def pin_memory(self) -> Batch:
         """Called by torch's DataLoader when ``pin_memory`` is on."""
@@ -168,6 +170,11 @@ class DataLoaderDraft(Draft):
     """``arrange(dataset, ids, batch_size, generator)``: the order in which a map-style dataset's samples come. To train, ``ids`` are the
     epoch's in random order and the generator is for further draws: the same on all processes. To evaluate, they count up and there is
     none. An optimizer step takes the next ``batch_size`` samples, and its processes and micro-steps consecutive shares of them."""
+    placing: Callable[[Iterable[list[Batch]], Callable[[list[Batch]], list[Batch]]], Iterable[list[Batch]]] | None = None
+    """``placing(steps, place)``: steps of batches on the host -> on the device; ``place`` takes one step there. None: each in its turn."""
+    split: Callable[[Any, list[int], int], list[list[int]]] | None = None
+    """``split(dataset, ids, processes)``: a step's sample ids as micro-batches, instead of shares of ``device_batch_size``. Processes take
+    them in turn, one each micro-step. Every id once; the same on all processes. Evaluation is split likewise."""
 
 
 class OptimizerDraft(Draft):

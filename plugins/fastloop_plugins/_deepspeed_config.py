@@ -112,6 +112,12 @@ class Configuration:
         """
         precision, options = run.accelerator.mixed_precision, self.options
         self.half = precision == "fp16" or look(self.json, "bf16.enabled") is True
+        if run.loading.split is not None:
+            splitter = run.loading.writers["split"]
+            raise PluginError(
+                f"{run.recipe.where}: plugins.deepspeed: its steps are of one number of micro-steps, and {splitter!r} splits each as its "
+                f"samples want it. Take another strategy, or leave out the option of {splitter!r} that does so."
+            )
         self._agree("train_micro_batch_size_per_gpu", "the batch of a device", run.device_batch_size)
         self._agree("gradient_accumulation_steps", "the number of micro-steps", run.micro_steps)
         says = f"in the recipe, whose precision is {precision!r}, it"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,18 +16,16 @@ class Sequences:
     """A map-style dataset of token ids, kept in one array: reading a sample is a slice, and workers share the memory.
 
     Args:
-        ids: Token ids of every sample.
+        ids: Token ids of all samples, end to end. Mapped from a file, only what is read is in memory.
+        lengths: Tokens of every sample.
         labels: A label for every sample, where there are any.
 
     Attributes:
         lengths: Tokens of every sample, for what groups or packs them.
     """
 
-    def __init__(self, ids: Iterable[Sequence[int] | NDArray[Any]], labels: Sequence[int] | None = None) -> None:
-        samples = [np.asarray(sample, dtype=np.int32) for sample in ids]
-        self.lengths: NDArray[np.int64] = np.array([len(sample) for sample in samples], dtype=np.int64)
-        self.ends = np.cumsum(self.lengths).tolist()
-        self.ids: NDArray[np.int32] = np.concatenate([np.empty(0, dtype=np.int32), *samples])
+    def __init__(self, ids: NDArray[np.int32], lengths: NDArray[np.int64], labels: Sequence[int] | None = None) -> None:
+        self.ids, self.lengths, self.ends = ids, lengths, np.cumsum(lengths)
         self.labels = None if labels is None else list(labels)
 
     def __len__(self) -> int:

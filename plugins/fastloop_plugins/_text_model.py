@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import os
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,7 @@ from fastloop_plugins._hub import explain, is_hub_name, offline, quiet
 if TYPE_CHECKING:
     from fastloop.recipe import Recipe
     from fastloop.run import Run
+    from fastloop_plugins._cache import Flat
 
 logger = logging.getLogger("fastloop")
 
@@ -61,6 +64,7 @@ class TextModel:
         self.trained: TrainedTokenizer | None = None
         self.tokenizer: Any = None
         self.config: Any = None
+        self.fingerprint: str | None = None
         given = self.options.tokenizer
         if (self.options.name is None) == (self.options.config is None):
             found = "neither" if self.options.name is None else "both"
@@ -165,10 +169,26 @@ class TextModel:
         if self.tokenizer.pad_token_id is None or (not self.classify and not any(ends)):
             raise RecipeError(f"{self.where}.tokenizer: it has no token that {'pads' if self.classify else 'ends a text'}. Give another.")
 
-    def encode(self, texts: list[str], **arguments: Any) -> Iterator[list[int]]:
-        """Token ids of each text."""
+    def tokens(self, texts: list[str], end: int | None = None, **arguments: Any) -> Flat:
+        """Token ids of the texts end to end, and how many each has; from the cache where there is one.
+
+        Args:
+            end: A token to put behind each text.
+            arguments: Of the tokenizer.
+        """
+        from fastloop_plugins import _cache
+
+        folder, rows = _cache.TOKENS.get(), self._encode(texts, [] if end is None else [end], arguments)
+        if folder is None or self.options.trust_remote_code:  # whose code is not among the tokenizer's files
+            return _cache.flat(rows)
+        if self.fingerprint is None:
+            self.fingerprint = fingerprint(self.tokenizer)
+        return _cache.kept(folder, _cache.digest([self.fingerprint, json.dumps([end, arguments], sort_keys=True), *texts]), rows)
+
+    def _encode(self, texts: list[str], end: list[int], arguments: dict[str, Any]) -> Iterator[list[int]]:
         for start in range(0, len(texts), 1000):
-            yield from self.tokenizer(texts[start : start + 1000], return_attention_mask=False, **arguments)["input_ids"]
+            for ids in self.tokenizer(texts[start : start + 1000], return_attention_mask=False, **arguments)["input_ids"]:
+                yield ids + end
 
     # -- the model -------------------------------------------------------------------------------------------------------
 
@@ -224,6 +244,19 @@ class TextModel:
                 model.save_pretrained(folder, state_dict=weights)
                 self.tokenizer.save_pretrained(folder)
         return folder
+
+
+def fingerprint(tokenizer: Any) -> str:
+    """A hash of a tokenizer's files, and of the versions of what reads them. For one that has not tokenised: it keeps the last options."""
+    import tokenizers
+    import transformers
+
+    from fastloop_plugins._cache import digest
+
+    with tempfile.TemporaryDirectory() as folder, quiet():
+        tokenizer.save_pretrained(folder)
+        files = [(path.name.encode(), path.read_bytes()) for path in sorted(Path(folder).iterdir()) if path.is_file()]
+    return digest([transformers.__version__, tokenizers.__version__, *(part for file in files for part in file)])
 
 
 def train_tokenizer(options: TrainedTokenizer, texts: list[str], classify: bool, max_length: int) -> Any:

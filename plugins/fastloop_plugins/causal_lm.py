@@ -9,7 +9,7 @@ plugins:
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Batch, Output, Plugin, RecipeError, hookimpl
@@ -62,12 +62,13 @@ class CausalLM(Plugin):
 
         tokenizer, size = self.text_model.tokenizer, self.data.options.max_length
         end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
-        ids: Iterator[list[int]] = self.text_model.encode([text for text in texts if text.strip()], add_special_tokens=False, verbose=False)
-        stream = np.concatenate([np.empty(0, dtype=np.int32), *(np.array([*text, end], dtype=np.int32) for text in ids)])
-        blocks = [block for start in range(0, len(stream), size) if len(block := stream[start : start + size]) > 1]
-        if not blocks:
+        written = [text for text in texts if text.strip()]
+        ids, _ = self.text_model.tokens(written, end, add_special_tokens=False, verbose=False)
+        blocks, rest = divmod(len(ids), size)
+        lengths = np.array([size] * blocks + [rest] * (rest > 1), dtype=np.int64)
+        if not len(lengths):
             raise RecipeError(f"{self.data.where}: the {split} split has no two tokens: there is no next token to learn.")
-        return Sequences(blocks)
+        return Sequences(ids, lengths)
 
     @hookimpl
     def build_collator(self, run: Run) -> Collator:

@@ -6,6 +6,9 @@
 Lengths are padded to a multiple, so that the compiler meets few shapes. Compiled code is cached between runs. A model that cannot be
 compiled runs eagerly, and one warning says why. Weights keep the names that they have uncompiled. The summary's ``compile`` counts
 graphs, graph breaks and recompilations; ``compile_seconds`` is what training steps spent compiling.
+
+``mode: reduce-overhead`` and ``max-autotune`` record CUDA graphs, one a shape: a step is then launched at once instead of kernel by kernel.
+They pay for small models and few shapes: ``pad_to_multiple_of``, or ``data.padding: max_length``, and whole batches.
 """
 
 from __future__ import annotations
@@ -14,11 +17,11 @@ import logging
 import os
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from fastloop import DataLoaderDraft, Plugin, PluginError, hookimpl, option
+from fastloop import Batch, DataLoaderDraft, Output, Plugin, PluginError, hookimpl, option
 from fastloop_plugins._blocks import transformer_blocks
+from fastloop_plugins._cache import user_cache
 
 if TYPE_CHECKING:
     from torch import nn
@@ -56,6 +59,7 @@ class Compile(Plugin):
         super().__init__(**options)
         self.failure: str | None = None
         self.while_evaluating = 0.0
+        self.records = False
 
     @hookimpl
     def configure_dataloader(self, draft: DataLoaderDraft) -> None:
@@ -77,12 +81,36 @@ class Compile(Plugin):
         dynamo.recompile_limit = self.config.recompile_limit
         functorch.force_non_lazy_backward_lowering = True  # a backward that cannot be compiled is met in the forward, where it is caught
         if self.config.cache:
-            folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fastloop" / "compiled"
-            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
+            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(user_cache("compiled")))
         torch._inductor.config.fx_graph_cache = self.config.cache
+        wanted = self.config.mode in ("reduce-overhead", "max-autotune")
+        self.records = wanted and self.config.backend == "inductor" and run.device.type == "cuda"
+        if wanted and not self.records:
+            logger.warning("compile: mode %s: CUDA graphs are inductor's, for CUDA: none is recorded", self.config.mode)
         self.before = self._seconds()
         for module in self._targets(run.unwrapped()):  # inside what a strategy put around it, which no graph can hold
             self._compile(module)
+
+    @hookimpl
+    def before_step(self, run: Run, batches: list[Batch]) -> None:
+        """Gradients that micro-steps add up must not lie in a graph's memory, which the next replay writes to."""
+        if self.records and len(batches) > 1:
+            import torch
+
+            for parameter in run.model.parameters():
+                if parameter.requires_grad and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+
+    @hookimpl(wrapper=True)
+    def compute_loss(self) -> Generator[None, Output, Output]:
+        if not self.records:
+            return (yield)
+        import torch
+
+        torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call] # what the last micro-step returned is done with
+        output = yield
+        predictions = output.predictions
+        return Output(output.loss.clone(), None if predictions is None else predictions.clone(), output.targets)  # these may be kept
 
     @hookimpl(wrapper=True)
     def evaluate(self) -> Generator[None, Any, Any]:
@@ -106,8 +134,11 @@ class Compile(Plugin):
             "graph_breaks": sum(breaks.values()),
             "graph_break_reasons": sorted(breaks),
             "evaluate_seconds": self.while_evaluating,
+            "cuda_graphs_skipped": utils.counters["inductor"]["cudagraph_skips"] if self.records else None,
             "failure": self.failure,
         }
+        if skipped := summary["compile"]["cuda_graphs_skipped"]:
+            logger.warning("compile: %d graphs could not be recorded as CUDA graphs (TORCH_LOGS=cudagraphs says why)", skipped)
         if len(reasons) >= self.config.recompile_limit:
             logger.warning("compile: %d recompilations: shapes vary too much. Raise pad_to_multiple_of or set dynamic: true.", len(reasons))
 

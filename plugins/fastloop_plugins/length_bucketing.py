@@ -1,18 +1,22 @@
 """Puts samples of like length into one batch, so that little padding is computed.
 
     plugins:
-      - length-bucketing: {window: 100}
+      - length-bucketing: {window: 100, max_tokens: 8192, multiple: 32}
 
 Samples are shuffled, sorted by length inside windows of so many batches, and the batches are shuffled again: nearly all padding goes,
 and the order stays random from epoch to epoch. Every sample comes once, whatever the number of processes, and a run resumes inside an
 epoch. Evaluation goes by length altogether: its metrics are sums. For map-style datasets whose samples have ``input_ids``, or that have
 ``lengths``.
+
+With ``max_tokens`` a device computes at most so many tokens at once, padding included: long samples come in small micro-batches, short ones
+in large ones. Steps still take ``train.batch_size`` samples, so what is trained stays the same. ``multiple`` bounds the number of shapes.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,6 +26,7 @@ if TYPE_CHECKING:
     from torch import Generator
 
     from fastloop import Run
+    from fastloop.recipe import Recipe
 
 logger = logging.getLogger("fastloop")
 
@@ -38,32 +43,98 @@ class LengthBucketing(Plugin):
         """Options."""
 
         window: Annotated[int, option("Batches among whose samples lengths are matched: more is less padding and less chance.", ge=2)] = 100
+        max_tokens: Annotated[int | None, option("Tokens of a device's batch at most, padding included; null: no limit.", ge=1)] = None
+        multiple: Annotated[int | None, option("Pad lengths to a multiple of this; null: leave that to others.", ge=1)] = None
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.known: dict[int, Sequence[int]] = {}  # id of a dataset -> its lengths
 
     @hookimpl
+    def check_recipe(self, recipe: Recipe) -> None:
+        if self.config.max_tokens is None:
+            return
+        where = f"{recipe.where}: plugins.length-bucketing.max_tokens"
+        if recipe.train.device_batch_size is not None:
+            raise PluginError(
+                f"{where}: train.device_batch_size is set too, and both say what a device computes at once. "
+                "Remove one of them: train.device_batch_size=null, or plugins.length-bucketing.max_tokens=null."
+            )
+        if recipe.data.get("padding") == "max_length":
+            raise PluginError(f"{where}: with data.padding: max_length all batches are padded alike. Set data.padding: longest.")
+
+    @hookimpl
     def configure_dataloader(self, draft: DataLoaderDraft) -> None:
-        draft.arrange = self.arrange
+        draft.arrange, self.draft = self.arrange, draft
+        if self.config.multiple is not None:
+            draft.pad_to_multiple_of = self.config.multiple
+        if self.config.max_tokens is not None:
+            draft.split = self.split
 
     @hookimpl
     def check_run(self, run: Run) -> None:
-        if run.train_loader.sampler is None:
-            kind = type(run.datasets["train"]).__name__
-            raise PluginError(f"{run.recipe.where}: plugins.length-bucketing: {kind} is iterable: its order is its own. Leave this out.")
+        where, limit = f"{run.recipe.where}: plugins.length-bucketing", self.config.max_tokens
+        for split, loader in {"train": run.train_loader, **(run.eval_loaders if limit else {})}.items():
+            dataset: Any = loader.dataset
+            if loader.sampler is None:
+                raise PluginError(f"{where}: {split}: {type(dataset).__name__} is iterable: its order is its own. Leave this out.")
+            lengths = self.lengths(dataset)
+            longest = max(range(len(lengths)), key=lengths.__getitem__)
+            if limit is not None and (width := self.width(lengths[longest])) > limit:
+                padded = f", padded to {width}" * (width > lengths[longest])
+                raise PluginError(
+                    f"{where}.max_tokens: sample {longest} of the {split} split has {lengths[longest]} tokens{padded}, and {limit} are "
+                    f"allowed. Set it to {width} or more, or cut samples to {limit // self.width(1) * self.width(1) or limit} "
+                    "(texts: data.max_length)."
+                )
         lengths = self.lengths(run.datasets["train"])
         if min(lengths) == max(lengths):
             logger.warning("length-bucketing: all samples are of length %d: there is nothing to match", lengths[0])
             return
-        plain, bucketed = (self.padding(run, ids) for ids in (list(range(len(lengths))), run.train_loader.sampler.order()))
-        logger.info("length-bucketing: %.0f%% of what is computed is padding, instead of %.0f%%", 100 * bucketed, 100 * plain)
+        sampler: Any = run.train_loader.sampler
+        ids, size = sampler.order(), sampler.batch_size
+        steps = [sampler.micro_batches(ids[first : first + size]) for first in range(0, len(ids), size)]
+        plain = [list(range(first, min(first + run.device_batch_size, len(ids)))) for first in range(0, len(ids), run.device_batch_size)]
+        shapes = self.shapes(lengths, (batch for step in steps for batch in step))
+        share, before = (self.padding(lengths, found) for found in (shapes, self.shapes(lengths, plain)))
+        logger.info("length-bucketing: %.0f%% of what is computed is padding, instead of %.0f%%", 100 * share, 100 * before)
+        logger.info(
+            "length-bucketing: %d shapes in %d micro-batches (%.1f a step), %d widths",
+            len(shapes), sum(shapes.values()), sum(shapes.values()) / len(steps), len({width for _, width in shapes}),
+        )  # fmt: skip
 
-    def padding(self, run: Run, ids: list[int]) -> float:
-        """The share of padding when batches of a device are padded to their longest sample."""
-        lengths, size = self.lengths(run.datasets["train"]), run.device_batch_size
-        batches = [[lengths[index] for index in ids[start : start + size]] for start in range(0, len(ids), size)]
-        return 1 - sum(map(sum, batches)) / sum(max(batch) * len(batch) for batch in batches)
+    def shapes(self, lengths: Sequence[int], batches: Iterable[list[int]]) -> Counter[tuple[int, int]]:
+        """(samples, width) -> how many batches of that shape there are."""
+        return Counter((len(batch), self.width(max(lengths[index] for index in batch))) for batch in batches)
+
+    def padding(self, lengths: Sequence[int], shapes: Counter[tuple[int, int]]) -> float:
+        """The share of padding in what is computed in an epoch."""
+        return 1 - sum(lengths) / sum(samples * width * count for (samples, width), count in shapes.items())
+
+    def width(self, length: int) -> int:
+        """How wide a batch is whose longest sample has this length."""
+        multiple = self.draft.pad_to_multiple_of or 1
+        return -(-length // multiple) * multiple
+
+    def split(self, dataset: Any, ids: list[int], processes: int) -> list[list[int]]:
+        """Micro-batches within ``max_tokens``, no fewer than keep all processes busy; see ``DataLoaderDraft.split``."""
+        lengths, limit = self.lengths(dataset), self.config.max_tokens
+        ids = sorted(ids, key=lambda index: -lengths[index])
+        parts: list[list[int]] = []
+        while ids:
+            fit = max(limit // self.width(max(lengths[ids[0]], 1)), 1)
+            parts.append(ids[:fit])
+            ids = ids[fit:]
+
+        def cost(part: list[int]) -> int:
+            return len(part) * self.width(lengths[part[0]])
+
+        while len(parts) % processes and max(map(len, parts)) > 1:
+            largest = max((part for part in parts if len(part) > 1), key=cost)
+            parts.remove(largest)
+            half = (len(largest) + 1) // 2
+            parts += [largest[:half], largest[half:]]
+        return sorted(parts, key=cost, reverse=True)  # those that are computed side by side are alike
 
     def arrange(self, dataset: Any, ids: list[int], batch_size: int, generator: Generator | None) -> list[int]:
         """Like lengths together; see ``DataLoaderDraft.arrange``."""

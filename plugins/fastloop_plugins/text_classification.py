@@ -51,7 +51,7 @@ class TextClassification(Plugin):
         splits = self.data.load()
         model.finish_tokenizer(splits["train"].texts, max_length)
         return {
-            name: Sequences(model.encode(split.texts, truncation=True, max_length=max_length), split.labels)
+            name: Sequences(*model.tokens(split.texts, truncation=True, max_length=max_length), split.labels)
             for name, split in splits.items()
         }
 

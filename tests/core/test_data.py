@@ -250,3 +250,37 @@ def test_every_size_that_is_offered_does_divide():
                 micro_batches(sizes(batch, int(size)), world)
         else:
             assert micro * steps * world == batch
+
+
+# -- steps that a plugin splits ----------------------------------------------------------------------------------------------------
+
+
+def by_value(dataset: Any, ids: list[int], processes: int) -> list[list[int]]:
+    """Uneven parts: the odd ids in threes, then each even one by itself."""
+    odd = [index for index in ids if index % 2]
+    return [odd[first : first + 3] for first in range(0, len(odd), 3)] + [[index] for index in ids if not index % 2]
+
+
+def split_steps(rank: int, world: int, start: int = 0, workers: int = 0) -> list[list[Batch]]:
+    return list(loader(torch.arange(67), batch=8, rank=rank, world=world, num_workers=workers, split=by_value).steps(2, start))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_a_split_step_has_its_samples_once_on_any_number_of_processes_which_keep_in_step(world):
+    shares = [split_steps(rank, world) for rank in range(world)]
+    assert len({tuple(len(step) for step in share) for share in shares}) == 1
+    order = torch.randperm(67, generator=torch.Generator().manual_seed(5 + 2)).tolist()
+    for number, steps in enumerate(zip(*shares, strict=True)):
+        wanted = order[8 * number : 8 * number + 8]
+        drawn = [batch.ids for micro_step in zip(*steps, strict=True) for batch in micro_step if batch.samples]
+        assert [list(ids) for ids in drawn] == by_value(None, wanted, world)
+        assert sum(batch.weight for step in steps for batch in step) == len(wanted)
+        assert all(len(batch.inputs) for step in steps for batch in step)
+    assert number == 8
+
+
+def test_split_steps_vary_in_their_micro_steps_and_come_the_same_from_workers_and_a_start():
+    whole = [[batch.ids for batch in step] for step in split_steps(1, 2)]
+    assert len({len(step) for step in whole}) > 1
+    assert [[batch.ids for batch in step] for step in split_steps(1, 2, workers=2)] == whole
+    assert [[batch.ids for batch in step] for step in split_steps(1, 2, start=24)] == whole[3:]

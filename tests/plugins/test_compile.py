@@ -10,7 +10,8 @@ from conftest import tiny_data, tiny_model
 from safetensors.torch import load_file
 from torch import nn
 
-from fastloop import PluginCrash, PluginError
+from fastloop import PluginCrash, PluginError, Trainer, hookimpl
+from fastloop_plugins.compile import Compile
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # torch's own, inside inductor
 
@@ -177,3 +178,70 @@ def test_lengths_that_vary_do_not_recompile_for_ever(tiny_run):
 def test_it_asks_tasks_to_pad_to_a_multiple(tiny_run):
     assert tiny_run([eager()], epochs=1).trainer.run.loading.pad_to_multiple_of == 64
     assert tiny_run([eager(pad_to_multiple_of=None)], epochs=1, data=tiny_data()).trainer.run.loading.pad_to_multiple_of is None
+
+
+# -- CUDA graphs -------------------------------------------------------------------------------------------------------------------
+
+
+def test_cuda_graphs_asked_for_where_there_can_be_none_are_said(tiny_run, caplog):
+    report = tiny_run([eager(mode="reduce-overhead")], epochs=1).summary["compile"]
+    assert "compile: mode reduce-overhead: CUDA graphs are inductor's, for CUDA: none is recorded" in caplog.text
+    assert report["cuda_graphs_skipped"] is None
+
+
+class AsIfRecorded(Compile):
+    """Does on a CPU what it does around CUDA graphs."""
+
+    @hookimpl
+    def check_run(self):
+        self.records = True
+
+
+@pytest.mark.parametrize("micro", [8, 2], ids=["whole", "micro-steps"])
+def test_what_is_done_around_cuda_graphs_changes_no_number(tiny_run, micro):
+    plain, ours = (tiny_run([cls(backend="aot_eager")], device_batch_size=micro) for cls in (Compile, AsIfRecorded))
+    assert ours.losses == plain.losses
+    assert ours.recorder.metrics == plain.recorder.metrics
+    assert all(torch.equal(ours.weights[name], plain.weights[name]) for name in plain.weights)
+
+
+class HasLoss(nn.Module):
+    """Computes its loss itself, so that the loss too lies in a graph's memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = tiny_model(dropout=0.0)
+
+    def forward(self, inputs, labels):
+        logits = self.inner(inputs)
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+class Named(torch.utils.data.Dataset):
+    def __init__(self) -> None:
+        self.data = tiny_data(64)
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index):
+        return dict(zip(("inputs", "labels"), self.data[index], strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("micro", [8, 4, 2], ids=["whole", "2 micro-steps", "4 micro-steps"])
+def test_cuda_graphs_train_the_same_and_what_they_return_can_be_kept(tmp_path, micro):
+    from conftest import Recorder
+
+    losses = {}
+    for mode in (None, "reduce-overhead"):
+        recorder = Recorder()
+        plugins = [recorder] if mode is None else [{"compile": {"mode": mode}}, recorder]
+        common = {"epochs": 2, "lr": 1e-2, "batch_size": 8, "device_batch_size": micro, "output": tmp_path / str(mode)}
+        summary = Trainer(HasLoss(), Named(), Named(), plugins=plugins, **common).fit()
+        losses[mode] = recorder.losses, [metrics["loss"] for _, metrics in recorder.metrics]
+    assert losses["reduce-overhead"][0] == pytest.approx(losses[None][0], rel=1e-4)
+    assert losses["reduce-overhead"][1] == pytest.approx(losses[None][1], rel=1e-4)
+    assert summary["compile"]["failure"] is None
+    assert summary["compile"]["cuda_graphs_skipped"] == 0

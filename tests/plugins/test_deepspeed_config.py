@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import tiny_data
 
 from fastloop import PluginError
 from fastloop.recipe import make_recipe
@@ -86,3 +87,10 @@ def test_what_accelerates_configuration_says_of_deepspeed_is_held_against_the_re
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", "other.json")
     with pytest.raises(PluginError, match=r"says 'other.json' .*and plugins.deepspeed.config is None"):
         check(stage=3)
+
+
+def test_steps_that_another_plugin_splits_are_refused(tiny_run):
+    data: Any = tiny_data()
+    data.lengths = [1 + index % 9 for index in range(len(data))]
+    with pytest.raises(PluginError, match=r"plugins\.deepspeed: its steps are of one number of micro-steps, and 'length-bucketing' splits"):
+        tiny_run(["deepspeed", {"length-bucketing": {"max_tokens": 20}}], data=data, device="cpu")

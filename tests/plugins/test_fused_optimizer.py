@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
 
 from fastloop import PluginError
+from fastloop.machine import Machine
+from fastloop.recipe import make_recipe
 from fastloop_plugins.fused_optimizer import FusedOptimizer
 
 
@@ -35,3 +41,54 @@ def test_a_run_goes_on_with_it(tiny_run, tmp_path):
 def test_an_optimizer_without_it_is_refused_with_the_repair(tiny_run, optimizer, repair):
     with pytest.raises(PluginError, match=f"torch's {optimizer} has no fused implementation.*{repair}"):
         tiny_run([FusedOptimizer()], optimizer=optimizer)
+
+
+# -- 8 bits ------------------------------------------------------------------------------------------------------------------------
+
+installed = pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="the extra optim8bit is not installed")
+
+
+def wide_model() -> nn.Module:
+    """With a weight large enough for 8 bits."""
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(8, 640), nn.ReLU(), nn.Linear(640, 3))
+
+
+def moments(run: Any) -> list[torch.dtype]:
+    values: list[Any] = list(run.optimizer.state.values())
+    return [state["state1"].dtype for state in values]
+
+
+@installed
+def test_8_bits_train_nearly_as_32_do(tiny_run):
+    plain, ours = (tiny_run(plugins, model=wide_model()) for plugins in ([], [FusedOptimizer(implementation="8bit")]))
+    assert ours.losses != plain.losses
+    assert sum(ours.losses[-9:]) == pytest.approx(sum(plain.losses[-9:]), rel=0.1)
+    assert sum(ours.losses[-9:]) < 0.8 * sum(ours.losses[:9])
+    assert set(moments(ours.trainer.run)) == {torch.uint8, torch.float32}, "large weights' in 8 bits, small ones' in 32"
+
+
+@installed
+def test_a_run_with_8_bits_goes_on_with_the_same_numbers(tiny_run, tmp_path):
+    ours = {"plugins": [FusedOptimizer(implementation="8bit")]}
+    whole = tiny_run(**ours, model=wide_model())
+    tiny_run(**ours, model=wide_model(), max_steps=9, save_every=9, output=tmp_path / "cut")
+    rest = tiny_run(**ours, model=wide_model(), output=tmp_path / "cut", resume=True)
+    assert rest.losses == whole.losses[9:]
+
+
+def test_8_bits_promise_less_and_need_an_extra(tiny_run):
+    assert FusedOptimizer().parity == "reassociated"
+    plugin = FusedOptimizer(implementation="8bit")
+    assert plugin.parity == "reduced-precision"
+    needs = [need.missing(plugin, Machine("mps", "", ("fp32",))) for need in plugin.needs]
+    assert needs[0] == "needs a device of type cuda or xpu or cpu; this run is on mps."
+    if importlib.util.find_spec("bitsandbytes") is None:
+        with pytest.raises(PluginError, match=r"needs bitsandbytes>=0\.50, which is not installed\..*pip install 'fastloop\[optim8bit\]'"):
+            tiny_run([plugin])
+
+
+def test_an_optimizer_that_has_no_8_bits_is_refused_with_those_that_have():
+    recipe = make_recipe({"train": {"optimizer": "NAdam"}})
+    with pytest.raises(PluginError, match=r"NAdam has no 8bit implementation\. train\.optimizer: AdamW, Adam, SGD"):
+        FusedOptimizer(implementation="8bit").check_recipe(recipe)

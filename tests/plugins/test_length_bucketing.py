@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ from text_kit import TINY, make_run
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
-from fastloop import Batch, Plugin, PluginError, Trainer, hookimpl
+from fastloop import Batch, DataLoaderDraft, Plugin, PluginError, Trainer, hookimpl
 from fastloop.data import StepSampler
+from fastloop.run import Run
 from fastloop_plugins.ledger import Ledger
 from fastloop_plugins.length_bucketing import LengthBucketing
 
@@ -47,7 +49,7 @@ class Model(nn.Module):
 
 
 class Shapes(Plugin):
-    """The widths of the batches, and how much of them is padding."""
+    """The widths and losses of the steps, and how much of what they compute is padding."""
 
     name = "shapes"
 
@@ -55,15 +57,24 @@ class Shapes(Plugin):
         super().__init__()
         self.widths: list[int] = []
         self.ids: list[tuple[int, ...]] = []
+        self.steps: list[set[int]] = []
+        self.losses: list[float] = []
+        self.shapes: set[tuple[int, ...]] = set()
         self.real = self.computed = 0
 
     @hookimpl
     def before_step(self, batches: list[Batch]) -> None:
+        self.steps.append({index for batch in batches for index in batch.ids})
         for batch in batches:
+            self.shapes.add(tuple(batch.inputs[0].shape[:2]))
             self.widths.append(batch.inputs[0].shape[1])
             self.ids.append(batch.ids)
             self.real += batch.tokens
             self.computed += batch.inputs[0].numel()
+
+    @hookimpl
+    def after_step(self, loss: torch.Tensor) -> None:
+        self.losses.append(loss.item())
 
 
 def train(*plugins: Any, output: str = "run", **arguments: Any) -> tuple[Shapes, dict[str, Any]]:
@@ -163,3 +174,98 @@ def test_texts_bring_their_lengths():
     widths = [batch.inputs["input_ids"].shape[1] for batch in run.train_loader.batches()]
     assert len(set(widths)) > 3
     assert sum(batch.tokens for batch in run.train_loader.batches()) > 0.85 * sum(8 * width for width in widths)
+
+
+# -- max_tokens --------------------------------------------------------------------------------------------------------------------
+
+
+def test_no_batch_has_more_tokens_than_allowed_and_steps_train_the_same():
+    plain, _ = train(LengthBucketing(), batch_size=24, epochs=2, output="plain")
+    shapes, summary = train(LengthBucketing(max_tokens=64), Ledger(), batch_size=24, epochs=2)
+    assert max(samples * width for samples, width in plain.shapes) > 300
+    assert 32 < max(samples * width for samples, width in shapes.shapes) <= 64
+    assert shapes.steps == plain.steps
+    assert shapes.losses == pytest.approx(plain.losses, rel=1e-5)
+    assert len(shapes.widths) > len(shapes.steps), "steps are of several micro-steps"
+    assert summary["ledger"]["missing"] == summary["ledger"]["repeated"] == 0
+    assert shapes.computed < plain.computed, "there is less padding in smaller parts"
+
+
+def test_a_run_with_max_tokens_goes_on_inside_an_epoch():
+    options = {"batch_size": 24, "epochs": 2}
+    whole, _ = train(LengthBucketing(max_tokens=64), **options, output="whole")
+    first, _ = train(LengthBucketing(max_tokens=64), **options, max_steps=5, save_every=1000)
+    second, _ = train(LengthBucketing(max_tokens=64), **options, resume=True)
+    assert first.ids + second.ids == whole.ids
+    assert first.losses + second.losses == whole.losses
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 4, 7])
+def test_parts_of_a_step_are_within_the_limit_alike_side_by_side_and_enough_for_all_processes(processes):
+    rows, plugin = Rows(), LengthBucketing(max_tokens=96, multiple=8)
+    plugin.configure_dataloader(DataLoaderDraft())
+    for first in range(0, 200, 25):
+        parts = plugin.split(rows, list(range(first, first + 25)), processes)
+        costs = [len(part) * -(-max(rows.lengths[index] for index in part) // 8) * 8 for part in parts]
+        assert sorted(index for part in parts for index in part) == list(range(first, first + 25))
+        assert max(costs) <= 96
+        assert costs == sorted(costs, reverse=True)
+        assert len(parts) % processes == 0
+    assert len(plugin.split(rows, [5], processes)) == 1, "one sample cannot be shared out"
+
+
+def test_evaluation_keeps_to_max_tokens_and_has_the_same_metrics():
+    still = {"max_steps": 1, "optimizer": "SGD", "weight_decay": 0.0, "clip_norm": 1e-12, "batch_size": 24}
+    (_, limited), (_, plain) = train(LengthBucketing(max_tokens=48), **still), train(output="plain", **still)
+    assert limited["evaluate"]["loss"] == pytest.approx(plain["evaluate"]["loss"], rel=1e-5)
+    trainer = Trainer(Model(), Rows(), Rows(50), plugins=[LengthBucketing(max_tokens=48)], loss=nn.functional.mse_loss, batch_size=24)
+    run = Run(trainer.recipe, trainer.resolution)
+    run.train_loader.loader.collate_fn.collator = run.eval_loaders["evaluate"].loader.collate_fn.collator = collate
+    assert max(batch.inputs[0].shape[0] * batch.inputs[0].shape[1] for batch in run.eval_loaders["evaluate"].batches()) <= 48
+
+
+@pytest.mark.parametrize(
+    ("options", "train_options", "said"),
+    [
+        (
+            {"max_tokens": 29},
+            {},
+            r"sample \d+ of the train split has 30 tokens, and 29 are allowed\. Set it to 30 or more, or cut samples to 29",
+        ),
+        (
+            {"max_tokens": 30, "multiple": 16},
+            {},
+            r"has 30 tokens, padded to 32, and 30 are allowed\. Set it to 32 or more, or cut samples to 16",
+        ),
+        ({"max_tokens": 64}, {"device_batch_size": 4}, r"max_tokens: train\.device_batch_size is set too.*Remove one of them"),
+    ],
+)
+def test_what_cannot_be_within_max_tokens_is_refused_with_what_to_do(options, train_options, said):
+    with pytest.raises(PluginError, match=said):
+        train(LengthBucketing(**options), **train_options)
+    assert not Path("run").exists()
+
+
+def test_the_number_of_shapes_is_said_and_multiple_bounds_it(caplog):
+    caplog.set_level(logging.INFO, "fastloop")
+    counts = []
+    for multiple in (1, 16):
+        train(LengthBucketing(max_tokens=256, multiple=multiple), batch_size=24, output=f"run{multiple}")
+        found = re.search(r"(\d+) shapes in (\d+) micro-batches \([\d.]+ a step\), (\d+) widths", caplog.text)
+        assert found is not None
+        counts.append([int(number) for number in found.groups()])
+        caplog.clear()
+    assert counts[1][0] < counts[0][0]
+    assert counts[1][2] == 2 < counts[0][2]
+
+
+def test_texts_keep_to_max_tokens_when_padded_to_a_multiple():
+    Path("a.csv").write_text("text,label\n" + "".join(f"{'good ' * (1 + i % 20)},{i % 2}\n" for i in range(64)))
+    data = {"files": {"train": "a.csv", "validation": "a.csv"}, "label": "label", "max_length": 32}
+    model = {"config": TINY, "tokenizer": {"kind": "word"}}
+    run = make_run("text-classification", model, data, objects=[LengthBucketing(max_tokens=96, multiple=8)], batch_size=32)
+    sizes = {tuple(batch.inputs["input_ids"].shape) for batch in run.train_loader.batches()}
+    assert {width for _, width in sizes} == {8, 16, 24}
+    assert 64 < max(samples * width for samples, width in sizes) <= 96
+    with pytest.raises(PluginError, match=r"data\.padding: max_length all batches are padded alike"):
+        make_run("text-classification", model, data | {"padding": "max_length"}, objects=[LengthBucketing(max_tokens=96)])

@@ -1,7 +1,8 @@
 """Runs on several processes of plugins that act on more than one: ``python plugin_runs.py RUNS.json RESULTS.json``, started once a process.
 
-A run: ``name``, its folder; ``plugins``: names; ``ledger`` and ``recompute``: options of those; ``faulty``: each process takes the same
-share; ``data``: map, stream or sharded; ``workers``; ``train``; ``resume``. Its result: losses, weights, the summary's ledger or the error.
+A run: ``name``, its folder; ``plugins``: names; ``ledger``, ``bucketing`` and ``recompute``: options of those; ``faulty``: each process
+takes the same share; ``data``: map, lengths, stream or sharded; ``dropout``; ``workers``; ``train``; ``resume``. Its result: losses,
+weights, the summary's ledger or the error.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import nn
 from fastloop import FastloopError, Plugin, Trainer, hookimpl
 from fastloop_plugins.activation_checkpointing import ActivationCheckpointing
 from fastloop_plugins.ledger import Ledger
+from fastloop_plugins.length_bucketing import LengthBucketing
 
 TRAIN = {"batch_size": 12, "epochs": 2, "lr": 1e-2, "device": "cpu", "save_every": 4, "keep_checkpoints": 9}
 
@@ -57,17 +59,25 @@ class Losses(Plugin):
         self.losses.append(loss.item())
 
 
-DATA = {"map": lambda: data(67, 0), "stream": lambda: Stream(67), "sharded": lambda: Sharded(66)}
+def lengths() -> Any:
+    """Samples that claim lengths from 1 to 20."""
+    found: Any = data(67, 0)
+    found.lengths = [1 + index * 7 % 20 for index in range(67)]
+    return found
+
+
+DATA = {"lengths": lengths, "map": lambda: data(67, 0), "stream": lambda: Stream(67), "sharded": lambda: Sharded(66)}
 
 
 def run_one(spec: dict[str, Any]) -> dict[str, Any]:
     """One run, or what was wrong with it."""
     model, losses = Deep(), Losses()
     for block in model.blocks:
-        block.dropout.p = 0.2
+        block.dropout.p = spec.get("dropout", 0.2)
     objects: list[Plugin] = [losses]
     objects += [Ledger(**spec["ledger"])] if "ledger" in spec else []
     objects += [ActivationCheckpointing(**spec["recompute"])] if "recompute" in spec else []
+    objects += [LengthBucketing(**spec["bucketing"])] if "bucketing" in spec else []
     objects += [Faulty()] * spec.get("faulty", False)
     plugins = [{"log": False}, {"progress": False}, {"dataloader-workers": {"num_workers": spec.get("workers", 0)}}, *spec["plugins"]]
     try:

@@ -1,4 +1,4 @@
-"""ledger and activation-checkpointing on real processes: runs of two, gone on with on three, and then on one."""
+"""ledger, length-bucketing and activation-checkpointing on real processes: runs of two, gone on with on three, and then on one."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from plugin_runs import run_one
 pytestmark = pytest.mark.slow
 
 SCRIPT = Path(__file__).with_name("plugin_runs.py")
+SPLIT: dict[str, Any] = {"data": "lengths", "bucketing": {"window": 2, "max_tokens": 40}, "dropout": 0.0}
 SOURCES = {"map": {}, "stream": {"data": "stream"}, "stream, workers": {"data": "stream", "workers": 2}}
 PRECISIONS = {"fp32": [], "bf16": [{"amp": {"dtype": "bf16"}}]}
 RECOMPUTED = [("ddp", "fp32"), ("ddp", "bf16"), ("fsdp", "fp32")]
@@ -25,6 +26,8 @@ def run(name: str, steps: int | None, micro: int, plugins: Any = ("ddp",), **mor
 
 
 TWO = [
+    run("split", 8, None, ledger={}, **SPLIT),
+    run("split, static graph", None, None, [{"ddp": {"static_graph": True}}], **SPLIT),
     *(run(name, 8, 3, ledger={}, **source) for name, source in SOURCES.items()),
     *(run(f"{kind}, not shared out", None, 3, ledger={}, faulty=True, data=kind) for kind in ("map", "stream")),
     run("warned", None, 3, ledger={"on_violation": "warn"}, faulty=True),
@@ -36,8 +39,10 @@ TWO = [
         for with_it in ("", " recomputed")
     ),
 ]
-THREE = [run(name, 10, 2, ledger={}, resume=True, **source) for name, source in SOURCES.items()]
-ONE = [run(name, None, 6, (), ledger={}, resume=True, **source) for name, source in SOURCES.items()]
+THREE = [run("split", 10, None, ledger={}, resume=True, **SPLIT)]
+THREE += [run(name, 10, 2, ledger={}, resume=True, **source) for name, source in SOURCES.items()]
+ONE = [run("split", None, None, (), ledger={}, resume=True, **SPLIT), run("split whole", None, None, (), **SPLIT)]
+ONE += [run(name, None, 6, (), ledger={}, resume=True, **source) for name, source in SOURCES.items()]
 
 
 @pytest.fixture(scope="module")
@@ -114,3 +119,19 @@ def test_recomputed_activations_change_no_bit_on_two_processes(results, strategy
     assert len(set(plain["losses"])) == 12
     assert ours["losses"] == plain["losses"]
     assert ours["weights"] == plain["weights"]
+
+
+def test_steps_that_are_split_by_length_train_the_same_on_two_then_three_then_one_process(results):
+    whole = results[1]["split whole"]["losses"]
+    found = [*results[2]["split"]["losses"], *results[3]["split"]["losses"], *results[1]["split"]["losses"]]
+    assert len(whole) == 12
+    assert found == pytest.approx(whole, rel=1e-5)
+    ledger = results[1]["split"]["ledger"]
+    assert (ledger["epochs"], ledger["missing"], ledger["repeated"], ledger["unknown"]) == (2, 0, 0, 0)
+    first = [len(line["batches"]) for line in recorded(results[0]["folder"] / "split")[0]]
+    assert max(first) > 1, "there are steps of several micro-steps"
+    assert len(set(first)) > 1, "and not always of as many"
+
+
+def test_a_static_graph_and_split_steps_are_refused_together(results):
+    assert "'length-bucketing' splits each step as its samples want it" in results[2]["split, static graph"]["error"]

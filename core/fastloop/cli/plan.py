@@ -59,6 +59,9 @@ def plan(
     typer.echo()
     typer.echo(f"recipe   {loaded.where}")
     typer.echo(f"device   {machine.device} ({machine.name}), computes in {', '.join(machine.dtypes)}")
-    typer.echo(f"batch    {loaded.train.batch_size} samples a step = {device_batch} x {micro_steps} micro-steps x {world_size} processes")
+    shares = f"= {device_batch} x {micro_steps} micro-steps x {world_size} processes"
+    if splitter := drafts[1].writers.get("split"):
+        shares = f"over {world_size} processes, split by {splitter}"
+    typer.echo(f"batch    {loaded.train.batch_size} samples a step {shares}")
     typer.echo(f"length   {loaded.train.max_steps or f'{loaded.train.epochs} epochs'}{' steps' * bool(loaded.train.max_steps)}")
     typer.echo(f"output   {loaded.output}")

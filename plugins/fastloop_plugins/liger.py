@@ -1,0 +1,45 @@
+"""Fused Triton kernels for transformers: norms, gated activations, rotary embeddings, and the head with its cross entropy.
+
+    plugins:
+      - liger
+
+For the architectures that liger-kernel knows (Llama, Qwen, Gemma, Mistral and others), on CUDA. Needs the extra:
+``pip install 'fastloop[liger]'``. The head and its loss become one where the model computes the loss itself, from ``labels`` in the batch,
+as with ``Trainer``; the task ``causal-lm`` computes its own. Liger replaces some of transformers' functions for the whole process.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from fastloop import Device, Package, Plugin, hookimpl
+
+if TYPE_CHECKING:
+    from torch import nn
+
+logger = logging.getLogger("fastloop")
+
+
+class Liger(Plugin):
+    """liger-kernel's patches of the model."""
+
+    name = "liger"
+    parity = "reassociated"
+    runs_before = ("lora", "activation-checkpointing", "compile", "slot:strategy")
+    needs = (Device("cuda"), Package("liger-kernel", ">=0.5", extra="liger"))
+    configures = "puts fused kernels into the model"
+
+    @hookimpl
+    def before_prepare(self, model: nn.Module) -> None:
+        from liger_kernel.transformers import _apply_liger_kernel_to_instance
+        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+        patched: Any = model
+        kind = getattr(getattr(model, "config", None), "model_type", None)
+        if kind not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+            logger.warning("liger: there are no kernels for %s: it stays as it is", kind or type(model).__name__)
+            return
+        fused = type(model).__name__.endswith("ForCausalLM")  # the forward that comes with it is a language model's
+        _apply_liger_kernel_to_instance(model=patched, fused_linear_cross_entropy=fused)
+        logger.info("liger: kernels for %s%s", kind, ", the head and its loss in one" * fused)

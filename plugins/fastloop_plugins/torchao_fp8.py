@@ -1,0 +1,73 @@
+"""Multiplies the matrices of large linear layers in fp8, forward and backward, by torchao; weights and optimizer stay in fp32.
+
+    plugins:
+      - torchao-fp8: {recipe: tensorwise}
+      - compile
+
+For CUDA devices with fp8 matrix units (H100 and its like). It pays for layers of some thousand features, and with ``compile``, which joins
+the casts to what is around them. ``amp: {dtype: bf16}`` does the rest of the forward pass. ``rowwise`` scales each row by itself: more
+exact, slower. Needs the extra: ``pip install 'fastloop[fp8]'``.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from fastloop import Device, Dtype, Package, Plugin, PluginError, hookimpl, option
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from fastloop import Run
+
+logger = logging.getLogger("fastloop")
+
+
+class TorchaoFp8(Plugin):
+    """torchao's ``convert_to_float8_training``."""
+
+    name = "torchao-fp8"
+    parity = "reduced-precision"
+    runs_before = ("activation-checkpointing", "compile", "slot:strategy")
+    conflicts = {"lora": "adapters are too narrow for fp8, and peft does not merge into layers in fp8."}
+    needs = (Device("cuda"), Dtype("fp8"), Package("torchao", ">=0.10", extra="fp8"))
+    configures = "multiplies matrices in fp8"
+
+    @dataclass(kw_only=True)
+    class Config:
+        """Options."""
+
+        recipe: Annotated[Literal["tensorwise", "rowwise"], option("One scale for a tensor, or for each row.")] = "tensorwise"
+        min_features: Annotated[int, option("Layers with fewer inputs or outputs stay as they are.", ge=16)] = 1024
+        skip: Annotated[tuple[str, ...], option("Names of layers that stay as they are.")] = ("lm_head", "classifier", "score", "head")
+
+    @hookimpl
+    def before_prepare(self, run: Run, model: nn.Module) -> None:
+        from torch import nn
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        if run.accelerator.mixed_precision == "fp8":
+            raise PluginError(f"{run.recipe.where}: plugins.torchao-fp8: the precision is fp8 already. Set plugins.amp.dtype: bf16.")
+        converted = []
+
+        def suits(module: nn.Module, name: str) -> bool:
+            """Sizes that fp8 units take, and that are worth the casts."""
+            if not isinstance(module, nn.Linear) or set(self.config.skip) & set(name.split(".")):
+                return False
+            found = all(size % 16 == 0 and size >= self.config.min_features for size in module.weight.shape)
+            converted.extend([name] * found)
+            return found
+
+        padded = replace(Float8LinearConfig.from_recipe_name(self.config.recipe), pad_inner_dim=True)  # for any number of tokens
+        convert_to_float8_training(model, module_filter_fn=suits, config=padded)
+        if not converted:
+            logger.warning(
+                "torchao-fp8: no linear layer has sizes that are multiples of 16, of %d or more: the model stays as it is",
+                self.config.min_features,
+            )
+            return
+        logger.info("torchao-fp8: %d linear layers, %s", len(converted), self.config.recipe)
+        if "compile" not in run.resolution.names():
+            logger.warning("torchao-fp8: without the plugin compile, casting to fp8 may take longer than fp8 saves")

@@ -1,0 +1,108 @@
+"""liger and torchao-fp8: refused where they cannot be; the rest needs their hardware and their packages."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+from text_kit import TINY_GPT
+from torch import nn
+
+from fastloop import PluginError
+from fastloop.machine import Machine
+from fastloop_plugins.liger import Liger
+from fastloop_plugins.torchao_fp8 import TorchaoFp8
+
+A100 = Machine("cuda", "A100", ("fp32", "bf16", "fp16"))
+CUDA = torch.cuda.is_available()
+with_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="the extra fp8 is not installed")
+
+
+@pytest.mark.parametrize("plugin", ["liger", "torchao-fp8"])
+def test_a_cpu_is_refused(tiny_run, plugin):
+    with pytest.raises(PluginError, match=rf"'{plugin}' needs a device of type cuda; this run is on cpu\."):
+        tiny_run([plugin], device="cpu")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is not None, reason="the extra liger is installed")
+def test_a_missing_package_is_said_with_how_to_install_it():
+    plugin = Liger()
+    said = [need.missing(plugin, A100) for need in plugin.needs]
+    assert said == [None, "needs liger-kernel>=0.5, which is not installed. Install it: pip install 'fastloop[liger]'"]
+
+
+def test_a_device_without_fp8_units_is_refused():
+    plugin = TorchaoFp8()
+    said = [need.missing(plugin, A100) for need in plugin.needs]
+    assert said[:2] == [None, "needs fp8, which cuda here does not have. It has: fp32, bf16, fp16."]
+
+
+def wide_model() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 3))
+
+
+class Anywhere(TorchaoFp8):
+    """torchao computes fp8 on a CPU too, slowly: what is converted, and that it trains, can be seen there."""
+
+    needs = ()
+
+
+@with_torchao
+@pytest.mark.filterwarnings("ignore")  # torchao's own, at import
+def test_layers_of_suitable_sizes_train_in_fp8_and_keep_the_names_of_their_weights(tiny_run, caplog):
+    plain = tiny_run(model=wide_model())
+    ours = tiny_run([Anywhere(min_features=16)], model=wide_model())
+    kinds = [type(module).__name__ for module in ours.model if hasattr(module, "weight")]
+    assert kinds == ["Linear", "Float8Linear", "Linear"]
+    assert list(ours.weights) == list(plain.weights)
+    assert ours.losses != plain.losses
+    assert sum(ours.losses[-9:]) == pytest.approx(sum(plain.losses[-9:]), rel=0.2)
+    assert "without the plugin compile" in caplog.text
+
+
+@with_torchao
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_without_such_layers_is_said(tiny_run, caplog):
+    assert not {type(module).__name__ for module in tiny_run([Anywhere()], model=wide_model(), epochs=1).model} & {"Float8Linear"}
+    assert "no linear layer has sizes that are multiples of 16, of 1024 or more" in caplog.text
+
+
+@with_torchao
+@pytest.mark.filterwarnings("ignore")
+def test_layers_can_be_left_out_by_name(tiny_run):
+    ours = tiny_run([Anywhere(min_features=16, skip=("2",))], model=wide_model(), epochs=1)
+    assert type(ours.model[2]).__name__ == "Linear"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA or importlib.util.find_spec("torchao") is None, reason="needs CUDA with fp8 and the extra fp8")
+def test_fp8_trains_on_its_device(tiny_run):
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("the device has no fp8 units")
+    plain = tiny_run(model=wide_model())
+    ours = tiny_run([TorchaoFp8(min_features=16)], model=wide_model())
+    assert sum(ours.losses[-9:]) == pytest.approx(sum(plain.losses[-9:]), rel=0.2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA or importlib.util.find_spec("liger_kernel") is None, reason="needs CUDA and the extra liger")
+def test_liger_computes_what_transformers_does_and_leaves_other_models(tiny_run, caplog):
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 100}
+    ids = torch.randint(0, 100, (32, 16), generator=torch.Generator().manual_seed(0))
+    data = [{"input_ids": row, "labels": row} for row in ids]
+
+    def train(plugins: list[str], kind: str = "llama", **config: int) -> list[float]:
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**config))
+        found: list[float] = tiny_run(plugins, model=model, data=data, epochs=1, evaluate_every=None).losses
+        return found
+
+    plain = train([], **sizes)
+    assert train(["liger"], **sizes) == pytest.approx(plain, rel=1e-3)
+    train(["liger"], "gpt2", **{key: value for key, value in TINY_GPT.items() if key != "model_type"}, vocab_size=100)
+    assert "liger: there are no kernels for gpt2: it stays as it is" in caplog.text

@@ -1,0 +1,211 @@
+"""prefetch: token ids from a cache, and copies ahead."""
+
+from __future__ import annotations
+
+import logging
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from text_kit import TINY, TINY_GPT, make_run
+
+from fastloop import Batch, DataLoaderDraft, Plugin, PluginError, hookimpl
+from fastloop_plugins._cache import digest, kept
+from fastloop_plugins.prefetch import Prefetch, one_ahead
+
+TASKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "text-classification": ({"config": TINY, "tokenizer": {"kind": "word"}}, {"label": "label", "max_length": 16}),
+    "causal-lm": ({"config": TINY_GPT, "tokenizer": {"kind": "bpe", "vocab_size": 300}}, {"max_length": 16}),
+}
+
+
+def run(task: str, cache: str | None = "cache", text: str = "fine", **data: Any) -> Any:
+    """A run of a task on a file of 40 texts."""
+    model, options = TASKS[task]
+    rows = "".join(f"{text} film number {index} {'indeed ' * (index % 7)},{index % 2}\n" for index in range(40))
+    Path("a.csv").write_text("text,label\n" + rows)
+    return make_run(task, model, {"files": {"train": "a.csv"}, **options, **data}, objects=[Prefetch(cache=cache)])
+
+
+def samples(run: Any) -> dict[str, list[list[int]]]:
+    return {split: [dataset[index]["input_ids"].tolist() for index in range(len(dataset))] for split, dataset in run.datasets.items()}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_second_run_maps_the_same_token_ids_from_disk_and_tokenises_nothing(task, caplog, monkeypatch):
+    from fastloop_plugins._text_model import TextModel
+
+    caplog.set_level(logging.INFO, "fastloop")
+    plain = samples(run(task, cache=None))
+    assert samples(run(task)) == plain
+    assert len(list(Path("cache").iterdir())) == 2, "train and evaluate"
+    assert " from cache/" not in caplog.text
+    monkeypatch.setattr(TextModel, "_encode", lambda *_: Unread())
+    second = run(task)
+    assert samples(second) == plain
+    assert caplog.text.count(" from cache/") == 2
+    assert isinstance(second.datasets["train"].ids.base, np.memmap)
+
+
+class Unread:
+    """What must not be iterated."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        raise AssertionError("tokenised again")
+
+
+def test_other_texts_lengths_or_tokenizers_have_entries_of_their_own():
+    def entries() -> int:
+        return len(list(Path("cache").iterdir()))
+
+    run("text-classification")
+    assert entries() == 2
+    longer = samples(run("text-classification", max_length=5))
+    assert entries() == 4
+    assert max(map(len, longer["train"])) == 5
+    run("text-classification", text="dull")
+    assert entries() == 6
+    run("causal-lm")
+    assert entries() == 8
+
+
+def test_a_pretrained_tokenizer_is_known_by_its_files_wherever_they_lie():
+    first = run("text-classification", cache=None)
+    for folder in ("one", "two"):
+        first.unwrapped().save_pretrained(folder)
+        first.resolution.plugins[0].text_model.tokenizer.save_pretrained(folder)
+    for name in ("one", "two", str(Path("two").resolve())):
+        model = {"name": name}
+        data = {"files": {"train": "a.csv"}, "label": "label", "max_length": 16}
+        make_run("text-classification", model, data, objects=[Prefetch(cache="cache")])
+    assert len(list(Path("cache").iterdir())) == 2
+
+
+def test_a_damaged_entry_is_made_again(caplog):
+    expected = samples(run("text-classification"))
+    for number, entry in enumerate(sorted(Path("cache").iterdir())):
+        file = entry / ("ids.bin", "lengths.npy")[number]
+        file.write_bytes(file.read_bytes()[:-4])
+    assert samples(run("text-classification")) == expected
+    assert caplog.text.count("is damaged") == 2
+    caplog.clear()
+    assert samples(run("text-classification")) == expected
+    assert "damaged" not in caplog.text
+
+
+def test_nothing_is_left_of_an_entry_that_fails_and_other_users_cannot_read_one():
+    def rows() -> Iterator[list[int]]:
+        yield [1, 2]
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        kept(Path("cache"), "a", rows())
+    assert list(Path("cache").iterdir()) == []
+    ids, lengths = kept(Path("cache"), "a", [[1, 2], [], [3]])
+    assert (ids.tolist(), lengths.tolist()) == ([1, 2, 3], [2, 0, 1])
+    assert stat.S_IMODE(Path("cache/a").stat().st_mode) == 0o700
+    assert kept(Path("cache"), "empty", [[]])[0].tolist() == []
+
+
+def test_two_that_write_the_same_at_once_both_have_it():
+    def rows() -> Iterator[list[int]]:
+        yield [1, 2]
+        kept(Path("cache"), "a", [[1, 2], [3]])  # another process is quicker
+        yield [3]
+
+    assert kept(Path("cache"), "a", rows())[0].tolist() == [1, 2, 3]
+    assert [path.name for path in Path("cache").iterdir()] == ["a"]
+
+
+def test_a_hash_tells_apart_where_texts_end():
+    assert len({digest(texts) for texts in (["ab", "c"], ["a", "bc"], ["abc"], ["abc", ""], ["c", "ab"])}) == 5
+    assert digest(["lone \ud800"]) != digest(["lone ?"])
+
+
+def test_a_folder_that_cannot_be_is_refused():
+    Path("file").write_text("")
+    with pytest.raises(PluginError, match=r"plugins\.prefetch\.cache: file/cache: Not a directory\. Give another folder, or null\."):
+        run("text-classification", cache="file/cache")
+
+
+def test_the_users_cache_is_the_default(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
+    run("text-classification", cache="auto")
+    assert len(list((tmp_path / "elsewhere" / "fastloop" / "tokens").iterdir())) == 2
+
+
+# -- copies ------------------------------------------------------------------------------------------------------------------------
+
+
+def test_on_a_cpu_it_says_that_there_is_nothing_to_copy(tiny_run, caplog):
+    result = tiny_run([Prefetch()], epochs=1)
+    assert "prefetch: the device is cpu: there is nothing to copy; only token ids are kept" in caplog.text
+    assert result.trainer.run.loading.placing is None
+
+
+def test_an_item_is_handed_on_when_the_next_one_is_there():
+    lines: list[str] = []
+
+    def items() -> Iterator[int]:
+        for item in range(3):
+            lines.append(f"got {item}")
+            yield item
+
+    for item in one_ahead(items()):
+        lines.append(f"used {item}")
+    assert lines == ["got 0", "got 1", "used 0", "got 2", "used 1", "used 2"]
+    assert list(one_ahead([])) == []
+
+
+class Ahead(Plugin):
+    """Places steps one ahead, on any device."""
+
+    name = "ahead"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    @hookimpl
+    def configure_dataloader(self, draft: DataLoaderDraft) -> None:
+        def placing(steps: Any, place: Any) -> Any:
+            def placed(step: list[Batch]) -> list[Batch]:
+                self.lines.append(f"placed {len(step)}")
+                return place(step)  # type: ignore[no-any-return]
+
+            return one_ahead(map(placed, steps))
+
+        draft.placing = placing
+
+    @hookimpl
+    def before_step(self, batches: list[Batch]) -> None:
+        self.lines.append("step")
+
+
+def test_steps_placed_ahead_train_the_same_and_a_run_goes_on_where_it_stopped(tiny_run, tmp_path):
+    plain = tiny_run(device_batch_size=4)
+    ahead = Ahead()
+    result = tiny_run([ahead], device_batch_size=4)
+    assert result.losses == plain.losses
+    assert ahead.lines[:4] == ["placed 2", "placed 2", "step", "placed 2"]
+    tiny_run([Ahead()], device_batch_size=4, max_steps=5, save_every=5, output=tmp_path / "cut")
+    rest = tiny_run([Ahead()], device_batch_size=4, output=tmp_path / "cut", resume=True)
+    assert rest.losses == plain.losses[5:]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_copies_on_a_stream_of_their_own_train_the_same(tiny_run, workers):
+    loading = {"dataloader-workers": {"num_workers": workers}}
+    plain, ours = tiny_run([loading]), tiny_run([loading, Prefetch()])
+    assert ours.trainer.run.loading.placing is not None
+    assert ours.losses == plain.losses
+    assert ours.recorder.metrics == plain.recorder.metrics

@@ -58,7 +58,9 @@ class PackedCollator:
         positions = torch.cat([torch.arange(length) for length in lengths]) + self.first_position
         ends = list(accumulate(lengths, initial=0))
         result = {name: value for name, value in inputs.items() if name != "attention_mask"}
-        tokens = [name for name, value in result.items() if isinstance(value, Tensor) and value.shape == ids.shape and value.dtype == ids.dtype]
+        tokens = [
+            name for name, value in result.items() if isinstance(value, Tensor) and value.shape == ids.shape and value.dtype == ids.dtype
+        ]
         if set(tokens) <= set(OF_TOKENS):  # one prediction a sequence: from its first token
             result["first_tokens"] = torch.tensor(ends[:-1])
         if tail := -total % self.multiple:
@@ -96,23 +98,24 @@ def attention(
     Raises:
         PluginError: The model looks at fewer tokens than a sequence has, which is not done here.
     """
-    from transformers import AttentionInterface
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    attend = AttentionInterface()[implementation]
+    attend = ALL_ATTENTION_FUNCTIONS[implementation]
+    longest = packed.longest if packed is not None else key.shape[2] if attention_mask is None else 0
+    if sliding_window is not None and sliding_window < longest:
+        raise PluginError(f"attention looks at {sliding_window} tokens only, and sequences have {longest}")
     if packed is None:
-        plain: tuple[Tensor, None] = attend(module, query, key, value, attention_mask, sliding_window=sliding_window, **kwargs)
+        plain: tuple[Tensor, None] = attend(module, query, key, value, attention_mask, **kwargs)
         return plain
-    if sliding_window is not None and sliding_window < packed.longest:
-        raise PluginError(f"attention looks at {sliding_window} tokens only, and sequences have {packed.longest}")
-    parts = zip(*(tensor.split(packed.lengths, dim=2) for tensor in (query, key, value)), strict=True)
+    parts = zip(*(torch.split(tensor, packed.lengths, dim=2) for tensor in (query, key, value)), strict=True)
     return torch.cat([attend(module, *part, None, **kwargs)[0] for part in parts], dim=1), None
 
 
-def mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
+def mask(attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
     """The mask of a padded batch. A row has none: its lengths say what sees what."""
     from transformers.masking_utils import sdpa_mask
 
-    made: Tensor | None = None if attention_mask is None else sdpa_mask(*args, attention_mask=attention_mask, **kwargs)
+    made: Tensor | None = None if attention_mask is None else sdpa_mask(attention_mask=attention_mask, **kwargs)
     return made
 
 

@@ -12,14 +12,16 @@ from torch import Tensor, nn
 
 from fastloop import Batch, PluginError
 
-OF_TOKENS = {"input_ids": 0, "attention_mask": 0, "token_type_ids": 0}
-"""Inputs with a value for each token that say nothing of what is to be predicted."""
+READ = {"input_ids", "token_type_ids"}
+"""What the model reads of each token. Anything else with a value for each token is what it is to predict."""
+IGNORED = -100
+"""What is predicted of the padding at a row's end: nothing."""
 
 
 class Lengths:
-    """The lengths of the sequences in a row, on the host: attention asks for them in every layer and must not wait for the device.
+    """The lengths of the sequences in a row.
 
-    A class of its own, which neither moves to a device nor is something that a compiler would make a graph for each value of.
+    Not a tensor, since every layer asks for them and would wait for the device; not a list, since a compiler would make a graph for each.
     """
 
     def __init__(self, lengths: list[int], longest: int = 0) -> None:
@@ -47,8 +49,8 @@ class PackedCollator:
         batch = self.collate(samples)
         if not isinstance(batch, Batch):
             batch = Batch(batch)
-        lengths = [max(len(sample["input_ids"]), 1) for sample in samples]
-        batch.inputs = self.pack(batch.inputs, lengths)
+        width = batch.inputs["input_ids"].shape[1]
+        batch.inputs = self.pack(batch.inputs, [min(max(len(sample["input_ids"]), 1), width) for sample in samples])
         return batch
 
     def pack(self, inputs: Mapping[str, Any], lengths: list[int]) -> dict[str, Any]:
@@ -61,14 +63,14 @@ class PackedCollator:
         tokens = [
             name for name, value in result.items() if isinstance(value, Tensor) and value.shape == ids.shape and value.dtype == ids.dtype
         ]
-        if set(tokens) <= set(OF_TOKENS):  # one prediction a sequence: from its first token
+        if set(tokens) <= READ:  # one prediction a sequence: from its first token
             result["first_tokens"] = torch.tensor(ends[:-1])
         if tail := -total % self.multiple:
             places, positions = nn.functional.pad(places, (0, tail)), nn.functional.pad(positions, (0, tail), value=self.first_position)
             lengths, ends = [*lengths, tail], [*ends, total + tail]
         for name in tokens:
             result[name] = result[name].flatten()[places][None]
-            result[name][:, total:] = OF_TOKENS.get(name, -100)
+            result[name][:, total:] = 0 if name in READ else IGNORED
         result["position_ids"] = positions[None]
         if not self.varlen:
             return result | {"packed": Lengths(lengths, self.longest)}

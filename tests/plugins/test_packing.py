@@ -12,6 +12,7 @@ import torch
 from text_kit import make_run
 
 from fastloop import Batch, Plugin, PluginError, hookimpl
+from fastloop_plugins._packing import PackedCollator
 from fastloop_plugins.activation_checkpointing import ActivationCheckpointing
 from fastloop_plugins.amp import Amp
 from fastloop_plugins.attention import Attention
@@ -240,6 +241,19 @@ def test_compiled_it_computes_the_same():
     next(plugin for plugin in packed.resolution.plugins if plugin.name == "compile").write_summary(summary)
     assert summary["compile"]["failure"] is None
     assert summary["compile"]["graphs"] > 0
+
+
+def test_flash_attention_is_told_where_sequences_end():
+    plain = made(ENCODERS["bert"])
+    samples = [plain.datasets["train"][i] for i in (3, 4, 6)]
+    collator = PackedCollator(plain.collator, 16)
+    collator.varlen = True
+    inputs, lengths = collator(samples).inputs, [len(sample["input_ids"]) for sample in samples]
+    ends = [0, lengths[0], lengths[0] + lengths[1], sum(lengths), inputs["input_ids"].shape[1]]
+    assert inputs["cu_seq_lens_q"].tolist() == inputs["cu_seq_lens_k"].tolist() == ends
+    assert inputs["cu_seq_lens_q"].dtype == torch.int32
+    assert inputs["max_length_q"] == inputs["max_length_k"] == max(*lengths, ends[4] - ends[3])
+    assert inputs["first_tokens"].tolist() == ends[:3]
 
 
 def test_what_is_saved_is_said(caplog):

@@ -109,8 +109,9 @@ def attention(
     if packed is None:
         plain: tuple[Tensor, None] = attend(module, query, key, value, attention_mask, **kwargs)
         return plain
-    parts = zip(*(torch.split(tensor, packed.lengths, dim=2) for tensor in (query, key, value)), strict=True)
-    return torch.cat([attend(module, *part, None, **kwargs)[0] for part in parts], dim=1), None
+    queries: Any = packed.lengths if query.shape[2] == key.shape[2] else 1  # ``first-token`` asks for no more, and none at a row's end
+    split = (torch.split(tensor, sizes, dim=2) for tensor, sizes in ((query, queries), (key, packed.lengths), (value, packed.lengths)))
+    return torch.cat([attend(module, *part, None, **kwargs)[0] for part in zip(*split, strict=False)], dim=1), None
 
 
 def mask(attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
@@ -136,5 +137,6 @@ def first_tokens(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     """A forward hook: of a row that holds one prediction a sequence, the first token of each, as a batch of sequences of one token."""
     firsts = kwargs.get("first_tokens")
     if firsts is not None:
-        output["last_hidden_state"] = output["last_hidden_state"][0, firsts][:, None]
+        row = output["last_hidden_state"][0]
+        output["last_hidden_state"] = (row if len(row) == len(firsts) else row[firsts])[:, None]  # ``first-token`` leaves no others
     return output

@@ -37,7 +37,7 @@ class Packing(Plugin):
 
     name = "packing"
     parity = "reassociated"
-    runs_after = ("attention", "fast-dropout", "lora")
+    runs_after = ("first-token", "attention", "fast-dropout", "lora")
     runs_before = ("activation-checkpointing", "slot:strategy", "compile")
     configures = "puts the sequences of a batch end to end: no padding is computed"
 

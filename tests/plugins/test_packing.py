@@ -22,6 +22,7 @@ from fastloop_plugins.attention import Attention
 from fastloop_plugins.compile import Compile
 from fastloop_plugins.dataloader_workers import DataLoaderWorkers
 from fastloop_plugins.fast_dropout import FastDropout
+from fastloop_plugins.first_token import FirstToken, at_first
 from fastloop_plugins.ledger import Ledger
 from fastloop_plugins.length_bucketing import LengthBucketing
 from fastloop_plugins.packing import Packing
@@ -139,6 +140,26 @@ def test_attention_as_chosen_is_asked_for_each_sequence(implementation):
     assert_same(made(bert, Attention(implementation=implementation), Packing()), made(bert))
 
 
+@pytest.mark.parametrize("more", [[], [Multiple()]], ids=["alone", "to a multiple"])
+@pytest.mark.parametrize("config", [ENCODERS["bert"], ENCODERS["distilbert"], ENCODERS["roberta"]], ids=["bert", "distilbert", "roberta"])
+def test_the_last_layer_may_be_computed_at_first_tokens_alone(config, more):
+    assert_same(made(config, FirstToken(), Packing(), *more), made(config))
+
+
+def test_flash_attention_is_told_of_first_tokens():
+    told: dict[str, Any] = {}
+
+    def forward(hidden_states: torch.Tensor, attention_mask: Any, everything: torch.Tensor, **kwargs: Any) -> None:
+        told.update(kwargs, shapes=(hidden_states.shape, everything.shape))
+
+    ends = torch.tensor([0, 3, 7, 8], dtype=torch.int32)  # the last is a row's end
+    at_first(forward, torch.ones(1, 8, 4), first_tokens=torch.tensor([0, 3]), cu_seq_lens_q=ends, cu_seq_lens_k=ends, max_length_q=4)
+    assert told["shapes"] == ((1, 2, 4), (1, 8, 4))
+    assert told["cu_seq_lens_q"].tolist() == [0, 1, 2, 2]
+    assert (told["cu_seq_lens_q"].dtype, told["max_length_q"]) == (torch.int32, 1)
+    assert told["cu_seq_lens_k"] is ends
+
+
 def test_what_a_sequence_attends_to_ends_with_it():
     packed = made(DECODERS["gpt2"], Packing())
     batch = next(packed.train_loader.batches())
@@ -194,10 +215,10 @@ def learn(*plugins: Plugin, **train: Any) -> dict[str, Any]:
         [],
         [Amp(dtype="bf16")],
         [FastDropout()],
-        [FastDropout(), Amp(dtype="bf16"), LengthBucketing()],
+        [FastDropout(), Amp(dtype="bf16"), LengthBucketing(), FirstToken()],
         [DataLoaderWorkers(num_workers=1), Ledger()],
     ],
-    ids=["alone", "amp", "fast-dropout", "all three", "workers"],
+    ids=["alone", "amp", "fast-dropout", "all of them", "workers"],
 )
 def test_it_learns_with(plugins):
     summary = learn(*plugins)

@@ -90,7 +90,7 @@ class CausalLM(Plugin):
         from torch.nn.functional import cross_entropy
 
         # No mask: padding is on the right, so no real token sees it, and attention stays on its causal fast path.
-        logits = model(input_ids=batch["input_ids"], use_cache=False).logits
+        logits = model(**{name: value for name, value in batch.items() if name != "targets"}, use_cache=False).logits
         return Output(cross_entropy(logits.flatten(0, 1).float(), batch["targets"].flatten(), ignore_index=IGNORED))
 
     @hookimpl(wrapper=True, trylast=True)

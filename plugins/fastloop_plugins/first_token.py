@@ -78,7 +78,13 @@ def projections(module: nn.Module) -> tuple[str, str, str] | None:
 
 
 def at_first(forward: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
-    """A block's forward for the first token, whose attention sees them all."""
+    """A block's forward for the first token, whose attention sees them all; in a row of sequences (``packing``), for the first of each."""
+    firsts = kwargs.get("first_tokens")
+    if firsts is not None:
+        if (ends := kwargs.get("cu_seq_lens_k")) is not None:  # as FlashAttention is told: each has one query
+            each = ends.new_ones(len(ends)).cumsum(0, dtype=ends.dtype) - 1
+            kwargs |= {"cu_seq_lens_q": each.clamp(max=len(firsts)), "max_length_q": 1}
+        return forward(hidden_states[:, firsts], attention_mask, *args, everything=hidden_states, **kwargs)
     if attention_mask is not None and attention_mask.dim() == 4:
         attention_mask = attention_mask[:, :, :1]
     return forward(hidden_states[:, :1], attention_mask, *args, everything=hidden_states, **kwargs)

@@ -84,7 +84,7 @@ class TextClassification(Plugin):
     def compute_loss(self, model: nn.Module, batch: dict[str, Any]) -> Output:
         from torch.nn.functional import cross_entropy
 
-        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        logits = model(**{name: value for name, value in batch.items() if name != "labels"}).logits
         return Output(cross_entropy(logits.float(), batch["labels"]), logits, batch["labels"])
 
     @hookimpl

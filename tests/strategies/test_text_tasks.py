@@ -44,7 +44,7 @@ def label(strategy: Any) -> str:
     return strategy if isinstance(strategy, str) else f"deepspeed {strategy['deepspeed']['stage']}"
 
 
-CASES = [(label(strategy), task) for strategy in STRATEGIES for task in ("classify", "generate", "lora")]
+CASES = [(label(strategy), task) for strategy in STRATEGIES for task in ("classify", "generate", "lora", "packed")]
 CASES = [case for case in CASES if case != ("deepspeed 3", "lora")]  # refused
 
 
@@ -55,6 +55,7 @@ def runs(strategy: Any = None) -> list[dict[str, Any]]:
         {"name": f"{name} classify", "recipe": CLASSIFY, "plugins": ["text-classification", *plugins], "train": TRAIN},
         {"name": f"{name} generate", "recipe": GENERATE, "plugins": ["causal-lm", *plugins], "train": TRAIN},
         {"name": f"{name} lora", "recipe": CLASSIFY, "plugins": ["text-classification", LORA, *plugins], "train": TRAIN},
+        {"name": f"{name} packed", "recipe": CLASSIFY, "plugins": ["text-classification", "packing", *plugins], "train": TRAIN},
     ]
 
 
@@ -75,7 +76,12 @@ def pretrained() -> list[dict[str, Any]]:
         for meta in (False, True):
             plugins = [plugin, LORA if task == "classify" else {"lora": {"r": 2}}, {"fsdp": {"meta_device": meta}}]
             found.append({"name": f"pretrained {task} {meta}", "recipe": recipe, "plugins": plugins, "train": TRAIN})
-    return [*found, {"name": "scratch True", "recipe": CLASSIFY, "plugins": ["text-classification", plugins[-1]], "train": TRAIN}]
+    meta = plugins[-1]
+    return [
+        *found,
+        {"name": "scratch True", "recipe": CLASSIFY, "plugins": ["text-classification", meta], "train": TRAIN},
+        {"name": "packed True", "recipe": CLASSIFY, "plugins": ["text-classification", "packing", meta], "train": TRAIN},
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -117,3 +123,8 @@ def test_adapters_cannot_be_merged_into_what_is_sharded(results):
 def test_a_model_that_only_the_main_process_holds_is_the_same_model(results, task):
     same(results[f"pretrained {task} True"], results[f"pretrained {task} False"], 0.0)
     assert results["scratch True"]["losses"] == results["fsdp classify"]["losses"]
+    assert results["packed True"]["losses"] == results["fsdp packed"]["losses"]
+
+
+def test_rows_without_padding_are_the_same_training(results):
+    same(results["plain packed"], results["plain classify"], 1e-4)

@@ -1,0 +1,145 @@
+"""Puts the sequences of a batch end to end in one row, so that no padding is computed, and none sees another.
+
+    plugins:
+      - packing
+
+Samples, batches and order stay as they are; only the shape is another: (1, all tokens) instead of (samples, longest). Positions restart
+with each sequence, attention is computed for each by itself, and one that is classified is so by its first token. With
+``length-bucketing`` little padding is left to save. For transformers models whose attention can be chosen (BERT, DistilBERT, RoBERTa,
+GPT-2, Llama and their like): before training, a few tokens are computed both ways, and a model whose results differ is refused. Under
+``attention`` with FlashAttention 2 its kernel for sequences of any length is used, else the kernel that there is, once a sequence.
+``compile`` meets another number of tokens each time: the row is padded to its multiple, and graphs end at each attention.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from fastloop import Plugin, PluginError, hookimpl
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from fastloop import Output, Run
+    from fastloop_plugins._packing import PackedCollator
+
+logger = logging.getLogger("fastloop")
+
+FLASH = "flash_attention_2"
+INSIDE = {"sdpa": "sdpa", "eager": "sdpa", FLASH: "sdpa", "fast_dropout": "fast_dropout", "fastloop_blocked": "fastloop_blocked"}
+"""What a model's attention is -> what is asked for each sequence. FlashAttention, which needs CUDA, is tried out as sdpa."""
+
+
+class Packing(Plugin):
+    """Collator, attention and pooling of rows of sequences."""
+
+    name = "packing"
+    parity = "reassociated"
+    runs_after = ("first-token", "attention", "fast-dropout", "lora")
+    runs_before = ("activation-checkpointing", "slot:strategy", "compile")
+    configures = "puts the sequences of a batch end to end: no padding is computed"
+
+    @hookimpl(wrapper=True)
+    def build_collator(self, run: Run) -> Generator[None, Callable[[list[Any]], Any], PackedCollator]:
+        from fastloop_plugins._packing import PackedCollator
+
+        collate = yield
+        self.collator = PackedCollator(collate, run.loading.pad_to_multiple_of)
+        return self.collator
+
+    @hookimpl
+    def before_prepare(self, run: Run, model: nn.Module) -> None:
+        found: Any = next((module for module in model.modules() if hasattr(module, "set_attn_implementation")), None)
+        if found is None:
+            raise PluginError(f"{run.recipe.where}: plugins.packing: {type(model).__name__} is no transformers model. Leave this out.")
+        elsewhere = any(parameter.is_meta for parameter in model.parameters())  # the main process has the weights
+        answers = run.gather(self.adapt(run, model, found, trial=not elsewhere))
+        answer = next(answer for answer in answers if answer is not None)
+        if isinstance(answer, str):
+            raise PluginError(f"{run.recipe.where}: plugins.packing: {type(found).__name__} cannot be packed: {answer}. Leave this out.")
+        self.collator.first_position = answer
+
+    def adapt(self, run: Run, model: nn.Module, found: Any, trial: bool) -> int | str | None:
+        """Prepare the model for rows, and try them out: the model's first position, or why it cannot be; None without a trial."""
+        from torch import nn
+
+        from fastloop_plugins._packing import first_tokens, register
+
+        current, dataset = found.config._attn_implementation, run.datasets["train"]
+        longest = int(max(getattr(dataset, "lengths", [0])))
+        stack = next((module for module in found.modules() if any(isinstance(part, nn.ModuleList) for part in module.children())), None)
+        if current not in INSIDE or not getattr(found, "_supports_sdpa", False):
+            return f"its attention is {current!r}, and what is known here is {', '.join(INSIDE)}"
+        if stack is None:
+            return "it has no list of blocks"
+        if not hasattr(dataset, "__getitem__"):
+            return f"it is trained on {type(dataset).__name__}, which is iterable"
+        if longest > (chunk := getattr(found.config, "attention_chunk_size", None) or longest):
+            return f"attention looks at {chunk} tokens only, and sequences have {longest}"
+        if current != FLASH:  # which has windows
+            self.collator.longest = longest
+        found.set_attn_implementation(register(INSIDE[current]))
+        stack.register_forward_hook(first_tokens, with_kwargs=True)
+        answer = self.try_out(run, model, found) if trial else None
+        if current == FLASH:
+            found.set_attn_implementation(FLASH)
+            self.collator.varlen = True
+        return answer
+
+    def try_out(self, run: Run, model: nn.Module, found: Any) -> int | str:
+        """Compute a short batch padded and packed, for each place where models let positions begin."""
+        dataset, collator = run.datasets["train"], self.collator
+        modes = [(module, module.training) for module in model.modules()]
+        model.eval()
+        try:
+            samples = [shortened(dataset[0], 12), shortened(dataset[len(dataset) - 1], 7)]
+            padded = collator.collate(samples)
+            expected = self.results(run, model, getattr(padded, "inputs", padded))
+            for collator.first_position in (0, (getattr(found.config, "pad_token_id", None) or 0) + 1):  # RoBERTa's follow the pad token
+                if same(self.results(run, model, collator(samples).inputs), expected):
+                    return collator.first_position
+        except Exception as error:  # whatever a model or a task that knows no rows may raise
+            return str(error) if isinstance(error, PluginError) else f"{type(error).__name__}: {error}"
+        finally:
+            for module, training in modes:
+                module.training = training
+        return "its results are others when sequences stand in one row"
+
+    @staticmethod
+    def results(run: Run, model: nn.Module, inputs: Mapping[str, Any]) -> Output:
+        """Of a batch, without gradients."""
+        import torch
+
+        with torch.no_grad():
+            output: Output = run.hooks.compute_loss(run=run, model=model, batch=inputs)
+        return output
+
+    @hookimpl
+    def check_run(self, run: Run) -> None:
+        lengths, sampler, size = getattr(run.datasets["train"], "lengths", None), run.train_loader.sampler, run.device_batch_size
+        if lengths is None or sampler is None:
+            return
+        ordered = [int(lengths[index]) for index in sampler.order()]
+        padded = sum(max(ordered[start : start + size]) * len(ordered[start : start + size]) for start in range(0, len(ordered), size))
+        share = 1 - sum(ordered) / padded
+        if share < 0.02:
+            logger.warning("packing: batches have only %.1f%% of padding: there is little to leave out", 100 * share)
+        else:
+            logger.info("packing: %.0f%% of what would be computed is padding, and is left out", 100 * share)
+
+
+def shortened(sample: Mapping[str, Any], size: int) -> dict[str, Any]:
+    """A sample's first tokens."""
+    tokens = len(sample["input_ids"])
+    return {name: value[:size] if hasattr(value, "__len__") and len(value) == tokens else value for name, value in sample.items()}
+
+
+def same(output: Output, expected: Output) -> bool:
+    """Whether results differ by rounding alone, which is below 1e-6; one that ignores a boundary or a position is off by 1e-3 and more."""
+    if output.predictions is None or expected.predictions is None:  # a loss is a mean: of the rest, less is left
+        return bool((output.loss - expected.loss).abs() < 1e-5 * expected.loss.abs())
+    if output.predictions.shape != expected.predictions.shape:
+        return False
+    return bool((output.predictions - expected.predictions).norm() < 1e-4 * expected.predictions.norm())

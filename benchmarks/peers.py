@@ -68,10 +68,10 @@ class Recorder:
     def begin(self) -> None:
         self.times.append(time.perf_counter())
 
-    def batch(self, model: Any, batch: Any) -> None:
-        self.rows += batch["input_ids"].shape[0]
-        self.tokens += int(batch["attention_mask"].sum())
-        self.computed += batch["input_ids"].numel()
+    def batch(self, model: Any, inputs: Any, rows: int = 0, tokens: int = 0) -> None:
+        self.rows += rows or inputs["input_ids"].shape[0]
+        self.tokens += tokens or int(inputs["attention_mask"].sum())
+        self.computed += inputs["input_ids"].numel()
         self.trained &= model.training and all(part.training for part in model.modules())
 
     def step(self, loss: Any) -> None:
@@ -233,7 +233,7 @@ def run_fastloop(file: Path, seed: int, recorder: Recorder) -> None:
         @hookimpl
         def before_step(self, run: Any, batches: Any) -> None:
             for batch in batches:
-                recorder.batch(run.unwrapped(), batch.inputs)
+                recorder.batch(run.unwrapped(), batch.inputs, batch.samples, batch.tokens)
 
         @hookimpl
         def after_step(self, loss: Any) -> None:
@@ -387,6 +387,8 @@ def main() -> None:
             if not row["train_mode"]:
                 raise SystemExit(f"{arm}: the model was not in train mode: it trained without dropout.")
             found[number][arm] = row | {"arm": arm}
+            if len({other["tokens"] for name, other in found[number].items() if not name.startswith("naive")}) > 1:
+                raise SystemExit(f"{arm}: it trained on other reviews than the arms before it: {row['tokens']} tokens.")
             print(f"round {number + 1} {arm:20} {row['samples_per_second']:6.2f} samples/s, {row['wall_seconds']:.0f} s", flush=True)
 
     rows, shown = summary(found, arms)

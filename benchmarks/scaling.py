@@ -178,7 +178,7 @@ def main() -> None:
     """Run all points and report, or be one process of one."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", nargs="+", choices=list(STUDIES), default=list(STUDIES), help="all by default")
-    parser.add_argument("--repeats", type=int, default=3, help="rounds (default 3; one for a million rows)")
+    parser.add_argument("--repeats", type=int, default=2, help="rounds (default 2; one for a million rows)")
     parser.add_argument("--most", type=int, help="leave out the points above this, to try the script")
     parser.add_argument("--results", type=Path, default=RESULTS, help="where the JSON goes; elsewhere, docs are left alone")
     parser.add_argument("--point", nargs=2, help=argparse.SUPPRESS)

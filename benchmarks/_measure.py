@@ -28,26 +28,29 @@ def rounds(arms: Sequence[str], repeats: int) -> Iterator[tuple[int, str]]:
             yield number, arm
 
 
-def spawn(arguments: Sequence[Any], environment: Mapping[str, str | None] | None = None) -> dict[str, Any]:
+def spawn(arguments: Sequence[Any], environment: Mapping[str, str | None] | None = None, timeout: float | None = None) -> dict[str, Any]:
     """Run a script in a fresh process; the last line that it prints is its result, in JSON.
 
     Args:
         environment: Variables to set, or with None to unset.
+        timeout: Seconds after which the process is ended.
+
+    Raises:
+        SystemExit: It failed; with what it said.
 
     Returns:
         The result, with ``wall_seconds`` of the whole process and ``foreign_cores``: cores that other processes kept busy meanwhile.
     """
+    command = [sys.executable, *map(str, arguments)]
     merged = os.environ | dict(environment or {})
     busy, own, start = busy_seconds(), sum(os.times()[:4]), time.perf_counter()
-    done = subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        env={name: value for name, value in merged.items() if value is not None},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    variables = {name: value for name, value in merged.items() if value is not None}
+    try:
+        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=timeout, check=False)
+    except subprocess.TimeoutExpired:
+        sys.exit(f"{' '.join(command[1:])} was ended after {timeout:.0f} seconds.")
     if done.returncode != 0:
-        sys.exit(f"{' '.join(map(str, arguments))} failed:\n{done.stdout[-1000:]}\n{done.stderr[-3000:]}")
+        sys.exit(f"{' '.join(command[1:])} failed:\n{done.stdout[-1000:]}\n{done.stderr[-3000:]}")
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     wall, after = time.perf_counter() - start, busy_seconds()
     used = sum(os.times()[:4]) - own

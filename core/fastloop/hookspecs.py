@@ -1,5 +1,6 @@
 """Every hook, in the order in which it fires. This is the contract between the loop and plugins.
 
+    environment                                     # on the command line, before the process really starts
     check_recipe                                    # everything here is also done by `fastloop plan`
     configure_accelerator, configure_dataloader, configure_optimizer
 
@@ -69,6 +70,7 @@ hookspec = pluggy.HookspecMarker("fastloop")
 first = hookspec(firstresult=True)
 
 ONE_BY_ONE = (
+    "environment",
     "configure_accelerator",
     "configure_dataloader",
     "configure_optimizer",
@@ -80,6 +82,12 @@ ONE_BY_ONE = (
 """Called on each plugin by itself, so that there is nothing to wrap."""
 
 # -- configure ---------------------------------------------------------------------------------------------------------
+
+
+@hookspec
+def environment(recipe: Recipe) -> dict[str, str] | None:
+    """Environment variables that count only when a process has them from its start, such as LD_PRELOAD: `fastloop train` starts itself
+    again with those that are not set yet. Torch is not loaded here, and must not be. In Python nothing is started again."""
 
 
 @hookspec

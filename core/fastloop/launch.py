@@ -19,9 +19,13 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from fastloop.errors import UsageError
+from fastloop.errors import PluginError, UsageError
+from fastloop.registry import select
+
+if TYPE_CHECKING:
+    from fastloop.recipe import Recipe
 
 LAUNCHER = "FASTLOOP_LAUNCHER"
 """The variable that tells a process who started it, and how: pid and options."""
@@ -147,6 +151,29 @@ def _end(processes: list[subprocess.Popen[bytes]]) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+def start_again(recipe: Recipe) -> None:
+    """Where plugins want environment variables that this process does not have: start it again with them. One that is set stays.
+
+    Raises:
+        PluginError: Two plugins want different values.
+    """
+    wanted: dict[str, tuple[str, str]] = {}
+    for plugin, call in select(recipe).each("environment"):
+        for name, value in (call(recipe=recipe) or {}).items():
+            other, before = wanted.setdefault(name, (plugin.name, value))
+            if before != value:
+                raise PluginError(
+                    f"{recipe.where}: plugins {plugin.name!r} and {other!r} want different values of {name}: {value!r} and {before!r}. "
+                    "Remove one of them."
+                )
+    own = sys.orig_argv[len(sys.orig_argv) - len(sys.argv) + 1 :] == sys.argv[1:]  # else the command line is called from within a program
+    if own and wanted.keys() - os.environ.keys():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        given = {name: value for name, (_, value) in wanted.items()}
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], given | os.environ)
 
 
 def end_with_launcher() -> None:

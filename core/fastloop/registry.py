@@ -218,6 +218,19 @@ def resolve(recipe: Recipe, machine: Machine | None = None, objects: Iterable[Pl
         PluginError: No such plugin, two in one slot, a conflict, something required or needed is missing, a circle of constraints.
         RecipeError: A plugin's option cannot be.
     """
+    resolution = select(recipe, objects)
+    machine = machine or _machine(recipe)
+    for plugin in resolution.plugins:
+        for need in plugin.needs:
+            if missing := need.missing(plugin, machine):
+                raise PluginError(
+                    f"{recipe.where}: plugin {plugin.name!r} {missing.rstrip('.')}. Or leave it out: --without {plugin.name}."
+                )
+    return resolution
+
+
+def select(recipe: Recipe, objects: Iterable[Plugin] = ()) -> Resolution:
+    """``resolve`` without what asks the machine: torch is not loaded."""
     plugins, reasons = [], {}
     for index, (name, options) in enumerate(recipe.plugins.items()):
         if options is False:
@@ -242,13 +255,6 @@ def resolve(recipe: Recipe, machine: Machine | None = None, objects: Iterable[Pl
             reasons[cls.name] = f"on by default: {why}"
     _check(plugins, recipe.where)
     ordered = _order(plugins, reasons, recipe.where)
-    machine = machine or _machine(recipe)
-    for plugin in ordered:
-        for need in plugin.needs:
-            if missing := need.missing(plugin, machine):
-                raise PluginError(
-                    f"{recipe.where}: plugin {plugin.name!r} {missing.rstrip('.')}. Or leave it out: --without {plugin.name}."
-                )
     return Resolution(ordered, reasons)
 
 

@@ -41,31 +41,19 @@ class FastDropout(Plugin):
     def before_prepare(self, run: Run, model: nn.Module) -> None:
         from torch import nn
 
+        from fastloop_plugins._fast_dropout import BLOCKED, use
+
         if run.device.type != "cpu":
             logger.warning("fast-dropout: this run is on %s, where dropout is cheap: it does nothing", run.device.type)
             return
         found = [module for module in model.modules() if type(module) is nn.Dropout]
         for module in found:
             module.forward = partial(drop, module, module.forward)  # type: ignore[method-assign]
-        attention = self.attend(model)
+        config: Any = getattr(model, "config", None)
+        usual = getattr(config, "_attn_implementation", None) in ("sdpa", "eager", BLOCKED)
+        attention = usual and use(model, NAME, drops=True)
         if not found and not attention:
             logger.warning("fast-dropout: %s has no dropout: there is nothing to make faster", type(model).__name__)
-
-    @staticmethod
-    def attend(model: nn.Module) -> bool:
-        """Have transformers' attention computed here; whether it is transformers'."""
-        found: Any = next((module for module in model.modules() if hasattr(module, "set_attn_implementation")), None)
-        if found is None or found.config._attn_implementation not in ("sdpa", "eager") or not getattr(found, "_supports_sdpa", False):
-            return False
-        from transformers import AttentionInterface
-        from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
-
-        from fastloop_plugins._fast_dropout import attention
-
-        AttentionInterface.register(NAME, attention)
-        AttentionMaskInterface.register(NAME, sdpa_mask)
-        found.set_attn_implementation(NAME)
-        return True
 
 
 def drop(module: nn.Dropout, torchs: Any, tensor: Tensor) -> Tensor:

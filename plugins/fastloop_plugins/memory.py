@@ -3,21 +3,23 @@
     plugins:
       - memory
 
-On Linux (glibc) large tensors are mapped anew at every step and given back to the system when they are freed, so that each of their pages
-is zeroed and faulted in again; here freed memory stays with the process. On CUDA, segments of the allocator grow instead of being cut up
-when lengths vary. The summary's ``memory`` counts page faults a step, and the CUDA allocator's retries.
+On Linux a tensor's memory is given back to the system when it is freed, and at the next step each of its pages is zeroed and faulted in
+again. ``fastloop train`` therefore starts itself again with tcmalloc where that is installed (Debian: libtcmalloc-minimal4), else with
+glibc's malloc set to keep what it has. In Python, where nothing is started again, glibc's is set as far as a running process can. On CUDA,
+segments grow instead of being cut up when lengths vary. The summary's ``memory`` counts page faults a step, and CUDA's retries.
 """
 
 from __future__ import annotations
 
-import ctypes
+import ctypes.util
 import logging
 import os
 import platform
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from fastloop import Plugin, hookimpl, option
+from fastloop import Plugin, PluginError, hookimpl, option
 
 if TYPE_CHECKING:
     from fastloop import Run
@@ -25,12 +27,21 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fastloop")
 
-TRIM_THRESHOLD, TOP_PAD, MMAP_MAX = -1, -2, -4
-"""Numbers of mallopt(3)."""
+LIBRARIES = {"tcmalloc": ("tcmalloc_minimal", "tcmalloc"), "jemalloc": ("jemalloc",)}
+"""Allocators that take malloc's place, and what their libraries are called."""
+SETTINGS = {
+    "tcmalloc": {"TCMALLOC_LARGE_ALLOC_REPORT_THRESHOLD": str(2**40)},  # else every gigabyte asked for is reported on stderr
+    "jemalloc": {"MALLOC_CONF": "dirty_decay_ms:-1,muzzy_decay_ms:-1"},
+}
+TUNABLES = {"mmap_max": 0, "trim_threshold": 2**40, "top_pad": 2**26, "arena_max": 1, "tcache_count": 0, "mxfast": 0}
+"""Of glibc.malloc. Without the last two, what aligned blocks leave over at their ends keeps neighbours from being joined, and a freed
+block is too small for the next of its size (glibc's bug 14581, until 2.38)."""
+MALLOPT = {-4: 0, -1: -1, -2: 2**26, -8: 1, 1: 0}
+"""The same by mallopt(3), which has no tcache_count."""
 
 
 class Memory(Plugin):
-    """mallopt on a CPU, expandable segments on CUDA."""
+    """tcmalloc or a kept heap on a CPU, expandable segments on CUDA."""
 
     name = "memory"
     parity = "exact"
@@ -40,21 +51,37 @@ class Memory(Plugin):
     class Config:
         """Options."""
 
-        top_pad: Annotated[int, option("MiB by which the heap grows at once (Linux).", ge=0, le=2047)] = 64
+        allocator: Annotated[
+            Literal["auto", "glibc", "tcmalloc", "jemalloc"],
+            option("What serves the CPU's memory; auto: tcmalloc if installed, else glibc."),
+        ] = "auto"
+
+    @hookimpl
+    def environment(self, recipe: Recipe) -> dict[str, str]:
+        if platform.libc_ver()[0] != "glibc" or (recipe.train.device != "cpu" and Path("/dev/nvidiactl").exists()):
+            return {}
+        wanted = "tcmalloc" if self.config.allocator == "auto" else self.config.allocator
+        library = next(filter(None, map(ctypes.util.find_library, LIBRARIES.get(wanted, ()))), None)
+        if library is not None:
+            return {"LD_PRELOAD": library} | SETTINGS[wanted]
+        if self.config.allocator == wanted and wanted != "glibc":
+            raise PluginError(f"{recipe.where}: plugins.memory.allocator: {wanted} is not installed. Install it, or take auto.")
+        return {"GLIBC_TUNABLES": ":".join(f"glibc.malloc.{name}={value}" for name, value in TUNABLES.items())}
 
     @hookimpl
     def check_recipe(self, recipe: Recipe) -> None:
-        """Before torch asks for any memory."""
+        """Before torch asks for any memory to speak of."""
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-        self.set_up = False
-        if platform.libc_ver()[0] == "glibc":
+        preloaded = os.environ.get("LD_PRELOAD", "")
+        self.allocator = next((name for name in LIBRARIES if name in preloaded), platform.libc_ver()[0] or "the system's")
+        if self.allocator == "glibc":
             mallopt = ctypes.CDLL(None).mallopt
-            nothing_mapped, nothing_given_back = mallopt(MMAP_MAX, 0), mallopt(TRIM_THRESHOLD, 2**31 - 1)
-            self.set_up = bool(nothing_mapped and nothing_given_back and mallopt(TOP_PAD, self.config.top_pad * 2**20))
+            for name, value in MALLOPT.items():
+                mallopt(name, value)
 
     @hookimpl
     def before_fit(self, run: Run) -> None:
-        if run.device.type == "cpu" and not self.set_up:
+        if run.device.type == "cpu" and self.allocator not in (*LIBRARIES, "glibc"):
             logger.warning("memory: this system's allocator is not glibc's: it stays as it is")
         self.before, self.step = faults(), run.state.step
 
@@ -65,7 +92,7 @@ class Memory(Plugin):
         if not hasattr(self, "before"):
             return
         steps = max(run.state.step - self.step, 1)
-        summary["memory"] = {"page_faults_a_step": (faults() - self.before) / steps}
+        summary["memory"] = {"allocator": self.allocator, "page_faults_a_step": (faults() - self.before) / steps}
         if run.device.type == "cuda":
             found = torch.cuda.memory_stats(run.device)
             summary["memory"] |= {

@@ -90,7 +90,7 @@ LAYERS = [
     {"registry"},
     {"accelerator", "defaults", "folder", "loop", "resume"},
     {"run"},
-    {"trainer"},
+    {"trainer", "bench"},
     {"cli", "__main__"},
 ]
 """From the bottom up: a module imports those of its own layer or of lower ones."""

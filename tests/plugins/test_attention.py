@@ -6,10 +6,14 @@ import logging
 from pathlib import Path
 
 import pytest
+import torch
 from text_kit import TINY, make_run
 
 from fastloop import PluginError
+from fastloop_plugins import _fast_dropout
+from fastloop_plugins._fast_dropout import BLOCKED
 from fastloop_plugins.attention import Attention
+from fastloop_plugins.compile import Compile
 
 DATA = {"files": {"train": "a.csv", "validation": "a.csv"}, "label": "label", "max_length": 32}
 STILL = TINY | {"dropout": 0.0, "attention_dropout": 0.0, "seq_classif_dropout": 0.0}
@@ -20,21 +24,41 @@ def run(*objects, output="run"):
     return make_run("text-classification", {"config": STILL, "tokenizer": {"kind": "word"}}, DATA, objects=list(objects))
 
 
-@pytest.mark.parametrize("implementation", ["eager", "sdpa", "auto"])
-def test_every_implementation_gives_the_same_loss(implementation):
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", "auto", "blocked"])
+def test_every_implementation_gives_the_same_loss_and_gradient(implementation):
     made = run(Attention(implementation=implementation))
     plain = run()
-    expected = {"auto": "sdpa"}.get(implementation, implementation)
+    expected = {"auto": BLOCKED, "blocked": BLOCKED}.get(implementation, implementation)
     assert made.unwrapped().config._attn_implementation == expected
     batch = next(made.train_loader.batches()).inputs
-    losses = [one.hooks.compute_loss(run=one, model=one.model.eval(), batch=batch).loss.item() for one in (made, plain)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    losses = [one.hooks.compute_loss(run=one, model=one.model, batch=batch).loss for one in (made, plain)]
+    assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-5)
+    for loss in losses:
+        loss.backward()
+    for (name, one), (_, other) in zip(made.model.named_parameters(), plain.model.named_parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_blocked_leaves_torchs_dropout_and_long_sequences_to_torch(monkeypatch):
+    query = torch.randn(1, 2, 8, 4, requires_grad=True)
+    monkeypatch.setattr(_fast_dropout.Attention, "apply", lambda *arguments: pytest.fail("computed here"))
+    module = torch.nn.Module()
+    assert _fast_dropout.attention(module, query, query, query, None, dropout=0.5, drops=False)[0].shape == (1, 8, 2, 4)
+    monkeypatch.setattr(_fast_dropout, "LONGEST", 7)
+    assert _fast_dropout.attention(module, query, query, query, None)[0].shape == (1, 8, 2, 4)
 
 
 def test_the_choice_and_its_reason_are_said(caplog):
     caplog.set_level(logging.INFO, "fastloop")
     run(Attention())
-    assert "attention: sdpa, since the device is cpu" in caplog.text
+    assert "attention: blocked, since the device is cpu" in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # on loading torch's compiler
+def test_with_compile_it_is_torchs(caplog):
+    caplog.set_level(logging.INFO, "fastloop")
+    run(Attention(), Compile())
+    assert "attention: sdpa, since compile would end a graph" in caplog.text
 
 
 def test_a_model_that_is_not_transformers_is_left_alone(tiny_run, caplog):

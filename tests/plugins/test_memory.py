@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes.util
 import json
+import os
 import platform
 import subprocess
 import sys
 
 import pytest
 
+from fastloop import PluginError, hookimpl
+from fastloop.recipe import make_recipe
 from fastloop_plugins.memory import Memory
 
 STEPS = """
@@ -62,3 +66,73 @@ def test_another_allocator_is_said(tiny_run, caplog, monkeypatch):
     monkeypatch.setattr(platform, "libc_ver", lambda: ("", ""))
     tiny_run([Memory()], epochs=1)
     assert "this system's allocator is not glibc's" in caplog.text
+
+
+MODULE = """
+import json, os, pathlib
+import torch
+
+class Model(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(4, 2)
+        kept = {name: os.environ.get(name) for name in ("LD_PRELOAD", "GLIBC_TUNABLES")}
+        maps = pathlib.Path("/proc/self/maps").read_text()
+        kept |= {name: name in maps for name in ("tcmalloc", "jemalloc")}
+        pathlib.Path("seen.json").write_text(json.dumps(kept | {"pid": os.getpid()}))
+
+def data():
+    return {"train": torch.utils.data.TensorDataset(torch.randn(64, 4), torch.zeros(64, dtype=torch.long))}
+"""
+RECIPE = """
+model: {module: "own.py:Model"}
+data: {module: "own.py:data"}
+train: {epochs: 1, batch_size: 8, device: cpu}
+plugins: [{module: {loss: cross_entropy}}, {memory: {allocator: ALLOCATOR}}]
+output: run
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the allocator is glibc's on Linux only")
+@pytest.mark.parametrize("allocator", ["auto", "glibc", "tcmalloc", "jemalloc"])
+def test_the_command_line_starts_itself_again_with_the_allocator(allocator, tmp_path):
+    names = {"tcmalloc": ("tcmalloc_minimal", "tcmalloc"), "jemalloc": ("jemalloc",)}
+    installed = [name for name, found in names.items() if any(map(ctypes.util.find_library, found))]
+    (tmp_path / "own.py").write_text(MODULE)
+    (tmp_path / "recipe.yaml").write_text(RECIPE.replace("ALLOCATOR", allocator))
+    environment = {key: value for key, value in os.environ.items() if key not in ("LD_PRELOAD", "GLIBC_TUNABLES")}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fastloop", "train", "recipe.yaml"], cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True
+    )
+    _, said = process.communicate()
+    if allocator in names and allocator not in installed:
+        assert process.returncode == 2
+        assert f"plugins.memory.allocator: {allocator} is not installed" in said
+        return
+    assert process.returncode == 0, said
+    seen = json.loads((tmp_path / "seen.json").read_text())
+    chosen = allocator if allocator != "auto" else "tcmalloc" if "tcmalloc" in installed else "glibc"
+    assert seen["pid"] == process.pid  # the same process: a scheduler's signals reach it
+    assert {name: seen[name] for name in names} == {name: name == chosen for name in names}
+    assert (seen["GLIBC_TUNABLES"] is not None) == (chosen == "glibc")
+    assert json.loads((tmp_path / "run/summary.json").read_text())["memory"]["allocator"] == chosen
+
+
+def test_what_the_user_has_set_stays(tmp_path):
+    (tmp_path / "own.py").write_text(MODULE)
+    (tmp_path / "recipe.yaml").write_text(RECIPE.replace("ALLOCATOR", "glibc"))
+    environment = os.environ | {"GLIBC_TUNABLES": "glibc.malloc.arena_max=2", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    subprocess.run(
+        [sys.executable, "-m", "fastloop", "train", "recipe.yaml"], cwd=tmp_path, env=environment, check=True, capture_output=True
+    )
+    assert json.loads((tmp_path / "seen.json").read_text())["GLIBC_TUNABLES"] == "glibc.malloc.arena_max=2"
+
+
+def test_plugins_that_want_different_variables_are_both_named(monkeypatch):
+    from fastloop import launch
+    from fastloop_plugins.log import Log
+
+    monkeypatch.setattr(Memory, "environment", hookimpl(lambda self, recipe: {"A": "1"}))
+    monkeypatch.setattr(Log, "environment", hookimpl(lambda self, recipe: {"A": "2"}), raising=False)
+    with pytest.raises(PluginError, match=r"'log' and 'memory' want different values of A: '2' and '1'"):
+        launch.start_again(make_recipe({"plugins": ["memory", "log"], "train": {"epochs": 1}}))

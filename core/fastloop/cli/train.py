@@ -48,6 +48,7 @@ def train(
         resumed = [] if resume is None else [f"--resume={resume}"]
         raise typer.Exit(launch.launch([*command, *resumed], nproc, nnodes, node_rank, master, Path(loaded.output)))
     launch.end_with_launcher()
+    launch.start_again(loaded)
     show_messages()
     resolution = resolve(loaded)
     from fastloop.run import Run  # here, so that what is wrong with a recipe is said before torch is loaded

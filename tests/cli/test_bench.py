@@ -1,0 +1,502 @@
+"""`fastloop bench`. The ladder runs for real: in processes of its own where that is the point, else in this one, which is quicker."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import nn
+
+from fastloop.bench import ladder, parity
+from fastloop.bench.plan import make_ladder
+from fastloop.bench.results import rung_results
+from fastloop.bench.statistics import break_even, interval, largest_difference, verdict
+from fastloop.bench.worker import Spec, measure, switch_dropout_off
+from fastloop.cli import main
+from fastloop.recipe import load_recipe
+
+CODE = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+class Net(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 3))
+
+def data():
+    inputs = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+    return {"train": TensorDataset(inputs, inputs[:, :3].argmax(1)), "evaluate": TensorDataset(inputs[:16], inputs[:16, :3].argmax(1))}
+"""
+
+PLUGINS = """
+import os
+import time
+from dataclasses import dataclass
+from fastloop import Plugin, hookimpl
+from fastloop.plugin import Device
+
+class Honest(Plugin):
+    name = "honest"
+
+class Lies(Plugin):
+    "Says that it is exact, and trains at half the learning rate."
+    name = "lies"
+
+    @hookimpl
+    def before_optimizer_step(self, run):
+        for parameter in run.model.parameters():
+            parameter.grad *= 0.5
+        for group in run.optimizer.param_groups:
+            group["lr"] = 1e-3
+
+class Fails(Plugin):
+    name = "fails"
+
+    @hookimpl
+    def after_step(self, run):
+        if run.state.step == 2:
+            raise ValueError("no more")
+
+class Dies(Plugin):
+    name = "dies"
+
+    @hookimpl
+    def before_fit(self):
+        os._exit(7)
+
+class Hangs(Plugin):
+    name = "hangs"
+
+    @hookimpl
+    def before_fit(self):
+        time.sleep(600)
+
+class Needy(Plugin):
+    name = "needy"
+    needs = (Device("abacus"),)
+
+class Asks(Plugin):
+    name = "asks"
+    requires = ("honest",)
+
+class Stops(Plugin):
+    "Ctrl-C, in the second repeat."
+    name = "stops"
+
+    @hookimpl
+    def before_fit(self, run):
+        if run.recipe.train.seed % 2:
+            raise KeyboardInterrupt
+
+class Early(Plugin):
+    "Wants a variable that counts only when a process has it from its start."
+    name = "early"
+
+    @hookimpl
+    def environment(self):
+        return {"FASTLOOP_EARLY": "yes"}
+
+    @hookimpl
+    def write_summary(self, summary):
+        with open("/proc/self/environ") as file:
+            summary["early"] = "FASTLOOP_EARLY=yes" in file.read()
+"""
+
+NAMES = ("honest", "lies", "fails", "dies", "hangs", "needy", "asks", "stops", "early")
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
+    """Write a recipe with plugins of a package that is installed here: ``recipe("honest", "lies")`` -> its path."""
+    site = tmp_path / "site"
+    metadata = site / "planted-1.0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: planted\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(
+        "[fastloop.plugins]\n" + "".join(f"{name} = planted_plugins:{name.capitalize()}\n" for name in NAMES)
+    )
+    (site / "planted_plugins.py").write_text(PLUGINS)
+    monkeypatch.syspath_prepend(site)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    Path("net.py").write_text(CODE)
+
+    def put(*plugins: Any, **train: Any) -> str:
+        tree = {
+            "model": {"module": "net.py:Net"},
+            "data": {"module": "net.py:data"},
+            "train": {"epochs": 3, "batch_size": 8, "lr": 1e-2, "seed": 0, "device": "cpu", **train},
+            "plugins": [{"module": {"loss": "cross_entropy"}}, *plugins],
+        }
+        Path("tiny.yaml").write_text(yaml.safe_dump(tree, sort_keys=False))
+        return "tiny.yaml"
+
+    yield put
+    sys.modules.pop("planted_plugins", None)
+
+
+Bench = Callable[..., tuple[int, str, dict[str, Any]]]
+
+
+@pytest.fixture
+def bench(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Bench:
+    """Run the command in this process: exit code, what it printed, bench.json. ``here=True``: its measurements as well."""
+    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setattr("rich._console", None)
+
+    def in_this_process(spec: Spec, length: Mapping[str, Any], *_: Any) -> dict[str, Any]:
+        spec.recipe["output"] = str(tmp_path / f"measured{time.monotonic_ns()}")
+        return measure(spec, length) | {"process_seconds": 0.0, "foreign_load": 0.0}
+
+    def call(*arguments: str, here: bool = True) -> tuple[int, str, dict[str, Any]]:
+        if here:
+            monkeypatch.setattr(ladder, "run_worker", in_this_process)
+            monkeypatch.setattr(ladder, "foreign_load", lambda: 0.0)
+        monkeypatch.setattr(sys, "argv", ["fastloop", "bench", *arguments, "--output", "ladder"])
+        with pytest.raises(SystemExit) as exited:
+            main()
+        captured = capsys.readouterr()
+        written = Path("ladder/bench.json")
+        record = json.loads(written.read_text()) if written.exists() else {}
+        return int(exited.value.code or 0), captured.out + captured.err, record
+
+    return call
+
+
+SHORT = ("--steps", "3", "--warmup", "1", "--repeats", "2")
+
+
+def rungs(record: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {row["title"]: row for row in record["rungs"]}
+
+
+# -- the whole -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_ladder_measures_each_rung_in_fresh_processes_and_writes_what_it_found(recipe, bench):
+    code, out, record = bench(recipe("early"), *SHORT, "--json", "copy.json", here=False)
+    assert code == 0, out
+    assert list(rungs(record)) == ["baseline", "+ early"]
+    for row in record["rungs"]:
+        assert len(row["measurements"]) == 2
+        for found in row["measurements"]:
+            assert found["summary"]["plugins"] == ["bench-meter", "module", *row["plugins"]]  # neither progress nor log
+            assert (found["steps"], found["samples"], len(found["losses"])) == (3, 24, 4)
+            assert found["seconds"] > 0
+            assert found["startup_seconds"] > 0
+            assert found["peak_memory_bytes"] > 2**20
+            assert found["total_steps"] == 24  # the recipe's own three epochs
+            assert found["summary"]["evaluate"] is None
+    base, early = (row["measurements"] for row in record["rungs"])
+    assert [found["losses"] for found in base] == [found["losses"] for found in early]  # the seed of a repeat is all rungs'
+    assert all(found["summary"]["early"] for found in early)  # it was started again with what the plugin wants
+    assert base[0]["losses"] != base[1]["losses"]
+    assert record["complete"]
+    assert record["versions"]["planted"] == "1.0"
+    assert rungs(record)["+ early"]["results"]["over_before"]["pairs"] == 2
+    assert "too few repeats to tell" in Path("ladder/bench.md").read_text()
+    assert Path("ladder/bench.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads(Path("copy.json").read_text()) == record
+    (found,) = record["parity"]
+    assert (found["verdict"], found["difference"]) == ("holds", 0.0)
+    assert not Path("runs").exists()
+
+
+@pytest.mark.slow
+def test_a_process_that_dies_or_hangs_is_a_row_of_the_table(recipe, bench):
+    code, out, record = bench(
+        recipe("dies", "hangs"), "--ladder", "dies;hangs", *SHORT, "--repeats", "1", "--timeout", "20", "--no-parity", here=False
+    )
+    assert code == 1
+    assert rungs(record)["+ dies"]["error"] == "the process ended with exit code 7: it said nothing"
+    assert "took more than 20 seconds" in rungs(record)["hangs"]["error"]
+    assert rungs(record)["baseline"]["results"] is not None
+    assert "exit code 7" in out
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_the_measured_process_and_keeps_what_is_there(recipe):
+    command = [sys.executable, "-m", "fastloop", "bench", recipe("hangs"), *SHORT, "--output", "ladder", "--ladder", "honest;hangs"]
+    with subprocess.Popen([*command, "--with", "honest"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        said = []
+        for line in process.stdout:
+            said.append(line)
+            if line.startswith("repeat 1/2  + honest"):
+                break
+        process.send_signal(signal.SIGINT)
+        rest = process.stdout.read()
+        assert process.wait(30) == 130, said
+    assert "What was measured so far is in ladder." in rest
+    record = json.loads(Path("ladder/bench.json").read_text())
+    assert not record["complete"]
+    assert rungs(record)["+ honest"]["results"]["samples_per_second"]["median"] > 0
+    assert "Not complete" in Path("ladder/bench.md").read_text()
+
+
+def test_an_interrupt_in_the_second_repeat_keeps_the_first(recipe, bench):
+    code, out, record = bench(recipe("stops"), *SHORT)
+    assert code == 130
+    assert "What was measured so far is in ladder." in out
+    assert [len(row["measurements"]) for row in record["rungs"]] == [1, 1]
+
+
+# -- rungs -------------------------------------------------------------------------------------------------------------------------
+
+
+def test_rungs_add_plugins_in_the_recipes_order_and_then_leave_each_out(recipe):
+    loaded = load_recipe(recipe("honest", "lies", "fails", "log"))
+    found = make_ladder(loaded, loaded, (), (), leave_one_out=True)
+    assert [(rung.title, rung.plugins, rung.before) for rung in found.rungs] == [
+        ("baseline", (), None),
+        ("+ honest", ("honest",), "baseline"),
+        ("+ lies", ("honest", "lies"), "+ honest"),
+        ("+ fails", ("honest", "lies", "fails"), "+ lies"),
+        ("all but honest", ("lies", "fails"), "+ fails"),
+        ("all but lies", ("honest", "fails"), "+ fails"),
+        ("all but fails", ("honest", "lies"), "+ fails"),
+    ]
+    assert len(found.measured()) == 6  # "all but fails" is the rung "+ lies", measured once
+
+
+def test_a_rung_that_cannot_be_says_why_and_the_others_go_on(recipe, bench):
+    code, out, record = bench(recipe("asks", "honest", "needy"), *SHORT)
+    assert code == 0, out
+    found = rungs(record)
+    assert "plugin 'asks' requires 'honest'" in found["+ asks"]["why_not"]
+    assert found["+ honest"]["before"] == "baseline"
+    assert "needs a device of type abacus; this run is on cpu" in found["+ needy"]["why_not"]
+    assert "requires 'honest'" in found["all but honest"]["why_not"]
+    assert found["all but asks"]["results"] is not None
+    assert [(row["plugin"], row["verdict"]) for row in record["parity"]] == [("asks", "holds"), ("honest", "holds")]
+    assert record["parity"][0]["control"] == ["honest"]
+    assert "abacus" in out
+
+
+def test_a_ladder_of_ones_own_sets(recipe, bench):
+    code, out, record = bench(recipe("honest"), "--ladder", "asks,honest;honest", *SHORT, "--no-leave-one-out", "--no-parity")
+    assert code == 0, out
+    assert [(row["title"], row["plugins"]) for row in record["rungs"]] == [
+        ("baseline", []),
+        ("+ honest + asks", ["honest", "asks"]),
+        ("honest", ["honest"]),
+    ]
+    assert record["parity"] == []
+
+
+def test_overrides_of_the_baseline_are_lifted_by_a_rung_of_their_own(recipe, bench):
+    code, out, record = bench(recipe("honest"), "--baseline", "train.batch_size=4", *SHORT, "--no-parity")
+    assert code == 0, out
+    assert [row["title"] for row in record["rungs"]] == ["baseline", "without train.batch_size=4", "+ honest"]
+    assert [row["measurements"][0]["samples"] for row in record["rungs"]] == [12, 24, 24]
+
+
+def test_a_failing_plugin_is_a_row_and_the_rest_is_measured(recipe, bench):
+    code, out, record = bench(recipe("fails", "honest"), "--ladder", "fails;honest", *SHORT)
+    assert code == 1
+    assert rungs(record)["+ fails"]["error"] == "plugin 'fails' (planted 1.0) failed in after_step: ValueError: no more"
+    assert len(rungs(record)["+ fails"]["measurements"]) == 1  # once is enough
+    assert rungs(record)["honest"]["before"] == "baseline"
+    assert rungs(record)["honest"]["results"]["over_before"]["pairs"] == 2
+    assert "failed: plugin 'fails'" in out
+    assert [row["verdict"] for row in record["parity"]] == ["failed", "holds"]
+
+
+@pytest.mark.parametrize(
+    ("plugins", "arguments", "said"),
+    [
+        ((), (), "lists no plugin to measure"),
+        (("honest", {"honest": {}}), (), "listed twice"),
+        (("asks",), (), "plugin 'asks' requires 'honest'"),
+        (({"honest": {"lr": 1}},), (), "plugins.honest.lr: no such option"),
+        (("honest",), ("--ladder", "honset"), "Did you mean 'honest'?"),
+        (("honest",), ("data.module=nowhere.py:data",), "no such file: nowhere.py"),
+        (("honest",), ("--baseline", "trian.lr=1"), "Did you mean 'train'?"),
+    ],
+    ids=["no plugin", "twice", "requires", "option", "ladder", "data", "baseline"],
+)
+def test_what_is_wrong_with_the_recipe_is_said_before_anything_is_measured(recipe, bench, plugins, arguments, said):
+    code, out, record = bench(recipe(*plugins), *SHORT, *arguments)
+    assert code == 2
+    assert said in out
+    assert record == {}
+    assert not Path("ladder").exists()
+
+
+def test_a_baseline_that_fails_ends_it(recipe, bench):
+    code, out, _ = bench(recipe("honest"), "data.module=net.py:nothing", *SHORT)
+    assert code == 2
+    assert "the baseline cannot be measured" in out
+    assert "net.py has no 'nothing'" in out
+
+
+def test_a_folder_with_other_files_is_left_alone_and_an_earlier_ladder_is_moved_aside(recipe, bench):
+    Path("ladder").mkdir()
+    Path("ladder/thesis.txt").write_text("years")
+    code, out, _ = bench(recipe("honest"), *SHORT, "--no-parity")
+    assert code == 2
+    assert "holds other files" in out
+    Path("ladder/thesis.txt").rename("ladder/bench.json")
+    code, out, _ = bench(recipe("honest"), *SHORT, "--no-parity")
+    assert code == 0
+    assert Path("ladder.1/bench.json").read_text() == "years"
+
+
+def test_without_matplotlib_a_line_says_what_to_install(recipe, bench, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    code, out, _ = bench(recipe("honest"), *SHORT, "--no-parity")
+    assert code == 0
+    assert "pip install 'fastloop[bench]'" in out
+    assert not Path("ladder/bench.png").exists()
+
+
+# -- parity ------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_plugin_that_lies_about_being_exact_is_found_and_the_exit_code_says_so(recipe, bench):
+    code, out, record = bench(recipe("honest", "lies"), *SHORT, "--no-leave-one-out")
+    assert code == 1
+    honest, lies = record["parity"]
+    assert (honest["verdict"], lies["verdict"]) == ("holds", "broken")
+    assert lies["losses"][0] == lies["control_losses"][0]  # before the first update there is no difference
+    assert lies["difference"] > 1e-3
+    assert "BROKEN" in out
+    assert "BROKEN" in Path("ladder/bench.md").read_text()
+
+
+def test_parity_allows_a_class_no_more_than_it_promises(recipe):
+    loaded = load_recipe(recipe("lies"))
+    found = make_ladder(loaded, loaded, (), (), leave_one_out=False)
+    losses = {(): [1.0, 0.5], ("lies",): [1.0, 0.5 * (1 + 2e-6)]}
+
+    def work(spec: Spec, _: str) -> dict[str, Any]:
+        assert not spec.dropout
+        return {
+            "losses": losses[tuple(name for name, options in spec.recipe["plugins"].items() if name == "lies" and options is not False)]
+        }
+
+    for promise, kept in (("exact", "broken"), ("reassociated", "holds"), ("changes-training", "not compared")):
+        found.plugins["lies"].parity = promise
+        (row,) = parity.check(found, 2, work)
+        assert row["verdict"] == kept, promise
+
+
+def test_dropout_is_off_in_modules_and_in_attributes():
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention_dropout = 0.1
+            self.config = type("Config", (), {})()
+            self.config.attn_pdrop = 0.1
+            self.config.hidden_size = 4.0
+            self.inner = nn.Sequential(nn.Dropout(0.5), nn.MultiheadAttention(4, 2, dropout=0.3))
+
+    model = Attention()
+    switch_dropout_off(model)
+    assert model.attention_dropout == model.config.attn_pdrop == model.inner[0].p == model.inner[1].dropout == 0.0
+    assert model.config.hidden_size == 4.0
+    sample = torch.ones(3, 4)
+    assert model.inner[0](sample).equal(sample)
+
+
+# -- quality -----------------------------------------------------------------------------------------------------------------------
+
+
+def test_quality_compares_the_first_and_the_last_rung_over_three_seeds(recipe, bench):
+    code, out, record = bench(recipe("lies"), *SHORT, "--no-parity", "--quality-steps", "4")
+    assert code == 0, out
+    metrics = record["quality"]["metrics"]
+    assert [len(metrics[arm]["evaluate loss"]) for arm in ("baseline", "full")] == [3, 3]
+    assert metrics["baseline"] != metrics["full"]
+    assert "seeds' spread" in out
+
+
+# -- statistics --------------------------------------------------------------------------------------------------------------------
+
+
+def measured(*speeds: float, startup: float = 1.0, first: float = 0.0) -> list[dict[str, Any] | None]:
+    """Measurements of 100 steps of one sample, at these speeds."""
+    return [
+        {
+            "samples": 100,
+            "tokens": 0,
+            "padded_tokens": 0,
+            "seconds": 100 / speed,
+            "seconds_a_step": 1 / speed,
+            "peak_memory_bytes": 1,
+            "startup_seconds": startup,
+            "warmup_extra_seconds": first,
+            "total_steps": 1000,
+            "said": [],
+        }
+        for speed in speeds
+    ]
+
+
+def rows(*measurements: list[dict[str, Any] | None]) -> list[dict[str, Any]]:
+    found = [
+        {"title": str(number), "kind": "step" if number else "baseline", "before": None, "measurements": list(item)}
+        for number, item in enumerate(measurements)
+    ]
+    return rung_results(found)
+
+
+def test_a_win_is_claimed_when_all_pairs_agree_though_the_machine_drifts():
+    drift = [10.0, 12.0, 8.0, 15.0, 11.0]
+    _, row = rows(measured(*drift), measured(*(1.1 * speed for speed in drift)))
+    over = row["results"]["over_before"]
+    assert over["verdict"] == "faster"
+    assert over["median"] == pytest.approx(1.1)
+    assert over["low"] > 1
+
+
+def test_noise_is_no_win_and_a_loss_is_one():
+    _, same, slow = rows(measured(*[10.0] * 5), measured(10.5, 9.6, 10.2, 9.9, 10.1), measured(*[8.0] * 5))
+    assert same["results"]["over_before"]["verdict"] == "no difference beyond noise"
+    assert slow["results"]["over_before"]["verdict"] == "slower"
+    assert slow["results"]["over_baseline"]["median"] == pytest.approx(0.8)
+
+
+def test_four_pairs_claim_nothing():
+    assert verdict([2.0] * 4) == "too few repeats to tell"
+    assert verdict([2.0] * 5) == "faster"
+
+
+def test_an_interval_holds_the_median_and_is_the_same_each_time():
+    values = [1.0, 1.2, 0.9, 1.1, 1.3, 1.0, 1.05]
+    low, high = interval(values)
+    assert min(values) <= low <= 1.05 <= high <= max(values)
+    assert interval(values) == (low, high)
+
+
+def test_a_plugin_pays_after_the_steps_that_win_back_its_compilation():
+    _, row = rows(measured(*[10.0] * 5), measured(*[20.0] * 5, startup=1.5, first=9.5))
+    assert row["results"]["pays_after_steps"] == 200  # 10 s more, and 0.05 s a step saved
+    _, free = rows(measured(*[10.0] * 5), measured(*[20.0] * 5, startup=0.5))
+    assert free["results"]["pays_after_steps"] == 0
+    assert break_even(10.0, 0.0) is None
+
+
+def test_a_repeat_that_failed_takes_its_pair_out():
+    _, row = rows(measured(10.0, 10.0, 10.0), [*measured(20.0), None, *measured(30.0)])
+    assert row["results"]["over_before"]["ratios"] == pytest.approx([2.0, 3.0])
+
+
+def test_losses_differ_relatively_and_a_lost_number_differs_infinitely():
+    assert largest_difference([2.0, 1.0], [2.0, 1.0]) == 0
+    assert largest_difference([2.002, 1.0], [2.0, 1.0]) == pytest.approx(1e-3)
+    assert math.isinf(largest_difference([math.nan], [1.0]))
+    assert largest_difference([math.nan], [math.nan]) == 0

@@ -32,9 +32,7 @@ import json
 import logging
 import os
 import platform
-import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -42,6 +40,8 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+from _measure import cpu_model, interval, load, spawn, version
 
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ[_name] = "1"
@@ -239,51 +239,6 @@ def time_arm(arm: str, steps: int, repeats: int) -> dict[str, Any]:
     }
 
 
-def busy_seconds() -> float | None:
-    """CPU seconds all processes of this machine have used so far, stolen time included."""
-    try:
-        user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
-    except (OSError, ValueError):
-        return None
-    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
-
-
-def spawn(arm: str, steps: int, repeats: int) -> dict[str, Any]:
-    """Time one arm in a fresh process and add the number of cores that others kept busy meanwhile."""
-    busy, own, start = busy_seconds(), sum(os.times()[:4]), time.perf_counter()
-    command = [sys.executable, __file__, "--arm", arm, "--steps", str(steps), "--repeats", str(repeats)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise SystemExit(f"The arm {arm} failed:\n{done.stderr[-3000:]}")
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    wall, after = time.perf_counter() - start, busy_seconds()
-    used = sum(os.times()[:4]) - own
-    result["foreign_cores"] = None if busy is None or after is None else max(0.0, (after - busy - used) / wall)
-    return result
-
-
-def interval(values: list[float], draws: int = 5000) -> tuple[float, float]:
-    """The 95% percentile bootstrap interval of the median."""
-    rng = random.Random(SEED)
-    medians = sorted(statistics.median(rng.choices(values, k=len(values))) for _ in range(draws))
-    return medians[int(0.025 * draws)], medians[int(0.975 * draws) - 1]
-
-
-def cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or "unknown"
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
-
-
-def version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def report(rounds: list[dict[str, dict[str, Any]]], arms: list[str]) -> tuple[list[dict[str, Any]], str]:
     """The summary of each arm, and the same as a markdown table."""
     rows, lines = (
@@ -335,19 +290,13 @@ def main() -> None:
     rounds: list[dict[str, dict[str, Any]]] = []
     for number in range(args.rounds):
         order = arms if number % 2 == 0 else arms[::-1]
-        rounds.append({arm: spawn(arm, args.steps, args.repeats) for arm in order})
+        rounds.append({arm: spawn([__file__, "--arm", arm, "--steps", args.steps, "--repeats", args.repeats]) for arm in order})
         print(f"round {number + 1}: " + ", ".join(f"{a} {rounds[-1][a]['us_per_step']:.0f} us" for a in arms), file=sys.stderr, flush=True)
 
     rows, table = report(rounds, arms)
-    foreign = [r[a]["foreign_cores"] for r in rounds for a in arms if r[a]["foreign_cores"] is not None]
-    load = (
-        f"Other processes kept {statistics.mean(foreign):.2f} cores of {os.cpu_count()} busy on average while an "
-        f"arm ran, {max(foreign):.2f} at most."
-        if foreign
-        else "The load by other processes was not measured."
-    )
+    said = load([r[a] for r in rounds for a in arms])
     versions = {"python": platform.python_version()} | {p: version(p) for p in NEEDS.values()}
-    print(f"\n{table}\n\n{load}")
+    print(f"\n{table}\n\n{said}")
     print(
         f"{cpu_model()}, {rounds[0]['raw']['threads']} thread; {args.rounds} rounds of {args.repeats} samples, "
         f"N = {args.steps} steps; " + ", ".join(f"{k} {v or 'not installed'}" for k, v in versions.items()) + "."
@@ -362,7 +311,7 @@ def main() -> None:
                     "threads": rounds[0]["raw"]["threads"],
                     "steps": args.steps,
                     "repeats": args.repeats,
-                    "load": load,
+                    "load": said,
                     "summary": rows,
                     "rounds": rounds,
                 },

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -53,27 +54,29 @@ def explain(where: str, name: str, folder: Path, error: BaseException, instead: 
 @contextmanager
 def quiet() -> Iterator[None]:
     """Inside, transformers and datasets log errors only and draw no bars of their own. The hub's bars of downloads stay."""
-    import datasets
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, enable_progress_bars
     from transformers.utils import logging as transformers_logging
 
-    levels = transformers_logging.get_verbosity(), datasets.logging.get_verbosity()
+    datasets = sys.modules.get("datasets")  # what is not loaded says nothing, and loading it takes a second
+    level = transformers_logging.get_verbosity()
     drawn = transformers_logging.is_progress_bar_enabled() and not are_progress_bars_disabled()
-    datasets_drawn = not datasets.are_progress_bars_disabled()
     transformers_logging.set_verbosity(logging.ERROR)
-    datasets.logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     if drawn:
         enable_progress_bars()  # transformers turns these off with its own
-    datasets.disable_progress_bars()
+    if datasets is not None:
+        datasets_level, datasets_drawn = datasets.logging.get_verbosity(), not datasets.are_progress_bars_disabled()
+        datasets.logging.set_verbosity_error()
+        datasets.disable_progress_bars()
     logging.disable(logging.WARNING)  # saving imports deepspeed where it is installed, which speaks up
     try:
         yield
     finally:
         logging.disable(logging.NOTSET)
-        transformers_logging.set_verbosity(levels[0])
-        datasets.logging.set_verbosity(levels[1])
+        transformers_logging.set_verbosity(level)
         if drawn:
             transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
-        if datasets_drawn:
-            datasets.enable_progress_bars()
+        if datasets is not None:
+            datasets.logging.set_verbosity(datasets_level)
+            if datasets_drawn:
+                datasets.enable_progress_bars()

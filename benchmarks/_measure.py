@@ -1,0 +1,160 @@
+"""What the benchmarks share: fresh processes, interleaved rounds, intervals, facts about the machine, and docs/benchmarks.md."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import random
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "benchmarks.md"
+
+
+def rounds(arms: Sequence[str], repeats: int) -> Iterator[tuple[int, str]]:
+    """``(round, arm)`` with every second round backwards, A B B A, so that a drift of the machine hits all arms."""
+    for number in range(repeats):
+        for arm in arms if number % 2 == 0 else reversed(arms):
+            yield number, arm
+
+
+def spawn(arguments: Sequence[Any], environment: Mapping[str, str | None] | None = None, timeout: float | None = None) -> dict[str, Any]:
+    """Run a script in a fresh process; the last line that it prints is its result, in JSON.
+
+    Args:
+        environment: Variables to set, or with None to unset.
+        timeout: Seconds after which the process is ended.
+
+    Raises:
+        SystemExit: It failed; with what it said.
+
+    Returns:
+        The result, with ``wall_seconds`` of the whole process and ``foreign_cores``: cores that other processes kept busy meanwhile.
+    """
+    command = [sys.executable, *map(str, arguments)]
+    merged = os.environ | dict(environment or {})
+    busy, own, start = busy_seconds(), sum(os.times()[:4]), time.perf_counter()
+    variables = {name: value for name, value in merged.items() if value is not None}
+    try:
+        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=timeout, check=False)
+    except subprocess.TimeoutExpired:
+        sys.exit(f"{' '.join(command[1:])} was ended after {timeout:.0f} seconds.")
+    if done.returncode != 0:
+        sys.exit(f"{' '.join(command[1:])} failed:\n{done.stdout[-1000:]}\n{done.stderr[-3000:]}")
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    wall, after = time.perf_counter() - start, busy_seconds()
+    used = sum(os.times()[:4]) - own
+    foreign = None if busy is None or after is None else max(0.0, (after - busy - used) / wall)
+    return result | {"wall_seconds": wall, "foreign_cores": foreign}
+
+
+def busy_seconds() -> float | None:
+    """CPU seconds all processes of this machine have used so far, stolen time included."""
+    try:
+        user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
+    except (OSError, ValueError):
+        return None
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def load(found: Sequence[Mapping[str, Any]]) -> str:
+    """What other processes took while the given results were measured, in a sentence."""
+    foreign = [row["foreign_cores"] for row in found if row["foreign_cores"] is not None]
+    if not foreign:
+        return "The load by other processes was not measured."
+    return (
+        f"Other processes kept {statistics.mean(foreign):.2f} cores of {os.cpu_count()} busy on average while an arm ran, "
+        f"{max(foreign):.2f} at most."
+    )
+
+
+def interval(values: Sequence[float], draws: int = 5000) -> tuple[float, float]:
+    """The 95% percentile bootstrap interval of the median."""
+    rng = random.Random(0)
+    medians = sorted(statistics.median(rng.choices(values, k=len(values))) for _ in range(draws))
+    return medians[int(0.025 * draws)], medians[int(0.975 * draws) - 1]
+
+
+def ratio(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:
+    """The median of paired ratios with its interval."""
+    ratios = [one / other for one, other in zip(ours, theirs, strict=True)]
+    return {"median": statistics.median(ratios), "interval95": interval(ratios), "ratios": ratios}
+
+
+def show_ratio(found: Mapping[str, Any]) -> str:
+    """A ratio as tables have it."""
+    low, high = found["interval95"]
+    return f"{found['median']:.2f} ({low:.2f} to {high:.2f})"
+
+
+def machine(*packages: str) -> dict[str, Any]:
+    """What was measured on: processor, cores, the versions of Python and packages, the commit."""
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    versions = {"python": platform.python_version()} | {package: version(package) for package in packages}
+    return {"cpu": cpu_model(), "cores": os.cpu_count(), "versions": versions, "commit": commit or None}
+
+
+def show_machine(facts: Mapping[str, Any]) -> str:
+    """The same as a sentence."""
+    versions = ", ".join(f"{name} {found or 'not installed'}" for name, found in facts["versions"].items())
+    return f"{facts.get('device', facts['cpu'])}, {facts['cores']} cores; {versions}."
+
+
+def cpu_model() -> str:
+    """The processor's name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or "unknown"
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def version(package: str) -> str | None:
+    """The version of an installed distribution."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def memory(kind: str) -> int:
+    """Bytes of this process, from Linux: ``VmRSS`` is what is resident now, ``VmHWM`` the most that was."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line.split()[1] for line in lines if line.startswith(f"{kind}:")))
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[Any]], text_columns: int = 1) -> str:
+    """A markdown table; the first columns are text, the others numbers."""
+    marks = ["---" if index < text_columns else "---:" for index in range(len(head))]
+    return "\n".join(f"| {' | '.join(map(str, row))} |" for row in [head, marks, *rows])
+
+
+def write(name: str, results: Mapping[str, Any], folder: Path = RESULTS) -> Path:
+    """The raw results, as ``benchmarks/results/NAME.json``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps(results, indent=1) + "\n")
+    return path
+
+
+def write_section(title: str, text: str, page: Path = PAGE) -> None:
+    """Put a section into docs/benchmarks.md, in the place of an earlier one of the same title."""
+    before = (
+        page.read_text() if page.exists() else "# Benchmarks\n\nGenerated by the scripts in `benchmarks/`, which say how they measure.\n"
+    )
+    section = f"## {title}\n\n{text.strip()}\n"
+    pattern = re.compile(rf"^## {re.escape(title)}\n.*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
+    after, replaced = pattern.subn(lambda _: section + "\n", before)
+    if not replaced:
+        after = f"{before.rstrip()}\n\n{section}"
+    page.write_text(after.rstrip() + "\n")

@@ -1,0 +1,223 @@
+"""How fastloop scales: with the length of sequences, the batch, the data and the number of plugins.
+
+    python benchmarks/scaling.py                     # under ten minutes on two cores
+    python benchmarks/scaling.py --only plugins --repeats 5
+
+* length, batch: an encoder of two layers of 128 from scratch on token ids of one length, with the plugins in ``PLUGINS``; samples/s of
+  one epoch after one to warm up, and the most memory that was resident, less what was before there was a model.
+* data: texts of about 20 words in a generated parquet file, through a recipe: seconds until the first step (reading, training a tokenizer,
+  tokenizing, building), and what is resident then, less what was before the file was read. Libraries that are loaded meanwhile are in both.
+* plugins: observers with four hooks that do nothing, around a model of one layer, on one thread: microseconds a step, from the difference
+  between a run of 2N steps and one of N.
+
+Every point is a fresh process; rounds go up and down the points in turn. Medians over the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from _measure import RESULTS, load, machine, memory, rounds, show_machine, spawn, table, write, write_section
+
+PLUGINS: list[Any] = [{"amp": {"dtype": "bf16"}}, "fused-optimizer", "fast-dropout", "memory"]
+QUIET: list[Any] = [{"log": False}, {"progress": False}]
+VOCABULARY, SAMPLES, STEPS = 2000, 240, 400
+MODEL = {"model_type": "distilbert", "dim": 128, "n_layers": 2, "n_heads": 4, "hidden_dim": 512, "max_position_embeddings": 512}
+POINTS = {
+    "length": [64, 128, 256, 384, 512],
+    "batch": [4, 8, 12, 24, 48],
+    "data": [1_000, 10_000, 100_000, 1_000_000],
+    "plugins": [0, 1, 3, 10, 30],
+}
+
+
+def train_ids(length: int, batch: int, folder: Path) -> dict[str, Any]:
+    """Two epochs on token ids; the second is measured."""
+    import torch
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    from fastloop import Plugin, Trainer, hookimpl
+
+    class Times(Plugin):
+        name = "times"
+        epochs: list[float] = []
+
+        @hookimpl
+        def before_epoch(self) -> None:
+            self.epochs.append(time.perf_counter())
+
+        @hookimpl
+        def after_epoch(self) -> None:
+            self.epochs.append(time.perf_counter())
+
+    torch.manual_seed(0)
+    ids = torch.randint(VOCABULARY, (SAMPLES, length))
+    data = [{"input_ids": row, "labels": row[0] % 2} for row in ids]
+    before = memory("VmRSS")
+    kind, rest = MODEL["model_type"], {key: value for key, value in MODEL.items() if key != "model_type"}
+    model = AutoModelForSequenceClassification.from_config(AutoConfig.for_model(kind, vocab_size=VOCABULARY, **rest))
+    times = Times()
+    settings: dict[str, Any] = {"epochs": 2, "batch_size": batch, "save_every": None, "device": "cpu", "output": folder / "run"}
+    Trainer(model, data, plugins=[*PLUGINS, *QUIET, times], **settings).fit()
+    return {"samples_per_second": SAMPLES / (times.epochs[3] - times.epochs[2]), "bytes": memory("VmHWM") - before}
+
+
+def length(value: int, folder: Path) -> dict[str, Any]:
+    return train_ids(value, 12, folder)
+
+
+def batch(value: int, folder: Path) -> dict[str, Any]:
+    return train_ids(128, value, folder)
+
+
+def data(value: int, folder: Path) -> dict[str, Any]:
+    """A recipe that reads ``value`` rows and trains for one step."""
+    import pyarrow
+    from pyarrow import parquet
+
+    import fastloop.run
+    from fastloop import Plugin, hookimpl
+    from fastloop.recipe import make_recipe
+    from fastloop.registry import resolve
+
+    class Resident(Plugin):
+        name = "resident"
+        found = 0
+
+        @hookimpl
+        def before_fit(self) -> None:
+            self.found = memory("VmRSS")
+
+    chance, file = random.Random(0), folder / "rows.parquet"
+    words = [f"word{number}" for number in range(VOCABULARY)]
+    schema = pyarrow.schema({"text": pyarrow.string(), "label": pyarrow.int64()})
+    with parquet.ParquetWriter(file, schema) as writer:
+        for start in range(0, value, 10_000):
+            count = min(10_000, value - start)
+            texts = [" ".join(chance.choices(words, k=chance.randrange(10, 31))) for _ in range(count)]
+            writer.write_table(pyarrow.table({"text": texts, "label": [index % 2 for index in range(count)]}, schema))
+    del texts
+    recipe = make_recipe(
+        {
+            "model": {"config": MODEL, "tokenizer": {"kind": "word"}},
+            "data": {"files": {"train": str(file)}, "label": "label", "max_length": 64, "held_out": 0.0},
+            "train": {"max_steps": 1, "batch_size": 12, "save_every": None, "device": "cpu"},
+            "plugins": [*PLUGINS, *QUIET],
+            "output": str(folder / "run"),
+        }
+    )
+    before, resident = memory("VmRSS"), Resident()
+    summary = fastloop.run.Run(recipe, resolve(recipe, objects=[resident])).execute()
+    return {"startup_seconds": summary["startup_seconds"], "bytes": resident.found - before, "peak_bytes": memory("VmHWM") - before}
+
+
+def plugins(value: int, folder: Path) -> dict[str, Any]:
+    """A one-layer model with so many observers around it."""
+    import torch
+    from torch import nn
+
+    from fastloop import Plugin, Trainer, hookimpl
+
+    torch.set_num_threads(1)
+
+    class Observer(Plugin):
+        @hookimpl
+        def before_step(self, run: Any, batches: Any) -> None:
+            pass
+
+        @hookimpl
+        def after_backward(self, run: Any, loss: Any) -> None:
+            pass
+
+        @hookimpl
+        def before_optimizer_step(self, run: Any) -> None:
+            pass
+
+        @hookimpl
+        def after_step(self, run: Any, loss: Any) -> None:
+            pass
+
+    def seconds(steps: int) -> float:
+        torch.manual_seed(0)
+        rows = torch.utils.data.TensorDataset(torch.randn(8 * steps, 64), torch.arange(8 * steps) % 10)
+        observers = [type("Observer", (Observer,), {"name": f"observer{index}"})() for index in range(value)]
+        settings: dict[str, Any] = {"epochs": 1, "batch_size": 8, "save_every": None, "device": "cpu", "output": folder / "run"}
+        trainer = Trainer(nn.Linear(64, 10), rows, plugins=[*QUIET, *observers], loss=nn.functional.cross_entropy, **settings)
+        return float(trainer.fit()["train_seconds"])
+
+    seconds(STEPS)
+    return {"us_per_step": statistics.median((seconds(2 * STEPS) - seconds(STEPS)) / STEPS * 1e6 for _ in range(5))}
+
+
+STUDIES: dict[str, Callable[[int, Path], dict[str, Any]]] = {"length": length, "batch": batch, "data": data, "plugins": plugins}
+HEADS = {
+    "length": ["tokens", "samples/s", "MiB"],
+    "batch": ["samples a step", "samples/s", "MiB"],
+    "data": ["rows", "seconds to the first step", "MiB resident", "MiB at the peak"],
+    "plugins": ["observers", "us a step", "us over none"],
+}
+
+
+def row(study: str, value: int, found: dict[str, float], least: dict[str, float]) -> list[str]:
+    """A point's line of its table."""
+    if study == "plugins":
+        return [str(value), f"{found['us_per_step']:.0f}", f"{found['us_per_step'] - least['us_per_step']:.0f}"]
+    main = f"{found['startup_seconds']:.1f}" if study == "data" else f"{found['samples_per_second']:.1f}"
+    return [f"{value:,}", main, *(f"{found[key] / 2**20:.0f}" for key in ("bytes", "peak_bytes") if key in found)]
+
+
+def main() -> None:
+    """Run all points and report, or be one process of one."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--only", nargs="+", choices=list(STUDIES), default=list(STUDIES), help="all by default")
+    parser.add_argument("--repeats", type=int, default=2, help="rounds (default 2; one for a million rows)")
+    parser.add_argument("--most", type=int, help="leave out the points above this, to try the script")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where the JSON goes; elsewhere, docs are left alone")
+    parser.add_argument("--point", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.point:
+        with tempfile.TemporaryDirectory() as folder:
+            print(json.dumps(STUDIES[options.point[0]](int(options.point[1]), Path(folder))))
+        return
+    started, raw, medians = time.perf_counter(), [], {}
+    environment = {"OMP_NUM_THREADS": None, "HF_HUB_OFFLINE": "1"}
+    for study in options.only:
+        values = [value for value in POINTS[study] if options.most is None or value <= options.most]
+        for number, name in rounds([str(value) for value in values], options.repeats):
+            if number and int(name) >= 1_000_000:
+                continue
+            found = spawn([__file__, "--point", study, name], environment) | {"study": study, "value": int(name), "round": number}
+            raw.append(found)
+            print({key: value for key, value in found.items() if key != "foreign_cores"}, flush=True)
+        medians[study] = {
+            value: {
+                key: statistics.median(one[key] for one in raw if (one["study"], one["value"]) == (study, value))
+                for key in next(one for one in raw if one["study"] == study)
+                if key not in ("study", "value", "round", "wall_seconds", "foreign_cores")
+            }
+            for value in values
+        }
+    facts = machine("torch", "transformers", "accelerate", "fastloop")
+    results = {"machine": facts, "plugins": PLUGINS, "seconds": time.perf_counter() - started, "load": load(raw)}
+    print(write("scaling", results | {"medians": medians, "raw": raw}, options.results))
+    shown = [
+        f"### {study}\n\n" + table(HEADS[study], [row(study, value, one, next(iter(found.values()))) for value, one in found.items()], 0)
+        for study, found in medians.items()
+    ]
+    print("\n\n".join(shown))
+    if options.results == RESULTS and set(options.only) == set(STUDIES):
+        about = (__doc__ or "").partition("--repeats 5\n\n")[2]
+        raw_at = "Raw figures: `benchmarks/results/scaling.json`."
+        write_section("Scaling", "\n\n".join([f"{show_machine(facts)} {load(raw)}", about, *shown, raw_at]))
+
+
+if __name__ == "__main__":
+    main()

@@ -97,6 +97,11 @@ def show_ratio(found: Mapping[str, Any]) -> str:
     return f"{found['median']:.2f} ({low:.2f} to {high:.2f})"
 
 
+def caution(count: int) -> str:
+    """What to say of intervals of so many rounds."""
+    return f"An interval of {count} rounds is their range, no 95% interval." if count < 5 else ""
+
+
 def machine(*packages: str) -> dict[str, Any]:
     """What was measured on: processor, cores, the versions of Python and packages, the commit."""
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()

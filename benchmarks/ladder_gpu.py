@@ -34,6 +34,7 @@ from typing import Any
 from _measure import (
     RESULTS,
     ROOT,
+    caution,
     load,
     machine,
     memory,
@@ -61,6 +62,7 @@ GPU_RUNGS: dict[str, Any] = {
     "fused-optimizer": {},
     "compile": {},
     "attention": {},
+    "first-token": {},
     "matmul-precision": {},
     "memory": {},
     NAMED_BATCH: None,
@@ -70,7 +72,9 @@ CPU_RUNGS: dict[str, Any] = {
     "amp": {"dtype": "bf16"},
     "length-bucketing": {},
     "fused-optimizer": {},
+    "attention": {},
     "fast-dropout": {},
+    "first-token": {},
     "memory": {},
 }
 NEEDED = (
@@ -93,7 +97,7 @@ DISTRIBUTIONS = ("torch", "transformers", "accelerate", "fastloop")
 # -- a rung, in a process of its own -----------------------------------------------------------------------------------------
 
 
-def recipe(rung: str, folder: Path, files: dict[str, str], tiny: bool, cuda: bool) -> dict[str, Any]:
+def recipe(rung: str, folder: Path, files: dict[str, str], epochs: int, tiny: bool, cuda: bool) -> dict[str, Any]:
     """The recipe of a rung."""
     names = list(GPU_RUNGS if cuda else CPU_RUNGS)
     listed = {name: (GPU_RUNGS if cuda else CPU_RUNGS)[name] for name in names[: names.index(rung) + 1]}
@@ -108,6 +112,7 @@ def recipe(rung: str, folder: Path, files: dict[str, str], tiny: bool, cuda: boo
             "held_out": 0.0,
         },
         "train": {
+            "epochs": epochs,
             "batch_size": LARGE_BATCH if rung == NAMED_BATCH else BATCH,
             "eval_batch_size": EVAL_BATCH,
             "lr": 5e-5,
@@ -124,16 +129,19 @@ def read(files: dict[str, str]) -> dict[str, list[dict[str, Any]]]:
     return {split: [json.loads(line) for line in Path(file).open()] for split, file in files.items()}
 
 
-def work(rung: str, folder: Path, job: bool, tiny: bool) -> dict[str, Any]:
+def work(rung: str, folder: Path, job: bool, tiny: bool, cuda: bool) -> dict[str, Any]:
     """Train in this process."""
-    import torch
-
-    from fastloop import Plugin, hookimpl
+    from fastloop import Plugin, hookimpl, launch
     from fastloop.recipe import make_recipe
     from fastloop.registry import resolve
+
+    files = {"train": "job.jsonl", "validation": "validation.jsonl"} if job else {"train": "rungs.jsonl"}
+    made = make_recipe(recipe(rung, folder, files, 3 if job or cuda else 2, tiny, cuda))
+    launch.start_again(made)  # as `fastloop train` does, before it loads anything
+    import torch
+
     from fastloop.run import Run
 
-    cuda = torch.cuda.is_available()
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
 
@@ -161,9 +169,7 @@ def work(rung: str, folder: Path, job: bool, tiny: bool) -> dict[str, Any]:
             self.seconds.append(time.perf_counter() - self.started)
             self.tokens = run.state.tokens - self.tokens
 
-    tree = recipe(rung, folder, {"train": "job.jsonl", "validation": "validation.jsonl"} if job else {"train": "rungs.jsonl"}, tiny, cuda)
-    tree["train"]["epochs"] = 3 if job or cuda else 2
-    made, epochs = make_recipe(tree), Epochs()
+    epochs = Epochs()
     run = Run(made, resolve(made, objects=[epochs]))
     samples = len(run.datasets["train"])
     summary = run.execute()
@@ -282,10 +288,11 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS, help="where the JSON goes; elsewhere, docs are left alone")
     parser.add_argument("--rung", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--cuda", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--whole", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rung:
-        print(json.dumps(work(options.rung, options.folder, options.whole, options.tiny)))
+        print(json.dumps(work(options.rung, options.folder, options.whole, options.tiny, options.cuda)))
         return
     started = time.perf_counter()
     check_packages()
@@ -338,7 +345,7 @@ def main() -> None:
             left = 60 * options.minutes - (time.perf_counter() - started)
             if left < needed:
                 continue
-            arguments = [__file__, "--rung", rung, "--folder", folder, *["--whole"] * job, *["--tiny"] * options.tiny]
+            arguments = [__file__, "--rung", rung, "--folder", folder, *["--whole"] * job, *["--tiny"] * options.tiny, *["--cuda"] * cuda]
             try:
                 row = spawn(arguments, environment, timeout=left)
             except SystemExit as error:
@@ -364,7 +371,8 @@ def main() -> None:
     print(f"\n{text}\n\n{results()['load']}\n{save()}")
     if options.results == RESULTS and not options.tiny:
         about = (__doc__ or "").partition("the script itself\n\n")[2]
-        counts = f"{show_machine(facts)} {max(map(len, found.values()))} rounds of {steps} steps. {results()['load']}"
+        repeats = max(map(len, found.values()))
+        counts = f"{show_machine(facts)} {repeats} rounds of {steps} steps. {results()['load']} {caution(repeats)}"
         write_section(f"DistilBERT on {device}", f"{text}\n\n{counts}\n\n{about}")
     sys.exit(bool(failures))
 

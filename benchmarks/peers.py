@@ -14,8 +14,8 @@ step, AdamW at 5e-5, dropout as the model has it, on all cores. Texts are tokeni
 * lightning: ``Trainer(precision="bf16-mixed")``, dynamic padding, ``AdamW(fused=True)``.
 * fastloop: a recipe with the plugins that are listed in ``PLUGINS``.
 
-No arm clips gradients, saves or evaluates. An arm is run as its users start it, and once more as ``ARM+allocator``: with a faster memory
-allocator in the environment, for fastloop as for its peers. (fastloop's plugin ``memory`` sets glibc's own up without that.)
+No arm clips gradients, saves or evaluates. An arm is run as its users start it, and the peers once more as ``ARM+allocator``: with the
+environment variables of the memory allocator that fastloop's plugin ``memory`` starts ``fastloop train`` again with.
 
 Protocol
 * Every arm and round is a fresh process. It trains on a few batches to warm up, then measures one epoch over ``--steps`` batches, from
@@ -31,6 +31,7 @@ import argparse
 import ctypes.util
 import importlib.util
 import json
+import os
 import random
 import statistics
 import tempfile
@@ -39,16 +40,34 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from _measure import RESULTS, ROOT, load, machine, memory, ratio, rounds, show_machine, show_ratio, spawn, table, write, write_section
+from _measure import (
+    RESULTS,
+    ROOT,
+    caution,
+    load,
+    machine,
+    memory,
+    ratio,
+    rounds,
+    show_machine,
+    show_ratio,
+    spawn,
+    table,
+    write,
+    write_section,
+)
 
-PLUGINS: list[Any] = [{"amp": {"dtype": "bf16"}}, "length-bucketing", "fused-optimizer", "fast-dropout", "memory"]
+from fastloop_plugins.memory import LIBRARIES, SETTINGS, TUNABLES
+
+PLUGINS: list[Any] = [{"amp": {"dtype": "bf16"}}, "length-bucketing", "fused-optimizer", "fast-dropout", "first-token", "memory"]
 """What the fastloop arm lists in its recipe."""
 ALLOCATORS: dict[str, dict[str, str]] = {
-    "tcmalloc": {"LD_PRELOAD": ctypes.util.find_library("tcmalloc_minimal") or ctypes.util.find_library("tcmalloc") or ""},
-    "jemalloc": {"LD_PRELOAD": ctypes.util.find_library("jemalloc") or ""},
-    "glibc": {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=2147483647"},
-}
-"""What ``+allocator`` puts into the environment; the first of them that is installed."""
+    name: {"LD_PRELOAD": found} | SETTINGS[name]
+    for name, libraries in LIBRARIES.items()
+    if (found := next(filter(None, map(ctypes.util.find_library, libraries)), None))
+} | {"glibc": {"GLIBC_TUNABLES": ":".join(f"glibc.malloc.{name}={value}" for name, value in TUNABLES.items())}}
+"""What ``+allocator`` puts into the environment, the first of them that is installed: what fastloop's plugin ``memory`` asks for."""
+ENVIRONMENT = ("LD_PRELOAD", "GLIBC_TUNABLES", "MALLOC_CONF", "OMP_NUM_THREADS")
 BATCH, LR, MAX_LENGTH, WARMUP = 12, 5e-5, 512, 2
 PACKAGES = ("torch", "transformers", "accelerate", "lightning", "datasets", "fastloop")
 
@@ -220,8 +239,8 @@ def run_lightning(file: Path, seed: int, recorder: Recorder) -> None:
 def run_fastloop(file: Path, seed: int, recorder: Recorder) -> None:
     """What ``fastloop train`` does with this recipe."""
     from fastloop import Plugin, hookimpl
-    from fastloop.recipe import make_recipe
     from fastloop.registry import resolve
+    from fastloop.run import Run
 
     class Tell(Plugin):
         name = "tell"
@@ -239,17 +258,23 @@ def run_fastloop(file: Path, seed: int, recorder: Recorder) -> None:
         def after_step(self, loss: Any) -> None:
             recorder.step(loss)
 
-    recipe = {
-        "model": {"name": str(minilm())},
-        "data": {"files": {"train": str(file)}, "text": "text", "label": "label", "max_length": MAX_LENGTH, "held_out": 0.0},
-        "train": {"epochs": 1, "batch_size": BATCH, "lr": LR, "seed": seed, "save_every": None, "device": "cpu"},
-        "plugins": PLUGINS,
-        "output": str(file.parent / f"fastloop-{file.stem}"),
-    }
-    resolution = resolve(make_recipe(recipe), objects=[Tell()])
-    from fastloop.run import Run
+    recipe = fastloop_recipe(file, seed)
+    Run(recipe, resolve(recipe, objects=[Tell()])).execute()
 
-    Run(make_recipe(recipe), resolution).execute()
+
+def fastloop_recipe(file: Path, seed: int) -> Any:
+    """The recipe of the fastloop arm."""
+    from fastloop.recipe import make_recipe
+
+    return make_recipe(
+        {
+            "model": {"name": str(minilm())},
+            "data": {"files": {"train": str(file)}, "text": "text", "label": "label", "max_length": MAX_LENGTH, "held_out": 0.0},
+            "train": {"epochs": 1, "batch_size": BATCH, "lr": LR, "seed": seed, "save_every": None, "device": "cpu"},
+            "plugins": PLUGINS,
+            "output": str(file.parent / f"fastloop-{file.stem}"),
+        }
+    )
 
 
 ARMS: dict[str, Callable[[Path, int, Recorder], None]] = {
@@ -265,6 +290,10 @@ ALLOCATED = "+allocator"
 
 def work(arm: str, folder: Path, seed: int) -> dict[str, Any]:
     """Warm up and measure in this process."""
+    if arm == "fastloop":  # as `fastloop train` does, before it loads anything
+        from fastloop import launch
+
+        launch.start_again(fastloop_recipe(folder / "train.parquet", seed))
     import datasets
     from transformers import set_seed
 
@@ -278,7 +307,8 @@ def work(arm: str, folder: Path, seed: int) -> dict[str, Any]:
             ARMS[arm](moved, seed, recorder)
     import torch
 
-    return recorder.facts() | {"arm": arm, "seed": seed, "threads": torch.get_num_threads()}
+    environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
+    return recorder.facts() | {"arm": arm, "seed": seed, "threads": torch.get_num_threads(), "environment": environment}
 
 
 # -- all of them -------------------------------------------------------------------------------------------------------------
@@ -310,7 +340,6 @@ def summary(found: list[dict[str, dict[str, Any]]], arms: list[str]) -> tuple[li
     rows, lines = [], []
     for arm in arms:
         speeds = [one[arm]["samples_per_second"] for one in found]
-        ours = "fastloop" + ALLOCATED * arm.endswith(ALLOCATED)
         row = {
             "arm": arm,
             "samples_per_second": statistics.median(speeds),
@@ -320,7 +349,7 @@ def summary(found: list[dict[str, dict[str, Any]]], arms: list[str]) -> tuple[li
             "first_losses": statistics.fmean(loss for one in found for loss in third(one[arm]["losses"])),
             "last_losses": statistics.fmean(loss for one in found for loss in third(one[arm]["losses"][::-1])),
         }
-        for name, other in (("over_naive", "naive"), ("fastloop_over_it", ours)):
+        for name, other in (("over_naive", "naive"), ("fastloop_over_it", "fastloop")):
             if other in arms:
                 pair = (arm, other) if name == "over_naive" else (other, arm)
                 row[name] = ratio(*([one[side]["samples_per_second"] for one in found] for side in pair))
@@ -334,7 +363,7 @@ def summary(found: list[dict[str, dict[str, Any]]], arms: list[str]) -> tuple[li
                 f"{row['peak_bytes'] / 2**20:.0f}",
                 *(
                     show_ratio(row[name]) if name in row and other != arm else ""
-                    for name, other in (("over_naive", "naive"), ("fastloop_over_it", ours))
+                    for name, other in (("over_naive", "naive"), ("fastloop_over_it", "fastloop"))
                 ),
                 f"{row['first_losses']:.3f} to {row['last_losses']:.3f}",
             ]
@@ -349,8 +378,14 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="interleaved rounds (default 3)")
     parser.add_argument("--steps", type=int, default=24, help="optimizer steps measured (default 24)")
     everything = [*ARMS, *(f"{arm}{ALLOCATED}" for arm in ARMS)]
-    usual_arms = [arm for arm in everything if arm != f"naive{ALLOCATED}"]
-    parser.add_argument("--arms", nargs="+", choices=everything, default=usual_arms, help="all but naive+allocator by default")
+    usual_arms = [*ARMS, *(f"{arm}{ALLOCATED}" for arm in ARMS if arm not in ("naive", "fastloop"))]
+    parser.add_argument(
+        "--arms",
+        nargs="+",
+        choices=everything,
+        default=usual_arms,
+        help="all but two by default: naive+allocator, and fastloop+allocator, which is fastloop",
+    )
     parser.add_argument("--allocator", choices=list(ALLOCATORS), help="what +allocator means; the first that is installed by default")
     parser.add_argument("--threads", type=int, help="all cores by default")
     parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data" / "imdb", help="folder with train.parquet")
@@ -370,7 +405,7 @@ def main() -> None:
     if missing:
         print(f"Left out, since a package is not installed: {', '.join(missing)}")
     arms = [arm for arm in options.arms if arm not in missing]
-    allocator = options.allocator or next(name for name, variables in ALLOCATORS.items() if all(variables.values()))
+    allocator = options.allocator or next(iter(ALLOCATORS))
     threads = str(options.threads) if options.threads else None
     plain = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     found: list[dict[str, dict[str, Any]]] = [{} for _ in range(options.repeats)]
@@ -408,7 +443,8 @@ def main() -> None:
     print(f"\n{shown}\n\n{load(every)}\n{write('peers', results, options.results)}")
     if options.results == RESULTS:
         about = (__doc__ or "").partition("fastloop --steps 24\n\n")[2]
-        said = f"{show_machine(facts)} {options.repeats} rounds of {options.steps} steps on {facts['threads']} threads. {load(every)}"
+        said = f"{show_machine(facts)} {options.repeats} rounds of {options.steps} steps on {facts['threads']} threads."
+        said += f" {load(every)} {caution(options.repeats)}"
         listed = ", ".join(f"`{json.dumps(plugin)}`" if isinstance(plugin, dict) else f"`{plugin}`" for plugin in PLUGINS)
         given = " ".join(f"`{name}={value}`" for name, value in ALLOCATORS[allocator].items())
         given = f"fastloop's plugins: {listed}. `+allocator` is {given}."

@@ -133,11 +133,11 @@ def work(rung: str, folder: Path, job: bool, tiny: bool, cuda: bool) -> dict[str
     """Train in this process."""
     from fastloop import Plugin, hookimpl, launch
     from fastloop.recipe import make_recipe
-    from fastloop.registry import resolve
+    from fastloop.registry import resolve, select
 
     files = {"train": "job.jsonl", "validation": "validation.jsonl"} if job else {"train": "rungs.jsonl"}
     made = make_recipe(recipe(rung, folder, files, 3 if job or cuda else 2, tiny, cuda))
-    launch.start_again(made)  # as `fastloop train` does, before it loads anything
+    launch.start_again(select(made).environment(made))  # as `fastloop train` does, before it loads anything
     import torch
 
     from fastloop.run import Run

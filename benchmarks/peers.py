@@ -59,7 +59,15 @@ from _measure import (
 
 from fastloop_plugins.memory import LIBRARIES, SETTINGS, TUNABLES
 
-PLUGINS: list[Any] = [{"amp": {"dtype": "bf16"}}, "length-bucketing", "fused-optimizer", "fast-dropout", "first-token", "memory"]
+PLUGINS: list[Any] = [
+    {"amp": {"dtype": "bf16"}},
+    "length-bucketing",
+    "fused-optimizer",
+    "fast-dropout",
+    "first-token",
+    "attention",
+    "memory",
+]
 """What the fastloop arm lists in its recipe."""
 ALLOCATORS: dict[str, dict[str, str]] = {
     name: {"LD_PRELOAD": found} | SETTINGS[name]
@@ -292,8 +300,10 @@ def work(arm: str, folder: Path, seed: int) -> dict[str, Any]:
     """Warm up and measure in this process."""
     if arm == "fastloop":  # as `fastloop train` does, before it loads anything
         from fastloop import launch
+        from fastloop.registry import select
 
-        launch.start_again(fastloop_recipe(folder / "train.parquet", seed))
+        recipe = fastloop_recipe(folder / "train.parquet", seed)
+        launch.start_again(select(recipe).environment(recipe))
     import datasets
     from transformers import set_seed
 

@@ -14,7 +14,7 @@ from fastloop.recipe import load_recipe, shipped_recipes
 from fastloop.registry import resolve
 from fastloop.run import Run
 
-SHIPPED = {"quickstart", "distilbert_imdb", "distilbert_imdb_baseline", "gpt_stdlib", "digits_module"}
+SHIPPED = {"quickstart", "distilbert_imdb", "distilbert_imdb_baseline", "distilbert_imdb_cpu", "gpt_stdlib", "digits_module"}
 
 
 def train(name: str, *overrides: str, without: tuple[str, ...] = ()) -> dict:
@@ -96,6 +96,16 @@ def test_distilbert_imdb_baseline_pads_all_to_512_and_has_no_speedup(tiny_distil
     widths = {batch.inputs["input_ids"].shape[1] for batch in run.train_loader.batches()}
     assert widths == {512}
     assert run.execute()["plugins"] == ["log", "progress", "text-classification"]
+
+
+def test_distilbert_imdb_cpu_has_every_line_at_work(tiny_distilbert, imdb_like, caplog):
+    given = [f"model.name={tiny_distilbert}", *imdb_like, "train.epochs=2", "train.lr=0.01", "train.device=cpu", "output=run"]
+    recipe = load_recipe("distilbert_imdb_cpu", given, (), ("memory",))  # which needs a process of its own
+    summary = Run(recipe, resolve(recipe)).execute()
+    assert {"amp", "length-bucketing", "fast-dropout", "attention", "first-token", "fused-optimizer"} < set(summary["plugins"])
+    assert "compile" not in summary["plugins"]
+    assert summary["test"]["accuracy"] > 0.9
+    assert "nothing to" not in caplog.text
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from text_kit import make_run
@@ -65,10 +66,8 @@ class Uneven(Plugin):
         from fastloop_plugins._text_batches import Sequences
 
         datasets = yield
-        return {
-            split: Sequences([dataset[i]["input_ids"][: 2 + i * 7 % 30] for i in range(len(dataset))])
-            for split, dataset in datasets.items()
-        }
+        cut = {split: [dataset[i]["input_ids"][: 2 + i * 7 % 30] for i in range(len(dataset))] for split, dataset in datasets.items()}
+        return {split: Sequences(np.concatenate(ids), np.array(list(map(len, ids)))) for split, ids in cut.items()}
 
 
 def made(config: dict[str, Any], *objects: Plugin, **train: Any) -> Any:

@@ -61,7 +61,7 @@ from fastloop_plugins.memory import LIBRARIES, SETTINGS, TUNABLES
 
 PLUGINS: list[Any] = [
     {"amp": {"dtype": "bf16"}},
-    "length-bucketing",
+    "packing",
     "fused-optimizer",
     "fast-dropout",
     "first-token",

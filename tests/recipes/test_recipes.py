@@ -102,7 +102,7 @@ def test_distilbert_imdb_cpu_has_every_line_at_work(tiny_distilbert, imdb_like, 
     given = [f"model.name={tiny_distilbert}", *imdb_like, "train.epochs=2", "train.lr=0.01", "train.device=cpu", "output=run"]
     recipe = load_recipe("distilbert_imdb_cpu", given, (), ("memory",))  # which needs a process of its own
     summary = Run(recipe, resolve(recipe)).execute()
-    assert {"amp", "packing", "fast-dropout", "attention", "first-token", "fused-optimizer"} < set(summary["plugins"])
+    assert {"amp", "packing", "fast-dropout", "first-token", "fused-optimizer"} < set(summary["plugins"])
     assert "compile" not in summary["plugins"]
     assert summary["test"]["accuracy"] > 0.9
     assert "nothing to" not in caplog.text

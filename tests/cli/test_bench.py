@@ -175,7 +175,7 @@ def bench(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, t
     return call
 
 
-SHORT = ("--steps", "3", "--warmup", "1", "--repeats", "2")
+SHORT = ("--steps", "3", "--seconds", "0", "--warmup", "1", "--repeats", "2")
 
 
 def rungs(record: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -213,6 +213,19 @@ def test_a_ladder_measures_each_rung_in_fresh_processes_and_writes_what_it_found
     (found,) = record["parity"]
     assert (found["verdict"], found["difference"]) == ("holds", 0.0)
     assert not Path("runs").exists()
+
+
+def test_a_window_lasts_for_its_seconds_too(recipe, bench):
+    code, out, record = bench(recipe("honest"), *SHORT, "--seconds", "0.2", "--repeats", "1", "--no-parity")
+    assert code == 0, out
+    for row in record["rungs"]:
+        (found,) = row["measurements"]
+        assert found["steps"] > 3
+        assert 0.2 <= found["seconds"] < sum(found["step_seconds"])
+        assert found["seconds"] - found["step_seconds"][-1] < 0.2  # and no longer
+        assert found["summary"]["reason"] == "measured"
+        assert len(found["losses"]) == 1 + found["steps"]
+    assert "3 steps and 0.2 s at the least" in Path("ladder/bench.md").read_text()
 
 
 @pytest.mark.slow

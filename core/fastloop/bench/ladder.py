@@ -24,7 +24,8 @@ class Settings:
     """How much is measured.
 
     Attributes:
-        steps: Of a window.
+        steps: Of a window, at the least.
+        seconds: Of a window, at the least.
         warmup: Steps before it.
         repeats: Measurements of a rung.
         timeout: Seconds that one measurement may take; None: any.
@@ -35,6 +36,7 @@ class Settings:
     """
 
     steps: int = 30
+    seconds: float = 10.0
     warmup: int = 5
     repeats: int = 5
     timeout: float | None = None
@@ -135,13 +137,13 @@ class Bench:
         tree = with_only(
             recipe,
             rung.plugins,
-            max_steps=settings.warmup + settings.steps,
+            max_steps=10**9,  # the worker ends it
             epochs=10**6,
             save_every=None,
             seed=recipe.train.seed + repeat,
         )
         name = str(list(self.measured).index(rung.key))
-        return self._work(Spec(recipe=tree, source=None, warmup=settings.warmup), name)
+        return self._work(Spec(recipe=tree, source=None, warmup=settings.warmup, steps=settings.steps, seconds=settings.seconds), name)
 
     def _work(self, spec: Spec, cache: str) -> dict[str, Any]:
         """Measure in a process; what it compiles is kept under a name, so that the first one compiles and the next find it done."""

@@ -175,8 +175,8 @@ def markdown(record: dict[str, Any]) -> str:
         lines += [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows]
         lines.append("")
     lines += [f"- {note}" for note in notes(record)]
-    window = f"Windows of {settings['steps']} steps after {settings['warmup']}, {settings['repeats']} repeats"
-    lines += ["", f"{window} in fresh processes, in turn forwards and backwards. {READING}"]
+    window = f"Windows of {settings['steps']} steps and {settings['seconds']:g} s at the least, after {settings['warmup']} steps"
+    lines += ["", f"{window}; {settings['repeats']} repeats in fresh processes, in turn forwards and backwards. {READING}"]
     return "\n".join(lines) + "\n"
 
 

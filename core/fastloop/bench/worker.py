@@ -35,6 +35,8 @@ class Spec:
         recipe: As ``Recipe.to_dict`` gives it.
         source: The file that it came from: its paths are relative to it.
         warmup: Steps before the window that is measured.
+        steps: The window has at least so many; None: the recipe's length says where it ends.
+        seconds: And lasts at least so long.
         dropout: Whether dropout stays on.
         evaluates: Whether evaluations take place.
     """
@@ -42,6 +44,8 @@ class Spec:
     recipe: dict[str, Any]
     source: str | None
     warmup: int = 0
+    steps: int | None = None
+    seconds: float = 0.0
     dropout: bool = True
     evaluates: bool = False
 
@@ -83,10 +87,12 @@ class Meter(Plugin):
     @hookimpl
     def after_step(self, run: Run, loss: Tensor) -> None:
         self.losses.append(loss.detach().clone())  # a graph of CUDA's writes to the same place again
-        step, limit = run.state.step, run.recipe.train.max_steps
-        self._lap(run, wait=step in (1, self.spec.warmup, limit))
+        step, whole = run.state.step, self._whole(run.state.step)
+        self._lap(run, wait=whole or step in (1, self.spec.warmup, run.recipe.train.max_steps))
         if step == self.spec.warmup:
             self._open(run)
+        if whole:
+            run.state.request_stop("measured")
 
     @hookimpl
     def after_fit(self) -> None:
@@ -102,6 +108,13 @@ class Meter(Plugin):
 
             torch.accelerator.synchronize()
         self.times.append(perf_counter())
+
+    def _whole(self, step: int) -> bool:
+        """Whether the window has all its steps and seconds."""
+        spec = self.spec
+        if spec.steps is None or step < spec.warmup + spec.steps:
+            return False
+        return perf_counter() - self.times[spec.warmup] >= spec.seconds
 
     def _open(self, run: Run) -> None:
         self.opened = (run.state.step, run.state.samples, run.state.tokens, self.padded)

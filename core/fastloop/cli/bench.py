@@ -22,7 +22,8 @@ def bench(
     ladder: Annotated[
         str, typer.Option(metavar="'A;A,B;...'", help="Sets of plugins to go through, in place of the recipe's list one by one.")
     ] = "",
-    steps: Annotated[int, typer.Option(min=1, help="Steps that are measured.")] = 30,
+    steps: Annotated[int, typer.Option(min=1, help="Steps that are measured, at the least.")] = 30,
+    seconds: Annotated[float, typer.Option(min=0, help="And for at least so long.")] = 10.0,
     warmup: Annotated[int, typer.Option(min=1, help="Steps before them, told apart.")] = 5,
     repeats: Annotated[int, typer.Option(min=1, help="Measurements of each rung. A win is claimed from 5 on.")] = 5,
     leave_one_out: Annotated[bool, typer.Option(help="Also measure the full set less each plugin.")] = True,
@@ -35,8 +36,8 @@ def bench(
 ) -> None:
     """Measure what each plugin of a recipe wins: speed, memory, start-up, parity.
 
-    Rungs are added one by one in the recipe's order, each in fresh processes of --warmup and --steps steps, by turns forwards and
-    backwards. Exit code 1: a measurement failed or a plugin broke its parity class; what was measured is there.
+    Rungs are added one by one in the recipe's order, each in fresh processes of --warmup steps and a window of --steps and --seconds,
+    by turns forwards and backwards. Exit code 1: a measurement failed or a plugin broke its parity class; what was measured is there.
     """
     environment = dict(os.environ)  # as it is before plugins are resolved, which may set variables
     import tempfile
@@ -62,12 +63,13 @@ def bench(
     folder = make_folder(Path(output or f"runs/bench-{name}"))
     facts = {"name": name, "command": command(recipe, overrides, with_, without, baseline, ladder), **this_place(plan.plugins, loaded)}
     count = len(plan.measured())
-    typer.echo(f"{count} rungs x {repeats} repeats, {warmup} + {steps} steps each, into {folder}")
+    typer.echo(f"{count} rungs x {repeats} repeats, {warmup} + at least {steps} steps and {seconds:g} s each, into {folder}")
     for rung in plan.rungs:
         if rung.why_not:
             typer.echo(f"{rung.title}: {rung.why_not}")
     settings = Settings(
         steps=steps,
+        seconds=seconds,
         warmup=warmup,
         repeats=repeats,
         timeout=timeout,

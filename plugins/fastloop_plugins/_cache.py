@@ -70,10 +70,10 @@ def flat(rows: Iterable[Sequence[int]]) -> Flat:
 def kept(folder: Path, key: str, rows: Iterable[Sequence[int]]) -> Flat:
     """Rows of ids as the cache has them, mapped from disk; where it has not, ``rows`` are read and written first."""
     entry = folder / key
-    found = _read(entry)
+    found = read(entry)
     if found is None:
         _write(entry, rows)
-        found = _read(entry)
+        found = read(entry)
     else:
         logger.info("tokens: %d texts from %s", len(found[1]), entry)
     if found is None:
@@ -81,7 +81,8 @@ def kept(folder: Path, key: str, rows: Iterable[Sequence[int]]) -> Flat:
     return found
 
 
-def _read(entry: Path) -> Flat | None:
+def read(entry: Path) -> Flat | None:
+    """Rows of ids that ``kept`` wrote, mapped from disk; None where they are not there, or not whole."""
     import numpy as np
 
     if not entry.is_dir():
@@ -102,20 +103,25 @@ def _read(entry: Path) -> Flat | None:
 def _write(entry: Path, rows: Iterable[Sequence[int]]) -> None:
     import numpy as np
 
-    entry.parent.mkdir(parents=True, exist_ok=True)
-    made = Path(tempfile.mkdtemp(prefix=".", dir=entry.parent))  # for this user's eyes alone
-    try:
+    with written(entry) as made:
         lengths = array("q")
         with (made / "ids.bin").open("wb") as file:
             for row in rows:
                 lengths.append(len(row))
                 array("i", row).tofile(file)
-            file.flush()
-            os.fsync(file.fileno())
-        with (made / "lengths.npy").open("wb") as file:
-            np.save(file, np.array(lengths, dtype=np.int64), allow_pickle=False)
-            file.flush()
-            os.fsync(file.fileno())
+        np.save(made / "lengths.npy", np.array(lengths, dtype=np.int64), allow_pickle=False)
+
+
+@contextmanager
+def written(entry: Path) -> Iterator[Path]:
+    """A folder to write an entry's files in: it is at its place, on disk, when all of them are."""
+    entry.parent.mkdir(parents=True, exist_ok=True)
+    made = Path(tempfile.mkdtemp(prefix=".", dir=entry.parent))  # for this user's eyes alone
+    try:
+        yield made
+        for file in made.iterdir():
+            with file.open("rb") as opened:
+                os.fsync(opened.fileno())
         made.rename(entry)
     except BaseException as error:
         shutil.rmtree(made, ignore_errors=True)

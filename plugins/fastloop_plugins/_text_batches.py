@@ -24,9 +24,9 @@ class Sequences:
         lengths: Tokens of every sample, for what groups or packs them.
     """
 
-    def __init__(self, ids: NDArray[np.int32], lengths: NDArray[np.int64], labels: Sequence[int] | None = None) -> None:
+    def __init__(self, ids: NDArray[np.int32], lengths: NDArray[np.int64], labels: NDArray[np.int64] | None = None) -> None:
         self.ids, self.lengths, self.ends = ids, lengths, np.cumsum(lengths)
-        self.labels = None if labels is None else list(labels)
+        self.labels = labels
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -35,7 +35,7 @@ class Sequences:
         end = self.ends[index]
         sample: dict[str, Any] = {"input_ids": self.ids[end - self.lengths[index] : end]}
         if self.labels is not None:
-            sample["label"] = self.labels[index]
+            sample["label"] = int(self.labels[index])
         return sample
 
 

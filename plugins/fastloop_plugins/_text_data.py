@@ -6,7 +6,9 @@ Sources give *parts* (one file, one split), so that an error names the file it i
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import json
 import logging
 import random
 import re
@@ -18,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from fastloop import RecipeError, option
 from fastloop.importing import check_reference, import_object
 from fastloop.options import parse
+from fastloop_plugins._cache import digest
 from fastloop_plugins._hub import explain, is_hub_name, offline, quiet
 from fastloop_plugins._text_files import FORMATS, Part, make_part, read_file, show
 
@@ -100,6 +103,7 @@ class TextData:
         self.splits = parse(Splits, self.options.splits, f"{self.where}.splits")
         self.limit = parse(Limit, self.options.limit, f"{self.where}.limit")
         self.classes: list[str] = []
+        self.said: list[str] = []
         if labelled and self.options.label is None:
             raise RecipeError(f"{self.where}.label: missing. Name the column of labels, such as data.label=label.")
         if not labelled and self.options.label is not None:
@@ -162,7 +166,7 @@ class TextData:
         Raises:
             RecipeError: Files, columns or labels are not as they must be.
         """
-        parts = self._read()
+        self.said, parts = [], self._read()
         splits = {role: name for role, name in vars(self.splits).items() if name is not None}
         for role, name in splits.items():
             if name not in parts and (role == "train" or role in (self.options.splits or {})):
@@ -177,8 +181,24 @@ class TextData:
         for role, count in (("train", self.limit.train), ("evaluate", self.limit.validation), ("test", self.limit.test)):
             if count is not None and role in rows and count < len(rows[role].texts):
                 rows[role] = rows[role].keep(sorted(random.Random(DRAW).sample(range(len(rows[role].texts)), count)))
-        logger.info("data: %s%s", ", ".join(f"{role} {len(split.texts)}" for role, split in rows.items()), said)
+        self.said.append(f"data: {', '.join(f'{role} {len(split.texts)}' for role, split in rows.items())}{said}")
+        self.say()
         return rows
+
+    def say(self) -> None:
+        """What is to be known of the data that was read: the last line is its sizes, others warn."""
+        for line in self.said:
+            logger.log(logging.INFO if line is self.said[-1] else logging.WARNING, "%s", line)
+
+    def identity(self) -> str:
+        """A hash of the files that ``load`` reads, and of all that decides what it makes of them."""
+        chosen = {"options": vars(self.options) | {"files": None}, "splits": vars(self.splits), "limit": vars(self.limit), "draw": DRAW}
+        facts = [json.dumps(chosen, sort_keys=True)]
+        for split, paths in self.files.items():
+            for path in paths:
+                with path.open("rb") as file:
+                    facts += [split, path.suffix.lower(), hashlib.file_digest(file, "blake2b").hexdigest()]
+        return digest(facts)
 
     def _read(self) -> dict[str, list[Part]]:
         """Split -> parts, from the one source there is."""
@@ -233,7 +253,7 @@ class TextData:
         if empty == len(texts):
             raise RecipeError(f"{where}: all {empty} texts in column {self.options.text!r} are empty (data.text).")
         if empty:
-            logger.warning("%s: %d of %d texts are empty", where, empty, len(texts))
+            self.said.append(f"{where}: {empty} of {len(texts)} texts are empty")
         return Rows(texts)
 
     def _number(self, rows: dict[str, Rows], parts: dict[str, list[Part]]) -> None:

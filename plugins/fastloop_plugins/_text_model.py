@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import os
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
@@ -20,7 +18,6 @@ from fastloop_plugins._hub import explain, is_hub_name, offline, quiet
 if TYPE_CHECKING:
     from fastloop.recipe import Recipe
     from fastloop.run import Run
-    from fastloop_plugins._cache import Flat
 
 logger = logging.getLogger("fastloop")
 
@@ -64,7 +61,6 @@ class TextModel:
         self.trained: TrainedTokenizer | None = None
         self.tokenizer: Any = None
         self.config: Any = None
-        self.fingerprint: str | None = None
         given = self.options.tokenizer
         if (self.options.name is None) == (self.options.config is None):
             found = "neither" if self.options.name is None else "both"
@@ -116,6 +112,8 @@ class TextModel:
         limit = min((size for size in room if isinstance(size, int) and size > 0), default=max_length)
         if max_length > limit:
             raise RecipeError(f"{self.recipe.where}: data.max_length: found {max_length}, and the model takes {limit} tokens at most.")
+        if self.trained is None:
+            self._see_that_it_pads()
 
     def _from_scratch(self, given: dict[str, Any]) -> Any:
         from huggingface_hub.errors import StrictDataclassError
@@ -159,36 +157,31 @@ class TextModel:
             raise RecipeError(explain(f"{self.where}.{key}", name, folder, error, instead)) from None
 
     def finish_tokenizer(self, texts: list[str], max_length: int) -> None:
-        """Train the tokenizer where that is asked for, and see that it can pad (classification) or end a document."""
+        """Train the tokenizer where that is asked for."""
         if self.trained is not None:
             self.tokenizer = train_tokenizer(self.trained, texts, self.classify, max_length)
             logger.info("tokenizer: %s, %d tokens, trained on the training texts", self.trained.kind, len(self.tokenizer))
+            self._see_that_it_pads()
+
+    def _see_that_it_pads(self) -> None:
+        """Or, for a language model, that it can end a text too."""
         ends = [self.tokenizer.eos_token, self.tokenizer.sep_token]
         if self.tokenizer.pad_token_id is None:
             self.tokenizer.pad_token = next((token for token in (*ends, self.tokenizer.unk_token) if token), None)
         if self.tokenizer.pad_token_id is None or (not self.classify and not any(ends)):
             raise RecipeError(f"{self.where}.tokenizer: it has no token that {'pads' if self.classify else 'ends a text'}. Give another.")
 
-    def tokens(self, texts: list[str], end: int | None = None, **arguments: Any) -> Flat:
-        """Token ids of the texts end to end, and how many each has; from the cache where there is one.
+    def fingerprint(self) -> str:
+        """A hash of the tokenizer's files and of what reads them. For one that was not used yet: it keeps how it was used last."""
+        import tokenizers
+        import transformers
 
-        Args:
-            end: A token to put behind each text.
-            arguments: Of the tokenizer.
-        """
-        from fastloop_plugins import _cache
+        from fastloop_plugins._cache import digest
 
-        folder, rows = _cache.TOKENS.get(), self._encode(texts, [] if end is None else [end], arguments)
-        if folder is None or self.options.trust_remote_code:  # whose code is not among the tokenizer's files
-            return _cache.flat(rows)
-        if self.fingerprint is None:
-            self.fingerprint = fingerprint(self.tokenizer)
-        return _cache.kept(folder, _cache.digest([self.fingerprint, json.dumps([end, arguments], sort_keys=True), *texts]), rows)
-
-    def _encode(self, texts: list[str], end: list[int], arguments: dict[str, Any]) -> Iterator[list[int]]:
-        for start in range(0, len(texts), 1000):
-            for ids in self.tokenizer(texts[start : start + 1000], return_attention_mask=False, **arguments)["input_ids"]:
-                yield ids + end
+        with tempfile.TemporaryDirectory() as folder, quiet():
+            self.tokenizer.save_pretrained(folder)
+            files = [(path.name.encode(), path.read_bytes()) for path in sorted(Path(folder).iterdir()) if path.is_file()]
+        return digest([transformers.__version__, tokenizers.__version__, *(part for file in files for part in file)])
 
     # -- the model -------------------------------------------------------------------------------------------------------
 
@@ -244,19 +237,6 @@ class TextModel:
                 model.save_pretrained(folder, state_dict=weights)
                 self.tokenizer.save_pretrained(folder)
         return folder
-
-
-def fingerprint(tokenizer: Any) -> str:
-    """A hash of a tokenizer's files, and of the versions of what reads them. For one that has not tokenised: it keeps the last options."""
-    import tokenizers
-    import transformers
-
-    from fastloop_plugins._cache import digest
-
-    with tempfile.TemporaryDirectory() as folder, quiet():
-        tokenizer.save_pretrained(folder)
-        files = [(path.name.encode(), path.read_bytes()) for path in sorted(Path(folder).iterdir()) if path.is_file()]
-    return digest([transformers.__version__, tokenizers.__version__, *(part for file in files for part in file)])
 
 
 def train_tokenizer(options: TrainedTokenizer, texts: list[str], classify: bool, max_length: int) -> Any:

@@ -19,6 +19,8 @@ from fastloop_plugins._text_model import TextModel
 if TYPE_CHECKING:
     from pathlib import Path
 
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import nn
 
     from fastloop import Run
@@ -48,22 +50,18 @@ class CausalLM(Plugin):
 
     @hookimpl
     def build_datasets(self) -> Mapping[str, Sequences]:
-        model, max_length = self.text_model, self.data.options.max_length
-        model.load_tokenizer(max_length)
-        splits = self.data.load()
-        model.finish_tokenizer(splits["train"].texts, max_length)
-        return {name: self._blocks(name, split.texts) for name, split in splits.items()}
+        from fastloop_plugins import _text_tokens
 
-    def _blocks(self, split: str, texts: list[str]) -> Sequences:
+        splits = _text_tokens.read(self.data, self.text_model, documents=True, add_special_tokens=False, verbose=False)
+        return {name: self._blocks(name, split.ids) for name, split in splits.items()}
+
+    def _blocks(self, split: str, ids: NDArray[np.int32]) -> Sequences:
         """Every text followed by the end token, one after the other, cut into blocks; the last may be shorter."""
         import numpy as np
 
         from fastloop_plugins._text_batches import Sequences
 
-        tokenizer, size = self.text_model.tokenizer, self.data.options.max_length
-        end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
-        written = [text for text in texts if text.strip()]
-        ids, _ = self.text_model.tokens(written, end, add_special_tokens=False, verbose=False)
+        size = self.data.options.max_length
         blocks, rest = divmod(len(ids), size)
         lengths = np.array([size] * blocks + [rest] * (rest > 1), dtype=np.int64)
         if not len(lengths):

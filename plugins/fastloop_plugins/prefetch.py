@@ -8,7 +8,8 @@ Copies (CUDA): each step's batches go from page-locked memory to the device on a
 A step is read ahead only where workers read it: what a dataset draws at random in the training process would else be drawn too early.
 
 Token ids (text tasks): kept in a folder, under a hash of the texts, the tokenizer's files and the options; later runs, and the other
-processes of one, map them from there. ``auto`` is ``fastloop/tokens`` in the user's cache folder. It can be deleted at any time.
+processes of one, map them from there. Where ``data.files`` and a pretrained tokenizer are the same, they read no text at all.
+``auto`` is ``fastloop/tokens`` in the user's cache folder. It can be deleted at any time.
 """
 
 from __future__ import annotations

@@ -44,16 +44,11 @@ class TextClassification(Plugin):
 
     @hookimpl
     def build_datasets(self) -> Mapping[str, Sequences]:
+        from fastloop_plugins import _text_tokens
         from fastloop_plugins._text_batches import Sequences
 
-        model, max_length = self.text_model, self.data.options.max_length
-        model.load_tokenizer(max_length)
-        splits = self.data.load()
-        model.finish_tokenizer(splits["train"].texts, max_length)
-        return {
-            name: Sequences(*model.tokens(split.texts, truncation=True, max_length=max_length), split.labels)
-            for name, split in splits.items()
-        }
+        splits = _text_tokens.read(self.data, self.text_model, truncation=True, max_length=self.data.options.max_length)
+        return {name: Sequences(split.ids, split.lengths, split.labels) for name, split in splits.items()}
 
     @hookimpl
     def build_collator(self, run: Run) -> Collator:

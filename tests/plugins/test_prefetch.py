@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,9 @@ import torch
 from text_kit import TINY, TINY_GPT, make_run
 
 from fastloop import Batch, DataLoaderDraft, Plugin, PluginError, hookimpl
+from fastloop_plugins import _text_tokens
 from fastloop_plugins._cache import digest, kept
+from fastloop_plugins._text_data import TextData
 from fastloop_plugins.prefetch import Prefetch, one_ahead
 
 TASKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -37,14 +40,12 @@ def samples(run: Any) -> dict[str, list[list[int]]]:
 
 @pytest.mark.parametrize("task", TASKS)
 def test_a_second_run_maps_the_same_token_ids_from_disk_and_tokenises_nothing(task, caplog, monkeypatch):
-    from fastloop_plugins._text_model import TextModel
-
     caplog.set_level(logging.INFO, "fastloop")
     plain = samples(run(task, cache=None))
     assert samples(run(task)) == plain
     assert len(list(Path("cache").iterdir())) == 2, "train and evaluate"
     assert " from cache/" not in caplog.text
-    monkeypatch.setattr(TextModel, "_encode", lambda *_: Unread())
+    monkeypatch.setattr(_text_tokens, "encode", lambda *_: Unread())
     second = run(task)
     assert samples(second) == plain
     assert caplog.text.count(" from cache/") == 2
@@ -76,16 +77,73 @@ def test_other_texts_lengths_or_tokenizers_have_entries_of_their_own():
     assert entries() == 8
 
 
-def test_a_pretrained_tokenizer_is_known_by_its_files_wherever_they_lie():
-    first = run("text-classification", cache=None)
-    for folder in ("one", "two"):
+def pretrained(task: str, folder: str = "model", **data: Any) -> Any:
+    """A run with a model and a tokenizer of a folder, which is made if it is not there, on the file that is there."""
+    if not Path(folder).exists():
+        first = run(task, cache=None)
         first.unwrapped().save_pretrained(folder)
         first.resolution.plugins[0].text_model.tokenizer.save_pretrained(folder)
-    for name in ("one", "two", str(Path("two").resolve())):
-        model = {"name": name}
-        data = {"files": {"train": "a.csv"}, "label": "label", "max_length": 16}
-        make_run("text-classification", model, data, objects=[Prefetch(cache="cache")])
-    assert len(list(Path("cache").iterdir())) == 2
+    options = {"files": {"train": "a.csv"}, **TASKS[task][1], **data}
+    return make_run(task, {"name": folder}, options, objects=[Prefetch(cache="cache")])
+
+
+def test_a_pretrained_tokenizer_is_known_by_its_files_wherever_they_lie():
+    pretrained("text-classification", "one")
+    shutil.copytree("one", "two")
+    for name in ("two", str(Path("two").resolve())):
+        pretrained("text-classification", name)
+    assert len(list(Path("cache").iterdir())) == 3, "train, evaluate, and which those are"
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_second_run_on_the_same_files_reads_no_text(task, caplog, monkeypatch):
+    caplog.set_level(logging.INFO, "fastloop")
+    first = pretrained(task)
+    said = [line for line in caplog.messages if line.startswith("data: ")]
+    shutil.move("a.csv", "b.csv")  # the bytes count, not the name
+    with monkeypatch.context() as patch:
+        patch.setattr(TextData, "load", lambda *_: pytest.fail("read again"))
+        second = pretrained(task, files={"train": "b.csv"})
+    assert samples(second) == samples(first)
+    assert isinstance(second.datasets["train"].ids.base, np.memmap)
+    if task == "text-classification":
+        assert second.datasets["train"].labels.tolist() == first.datasets["train"].labels.tolist()
+        assert second.unwrapped().config.id2label == first.unwrapped().config.id2label
+    assert [line for line in caplog.messages if line.startswith("data: ")][-1:] == said[-1:]
+    assert "tokens: all from cache" in caplog.text
+
+
+def test_other_bytes_or_options_are_read_again():
+    first = pretrained("text-classification")
+    seen = len(list(Path("cache").iterdir()))
+    for options in ({"limit": {"train": 7}}, {"held_out": 0.5}, {"max_length": 5}):
+        pretrained("text-classification", **options)
+        assert len(list(Path("cache").iterdir())) > seen, options
+        seen = len(list(Path("cache").iterdir()))
+    Path("a.csv").write_text(Path("a.csv").read_text().replace("number 3 ", "NUMBER three "))
+    assert samples(pretrained("text-classification"))["train"] != samples(first)["train"]
+    assert len(list(Path("cache").iterdir())) > seen
+
+
+@pytest.mark.parametrize("harm", ["ids gone", "labels cut", "no JSON", "other labels"])
+def test_data_whose_entry_is_not_whole_is_read_again(harm, caplog):
+    expected = pretrained("text-classification")
+    (entry,) = [path.parent for path in Path("cache").glob("*/data.json")]
+    labels = entry / "train.npy"
+    if harm == "ids gone":
+        for path in Path("cache").glob("*/ids.bin"):
+            shutil.rmtree(path.parent)
+    elif harm == "no JSON":
+        (entry / "data.json").write_text("{")
+    elif harm == "labels cut":
+        labels.write_bytes(labels.read_bytes()[:-4])
+    else:
+        np.save(labels, np.zeros(3, dtype=np.int64))
+    for _ in range(2):
+        found = pretrained("text-classification")
+        assert samples(found) == samples(expected)
+        assert found.datasets["train"].labels.tolist() == expected.datasets["train"].labels.tolist()
+    assert caplog.text.count("is damaged") == (harm != "ids gone")
 
 
 def test_a_damaged_entry_is_made_again(caplog):

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fastloop import resume
+from fastloop.regions import region
 from fastloop.state import Batch
 
 if TYPE_CHECKING:
@@ -81,28 +82,32 @@ def train_step(run: Run, batches: list[Batch]) -> Tensor:
     step_loss: Tensor | None = None
     for index, batch in enumerate(batches):
         with run.gradient_sync(last=index == len(batches) - 1):
-            output = hooks.compute_loss(run=run, model=run.model, batch=batch.inputs)
-            loss = output.loss if batch.weight == total else output.loss * (batch.weight / total)
-            hooks.backward(run=run, loss=loss)
+            with region("loss"):
+                output = hooks.compute_loss(run=run, model=run.model, batch=batch.inputs)
+                loss = output.loss if batch.weight == total else output.loss * (batch.weight / total)
+            with region("backward"):
+                hooks.backward(run=run, loss=loss)
         step_loss = loss.detach() if step_loss is None else step_loss + loss.detach()
     assert step_loss is not None
     step_loss = run.mean_over_processes(step_loss)
     hooks.after_backward(run=run, loss=step_loss)
     grad_norm, max_norm = None, run.recipe.train.clip_norm
     if max_norm is not None:
-        grad_norm = hooks.clip_gradients(run=run, max_norm=max_norm)
+        with region("clip"):
+            grad_norm = hooks.clip_gradients(run=run, max_norm=max_norm)
     hooks.before_optimizer_step(run=run, grad_norm=grad_norm)
-    optimizer.step()
-    if run.scheduler is not None and not run.step_was_skipped():
-        run.scheduler.step()
-    optimizer.zero_grad()
+    with region("optimizer"):
+        optimizer.step()
+        if run.scheduler is not None and not run.step_was_skipped():
+            run.scheduler.step()
+        optimizer.zero_grad()
     run.count(totals)
     return step_loss
 
 
 def evaluate(run: Run, split: str) -> dict[str, float]:
     """Evaluate a split with all that plugins wrap around it."""
-    with run.clock("evaluate"):
+    with run.clock("evaluate"), region("evaluate"):
         run.hooks.before_evaluate(run=run, split=split)
         metrics: dict[str, float] = run.hooks.evaluate(run=run, split=split)
         run.state.metrics[split] = metrics
@@ -123,7 +128,8 @@ def evaluation_loop(run: Run, split: str) -> dict[str, float]:
         run.metrics.reset()
     losses = torch.zeros(2, dtype=torch.float64)  # sum of loss x weight, sum of weights
     for (batch,) in run.placed([batch] for batch in run.eval_loaders[split].batches()):
-        output = run.hooks.compute_loss(run=run, model=run.model, batch=batch.inputs)
+        with region("loss"):
+            output = run.hooks.compute_loss(run=run, model=run.model, batch=batch.inputs)
         losses += torch.tensor([output.loss.item() * batch.weight, batch.weight], dtype=torch.float64)
         if run.metrics is not None and output.predictions is not None and batch.samples:  # none: only here to compute along
             run.metrics.update(output.predictions, output.targets)

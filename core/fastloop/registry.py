@@ -6,12 +6,13 @@ there, and the pluggy manager of this one run. Nothing here knows a plugin by na
 
 from __future__ import annotations
 
+import functools
 import heapq
 import importlib.metadata
 import inspect
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -180,6 +181,30 @@ class Resolution:
                         "Remove one of them."
                     )
         return {name: value for name, (_, value) in wanted.items()}
+
+    @contextmanager
+    def around(self, span: Callable[[str], AbstractContextManager[Any]]) -> Iterator[None]:
+        """While inside, each call of a plugin's hook is within ``span("NAME.hook")``. Wrappers, which others run inside of, are not."""
+
+        def within(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+            @functools.wraps(function)
+            def called(*arguments: Any) -> Any:
+                with span(name):
+                    return function(*arguments)
+
+            return called
+
+        changed = []
+        for hook in _SPECS:
+            for impl in getattr(self.hooks, hook).get_hookimpls():
+                if isinstance(impl.plugin, Plugin) and not (impl.wrapper or impl.hookwrapper):
+                    changed.append((impl, impl.function))
+                    impl.function = within(impl.function, f"{impl.plugin.name}.{hook}")
+        try:
+            yield
+        finally:
+            for impl, function in changed:
+                impl.function = function
 
     @contextmanager
     def blaming(self) -> Iterator[None]:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from fastloop import checkpoint
 from fastloop.errors import CheckpointError, PluginError
+from fastloop.regions import region
 from fastloop.state import INTERRUPTED, State
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def save(run: Run) -> Path:
         PluginError: A plugin's state holds what cannot be saved.
     """
     accelerator, scheduler = run.accelerator, run.scheduler
-    with run.clock("save"):
+    with run.clock("save"), region("save"):
         state = {
             "fastloop": 1,
             "recipe": run.recipe.to_dict(),

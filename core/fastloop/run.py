@@ -21,6 +21,7 @@ from fastloop.clock import Clock
 from fastloop.data import Loader
 from fastloop.errors import PluginError, ProcessLost, RecipeError
 from fastloop.recipe import Recipe
+from fastloop.regions import each, region
 from fastloop.registry import Resolution
 from fastloop.state import INTERRUPTED, Batch, DataLoaderDraft, OptimizerDraft, State
 
@@ -174,12 +175,14 @@ class Run:
 
     def placed(self, steps: Iterable[list[Batch]]) -> Iterable[list[Batch]]:
         """The steps' batches with their inputs on the device."""
+        steps = each("data", steps)
         return map(self._place, steps) if self.loading.placing is None else self.loading.placing(steps, self._place)
 
     def _place(self, batches: list[Batch]) -> list[Batch]:
         if self.device.type != "cpu":
-            for batch in batches:
-                batch.inputs = send_to_device(batch.inputs, self.device, non_blocking=self.loading.pin_memory)
+            with region("to device"):
+                for batch in batches:
+                    batch.inputs = send_to_device(batch.inputs, self.device, non_blocking=self.loading.pin_memory)
         return batches
 
     def totals(self, batches: list[Batch]) -> Totals:

@@ -1,0 +1,101 @@
+"""profile: traces with the loop's regions and plugins' hooks by name; and the regions themselves."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fastloop import Plugin, hookimpl, regions
+from fastloop.errors import PluginCrash
+from fastloop_plugins.profile import Profile
+
+
+class Sleepless(Plugin):
+    """Has a hook of its own, and a wrapper."""
+
+    name = "sleepless"
+
+    @hookimpl
+    def before_step(self) -> None:
+        torch.ones(3)
+
+    @hookimpl(wrapper=True)
+    def compute_loss(self) -> Any:
+        return (yield)
+
+
+def traces(folder: Path) -> list[Counter[str]]:
+    """How often each name of ours is in each trace of a run."""
+    found = []
+    for path in sorted((folder / "profile").glob("rank0.*.pt.trace.json.gz")):
+        events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+        spans = [event for event in events if event.get("ph") == "X" and event.get("cat") == "user_annotation"]
+        found.append(Counter(event["name"] for event in spans if event["name"].startswith("fastloop/")))
+    return found
+
+
+def test_a_trace_has_the_loops_regions_and_plugins_hooks_by_name(tiny_run):
+    plugins = [Sleepless(), Profile(wait=2, warmup=1, active=3)]
+    result = tiny_run(plugins, epochs=1, clip_norm=1.0, device_batch_size=4)
+    (found,) = traces(result.trainer.run.folder)
+    steps = {name: found[f"fastloop/{name}"] for name in ("data", "optimizer", "clip", "sleepless.before_step")}
+    assert steps == dict.fromkeys(steps, 3)
+    assert (found["fastloop/loss"], found["fastloop/backward"]) == (6, 6), "two micro-steps a step"
+    assert "fastloop/sleepless.compute_loss" not in found, "a wrapper holds others inside"
+    assert "fastloop/loss" in (result.trainer.run.folder / "profile" / "rank0.operations.txt").read_text()
+
+
+def test_it_trains_the_same_and_leaves_hooks_as_they_were(tiny_run):
+    plain = tiny_run([Sleepless()])
+    observer = Sleepless()
+    profiled = tiny_run([observer, Profile(wait=0, warmup=1, active=1, shapes=True, stacks=True, memory=True)])
+    assert profiled.losses == plain.losses
+    hooks = profiled.trainer.run.resolution.hooks
+    (impl,) = [impl for impl in hooks.before_step.get_hookimpls() if impl.plugin is observer]
+    assert impl.function == observer.before_step
+
+
+def test_it_can_look_more_than_once(tiny_run):
+    result = tiny_run([Profile(wait=1, warmup=1, active=1, repeat=3)])
+    assert [found["fastloop/optimizer"] for found in traces(result.trainer.run.folder)] == [1, 1, 1]
+
+
+def test_evaluation_and_saving_have_names(tiny_run):
+    result = tiny_run([Profile(wait=0, warmup=1, active=30)], epochs=2, save_every="epoch")
+    found = traces(result.trainer.run.folder)[0]
+    assert found["fastloop/evaluate"] >= 1
+    assert found["fastloop/save"] >= 1
+
+
+def test_a_run_that_ends_too_early_says_so(tiny_run, caplog):
+    result = tiny_run([Profile(wait=500)])
+    assert "before there was anything to keep: lower wait" in caplog.text
+    assert not traces(result.trainer.run.folder)
+
+
+def test_a_failing_run_ends_the_profiler(tiny_run):
+    class Fails(Plugin):
+        name = "fails"
+
+        @hookimpl
+        def after_step(self) -> None:
+            raise RuntimeError("planted")
+
+    with pytest.raises(PluginCrash, match="planted"):
+        tiny_run([Profile(wait=0, warmup=1, active=5), Fails()])
+    assert not torch.autograd.profiler._is_profiler_enabled
+    tiny_run([Profile(wait=0, warmup=1, active=1)])
+
+
+def test_a_region_is_nothing_while_no_profiler_looks_on():
+    assert regions.region("data") is regions.UNSEEN
+    assert list(regions.each("data", iter([1, 2]))) == [1, 2]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        assert list(regions.each("data", [1, 2])) == [1, 2]
+    assert {event.key: event.count for event in profiler.key_averages()}["fastloop/data"] == 3, "and the one that finds the end"

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from fastloop.errors import CheckpointError, FastloopError, PluginCrash, PluginError, RecipeError, UsageError
 from fastloop.options import option
 from fastloop.plugin import Device, Dtype, Package, Plugin, When, hookimpl
+from fastloop.profile.seen import Seen, Win
 from fastloop.state import AcceleratorDraft, Batch, DataLoaderDraft, OptimizerDraft, Output, State
 
 if TYPE_CHECKING:
@@ -38,10 +39,12 @@ __all__ = [
     "PluginError",
     "RecipeError",
     "Run",
+    "Seen",
     "State",
     "Trainer",
     "UsageError",
     "When",
+    "Win",
     "hookimpl",
     "option",
 ]

@@ -28,6 +28,7 @@ from fastloop.options import parse
 
 if TYPE_CHECKING:
     from fastloop.machine import Machine
+    from fastloop.profile.seen import Seen, Win
     from fastloop.recipe import Recipe
 
 hookimpl = pluggy.HookimplMarker("fastloop")
@@ -148,6 +149,11 @@ class Plugin:
     @classmethod
     def activates(cls, recipe: Recipe) -> str | None:
         """For the plugins that fastloop itself turns on by default: why this recipe gets it, or None."""
+        return None
+
+    @classmethod
+    def forecast(cls, seen: Seen, recipe: Recipe) -> Win | None:
+        """For `fastloop profile`: what this plugin would win back of a step, or None. ``seen`` has figures, ``recipe`` what is listed."""
         return None
 
     def __repr__(self) -> str:

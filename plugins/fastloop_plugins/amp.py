@@ -13,9 +13,10 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from fastloop import AcceleratorDraft, Device, Dtype, Package, Plugin, When, hookimpl, option
+from fastloop import AcceleratorDraft, Device, Dtype, Package, Plugin, When, Win, hookimpl, option
 
 if TYPE_CHECKING:
+    from fastloop.profile.seen import Seen
     from fastloop.recipe import Recipe
 
 logger = logging.getLogger("fastloop")
@@ -48,6 +49,18 @@ class Amp(Plugin):
         dtype: Annotated[Literal["auto", "bf16", "fp16", "fp8"], option("Dtype of the forward pass.")] = "auto"
         init_scale: Annotated[float, option("fp16: the first factor that the loss is scaled with.", gt=0)] = 65536.0
         growth_interval: Annotated[int, option("fp16: steps without overflow before the factor doubles.", ge=1)] = 2000
+
+    @classmethod
+    def forecast(cls, seen: Seen, recipe: Recipe) -> Win | None:
+
+        small = max((dtype for dtype in ("bf16", "fp16") if dtype in seen.peaks), key=seen.peaks.__getitem__, default=None)
+        if seen.precision != "fp32" or cls.name in recipe.plugins or small is None:
+            return None
+        factor, seconds = seen.peaks[small] / seen.peaks["fp32"], seen.multiplying()
+        return Win(
+            seconds=seconds * (1 - 1 / factor),
+            why=f"Matrix products in fp32 are {seconds / seen.seconds:.0%} of a step; {small} is {factor:.1f} times as fast here.",
+        )
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

@@ -12,13 +12,20 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import NonNegativeInt
 
-from fastloop import DataLoaderDraft, Plugin, hookimpl, option
+from fastloop import DataLoaderDraft, Plugin, Win, hookimpl, option
+
+if TYPE_CHECKING:
+    from fastloop.profile.seen import Seen
+    from fastloop.recipe import Recipe
 
 logger = logging.getLogger("fastloop")
+
+WORKERS = 16
+"""As many as are ever proposed."""
 
 
 class DataLoaderWorkers(Plugin):
@@ -40,6 +47,21 @@ class DataLoaderWorkers(Plugin):
         multiprocessing_context: Annotated[
             Literal["fork", "spawn", "forkserver"] | None, option("How workers start; null: the platform's way.")
         ] = None
+
+    @classmethod
+    def forecast(cls, seen: Seen, recipe: Recipe) -> Win | None:
+
+        waiting = max((rank.get("data", 0.0) for rank in seen.ranks), default=seen.region("data"))
+        computing = max(seen.seconds - waiting, 1e-6)
+        workers = min(-(-1.25 * waiting // computing), WORKERS) if waiting else 0
+        listed = recipe.plugins.get(cls.name) or {}
+        if workers < 1 or listed.get("num_workers") in range(int(workers), 10**6):
+            return None
+        return Win(
+            seconds=waiting - max(0.0, waiting / workers - computing),
+            why=f"A step waits {waiting / seen.seconds:.0%} of its time for batches, which {int(workers)} workers make meanwhile.",
+            options={"num_workers": int(workers)},
+        )
 
     @hookimpl
     def configure_dataloader(self, draft: DataLoaderDraft) -> None:

@@ -17,13 +17,14 @@ import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from fastloop import Device, OptimizerDraft, Package, Plugin, PluginError, When, hookimpl, option
+from fastloop import Device, OptimizerDraft, Package, Plugin, PluginError, When, Win, hookimpl, option
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
     from fastloop import Run
+    from fastloop.profile.seen import Seen
     from fastloop.recipe import Recipe
 
 
@@ -54,6 +55,17 @@ class FusedOptimizer(Plugin):
         implementation: Annotated[
             Literal["fused", "foreach", "8bit"], option("One kernel for all, one call an operation, or moments in 8 bits.")
         ] = "fused"
+
+    @classmethod
+    def forecast(cls, seen: Seen, recipe: Recipe) -> Win | None:
+
+        import torch
+
+        known = getattr(torch.optim, recipe.train.optimizer, None)
+        if cls.name in recipe.plugins or known is None or "fused" not in inspect.signature(known).parameters:
+            return None
+        stepping = seen.region("optimizer")
+        return Win(seconds=0.7 * stepping, why=f"The optimizer's step is {stepping / seen.seconds:.0%} of a step.")
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

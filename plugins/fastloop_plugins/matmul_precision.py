@@ -12,10 +12,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from fastloop import Device, Plugin, hookimpl, option
+from fastloop import Device, Plugin, Win, hookimpl, option
 
 if TYPE_CHECKING:
     from fastloop import Run
+    from fastloop.profile.seen import Seen
+    from fastloop.recipe import Recipe
 
 
 class MatmulPrecision(Plugin):
@@ -32,6 +34,16 @@ class MatmulPrecision(Plugin):
 
         precision: Annotated[Literal["high", "medium"], option("high: TF32, or three bf16 products; medium: one bf16 product.")] = "high"
         convolutions: Annotated[bool, option("TF32 in cuDNN's convolutions too.")] = True
+
+    @classmethod
+    def forecast(cls, seen: Seen, recipe: Recipe) -> Win | None:
+
+        if cls.name in recipe.plugins or seen.device != "cuda" or seen.precision != "fp32":
+            return None
+        seconds = seen.multiplying()
+        return Win(
+            seconds=0.6 * seconds, why=f"Matrix products in fp32 are {seconds / seen.seconds:.0%} of a step; TF32 is several times as fast."
+        )
 
     @hookimpl
     def before_fit(self, run: Run) -> None:

@@ -19,10 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from fastloop import Plugin, PluginError, hookimpl, option
+from fastloop import Plugin, PluginError, Win, hookimpl, option
 
 if TYPE_CHECKING:
     from fastloop import Run
+    from fastloop.profile.seen import Seen
     from fastloop.recipe import Recipe
 
 logger = logging.getLogger("fastloop")
@@ -53,6 +54,16 @@ class Memory(Plugin):
             Literal["auto", "glibc", "tcmalloc", "jemalloc"],
             option("What serves the CPU's memory; auto: tcmalloc if installed, else glibc."),
         ] = "auto"
+
+    @classmethod
+    def forecast(cls, seen: Seen, recipe: Recipe) -> Win | None:
+
+        if cls.name in recipe.plugins or seen.device != "cpu":
+            return None
+        return Win(
+            seconds=seen.page_faults * seen.fault_seconds,
+            why=f"{seen.page_faults:,.0f} pages of memory are given back and handed out again in each step.",
+        )
 
     @hookimpl
     def environment(self, recipe: Recipe) -> dict[str, str]:

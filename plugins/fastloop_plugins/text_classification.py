@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from fastloop import Batch, Output, Plugin, hookimpl
+from fastloop import Batch, Output, Plugin, Win, hookimpl
 from fastloop_plugins._text_data import TextData
 from fastloop_plugins._text_model import TextModel
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torchmetrics import MetricCollection
 
     from fastloop import Run
+    from fastloop.profile.seen import Seen
     from fastloop.recipe import Recipe
     from fastloop_plugins._text_batches import Sequences, Width
 
@@ -37,6 +38,17 @@ class TextClassification(Plugin):
     def activates(cls, recipe: Recipe) -> str | None:
         labelled = recipe.data.get("label") is not None and not recipe.model.get("module")
         return "data names a label column" if labelled else None
+
+    @classmethod
+    def forecast(cls, seen: Seen, recipe: Recipe) -> Win | None:
+
+        if recipe.data.get("padding") != "max_length" or not seen.longest:
+            return None
+        return Win(
+            seconds=(1 - seen.longest / seen.padded) * seen.computing,
+            why=f"Samples are padded to data.max_length: {1 - seen.longest / seen.padded:.0%} of that is beyond each batch's longest.",
+            overrides={"data.padding": "longest"},
+        )
 
     @hookimpl
     def check_recipe(self, recipe: Recipe) -> None:

@@ -91,6 +91,7 @@ LAYERS = [
     {"accelerator", "defaults", "folder", "loop", "resume"},
     {"run"},
     {"trainer", "bench"},
+    {"profile"},
     {"cli", "__main__"},
 ]
 """From the bottom up: a module imports those of its own layer or of lower ones."""

@@ -61,6 +61,7 @@ class Meter(Plugin):
         self.losses: list[Tensor] = []
         self.times: list[float] = []
         self.padded = 0
+        self.whole = False
         self.opened: tuple[int, int, int, int] = (0, 0, 0, 0)
 
     @hookimpl
@@ -92,10 +93,11 @@ class Meter(Plugin):
         if step == self.spec.warmup:
             self._open(run)
         if whole:
-            run.state.request_stop("measured")
+            self.whole = True
+            self._over(run)
 
     @hookimpl
-    def after_fit(self) -> None:
+    def after_fit(self, run: Run) -> None:
         self.said.listening = False  # what is said from here on is about the evaluations that are left out
 
     @hookimpl
@@ -109,10 +111,14 @@ class Meter(Plugin):
             torch.accelerator.synchronize()
         self.times.append(perf_counter())
 
+    def _over(self, run: Run) -> None:
+        """The window is over."""
+        run.state.request_stop("measured")
+
     def _whole(self, step: int) -> bool:
         """Whether the window has all its steps and seconds."""
         spec = self.spec
-        if spec.steps is None or step < spec.warmup + spec.steps:
+        if self.whole or spec.steps is None or step < spec.warmup + spec.steps:
             return False
         return perf_counter() - self.times[spec.warmup] >= spec.seconds
 

@@ -1,0 +1,100 @@
+"""``fastloop profile``: what a recipe's steps spend their time on, and which edits would give it back."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fastloop import launch
+from fastloop.cli.arguments import Overrides, RecipeName, With, Without, names
+
+if TYPE_CHECKING:
+    from fastloop.recipe import Recipe
+
+
+def profile(
+    recipe: RecipeName,
+    overrides: Overrides = None,
+    with_: With = "",
+    without: Without = "",
+    steps: Annotated[int, typer.Option(min=1, help="Steps that are timed, at the least.")] = 8,
+    seconds: Annotated[float, typer.Option(min=0, help="And for at least so long.")] = 5.0,
+    warmup: Annotated[int, typer.Option(min=1, help="Steps before them.")] = 3,
+    looks: Annotated[int, typer.Option(min=1, help="Steps that are looked into after them.")] = 3,
+    nproc: Annotated[int | None, typer.Option(min=1, metavar="N", help="Start N processes on this machine.")] = None,
+    output: Annotated[str, typer.Option(metavar="FOLDER", help="Where to write [default: runs/profile-RECIPE].")] = "",
+) -> None:
+    """Show what a step spends its time on, and which edits of the recipe would give it back.
+
+    A short training: a warm-up, steps that are timed alone, and a few under torch's profiler. Nothing of it is kept but the figures and a
+    trace (ui.perfetto.dev).
+    """
+    from fastloop.cli.messages import show_messages
+    from fastloop.recipe import load_recipe
+    from fastloop.registry import select
+
+    loaded = load_recipe(recipe, overrides or (), names(with_), names(without))
+    folder = Path(output or f"runs/profile-{loaded.source.stem if loaded.source else 'recipe'}")
+    if nproc is not None:
+        given = {
+            "--with": with_,
+            "--without": without,
+            "--steps": steps,
+            "--seconds": seconds,
+            "--warmup": warmup,
+            "--looks": looks,
+            "--output": output,
+        }
+        words = [word for key, value in given.items() if value for word in (key, str(value))]
+        raise typer.Exit(launch.launch(["profile", recipe, *(overrides or ()), *words], nproc, 1, 0, None, folder))
+    launch.end_with_launcher()
+    launch.start_again(select(loaded).environment(loaded))
+    show_messages()
+    with tempfile.TemporaryDirectory(prefix="fastloop-profile-") as scratch:
+        code = look(loaded, folder, Path(scratch), steps, seconds, warmup, looks)
+    if launch.world_size() > 1:
+        launch.leave(code)
+    raise typer.Exit(code)
+
+
+def look(recipe: Recipe, folder: Path, scratch: Path, steps: int, seconds: float, warmup: int, looks: int) -> int:
+    """Train the window, and write the page."""
+    import rich
+    from rich.markdown import Markdown
+
+    from fastloop.bench.ladder import write
+    from fastloop.bench.worker import Spec
+    from fastloop.errors import UsageError
+    from fastloop.profile import page
+    from fastloop.profile.observe import Observer
+    from fastloop.profile.verdicts import verdicts
+    from fastloop.recipe import make_recipe
+    from fastloop.registry import Resolution, resolve
+    from fastloop.run import Run
+
+    tree = recipe.to_dict()
+    tree["train"] |= {"max_steps": 10**9, "epochs": 10**6, "save_every": None}
+    tree["output"], tree["plugins"] = str(scratch / "run"), dict(recipe.plugins) | dict.fromkeys(("log", "progress"), False)
+    short = make_recipe(tree, recipe.source)
+    trace = folder / f"rank{launch.rank()}.trace.json"
+    observer = Observer(Spec(recipe={}, source=None, warmup=warmup, steps=steps, seconds=seconds), looks, trace)
+    resolution = resolve(short)
+    run = Run(short, Resolution([observer, *resolution.plugins], resolution.reasons))
+    with run.interruptible():
+        run.execute()
+    run.close()
+    if not run.is_main:
+        return 0
+    if observer.seen is None:
+        raise UsageError(f"training ended after {run.state.step} steps: too few to look at. Lower --warmup or --steps.")
+    found, refused = verdicts(observer.seen, recipe)
+    text = page.markdown(observer.seen, found, refused, recipe.source.stem if recipe.source else "recipe")
+    write(folder / "profile.md", text)
+    write(folder / "profile.json", json.dumps(page.record(observer.seen, found, refused), indent=1) + "\n")
+    rich.print(Markdown(text))
+    typer.echo(f"written to {folder}")
+    return 0

@@ -1,0 +1,245 @@
+"""Looks at a few steps of a run: first timed alone, then under torch's profiler."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch._C._autograd import DeviceType
+
+from fastloop.bench.worker import Meter, Said, Spec
+from fastloop.plugin import hookimpl
+from fastloop.profile.seen import Seen
+from fastloop.regions import PREFIX, region
+
+if TYPE_CHECKING:
+    from fastloop.run import Run
+    from fastloop.state import Batch
+
+OTHER = "other"
+"""What a step spends outside of all regions: the loop itself, and hooks."""
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Observer(Meter):
+    """After its window a second one of ``looks`` steps under the profiler; then it stops the run.
+
+    Attributes:
+        seen: What was found, on the main process, when training is over.
+    """
+
+    name = "profile-observer"
+
+    def __init__(self, spec: Spec, looks: int, trace: Path | None) -> None:
+        super().__init__(spec, Said())
+        self.looks, self.trace = looks, trace
+        self.timed: dict[str, Any] = {}
+        self.longest, self.real = 0, 0
+        self.reserved: list[int] = []
+        self.begun, self.last, self.looking = False, 0, ExitStack()
+        self.seen: Seen | None = None
+
+    @hookimpl
+    def before_step(self, batches: list[Batch]) -> None:
+        super().before_step(batches)
+        for batch in batches:
+            if isinstance(batch.inputs, Mapping) and "input_ids" in batch.inputs:
+                self.real += batch.tokens
+                mask = batch.inputs.get("attention_mask")
+                if isinstance(mask, Tensor) and mask.ndim == 2:
+                    self.longest += len(mask) * int(mask.sum(1).max())
+                else:
+                    self.longest += batch.inputs["input_ids"].numel()
+
+    @hookimpl
+    def after_step(self, run: Run, loss: Tensor) -> None:
+        if run.device.type == "cuda" and not self.begun:
+            self.reserved.append(torch.cuda.memory_reserved())
+        super().after_step(run, loss)
+        if self.begun and run.state.step == self.last:
+            self.looking.close()
+            run.state.request_stop("measured")
+
+    def _open(self, run: Run) -> None:
+        super()._open(run)
+        self.first = (self.padded, self.longest, self.real, _faults(), perf_counter())
+
+    def _over(self, run: Run) -> None:
+        """The timed window is over: look on from here."""
+        self.timed = self.read(run)
+        padded, longest, real, faults, _ = self.first
+        steps = self.timed["steps"]
+        self.timed |= {
+            "padded": (self.padded - padded) / steps,
+            "longest": (self.longest - longest) / steps,
+            "real": (self.real - real) / steps,
+            "page_faults": (_faults() - faults) / steps,
+        }
+        kinds = [torch.profiler.ProfilerActivity.CPU]
+        if run.device.type == "cuda":
+            kinds.append(torch.profiler.ProfilerActivity.CUDA)
+        self.begun, self.last = True, run.state.step + self.looks
+        self.profiler: Any = torch.profiler.profile(activities=kinds, record_shapes=True, with_flops=True, acc_events=True)
+        self.looking.enter_context(run.resolution.around(region))
+        self.looking.enter_context(self.profiler)
+
+    @hookimpl
+    def after_fit(self, run: Run) -> None:
+        super().after_fit(run)
+        self.looking.close()
+        if not self.timed:
+            return  # too short; ``read`` says so
+        if self.trace is not None:
+            self.trace.parent.mkdir(parents=True, exist_ok=True)
+            self.profiler.export_chrome_trace(str(self.trace))
+        events: Any = self.profiler.events()
+        profiled, regions, hooks = spans(events, self.looks)
+        whole, waiting = self.timed["seconds_a_step"], regions.get("data", 0.0)  # which no profiler makes longer: the rest, it stretches
+        rest = min(1.0, max(0.0, (whole - waiting) / (profiled - waiting))) if profiled > waiting else 1.0
+        regions = {name: value if name == "data" else value * rest for name, value in regions.items()}
+        drift = whole / sum(regions.values())
+        regions = {name: value * drift for name, value in regions.items()}
+        everyone = run.gather(regions)
+        averages: Any = self.profiler.key_averages()
+        device = any(event.self_device_time_total for event in averages)
+        own = {event.key: (event.self_device_time_total if device else event.self_cpu_time_total) for event in averages}
+        counts = {event.key: event.count / self.looks for event in averages if _operation(event.key)}
+        counters = torch._dynamo.utils.counters
+        self.seen = Seen(
+            device=run.device.type,
+            precision={"no": "fp32"}.get(run.accelerator.mixed_precision, run.accelerator.mixed_precision),
+            cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+            world_size=run.world_size,
+            steps=self.timed["steps"],
+            seconds=self.timed["seconds_a_step"],
+            samples=self.timed["samples"] / self.timed["steps"],
+            tokens=self.timed["tokens"] / self.timed["steps"],
+            padded=self.timed["padded"],
+            longest=self.timed["longest"],
+            real=self.timed["real"],
+            regions=regions,
+            hooks={name: value * rest for name, value in hooks.items()},
+            operations={name: 1e-6 * value / self.looks * rest for name, value in own.items() if value and _operation(name)},
+            counts=counts,
+            flops=sum(event.flops or 0 for event in averages) / self.looks,
+            peaks=peaks(run.device, ("fp32", "bf16") if run.device.type == "cpu" else tuple(DTYPES)),
+            idle=idle(events) if device else None,
+            page_faults=self.timed["page_faults"],
+            fault_seconds=fault_seconds(),
+            reserved=self.reserved,
+            retries=torch.cuda.memory_stats()["num_alloc_retries"] if run.device.type == "cuda" else 0,
+            layers=depth(run.unwrapped()),
+            graph_breaks=graph_breaks(),
+            recompiles=max(0, sum(counters["stats"].values()) and counters["stats"]["unique_graphs"] - 1),
+            ranks=everyone,
+        )
+
+
+def _operation(name: str) -> bool:
+    return "::" in name or name.startswith(("void ", "sm", "ampere", "triton"))
+
+
+def _faults() -> int:
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def spans(events: Iterable[Any], steps: int) -> tuple[float, dict[str, float], dict[str, float]]:
+    """Seconds of a step, its regions' own seconds, and hooks' seconds, from a profiler's events.
+
+    A step lasts from one optimizer region's end to the next; what lies in no region is ``other``.
+    """
+    named = sorted(
+        (event.time_range.start, event.time_range.end, event.name.removeprefix(PREFIX))
+        for event in events
+        if event.name.startswith(PREFIX) and event.device_type == DeviceType.CPU
+    )
+    if not named:
+        return 0.0, {}, {}
+    own: dict[str, float] = defaultdict(float)
+    hooks: dict[str, float] = defaultdict(float)
+    open_: list[tuple[float, str]] = []
+    covered = 0.0
+    for start, end, name in named:
+        while open_ and open_[-1][0] <= start:
+            open_.pop()
+        if "." in name:  # a hook, wherever it is called
+            hooks[name] += end - start
+            continue
+        own[name] += end - start
+        if open_:
+            own[open_[-1][1]] -= end - start
+        else:
+            covered += end - start
+        open_.append((end, name))
+    whole = max(end for _, end, _ in named) - min(start for start, _, _ in named)
+    own[OTHER] = whole - covered
+    scale = 1e-6 / steps
+    return whole * scale, {name: value * scale for name, value in own.items()}, {name: value * scale for name, value in hooks.items()}
+
+
+def idle(events: Iterable[Any]) -> float:
+    """Share of the time from the first kernel to the last in which none ran."""
+    kernels = sorted((event.time_range.start, event.time_range.end) for event in events if event.device_type == DeviceType.CUDA)
+    if not kernels:
+        return 0.0
+    busy, reached = 0.0, kernels[0][0]
+    for start, end in kernels:
+        busy += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    whole = reached - kernels[0][0]
+    return 1 - busy / whole if whole else 0.0
+
+
+def peaks(device: torch.device, dtypes: Iterable[str]) -> dict[str, float]:
+    """Floating-point operations a second of square matrix products: the best of five."""
+    size = 2048 if device.type == "cpu" else 8192
+    found = {}
+    for name in dtypes:
+        a, b = (torch.randn(size, size, device=device).to(DTYPES[name]) for _ in range(2))
+        best = float("inf")
+        for _ in range(6):  # the first warms up, and is not the best
+            started = perf_counter()
+            torch.mm(a, b)
+            if device.type != "cpu":
+                torch.accelerator.synchronize()
+            best = min(best, perf_counter() - started)
+        found[name] = 2 * size**3 / best
+    return found
+
+
+def fault_seconds(pages: int = 8192) -> float:
+    """What the system takes to hand out a page of memory."""
+    with mmap.mmap(-1, pages * mmap.PAGESIZE) as fresh:
+        faults, started = _faults(), perf_counter()
+        for offset in range(0, len(fresh), mmap.PAGESIZE):
+            fresh[offset] = 1
+        seconds, got = perf_counter() - started, max(1, _faults() - faults)
+    touched, again = perf_counter(), bytearray(pages)
+    for offset in range(pages):
+        again[offset] = 1  # what the loop itself takes
+    return max(0.0, seconds - (perf_counter() - touched)) / got
+
+
+def depth(model: nn.Module) -> int:
+    """Length of the longest list of modules."""
+    return max((len(module) for module in model.modules() if isinstance(module, nn.ModuleList)), default=0)
+
+
+def graph_breaks() -> list[dict[str, Any]]:
+    """Where compilation was cut, with the line of the user's code."""
+    found: dict[tuple[str, str], int] = defaultdict(int)
+    for cut in torch._dynamo.utils.graph_break_reasons:
+        frame = cut.user_stack[-1] if cut.user_stack else None
+        where = f"{frame.filename}:{frame.lineno}" if frame else "?"
+        found[where, str(cut.reason).splitlines()[0]] += 1
+    return [{"where": where, "reason": reason, "count": count} for (where, reason), count in found.items()]

@@ -1,0 +1,250 @@
+"""`fastloop profile`: runs that are slow for one planted reason each; that reason is what is said first."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch._C._autograd import DeviceType
+
+from fastloop.cli import main
+from fastloop.profile import page
+from fastloop.profile.observe import fault_seconds, idle, peaks, spans
+from fastloop.profile.seen import Seen
+from fastloop.profile.verdicts import verdicts
+from fastloop.recipe import make_recipe
+
+CODE = """
+import os
+import time
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+class Net(nn.Module):
+    def __init__(self, cut=False):
+        super().__init__()
+        self.layers, self.cut = nn.ModuleList(nn.Linear(32, 32) for _ in range(3)), cut
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).relu()
+        if self.cut:
+            print(end="")  # nothing a compiler can keep in its graph
+        return x
+
+class Numbers(Dataset):
+    def __init__(self, sleep=0.0, rank=None):
+        self.sleep = sleep if rank is None or int(os.environ.get("RANK", 0)) == rank else 0.0
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        time.sleep(self.sleep)
+        return torch.full((32,), float(index)), index % 3
+
+def data(**options):
+    return {"train": Numbers(**options)}
+"""
+
+
+@pytest.fixture
+def recipe() -> Callable[..., str]:
+    """Write a recipe of a small net: its path. ``data`` and ``model`` are arguments of theirs."""
+    Path("net.py").write_text(CODE)
+
+    def put(*plugins: Any, data: dict[str, Any] | None = None, model: dict[str, Any] | None = None) -> str:
+        tree = {
+            "model": {"module": "net.py:Net", "arguments": model or {}},
+            "data": {"module": "net.py:data", "arguments": data or {}},
+            "train": {"batch_size": 8, "device": "cpu"},
+            "plugins": [{"module": {"loss": "cross_entropy"}}, *plugins],
+        }
+        Path("tiny.yaml").write_text(yaml.safe_dump(tree, sort_keys=False))
+        return "tiny.yaml"
+
+    return put
+
+
+@pytest.fixture
+def profile(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str, dict[str, Any]]]:
+    """Run the command in this process: exit code, what it printed, profile.json."""
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr("rich._console", None)
+
+    def call(*arguments: str) -> tuple[int, str, dict[str, Any]]:
+        monkeypatch.setattr(sys, "argv", ["fastloop", "profile", *arguments, "--output", "seen"])
+        with pytest.raises(SystemExit) as exited:
+            main()
+        captured, written = capsys.readouterr(), Path("seen/profile.json")
+        return int(exited.value.code or 0), captured.out + captured.err, json.loads(written.read_text()) if written.exists() else {}
+
+    return call
+
+
+SHORT = ("--steps", "4", "--seconds", "0", "--warmup", "1", "--looks", "2")
+
+
+def test_a_dataset_that_sleeps_is_named_first_with_enough_workers(recipe, profile):
+    code, out, record = profile(recipe(data={"sleep": 0.005}), *SHORT)
+    assert code == 0, out
+    assert record["verdicts"][0]["plugin"] == "dataloader-workers"
+    assert record["verdicts"][0]["edit"] == "plugins: + dataloader-workers: {num_workers: 16}"
+    seen = record["seen"]
+    assert 0.04 <= seen["regions"]["data"] <= seen["seconds"]
+    assert record["verdicts"][0]["seconds"] == pytest.approx(seen["regions"]["data"] * 15 / 16, rel=0.1)
+    assert sum(seen["regions"].values()) == pytest.approx(seen["seconds"], rel=0.05)
+    assert "dataloader-workers" in out
+    assert "| data |" in Path("seen/profile.md").read_text()
+    assert not Path("runs").exists()
+    events = json.loads(Path("seen/rank0.trace.json").read_text())["traceEvents"]
+    assert sum(event["name"] == "fastloop/optimizer" for event in events if event.get("cat") == "user_annotation") == 2
+
+
+def test_with_the_edit_made_there_is_less_to_say(recipe, profile):
+    workers = {"dataloader-workers": {"num_workers": 2}}
+    _, _, before = profile(recipe(data={"sleep": 0.005}), *SHORT)
+    code, out, record = profile(recipe(workers, data={"sleep": 0.005}), *SHORT, "--warmup", "4")
+    assert code == 0, out
+    assert record["seen"]["seconds"] < before["seen"]["seconds"]
+    (more,) = [found for found in record["verdicts"] if found["plugin"] == "dataloader-workers"]
+    assert more["edit"].startswith("plugins.dataloader-workers.num_workers=")
+
+
+@pytest.mark.slow
+def test_a_graph_break_is_shown_with_its_line(recipe, profile):
+    line = 1 + CODE.splitlines().index('            print(end="")  # nothing a compiler can keep in its graph')
+    code, out, record = profile(recipe({"compile": {"backend": "eager"}}, model={"cut": True}), *SHORT)
+    assert code == 0, out
+    assert [cut["where"].rpartition("/")[2] for cut in record["seen"]["graph_breaks"]] == [f"net.py:{line}"]
+    assert f"net.py:{line}" in out
+
+
+@pytest.mark.slow
+def test_a_process_that_lags_is_named_with_the_reason(recipe):
+    command = [sys.executable, "-m", "fastloop", "profile", recipe("ddp", data={"sleep": 0.005, "rank": 1}), "--nproc", "2"]
+    done = subprocess.run([*command, *SHORT, "--output", "seen"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    page_ = Path("seen/profile.md").read_text()
+    assert "process 1 lags" in page_
+    assert ": its data" in page_
+    record = json.loads(Path("seen/profile.json").read_text())
+    assert record["verdicts"][0]["plugin"] == "dataloader-workers"
+    assert len(record["seen"]["ranks"]) == 2
+
+
+def test_too_few_steps_are_refused(recipe, profile):
+    code, out, _ = profile(recipe(), "--steps", "0")
+    assert code == 2
+    assert "--steps" in out
+
+
+# -- forecasts, from figures --------------------------------------------------------------------------------------------------------
+
+TEXT = {
+    "model": {"config": {"model_type": "distilbert", "dim": 16, "n_layers": 1, "n_heads": 2, "hidden_dim": 32}},
+    "data": {"module": "net.py:data", "label": "label"},
+}
+
+
+def told(figures: dict[str, Any], plugins: Iterable[Any] = (), **data: Any) -> list[tuple[str, str]]:
+    """Plugin and edit of each verdict on a text recipe."""
+    Path("net.py").write_text(CODE)
+    tree = {**TEXT, "data": {**TEXT["data"], **data}, "train": {"device": "cpu"}, "plugins": list(plugins)}
+    usual = {"device": "cpu", "seconds": 1.0, "regions": {"loss": 0.4, "backward": 0.5, "optimizer": 0.01}, "layers": 0}
+    found, _ = verdicts(Seen(**(usual | figures)), make_recipe(tree))
+    return [(verdict.plugin, verdict.edit) for verdict in found]
+
+
+@pytest.mark.parametrize(
+    ("figures", "data", "first"),
+    [
+        ({"padded": 6144, "longest": 5000, "real": 1500}, {}, ("packing", "plugins: + packing")),
+        ({"padded": 6144, "longest": 1500, "real": 1500}, {"padding": "max_length"}, ("packing", "plugins: + packing")),
+        (
+            {"operations": {"aten::addmm": 0.6}, "peaks": {"fp32": 1e11, "bf16": 6e11}},
+            {},
+            ("amp", "plugins: + amp"),
+        ),
+        ({"page_faults": 500_000, "fault_seconds": 1e-6}, {}, ("memory", "plugins: + memory")),
+        ({"operations": {"aten::bernoulli_": 0.4}}, {}, ("fast-dropout", "plugins: + fast-dropout")),
+        ({"regions": {"loss": 0.1, "optimizer": 0.9}}, {}, ("fused-optimizer", "plugins: + fused-optimizer")),
+        ({"layers": 2}, {}, ("first-token", "plugins: + first-token")),
+    ],
+)
+def test_what_was_seen_names_the_plugin(figures, data, first):
+    assert told(figures, **data)[0] == first
+    assert first[0] not in [plugin for plugin, _ in told(figures, [first[0]], **data)], "what is listed is not proposed"
+
+
+def test_nothing_to_win_is_nothing_to_say():
+    assert told({}) == []
+
+
+def test_padding_to_a_length_can_be_undone_in_the_recipe():
+    figures = {"padded": 6144, "longest": 3000, "real": 3000}
+    assert ("text-classification", "data.padding=longest") in told(figures, padding="max_length")
+
+
+def test_what_cannot_be_is_told_apart(monkeypatch):
+    from fastloop_plugins.memory import Memory
+
+    monkeypatch.setattr(Memory, "conflicts", {"amp": "They were planted as enemies."})
+    Path("net.py").write_text(CODE)
+    seen = Seen(device="cpu", seconds=1.0, page_faults=500_000, fault_seconds=1e-6)
+    found, refused = verdicts(seen, make_recipe({**TEXT, "train": {"device": "cpu"}, "plugins": ["amp"]}))
+    assert "memory" not in [verdict.plugin for verdict in found]
+    assert "planted as enemies" in refused["memory"]
+
+
+# -- figures, from events -----------------------------------------------------------------------------------------------------------
+
+
+def event(name: str, start: float, end: float, device: Any = DeviceType.CPU) -> Any:
+    return SimpleNamespace(name=name, time_range=SimpleNamespace(start=start, end=end), device_type=device)
+
+
+def test_a_region_has_what_is_in_no_region_inside_it():
+    events = [
+        event("fastloop/data", 0, 10),
+        event("fastloop/evaluate", 10, 100),
+        event("fastloop/loss", 20, 50),
+        event("aten::mm", 21, 49),
+        event("fastloop/log.after_step", 60, 70),
+        event("fastloop/optimizer", 110, 120),
+    ]
+    whole, regions, hooks = spans(events, 2)
+    assert whole == pytest.approx(60e-6)
+    micro = {name: round(1e6 * seconds, 3) for name, seconds in regions.items()}
+    assert micro == {"data": 5, "evaluate": 30, "loss": 15, "optimizer": 5, "other": 5}
+    assert sum(micro.values()) == 60
+    assert hooks == {"log.after_step": pytest.approx(5e-6)}
+
+
+def test_a_device_is_idle_between_its_kernels():
+    kernels = [event("a", 0, 10, DeviceType.CUDA), event("b", 5, 20, DeviceType.CUDA), event("c", 30, 40, DeviceType.CUDA)]
+    assert idle([*kernels, event("aten::mm", 0, 100)]) == pytest.approx(0.25)
+    assert idle([]) == 0.0
+
+
+def test_peaks_and_faults_are_measured():
+    found = peaks(torch.device("cpu"), ("fp32",))
+    assert 1e8 < found["fp32"] < 1e14
+    assert 1e-9 < fault_seconds(1024) < 1e-3
+
+
+def test_the_page_says_whether_the_allocators_line_is_flat():
+    seen = Seen(device="cuda", seconds=0.1, reserved=[100 * 2**20, 100 * 2**20], idle=0.3)
+    assert any("flat" in line for line in page.facts(seen))
+    assert any("30%" in line for line in page.facts(seen))
+    seen.reserved[1] *= 3
+    assert any("a sawtooth, 100 to 300 MiB" in line for line in page.facts(seen))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import perf_counter
 
+import psutil
 import torch
 
 
@@ -56,3 +57,10 @@ def peak_memory(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def memory_held(device: torch.device) -> int:
+    """Bytes held now: reserved by the allocator on CUDA, where the line should be flat; resident on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.memory_reserved(device)
+    return int(psutil.Process().memory_info().rss)

@@ -24,9 +24,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fastloop")
 
-WORKERS = 16
-"""As many as are ever proposed."""
-
 
 class DataLoaderWorkers(Plugin):
     """Worker processes, prefetching and pinned memory."""
@@ -53,7 +50,7 @@ class DataLoaderWorkers(Plugin):
 
         waiting = max((rank.get("data", 0.0) for rank in seen.ranks), default=seen.region("data"))
         computing = max(seen.seconds - waiting, 1e-6)
-        workers = min(-(-1.25 * waiting // computing), WORKERS) if waiting else 0
+        workers = min(-(-1.25 * waiting // computing), max(1, seen.cores // seen.world_size)) if waiting else 0
         listed = recipe.plugins.get(cls.name) or {}
         if workers < 1 or listed.get("num_workers") in range(int(workers), 10**6):
             return None
@@ -81,6 +78,10 @@ class DataLoaderWorkers(Plugin):
         affinity = getattr(os, "sched_getaffinity", None)
         processors = len(affinity(0)) if affinity else os.cpu_count() or 1
         share = processors // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        workers = max(0, min(share - 1, 8))
-        logger.info("dataloader-workers: auto is %d (of %d processors)", workers, processors)
-        return workers
+        self.found = f"auto is {max(0, min(share - 1, 8))} (of {processors} processors)"
+        return max(0, min(share - 1, 8))
+
+    @hookimpl
+    def check_run(self) -> None:
+        if self.config.num_workers == "auto":
+            logger.info("dataloader-workers: %s", self.found)

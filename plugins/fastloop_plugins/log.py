@@ -69,6 +69,8 @@ class Log(Plugin):
         self.losses.append(loss)
         if run.state.step % self.config.every:
             return
+        from fastloop.clock import memory_held
+
         seconds, samples, tokens = run.clock.read("train"), run.state.samples, run.state.tokens
         elapsed = max(seconds - self.mark[0], 1e-9)
         self.write(
@@ -77,6 +79,7 @@ class Log(Plugin):
             lr=run.optimizer.param_groups[0]["lr"],
             samples_per_second=(samples - self.mark[1]) / elapsed,
             tokens_per_second=(tokens - self.mark[2]) / elapsed,
+            memory_bytes=memory_held(run.device),
         )
         self.losses.clear()
         self.mark = (seconds, samples, tokens)

@@ -38,6 +38,7 @@ class Prefetch(Plugin):
     parity = "exact"
     runs_after = ("dataloader-workers",)
     configures = "copies batches ahead (CUDA), keeps token ids"
+    kind = ""  # of the device; drafts are written without check_recipe too
 
     @dataclass(kw_only=True)
     class Config:

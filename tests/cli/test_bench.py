@@ -260,6 +260,22 @@ def test_ctrl_c_ends_the_measured_process_and_keeps_what_is_there(recipe):
     assert "Not complete" in Path("ladder/bench.md").read_text()
 
 
+def test_what_other_work_disturbed_is_measured_again(recipe, bench, monkeypatch):
+    loads = iter([0.0, 0.4, 0.01, 0.3, 0.2])  # baseline; the rung twice; and in the next repeat again, the quieter of two
+
+    def disturbed(spec: Spec, length: Mapping[str, Any], *_: Any) -> dict[str, Any]:
+        spec.recipe["output"] = f"measured{time.monotonic_ns()}"
+        return measure(spec, length) | {"process_seconds": 0.0, "foreign_load": next(loads, 0.0)}
+
+    monkeypatch.setattr(ladder, "foreign_load", lambda: 0.0)
+    monkeypatch.setattr(ladder, "run_worker", disturbed)
+    code, out, record = bench(recipe("honest"), *SHORT, "--no-parity", here=False)
+    assert code == 0, out
+    assert out.count("of the machine meanwhile: measured again") == 2
+    assert [found["foreign_load"] for found in rungs(record)["+ honest"]["measurements"]] == [0.01, 0.2]
+    assert record["foreign_load"]["worst"] == 0.2
+
+
 def test_an_interrupt_in_the_second_repeat_keeps_the_first(recipe, bench):
     code, out, record = bench(recipe("stops"), *SHORT)
     assert code == 130

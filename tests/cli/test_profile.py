@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -56,6 +57,9 @@ def data(**options):
     return {"train": Numbers(**options)}
 """
 
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+"""As many workers are proposed at most: beyond that torch warns."""
+
 
 @pytest.fixture
 def recipe() -> Callable[..., str]:
@@ -98,10 +102,11 @@ def test_a_dataset_that_sleeps_is_named_first_with_enough_workers(recipe, profil
     code, out, record = profile(recipe(data={"sleep": 0.005}), *SHORT)
     assert code == 0, out
     assert record["verdicts"][0]["plugin"] == "dataloader-workers"
-    assert record["verdicts"][0]["edit"] == "plugins: + dataloader-workers: {num_workers: 16}"
+    assert record["verdicts"][0]["edit"] == f"plugins: + dataloader-workers: {{num_workers: {CORES}}}"
     seen = record["seen"]
     assert 0.04 <= seen["regions"]["data"] <= seen["seconds"]
-    assert record["verdicts"][0]["seconds"] == pytest.approx(seen["regions"]["data"] * 15 / 16, rel=0.1)
+    waiting = seen["regions"]["data"]
+    assert record["verdicts"][0]["seconds"] == pytest.approx(waiting - (waiting / CORES - (seen["seconds"] - waiting)), rel=0.01)
     assert sum(seen["regions"].values()) == pytest.approx(seen["seconds"], rel=0.05)
     assert "dataloader-workers" in out
     assert "| data |" in Path("seen/profile.md").read_text()
@@ -111,13 +116,12 @@ def test_a_dataset_that_sleeps_is_named_first_with_enough_workers(recipe, profil
 
 
 def test_with_the_edit_made_there_is_less_to_say(recipe, profile):
-    workers = {"dataloader-workers": {"num_workers": 2}}
+    workers = {"dataloader-workers": {"num_workers": CORES}}
     _, _, before = profile(recipe(data={"sleep": 0.005}), *SHORT)
     code, out, record = profile(recipe(workers, data={"sleep": 0.005}), *SHORT, "--warmup", "4")
     assert code == 0, out
     assert record["seen"]["seconds"] < before["seen"]["seconds"]
-    (more,) = [found for found in record["verdicts"] if found["plugin"] == "dataloader-workers"]
-    assert more["edit"].startswith("plugins.dataloader-workers.num_workers=")
+    assert "dataloader-workers" not in [found["plugin"] for found in record["verdicts"]], "it has as many as there are processors"
 
 
 @pytest.mark.slow

@@ -92,6 +92,7 @@ LAYERS = [
     {"run"},
     {"trainer", "bench"},
     {"profile"},
+    {"tune", "report"},
     {"cli", "__main__"},
 ]
 """From the bottom up: a module imports those of its own layer or of lower ones."""

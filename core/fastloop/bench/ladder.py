@@ -143,7 +143,13 @@ class Bench:
             seed=recipe.train.seed + repeat,
         )
         name = str(list(self.measured).index(rung.key))
-        return self._work(Spec(recipe=tree, source=None, warmup=settings.warmup, steps=settings.steps, seconds=settings.seconds), name)
+        spec = Spec(recipe=tree, source=None, warmup=settings.warmup, steps=settings.steps, seconds=settings.seconds)
+        found, loads = self._work(spec, name), self.record["foreign_load"]
+        if found["foreign_load"] > LOUD >= loads["before"]:  # a machine that is never quiet gets what it gives
+            self.say(f"{rung.title}: other work took {found['foreign_load']:.0%} of the machine meanwhile: measured again")
+            found = min(found, self._work(spec, name), key=lambda result: float(result["foreign_load"]))
+        loads["worst"] = max(loads["worst"], found["foreign_load"])
+        return found
 
     def _work(self, spec: Spec, cache: str) -> dict[str, Any]:
         """Measure in a process; what it compiles is kept under a name, so that the first one compiles and the next find it done."""
@@ -151,10 +157,7 @@ class Bench:
         spec.source = str(recipe.source) if recipe.source else None
         environment = {**self.environment, "TORCHINDUCTOR_CACHE_DIR": str(self.cache / cache)}
         length = {"epochs": recipe.train.epochs, "max_steps": recipe.train.max_steps}
-        found = run_worker(spec, length, environment, self.settings.timeout)
-        loads = self.record["foreign_load"]
-        loads["worst"] = max(loads["worst"], found["foreign_load"])
-        return found
+        return run_worker(spec, length, environment, self.settings.timeout)
 
     def _quality(self) -> None:
         """The recipe's whole training, first rung against last, for several seeds."""

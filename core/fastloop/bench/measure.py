@@ -83,7 +83,7 @@ def run_worker(spec: Spec, length: Mapping[str, Any], environment: Mapping[str, 
         if target.exists() and not late:
             result: dict[str, Any] = json.loads(target.read_text(encoding="utf-8"))
         elif late:
-            result = {"error": f"took more than {timeout:g} seconds and was ended (--timeout).", "kind": "timeout"}
+            result = {"error": f"took more than {timeout:g} seconds and was ended.", "kind": "timeout"}
         else:
             lines = complaints.read_text(errors="replace").strip().splitlines()
             code = process.returncode

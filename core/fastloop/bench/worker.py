@@ -37,6 +37,7 @@ class Spec:
         warmup: Steps before the window that is measured.
         steps: The window has at least so many; None: the recipe's length says where it ends.
         seconds: And lasts at least so long.
+        looks: Steps that torch's profiler looks into after the window; the result then says what it saw (``fastloop.profile``).
         dropout: Whether dropout stays on.
         evaluates: Whether evaluations take place.
     """
@@ -46,6 +47,7 @@ class Spec:
     warmup: int = 0
     steps: int | None = None
     seconds: float = 0.0
+    looks: int = 0
     dropout: bool = True
     evaluates: bool = False
 
@@ -125,8 +127,16 @@ class Meter(Plugin):
     def _open(self, run: Run) -> None:
         self.opened = (run.state.step, run.state.samples, run.state.tokens, self.padded)
 
+    def result(self, run: Run) -> dict[str, Any]:
+        """What is measured, when the run is over.
+
+        Raises:
+            UsageError: Nothing was trained in the window.
+        """
+        return self.read(run)
+
     def read(self, run: Run) -> dict[str, Any]:
-        """What was seen, when the run is over.
+        """What was seen since the window began.
 
         Raises:
             UsageError: Nothing was trained in the window.
@@ -199,6 +209,15 @@ def whole_length(run: Run, epochs: int, max_steps: int | None) -> int | None:
     return min(limits) if limits else None
 
 
+def make_meter(spec: Spec, said: Said) -> Meter:
+    """The plugin that looks on."""
+    if not spec.looks:
+        return Meter(spec, said)
+    from fastloop.profile.observe import Observer
+
+    return Observer(spec, said)
+
+
 def start(spec: Spec, meter: Meter, own: bool) -> Run:
     """From the specification to a run that is built: all that a measured process does before it trains.
 
@@ -228,10 +247,10 @@ def measure(spec: Spec, length: Mapping[str, Any], own: bool = False) -> dict[st
     logger.addHandler(said)
     logger.propagate = False
     try:
-        meter = Meter(spec, said)
+        meter = make_meter(spec, said)
         run = start(spec, meter, own)
         summary = run.execute()
-        found = meter.read(run) if not spec.evaluates else {"seconds": summary["train_seconds"], "steps": summary["steps"]}
+        found = meter.result(run) if not spec.evaluates else {"seconds": summary["train_seconds"], "steps": summary["steps"]}
         found |= {"total_steps": whole_length(run, **length), "summary": summary}
     except Exception as error:
         kind = "usage" if isinstance(error, UsageError) else "run" if isinstance(error, FastloopError) else "crash"

@@ -18,3 +18,26 @@ Without = Annotated[str, typer.Option("--without", metavar="A,B", help="Plugins 
 def names(listed: str) -> list[str]:
     """``"a, b"`` -> ``["a", "b"]``."""
     return [name.strip() for name in listed.split(",") if name.strip()]
+
+
+ACCEPTED = "exact,reassociated,reduced-precision"
+"""What `profile --apply` and `tune` may do to the numbers unless told otherwise."""
+
+
+def parity_classes(listed: str) -> list[str]:
+    """The parity classes that are listed.
+
+    Raises:
+        UsageError: There is no such class.
+    """
+    from typing import get_args
+
+    from fastloop.errors import UsageError, did_you_mean
+    from fastloop.plugin import Parity
+
+    if not names(listed):
+        raise UsageError(f"--accept: names no parity class. Expected some of: {', '.join(get_args(Parity))}.")
+    for name in names(listed):
+        if name not in get_args(Parity):
+            raise UsageError(f"--accept: there is no parity class {name!r}.{did_you_mean(name, get_args(Parity))}")
+    return names(listed)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,9 +12,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fastloop import launch
-from fastloop.cli.arguments import Overrides, RecipeName, With, Without, names
+from fastloop.cli.arguments import ACCEPTED, Overrides, RecipeName, With, Without, names, parity_classes
 
 if TYPE_CHECKING:
+    from fastloop.bench.pairs import Workshop
     from fastloop.recipe import Recipe
 
 
@@ -27,16 +30,23 @@ def profile(
     looks: Annotated[int, typer.Option(min=1, help="Steps that are looked into after them.")] = 3,
     nproc: Annotated[int | None, typer.Option(min=1, metavar="N", help="Start N processes on this machine.")] = None,
     output: Annotated[str, typer.Option(metavar="FOLDER", help="Where to write [default: runs/profile-RECIPE].")] = "",
+    apply: Annotated[bool, typer.Option("--apply", help="Measure each edit, and keep those that are faster beyond noise.")] = False,
+    accept: Annotated[str, typer.Option(metavar="A,B", help="With --apply: what edits may do to the numbers (parity classes).")] = ACCEPTED,
 ) -> None:
     """Show what a step spends its time on, and which edits of the recipe would give it back.
 
     A short training: a warm-up, steps that are timed alone, and a few under torch's profiler. Nothing of it is kept but the figures and a
     trace (ui.perfetto.dev).
     """
+    environment = dict(os.environ)  # as it is before plugins are resolved, which may set variables
     from fastloop.cli.messages import show_messages
+    from fastloop.errors import UsageError
     from fastloop.recipe import load_recipe
     from fastloop.registry import select
 
+    classes = parity_classes(accept)
+    if apply and (nproc is not None or launch.world_size() > 1):
+        raise UsageError("--apply measures one process. Leave --nproc out, or --apply.")
     loaded = load_recipe(recipe, overrides or (), names(with_), names(without))
     folder = Path(output or f"runs/profile-{loaded.source.stem if loaded.source else 'recipe'}")
     if nproc is not None:
@@ -49,13 +59,18 @@ def profile(
             "--looks": looks,
             "--output": output,
         }
-        words = [word for key, value in given.items() if value for word in (key, str(value))]
+        words = [word for key, value in given.items() if value != "" for word in (key, str(value))]
         raise typer.Exit(launch.launch(["profile", recipe, *(overrides or ()), *words], nproc, 1, 0, None, folder))
     launch.end_with_launcher()
     launch.start_again(select(loaded).environment(loaded))
     show_messages()
+    from fastloop.bench.pairs import Window, Workshop
+
+    window = Window(steps=steps, seconds=seconds, warmup=warmup, looks=looks)
     with tempfile.TemporaryDirectory(prefix="fastloop-profile-") as scratch:
         code = look(loaded, folder, Path(scratch), steps, seconds, warmup, looks)
+        if apply:
+            measure_edits(loaded, folder, Workshop(environment, Path(scratch), window), classes)
     if launch.world_size() > 1:
         launch.leave(code)
     raise typer.Exit(code)
@@ -67,10 +82,10 @@ def look(recipe: Recipe, folder: Path, scratch: Path, steps: int, seconds: float
     from rich.markdown import Markdown
 
     from fastloop.bench.ladder import write
-    from fastloop.bench.worker import Spec
-    from fastloop.errors import UsageError
+    from fastloop.bench.worker import Said, Spec
     from fastloop.profile import page
     from fastloop.profile.observe import Observer
+    from fastloop.profile.seen import Seen
     from fastloop.profile.verdicts import verdicts
     from fastloop.recipe import make_recipe
     from fastloop.registry import Resolution, resolve
@@ -81,20 +96,39 @@ def look(recipe: Recipe, folder: Path, scratch: Path, steps: int, seconds: float
     tree["output"], tree["plugins"] = str(scratch / "run"), dict(recipe.plugins) | dict.fromkeys(("log", "progress"), False)
     short = make_recipe(tree, recipe.source)
     trace = folder / f"rank{launch.rank()}.trace.json"
-    observer = Observer(Spec(recipe={}, source=None, warmup=warmup, steps=steps, seconds=seconds), looks, trace)
+    observer = Observer(Spec(recipe={}, source=None, warmup=warmup, steps=steps, seconds=seconds, looks=looks), Said(), trace)
     resolution = resolve(short)
     run = Run(short, Resolution([observer, *resolution.plugins], resolution.reasons))
     with run.interruptible():
         run.execute()
     run.close()
+    if run.interrupted:
+        raise KeyboardInterrupt
     if not run.is_main:
         return 0
-    if observer.seen is None:
-        raise UsageError(f"training ended after {run.state.step} steps: too few to look at. Lower --warmup or --steps.")
-    found, refused = verdicts(observer.seen, recipe)
-    text = page.markdown(observer.seen, found, refused, recipe.source.stem if recipe.source else "recipe")
+    seen = Seen(**observer.result(run)["seen"])
+    found, refused = verdicts(seen, recipe)
+    text = page.markdown(seen, found, refused, recipe.source.stem if recipe.source else "recipe")
     write(folder / "profile.md", text)
-    write(folder / "profile.json", json.dumps(page.record(observer.seen, found, refused), indent=1) + "\n")
+    write(folder / "profile.json", json.dumps(page.record(seen, found, refused), indent=1) + "\n")
     rich.print(Markdown(text))
     typer.echo(f"written to {folder}")
     return 0
+
+
+def measure_edits(recipe: Recipe, folder: Path, shop: Workshop, accept: list[str]) -> None:
+    """Every edit in five pairs, on top of those that were kept; the receipt, and the recipe with them."""
+    from fastloop.bench.ladder import dump, finite, write
+    from fastloop.bench.statistics import LEAST_PAIRS
+    from fastloop.tune.search import Search
+    from fastloop.tune.write import receipts, tuned
+
+    search = Search(recipe, accept, math.inf, shop, typer.echo, pairs=LEAST_PAIRS)
+    found = search.run()
+    write(folder / "receipt.json", dump(finite(search.record())))
+    write(folder / "receipt.md", receipts(search))
+    if found is recipe:
+        typer.echo(f"no edit was faster beyond noise: {folder / 'receipt.md'}")
+        return
+    write(folder / "recipe.yaml", tuned(search, "What was tried: receipt.md", folder))
+    typer.echo(f"the recipe with the edits that were kept: {folder / 'recipe.yaml'}; what each won: {folder / 'receipt.md'}")

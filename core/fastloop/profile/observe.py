@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._C._autograd import DeviceType
 
 from fastloop.bench.worker import Meter, Said, Spec
+from fastloop.errors import UsageError
 from fastloop.plugin import hookimpl
 from fastloop.profile.seen import Seen
 from fastloop.regions import PREFIX, region
@@ -30,19 +31,23 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Observer(Meter):
-    """After its window a second one of ``looks`` steps under the profiler; then it stops the run.
+    """After its window a second one of ``spec.looks`` steps under the profiler; then it stops the run.
+
+    Args:
+        trace: Where to write the trace; None: nowhere.
 
     Attributes:
-        seen: What was found, on the main process, when training is over.
+        seen: What was found, when training is over.
     """
 
     name = "profile-observer"
 
-    def __init__(self, spec: Spec, looks: int, trace: Path | None) -> None:
-        super().__init__(spec, Said())
-        self.looks, self.trace = looks, trace
+    def __init__(self, spec: Spec, said: Said, trace: Path | None = None) -> None:
+        super().__init__(spec, said)
+        self.trace = trace
         self.timed: dict[str, Any] = {}
-        self.longest, self.real = 0, 0
+        self.longest: list[Any] = []  # numbers on the device: nobody waits for them in the window
+        self.real = 0
         self.reserved: list[int] = []
         self.begun, self.last, self.looking = False, 0, ExitStack()
         self.seen: Seen | None = None
@@ -55,9 +60,9 @@ class Observer(Meter):
                 self.real += batch.tokens
                 mask = batch.inputs.get("attention_mask")
                 if isinstance(mask, Tensor) and mask.ndim == 2:
-                    self.longest += len(mask) * int(mask.sum(1).max())
+                    self.longest.append(len(mask) * mask.sum(1).max())
                 else:
-                    self.longest += batch.inputs["input_ids"].numel()
+                    self.longest.append(batch.inputs["input_ids"].numel())
 
     @hookimpl
     def after_step(self, run: Run, loss: Tensor) -> None:
@@ -70,26 +75,32 @@ class Observer(Meter):
 
     def _open(self, run: Run) -> None:
         super()._open(run)
-        self.first = (self.padded, self.longest, self.real, _faults(), perf_counter())
+        self.first = (self.padded, len(self.longest), self.real, _faults())
 
     def _over(self, run: Run) -> None:
         """The timed window is over: look on from here."""
         self.timed = self.read(run)
-        padded, longest, real, faults, _ = self.first
+        faults = _faults()
+        padded, longest, real, before = self.first
         steps = self.timed["steps"]
         self.timed |= {
             "padded": (self.padded - padded) / steps,
-            "longest": (self.longest - longest) / steps,
+            "longest": sum(map(int, self.longest[longest:])) / steps,
             "real": (self.real - real) / steps,
-            "page_faults": (_faults() - faults) / steps,
+            "page_faults": (faults - before) / steps,
         }
         kinds = [torch.profiler.ProfilerActivity.CPU]
         if run.device.type == "cuda":
             kinds.append(torch.profiler.ProfilerActivity.CUDA)
-        self.begun, self.last = True, run.state.step + self.looks
+        self.begun, self.last = True, run.state.step + self.spec.looks
         self.profiler: Any = torch.profiler.profile(activities=kinds, record_shapes=True, with_flops=True, acc_events=True)
         self.looking.enter_context(run.resolution.around(region))
         self.looking.enter_context(self.profiler)
+
+    def result(self, run: Run) -> dict[str, Any]:
+        if self.seen is None:
+            raise UsageError(f"training ended after {run.state.step} steps: too few to look at. Lower the warm-up or the steps.")
+        return self.timed | {"seen": self.seen.to_dict()}
 
     @hookimpl
     def after_fit(self, run: Run) -> None:
@@ -101,7 +112,7 @@ class Observer(Meter):
             self.trace.parent.mkdir(parents=True, exist_ok=True)
             self.profiler.export_chrome_trace(str(self.trace))
         events: Any = self.profiler.events()
-        profiled, regions, hooks = spans(events, self.looks)
+        profiled, regions, hooks = spans(events, self.spec.looks)
         whole, waiting = self.timed["seconds_a_step"], regions.get("data", 0.0)  # which no profiler makes longer: the rest, it stretches
         rest = min(1.0, max(0.0, (whole - waiting) / (profiled - waiting))) if profiled > waiting else 1.0
         regions = {name: value if name == "data" else value * rest for name, value in regions.items()}
@@ -111,7 +122,7 @@ class Observer(Meter):
         averages: Any = self.profiler.key_averages()
         device = any(event.self_device_time_total for event in averages)
         own = {event.key: (event.self_device_time_total if device else event.self_cpu_time_total) for event in averages}
-        counts = {event.key: event.count / self.looks for event in averages if _operation(event.key)}
+        counts = {event.key: event.count / self.spec.looks for event in averages if _operation(event.key)}
         counters = torch._dynamo.utils.counters
         self.seen = Seen(
             device=run.device.type,
@@ -127,9 +138,9 @@ class Observer(Meter):
             real=self.timed["real"],
             regions=regions,
             hooks={name: value * rest for name, value in hooks.items()},
-            operations={name: 1e-6 * value / self.looks * rest for name, value in own.items() if value and _operation(name)},
+            operations={name: 1e-6 * value / self.spec.looks * rest for name, value in own.items() if value and _operation(name)},
             counts=counts,
-            flops=sum(event.flops or 0 for event in averages) / self.looks,
+            flops=sum(event.flops or 0 for event in averages) / self.spec.looks,
             peaks=peaks(run.device, ("fp32", "bf16") if run.device.type == "cpu" else tuple(DTYPES)),
             idle=idle(events) if device else None,
             page_faults=self.timed["page_faults"],

@@ -1,0 +1,193 @@
+"""Runs that are slow for one planted reason each: what `fastloop profile` says first, what it forecasts, and what `--apply` measures.
+
+    python benchmarks/planted.py                   # about fifteen minutes on two cores
+    python benchmarks/planted.py --only data padding
+
+* data: a dataset whose samples take 5 ms each to read.
+* padding: texts of about 20 tokens, padded to 256.
+* precision: matrices of 1024 in fp32 on a machine that multiplies bf16 faster.
+* allocator: texts of 20 to 400 tokens, so that every step has other shapes, and the system's allocator.
+* dropout: a transformer with torch's dropout.
+* graph break: a model that prints in its forward, compiled: nothing can be added, so what counts is that the line is named.
+* lagging process: two processes, one of which reads slowly. ``--apply`` measures one process, so here it is the verdict alone.
+
+Everything is generated. An edit is kept when it is faster beyond noise in five pairs; forecasts are made when the edit's turn comes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+from _measure import RESULTS, machine, show_machine, table, write, write_section
+
+CODE = """
+import os
+import random
+import time
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+class Net(nn.Module):
+    def __init__(self, width=64, depth=3, prints=False):
+        super().__init__()
+        self.layers, self.prints = nn.ModuleList(nn.Linear(width, width) for _ in range(depth)), prints
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).relu()
+            if self.prints:
+                print(end="")
+        return x
+
+class Numbers(Dataset):
+    def __init__(self, width, sleep, rank):
+        self.width, self.sleep = width, sleep if rank is None or int(os.environ.get("RANK", 0)) == rank else 0.0
+
+    def __len__(self):
+        return 4096
+
+    def __getitem__(self, index):
+        time.sleep(self.sleep)
+        return torch.full((self.width,), index / 4096), index % 3
+
+def numbers(width=64, sleep=0.0, rank=None):
+    return {"train": Numbers(width, sleep, rank)}
+
+def texts(shortest=10, longest=30, count=2000):
+    chance = random.Random(0)
+    words = [f"word{number}" for number in range(500)]
+    texts = [" ".join(chance.choices(words, k=chance.randrange(shortest, longest))) for _ in range(count)]
+    return {"train": [{"text": text, "label": index % 2} for index, text in enumerate(texts)]}
+"""
+TRANSFORMER = {"model_type": "distilbert", "dim": 256, "n_layers": 3, "n_heads": 8, "hidden_dim": 1024, "max_position_embeddings": 512}
+CALM = TRANSFORMER | {"dropout": 0.0, "attention_dropout": 0.0, "seq_classif_dropout": 0.0}
+
+
+def numbers(batch: int, plugins: list[Any], model: dict[str, Any] | None = None, **data: Any) -> dict[str, Any]:
+    """A recipe of the small net."""
+    return {
+        "model": {"module": "planted.py:Net", "arguments": model or {}},
+        "data": {"module": "planted.py:numbers", "arguments": data},
+        "train": {"batch_size": batch, "device": "cpu"},
+        "plugins": [{"module": {"loss": "cross_entropy"}}, *plugins],
+    }
+
+
+def texts(config: dict[str, Any], data: dict[str, Any], plugins: list[Any], **arguments: Any) -> dict[str, Any]:
+    """A recipe of a small transformer."""
+    return {
+        "model": {"config": config, "tokenizer": {"kind": "word"}},
+        "data": {"module": "planted.py:texts", "arguments": arguments, "label": "label", "held_out": 0.0, **data},
+        "train": {"batch_size": 12, "device": "cpu"},
+        "plugins": plugins,
+    }
+
+
+BF16: list[Any] = [{"amp": {"dtype": "bf16"}}]
+PLANTED: dict[str, tuple[dict[str, Any], set[str], list[str]]] = {
+    "data": (numbers(16, [], sleep=0.005), {"dataloader-workers"}, []),
+    "padding": (
+        texts(CALM, {"max_length": 256, "padding": "max_length"}, ["memory", "fused-optimizer"]),
+        {"packing", "text-classification"},
+        [],
+    ),
+    "precision": (numbers(2048, ["memory", "fused-optimizer"], {"width": 1024, "depth": 8}, width=1024), {"amp"}, []),
+    "allocator": (
+        texts(CALM, {"max_length": 400}, [*BF16, "packing", "first-token", "fused-optimizer"], shortest=20, longest=400),
+        {"memory"},
+        [],
+    ),
+    "dropout": (
+        texts(TRANSFORMER, {"max_length": 256}, [*BF16, "packing", "memory", "first-token", "fused-optimizer"], shortest=100, longest=250),
+        {"fast-dropout"},
+        [],
+    ),
+    "graph break": (numbers(64, [{"compile": {"backend": "eager"}}], {"prints": True}), set(), ["--no-apply"]),
+    "lagging process": (numbers(32, ["ddp"], sleep=0.005, rank=1), {"dataloader-workers"}, ["--no-apply", "--nproc", "2"]),
+}
+"""Name -> the recipe, whose verdict should be the first, and further arguments."""
+
+
+def run(name: str, folder: Path) -> dict[str, Any]:
+    """Profile one of them, edits applied where that can be."""
+    recipe, cures, arguments = PLANTED[name]
+    (folder / "planted.py").write_text(CODE)
+    (folder / "planted.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
+    given = [argument for argument in arguments if argument != "--no-apply"] + (["--apply"] if "--no-apply" not in arguments else [])
+    started = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-m", "fastloop", "profile", "planted.yaml", "--seconds", "3", "--output", "seen", *given],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"},
+    )
+    if done.returncode:
+        sys.exit(f"{name} failed:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+    found = json.loads((folder / "seen" / "profile.json").read_text())
+    receipt = folder / "seen" / "receipt.json"
+    record = json.loads(receipt.read_text()) if receipt.exists() else {"trials": [], "check": {"ratios": []}}
+    first = found["verdicts"][0]["plugin"] if found["verdicts"] else ""
+    page = (folder / "seen" / "profile.md").read_text()
+    return {
+        "name": name,
+        "seconds": time.perf_counter() - started,
+        "first": first,
+        "named": first in cures if cures else "planted.py:" in page,
+        "verdicts": found["verdicts"],
+        "seen": found["seen"],
+        "trials": record["trials"],
+        "check": record["check"],
+        "lag": next((line for line in page.splitlines() if "lags" in line), None),
+        "breaks": found["seen"]["graph_breaks"],
+    }
+
+
+def main() -> None:
+    """Run them, and report."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--only", nargs="+", choices=list(PLANTED), default=list(PLANTED), help="all by default")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where the JSON goes; elsewhere, docs are left alone")
+    options = parser.parse_args()
+    rows = []
+    for name in options.only:
+        with tempfile.TemporaryDirectory() as folder:
+            rows.append(run(name, Path(folder)))
+        found = rows[-1]
+        print(f"{name}: first {found['first'] or '-'}, named {found['named']}, {found['seconds']:.0f} s", flush=True)
+        for trial in found["trials"]:
+            print(
+                f"    {trial['edit']}: forecast {trial['forecast']:.2f}, measured {[round(ratio, 2) for ratio in trial['ratios']]}",
+                flush=True,
+            )
+    facts = machine("torch", "transformers", "fastloop")
+    print(write("planted", {"machine": facts, "runs": rows}, options.results))
+    lines = []
+    for found in rows:
+        said = found["lag"] or "; ".join(f"{cut['where'].rpartition('/')[2]}" for cut in found["breaks"]) or found["first"]
+        lines.append([found["name"], said.strip("- "), "yes" if found["named"] else "no", "", "", ""])
+        for trial in found["trials"]:
+            ratios = sorted(trial["ratios"])
+            measured = f"{ratios[len(ratios) // 2]:.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})" if ratios else trial["why"]
+            lines.append(["", f"`{trial['edit']}`", "", f"{trial['forecast']:.2f}", measured, "kept" if trial["kept"] else "not kept"])
+    shown = table(["planted", "said first, then tried", "the cause", "x forecast", "x measured", ""], lines, 3)
+    print(shown)
+    if options.results == RESULTS and set(options.only) == set(PLANTED):
+        about = (__doc__ or "").partition("padding\n\n")[2]
+        raw = "Factors: median of five pairs, with their range. Raw figures: `benchmarks/results/planted.json`."
+        write_section("Planted slow runs", "\n\n".join([show_machine(facts), about, shown, raw]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""``fastloop tune``: the fastest plugin set of a recipe on this machine, found by measuring."""

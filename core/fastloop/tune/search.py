@@ -1,0 +1,300 @@
+"""A greedy search: the edit with the largest forecast is tried next, against the best recipe so far.
+
+measure the recipe, and look at its steps
+while there is time:
+    of the edits that plugins forecast a win of, try the largest that was not tried
+    keep it when it is faster: pair by pair, a clear case needs one pair, a close one three
+try without each plugin that is there for speed, and other device batch sizes
+hold the losses of what was found to those of what was given
+measure what was given and what was found, pair by pair: the slower is not written
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from time import monotonic
+from typing import Any, get_args
+
+from fastloop.bench import parity
+from fastloop.bench.pairs import Workshop, faster
+from fastloop.bench.plan import check
+from fastloop.bench.results import Measurement, speed
+from fastloop.bench.statistics import interval, median, verdict
+from fastloop.errors import FastloopError, UsageError
+from fastloop.plugin import Parity, Plugin
+from fastloop.profile.seen import Seen
+from fastloop.profile.verdicts import verdicts
+from fastloop.recipe import Recipe, make_recipe
+from fastloop.registry import load, select
+
+CLASSES = get_args(Parity)
+"""From what changes the numbers least to what changes them most."""
+PAIRS, CHECKS = 3, 5
+"""Pairs that a close case gets, and the last check, time allowing."""
+CLEAR, WORTH, LEAST = 1.3, 1.05, 1.02
+"""Factors from which one pair is enough, two that agree, and three."""
+
+
+@dataclass
+class Trial:
+    """One edit that was tried, and its receipt.
+
+    Attributes:
+        edit: As one would type it.
+        plugin: Whose it is; empty for the device batch size.
+        parity: What it does to the numbers.
+        forecast: The factor that was forecast; None: nobody forecast any.
+        ratios: Speed with it over the speed without, pair by pair.
+        kept: Whether the recipe has it now.
+        why: Why not, where it could not be measured.
+        before: Seconds of a step without it, each time it was measured.
+        after: And with it.
+    """
+
+    edit: str
+    plugin: str
+    parity: str
+    forecast: float | None = None
+    ratios: list[float] = field(default_factory=list)
+    kept: bool = False
+    why: str = ""
+    before: list[float] = field(default_factory=list)
+    after: list[float] = field(default_factory=list)
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Of the median ratio: 95%, by bootstrap."""
+        return interval(self.ratios)
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """An edit, and the recipe with it."""
+
+    trial: Trial
+    recipe: Recipe
+
+
+class Search:
+    """One search.
+
+    Args:
+        accept: Parity classes that edits may have.
+        budget: Seconds.
+        say: Gets a line for each thing that is found.
+        pairs: Give every edit so many pairs, keep what is faster beyond noise, and try no more than what is forecast; None: as above.
+
+    Attributes:
+        best: The fastest recipe so far.
+        trials: What was tried, in order.
+        check: Given against found: ``ratios``, and ``parity``.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        accept: Collection[str],
+        budget: float,
+        shop: Workshop,
+        say: Callable[[str], None],
+        pairs: int | None = None,
+    ) -> None:
+        self.pairs = pairs
+        self.given = self.best = recipe
+        self.accept, self.budget, self.shop, self.say = accept, budget, shop, say
+        self.trials: list[Trial] = []
+        self.check: dict[str, Any] = {"ratios": [], "parity": None}
+        self.started = monotonic()
+        self.costs: dict[str, float] = {}
+
+    def run(self) -> Recipe:
+        """Search; returns the fastest recipe.
+
+        Raises:
+            FastloopError: The recipe cannot be measured as it is.
+        """
+        here = self.measure(self.given)
+        if "error" in here:
+            raise (UsageError if here["kind"] == "usage" else FastloopError)(f"the recipe cannot be measured: {here['error']}")
+        rate, unit = speed(here)
+        self.say(f"as given: {rate:,.1f} {unit}/s")
+        while (proposal := self.next(here)) is not None:
+            here = self.try_(proposal, here)
+        self.hold()
+        self.last_check()
+        return self.best
+
+    # -- what to try -------------------------------------------------------------------------------------------------------
+
+    def next(self, here: Measurement) -> Proposal | None:
+        """The next edit there is time for."""
+        tried = {trial.edit for trial in self.trials}
+        refused = {trial.plugin for trial in self.trials if trial.forecast is not None and not trial.kept}
+        for proposal in self.proposals(here):
+            again = proposal.trial.edit in tried or (proposal.trial.forecast is not None and proposal.trial.plugin in refused)
+            if not again and proposal.trial.parity in self.accept:
+                cost = self.costs[repr(self.best.to_dict())]
+                if self.left() >= cost + self.reserve():
+                    return proposal
+                self.say("the time is over")
+                return None
+        return None
+
+    def proposals(self, here: Measurement) -> Iterator[Proposal]:
+        """Edits of the best recipe so far."""
+        seen = Seen(**here["seen"])
+        found, _ = verdicts(seen, self.best)
+        for told in found:
+            factor = seen.seconds / max(seen.seconds - told.win.seconds, 0.01 * seen.seconds)
+            yield Proposal(Trial(told.edit, told.plugin, told.parity, factor), told.recipe)
+        if self.pairs is not None:
+            return
+        for name, options in self.given.plugins.items():
+            if options is not False and self.best.plugins.get(name) not in (None, False):
+                plugin = load(name, self.given.where)
+                without = self.edited("plugins", {name: False}) if plugin.slot != "task" and for_speed(plugin) else None
+                if without is not None:
+                    yield Proposal(Trial(f"--without {name}", name, plugin.parity), without)
+        size = self.best.train.device_batch_size or self.best.train.batch_size // seen.world_size
+        for other in (size // 2, size * 2):
+            whole = self.best.train.batch_size // seen.world_size
+            if 1 <= other <= whole and whole % other == 0:
+                recipe = self.edited("train", {"device_batch_size": other})
+                if recipe is not None:
+                    yield Proposal(Trial(f"train.device_batch_size={other}", "", "reassociated"), recipe)
+
+    def edited(self, section: str, change: Mapping[str, Any]) -> Recipe | None:
+        """The best recipe with keys of a section set; None when it cannot run."""
+        tree = copy.deepcopy(self.best.to_dict()) | {"plugins": copy.deepcopy(self.best.plugins)}
+        tree[section].update(change)
+        try:
+            recipe = make_recipe(tree, self.best.source)
+            check(recipe)
+        except UsageError:
+            return None
+        return recipe
+
+    # -- trying --------------------------------------------------------------------------------------------------------------
+
+    def try_(self, proposal: Proposal, here: Measurement) -> Measurement:
+        """Measure an edit against the best recipe; returns the newest measurement of what is best then."""
+        trial, base, decision = proposal.trial, here, None
+        self.trials.append(trial)
+        while decision is None:
+            there = self.measure(proposal.recipe)
+            if "error" in there:
+                trial.why = there["error"]
+                self.say(f"{trial.edit}: {trial.why}")
+                return base
+            trial.ratios.append(faster(there, base))
+            trial.before.append(base["seconds_a_step"])
+            trial.after.append(there["seconds_a_step"])
+            decision = self.decide(trial.ratios)
+            pair = self.costs[repr(self.best.to_dict())] + there["process_seconds"]
+            if decision is None and self.pairs is None and self.left() < pair + self.reserve():
+                decision = False
+            if decision is None:
+                base = self.measure(self.best)
+                if "error" in base:
+                    trial.why = f"the recipe without it failed: {base['error']}"
+                    self.say(f"{trial.edit}: {trial.why}")
+                    return here
+        trial.kept = decision
+        shown = ", ".join(f"{ratio:.2f}" for ratio in trial.ratios)
+        forecast = "" if trial.forecast is None else f" (forecast {trial.forecast:.2f})"
+        self.say(f"{trial.edit}: x {shown}{forecast}: {'kept' if decision else 'not kept'}")
+        if decision:
+            self.best = proposal.recipe
+        return there if decision else base
+
+    def decide(self, ratios: list[float]) -> bool | None:
+        """Whether to keep an edit with these ratios; None: another pair is needed."""
+        if self.pairs is not None:
+            return None if len(ratios) < self.pairs else verdict(ratios) == "faster"
+        if len(ratios) == 1:
+            return True if ratios[0] >= CLEAR else False if ratios[0] <= 1 / WORTH else None
+        if len(ratios) < PAIRS:
+            return True if min(ratios) >= WORTH else False if max(ratios) <= 1.0 else None
+        return min(ratios) > 1.0 and median(ratios) >= LEAST
+
+    def measure(self, recipe: Recipe, number: int = 0) -> Measurement:
+        """In a fresh process."""
+        found = self.shop.measure(recipe, number)
+        self.costs[repr(recipe.to_dict())] = found["process_seconds"]
+        return found
+
+    # -- checking ------------------------------------------------------------------------------------------------------------
+
+    def hold(self) -> None:
+        """See that the losses are as the weakest promise of what was kept says; else find the edit that broke its own, and undo all."""
+        kept = [trial for trial in self.trials if trial.kept]
+        if not kept:
+            return
+        promises = {trial.parity for trial in kept}
+        listed = {plugin.parity for recipe in (self.given, self.best) for plugin in select(recipe).plugins}
+        if "reduced-precision" in listed:  # in few bits another order of sums is far from 1e-5
+            promises.add("reduced-precision")
+        weakest = max(promises, key=CLASSES.index)
+        if weakest not in parity.BOUNDS:
+            self.check["parity"] = {"class": weakest, "verdict": parity.NOT_COMPARED, "why": "an edit that was kept changes training"}
+            return
+        self.check["parity"] = found = self.shop.held(self.given, self.best, weakest)
+        if found["verdict"] in (parity.BROKEN, parity.FAILED):
+            self.undo(f"the losses are not those of the recipe as given ({found['verdict']}, {found['difference'] or found['why']})")
+
+    def last_check(self) -> None:
+        """Given against found, in turn; the slower is left."""
+        if self.best is self.given:
+            return
+        ratios: list[float] = self.check["ratios"]
+        pair = self.costs[repr(self.given.to_dict())] + self.costs[repr(self.best.to_dict())]
+        for number in range(CHECKS):
+            if number and self.left() < pair:
+                break
+            arms = [self.given, self.best] if number % 2 == 0 else [self.best, self.given]
+            measured = {id(recipe): self.measure(recipe, number) for recipe in arms}
+            ours, theirs = measured[id(self.best)], measured[id(self.given)]
+            if error := ours.get("error") or theirs.get("error"):
+                self.check["error"] = error
+                break
+            ratios.append(faster(ours, theirs))
+        self.check |= {"interval": list(interval(ratios)), "verdict": verdict(ratios)} if ratios else {}
+        if not ratios or median(ratios) < 1:
+            self.undo(f"the last check failed: {self.check['error']}" if not ratios else "the last check found it no faster than as given")
+
+    def undo(self, why: str) -> None:
+        """Go back to the recipe as given."""
+        self.say(f"{why}: nothing is changed")
+        self.best = self.given
+        for trial in self.trials:
+            if trial.kept:
+                trial.kept, trial.why = False, f"undone: {why}"
+
+    def left(self) -> float:
+        """Seconds of the budget."""
+        return self.budget - (monotonic() - self.started)
+
+    def reserve(self) -> float:
+        """Seconds that the checks at the end need."""
+        given, best = self.costs[repr(self.given.to_dict())], self.costs[repr(self.best.to_dict())]
+        return 4 * given + 3 * best  # two pairs; losses, for which the given recipe is trained twice
+
+    def record(self) -> dict[str, Any]:
+        """The receipt."""
+        return {
+            "given": self.given.to_dict(),
+            "found": self.best.to_dict(),
+            "accept": sorted(self.accept, key=CLASSES.index),
+            "budget_seconds": self.budget,
+            "seconds": monotonic() - self.started,
+            "trials": [asdict(trial) for trial in self.trials],
+            "check": self.check,
+            "foreign_load": self.shop.foreign_load,
+        }
+
+
+def for_speed(plugin: type[Plugin]) -> bool:
+    """Whether a plugin is there to make runs faster: it forecasts."""
+    return plugin.forecast.__func__ is not Plugin.forecast.__func__  # type: ignore[attr-defined]

@@ -1,0 +1,258 @@
+"""`fastloop report`: one page about runs, ladders and profiles, that needs nothing else."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastloop.cli import main
+from fastloop.errors import UsageError
+from fastloop.report.charts import MOST, bars, line_chart, number, thinned, ticks
+from fastloop.report.read import differences, read
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+RUNG = {
+    "unit": "tokens",
+    "tokens_per_second": {"median": 100.0, "low": 90.0, "high": 110.0},
+    "samples_per_second": {"median": 1.0, "low": 0.9, "high": 1.1},
+    "over_before": None,
+    "over_baseline": None,
+    "peak_memory_bytes": 2**30,
+}
+LADDER = {
+    "command": "fastloop bench tiny",
+    "rungs": [
+        {"title": "baseline", "kind": "baseline", "results": RUNG},
+        {
+            "title": "+ amp",
+            "kind": "step",
+            "results": RUNG
+            | {
+                "tokens_per_second": {"median": 250.0, "low": 240.0, "high": 260.0},
+                "over_before": {"verdict": "faster"},
+                "over_baseline": {"median": 2.5},
+            },
+        },
+        {"title": "+ fp8", "kind": "step", "results": None, "why_not": "not measurable here", "error": None},
+        {"title": "all but amp", "kind": "without", "results": RUNG},
+    ],
+}
+PROFILE = {
+    "seen": {"seconds": 0.2, "regions": {"loss": 0.08, "backward": 0.1, "data": 0.02}},
+    "verdicts": [{"edit": "plugins: + amp", "seconds": 0.05, "why": "Products are slow."}],
+}
+
+
+class Page(HTMLParser):
+    """What a page holds: open tags are closed in order, or it is refused."""
+
+    VOID = ("meta", "line", "path", "br", "circle")
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self.feed(text)
+        assert not self.open, self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.VOID or (tag == "circle"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+
+@pytest.fixture
+def folders(tiny_run: Callable[..., Any], tmp_path: Path) -> list[str]:
+    """Two runs that differ, a ladder and a profile."""
+    tiny_run(["log"], output=tmp_path / "plain", epochs=3)
+    tiny_run(["log", "ema"], output=tmp_path / "averaged", epochs=3, lr=2e-2)
+    for name, record in (("bench-tiny", LADDER), ("profile-tiny", PROFILE)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name.replace("-tiny", ".json")).write_text(json.dumps(record))
+    return ["plain", "averaged", "bench-tiny", "profile-tiny"]
+
+
+def report(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["fastloop", "report", *arguments])
+    try:
+        main()
+    except SystemExit as exited:
+        return int(exited.code or 0)
+    return 0
+
+
+def test_a_page_has_runs_metrics_differences_curves_ladders_and_steps(folders, monkeypatch):
+    assert report(monkeypatch, *folders, "--title", "Two runs") == 0
+    text = Path("report.html").read_text()
+    page = Page(text)
+    words = " ".join(" ".join(page.words).split())
+    for expected in ("Two runs", "plain", "averaged", "completed", "evaluate loss", "train.lr", "plugins.ema", "Training loss"):
+        assert expected in words, expected
+    told = ("250 tokens/s, x 2.50; faster; 1,024 MiB", "not measured; not measurable here", "backward 100.0 ms, 50%", "plugins: + amp")
+    for expected in told:
+        assert expected in words, expected
+    assert "evaluate epoch" not in words
+    assert "all but amp" not in words
+    assert words.index("backward 100.0") < words.index("loss 80.0") < words.index("data 20.0")
+    charts = [attributes for tag, attributes in page.tags if tag == "svg"]
+    assert len(charts) >= 5
+    assert all(attributes["role"] == "img" and attributes["aria-labelledby"] for attributes in charts)
+    lines = [attributes["d"] for tag, attributes in page.tags if tag == "path"]
+    assert all(re.fullmatch(r"M[\d. L-]+", line or "") for line in lines)
+    assert "&#9679;" in text or "●" in text, "the better of two is marked"
+
+
+def test_a_page_needs_no_network_and_no_script(folders, monkeypatch):
+    report(monkeypatch, *folders)
+    text = Path("report.html").read_text()
+    assert not re.search(r"https?://|<script|@import|url\(|<link|<img", text)
+    assert "default-src 'none'" in text
+
+
+def test_what_a_run_says_is_text_and_no_markup(folders, monkeypatch, tmp_path):
+    evil = tmp_path / "<img src=x onerror=alert(1)>"
+    (tmp_path / "plain").rename(evil)
+    summary = json.loads((evil / "summary.json").read_text()) | {"status": "failed", "reason": "</table><script>alert(1)</script>"}
+    (evil / "summary.json").write_text(json.dumps(summary))
+    with (evil / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 1, "<script>alert(2)</script>": 1.0}) + "\n")
+    assert report(monkeypatch, str(evil), "averaged") == 0
+    text = Path("report.html").read_text()
+    assert "<script" not in text
+    assert "<img" not in text
+    assert "&lt;script&gt;alert(1)" in text
+    Page(text)
+
+
+def test_a_run_that_was_killed_is_shown_as_it_is(folders, monkeypatch):
+    Path("plain/summary.json").unlink()
+    lines = Path("plain/metrics.jsonl").read_text().splitlines()
+    Path("plain/metrics.jsonl").write_text("\n".join([*lines, json.dumps({"step": 99, "epoch": 1, "loss": None})]) + "\n")
+    assert report(monkeypatch, "plain") == 0
+    assert "not finished" in Path("report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (lambda: Path("plain/metrics.jsonl").write_text('{"step": 1}\n{"loss"'), "plain/metrics.jsonl, line 2: expected one JSON object"),
+        (lambda: Path("plain/summary.json").write_text("{"), "plain/summary.json: cannot be read"),
+        (lambda: Path("plain/recipe.yaml").write_text("a: ]"), "plain/recipe.yaml: cannot be read"),
+        (lambda: shutil.rmtree("plain"), "plain: no such folder"),
+        (lambda: [path.unlink() for path in Path("plain").iterdir() if path.is_file()], "plain: holds no run, ladder or profile"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_with_its_name(folders, monkeypatch, capsys, harm, said):
+    harm()
+    assert report(monkeypatch, "plain", "averaged") == 2
+    assert said in capsys.readouterr().err
+    assert not Path("report.html").exists()
+
+
+def test_runs_of_one_name_are_told_apart(folders, tmp_path):
+    shutil.copytree("plain", "other/plain")
+    assert [run.name for run in read([Path("plain"), Path("other/plain")]).runs] == ["plain", "plain (2)"]
+
+
+def test_the_same_recipe_has_no_differences(folders):
+    shutil.copytree("plain", "again")
+    assert differences(read([Path("plain"), Path("again")]).runs) == []
+    keys = [key for key, _ in differences(read([Path("plain"), Path("averaged")]).runs)]
+    assert "train.lr" in keys
+    assert "train.epochs" not in keys
+
+
+def test_nowhere_to_write_is_refused(folders, monkeypatch, capsys):
+    assert report(monkeypatch, "plain", "--output", "no/such/report.html") == 2
+    assert "expected a file in a folder that is there" in capsys.readouterr().err
+    with pytest.raises(UsageError):
+        read([Path("nowhere")])
+
+
+# -- charts -----------------------------------------------------------------------------------------------------------------------------
+
+
+def test_ticks_are_round_and_inside():
+    assert ticks(0, 100) == [0, 50, 100]
+    assert ticks(0.63, 0.71) == pytest.approx([0.64, 0.66, 0.68, 0.7])
+    assert ticks(3, 3) == [3]
+    for low, high in ((1e-9, 5e-9), (-3.0, 7.0), (0, 1e12)):
+        found = ticks(low, high)
+        assert 2 <= len(found) <= 6
+        assert all(low - 1e-12 <= value <= high * (1 + 1e-9) for value in found)
+
+
+def test_long_lines_are_thinned_to_means():
+    points = [(float(step), float(step % 2)) for step in range(1000)]
+    shown = thinned(points)
+    assert len(shown) <= MOST
+    assert all(0.4 <= value <= 0.6 for _, value in shown[:-1])
+    assert thinned(points[:10]) == points[:10]
+
+
+def test_a_chart_leaves_out_what_is_no_number():
+    assert line_chart("empty", {"a": (0, [(1.0, float("nan"))])}) is None
+    chart = line_chart("one", {"a": (0, [(1.0, 2.0), (2.0, float("inf"))])})
+    assert chart is not None
+    assert len(chart.lines[0].dots) == 1
+    assert chart.rows == [("a", "2", "2", "2", "2")]
+
+
+def test_numbers_are_short():
+    shown = {0: "0", 0.123456: "0.1235", 12345.6: "12.35k", 5.24e8: "524M", 2.5e9: "2.5G", 5e-5: "5.0e-05", float("nan"): "-"}
+    assert [number(value) for value in shown] == list(shown.values())
+
+
+def test_bars_share_one_scale():
+    found = bars([("a", 1.0, "", (0.5, 2.0), ""), ("b", 1.5, "", None, "")])
+    assert [(bar.size, bar.low, bar.high) for bar in found] == [(0.5, 0.25, 1.0), (0.75, None, None)]
+    assert bars([("none", 0.0, "", None, "")])[0].size == 0
+
+
+# -- in a browser -----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
+@pytest.mark.parametrize(("width", "dark"), [(390, False), (1200, True)])
+def test_a_browser_shows_it_without_sideways_scrolling(folders, monkeypatch, width, dark):
+    assert report(monkeypatch, *folders) == 0
+    text = Path("report.html").read_text()
+    probe = """<script>document.querySelectorAll("details").forEach(part => part.open = true);
+    const colour = getComputedStyle(document.body).backgroundColor;
+    const takes = part => { part.focus(); return document.activeElement === part; };
+    const reached = [...document.querySelectorAll("[tabindex], summary, a")].every(takes), lines = document.querySelectorAll("svg path");
+    document.title = [document.documentElement.scrollWidth <= innerWidth, colour, reached, lines.length].join("|");
+    </script>"""
+    text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", text).replace("</body>", probe + "</body>")
+    Path("probe.html").write_text(text)
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--window-size={width},3000", "--dump-dom"]
+    command += ["--blink-settings=preferredColorScheme=0"] if dark else []
+    done = subprocess.run([*command, Path("probe.html").resolve().as_uri()], capture_output=True, text=True, timeout=120, check=True)
+    found = re.search(r"<title>(.*?)</title>", done.stdout)
+    assert found is not None
+    fits, colour, reached, lines = found[1].split("|")
+    assert fits == "true"
+    assert reached == "true"
+    assert int(lines) >= 5
+    assert colour == ("rgb(20, 24, 31)" if dark else "rgb(255, 255, 255)")

@@ -1,0 +1,333 @@
+"""`fastloop tune` and `profile --apply`: what is planted to be slow is found, measured and undone; what breaks a promise is not."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fastloop.bench import pairs
+from fastloop.bench.worker import Spec, measure
+from fastloop.cli import main
+from fastloop.cli.tune import parse_time
+from fastloop.errors import UsageError
+from fastloop.profile import observe
+from fastloop.recipe import load_recipe, make_recipe
+from fastloop.tune.search import Search
+from fastloop.tune.write import text
+
+CODE = """
+import time
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+class Net(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+
+class Numbers(Dataset):
+    def __init__(self, sleep=0.0):
+        self.sleep = sleep
+        self.rows = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        time.sleep(self.sleep)
+        return self.rows[index], index % 3
+
+def data(sleep=0.0):
+    return {"train": Numbers(sleep)}
+"""
+
+PLUGINS = """
+import time
+from dataclasses import dataclass
+from typing import Annotated
+from fastloop import Plugin, Win, hookimpl, option
+
+class Brake(Plugin):
+    "Is there for speed, and costs some."
+    name = "brake"
+
+    @classmethod
+    def forecast(cls, seen, recipe):
+        return None
+
+    @hookimpl
+    def before_step(self):
+        time.sleep(0.05)
+
+class Cheat(Plugin):
+    "Says that it is exact. It is fast because it trains on something else."
+    name = "cheat"
+
+    @dataclass(kw_only=True)
+    class Config:
+        on: Annotated[bool, option("Cheat.")] = False
+
+    @classmethod
+    def forecast(cls, seen, recipe):
+        return None if recipe.plugins["cheat"].get("on") else Win(seconds=0.9 * seen.seconds, why="Trust me.", options={"on": True})
+
+    @hookimpl
+    def before_fit(self, run):
+        if self.config.on:
+            run.datasets["train"].sleep = 0.0
+            run.datasets["train"].rows *= 3.0
+
+class Fails(Plugin):
+    "Would be fast, if it worked."
+    name = "fails"
+
+    @dataclass(kw_only=True)
+    class Config:
+        on: Annotated[bool, option("Fail.")] = False
+
+    @classmethod
+    def forecast(cls, seen, recipe):
+        return None if recipe.plugins["fails"].get("on") else Win(seconds=0.9 * seen.seconds, why="Trust me.", options={"on": True})
+
+    @hookimpl
+    def before_fit(self):
+        if self.config.on:
+            raise ValueError("planted")
+"""
+
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+"""As many workers are proposed at most: beyond that torch warns."""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
+    """Write a recipe of a small net with planted plugins: its path."""
+    site = tmp_path / "site"
+    metadata = site / "planted-1.0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: planted\nVersion: 1.0\n")
+    points = "".join(f"{name} = planted_tune:{name.capitalize()}\n" for name in ("brake", "cheat", "fails"))
+    (metadata / "entry_points.txt").write_text(f"[fastloop.plugins]\n{points}")
+    (site / "planted_tune.py").write_text(PLUGINS)
+    monkeypatch.syspath_prepend(site)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    Path("net.py").write_text(CODE)
+
+    def put(*plugins: Any, sleep: float = 0.0) -> str:
+        tree = {
+            "model": {"module": "net.py:Net"},
+            "data": {"module": "net.py:data", "arguments": {"sleep": sleep}},
+            "train": {"batch_size": 8, "device": "cpu", "seed": 0, "lr": 1e-3},
+            "plugins": [{"module": {"loss": "cross_entropy"}}, *plugins],
+        }
+        Path("tiny.yaml").write_text(yaml.safe_dump(tree, sort_keys=False))
+        return "tiny.yaml"
+
+    yield put
+    sys.modules.pop("planted_tune", None)
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[int, str]]:
+    """Run a command in this process: exit code, and what it printed. ``here=True``: its measurements as well."""
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr("rich._console", None)
+
+    def in_this_process(spec: Spec, length: Mapping[str, Any], *_: Any) -> dict[str, Any]:
+        started = time.monotonic()
+        spec.recipe["output"] = str(tmp_path / f"measured{time.monotonic_ns()}")
+        return measure(spec, length) | {"process_seconds": time.monotonic() - started, "foreign_load": 0.0}
+
+    def call(*arguments: str, here: bool = True) -> tuple[int, str]:
+        if here:
+            monkeypatch.setattr(pairs, "run_worker", in_this_process)
+            monkeypatch.setattr(observe, "peaks", lambda device, dtypes: dict.fromkeys(dtypes, 1e11))  # which takes seconds
+        monkeypatch.setattr(sys, "argv", ["fastloop", *arguments])
+        code = 0
+        try:
+            main()
+        except SystemExit as exited:
+            code = int(exited.code or 0)
+        captured = capsys.readouterr()
+        return code, captured.out + captured.err
+
+    return call
+
+
+SHORT = ("--steps", "4", "--seconds", "0", "--warmup", "1")
+
+
+@pytest.mark.slow
+def test_a_dataset_that_sleeps_gets_workers_and_the_recipe_runs(recipe, command):
+    code, out = command("tune", recipe(sleep=0.005), "--budget", "5m", "--accept", "exact", *SHORT, here=False)
+    assert code == 0, out
+    found = load_recipe("tiny.tuned.yaml")
+    assert found.plugins["dataloader-workers"] == {"num_workers": CORES}
+    record = json.loads(Path("tiny.tuned.json").read_text())
+    assert min(record["check"]["ratios"]) > 1.2
+    assert record["check"]["parity"]["verdict"] == "holds"
+    written = Path("tiny.tuned.yaml").read_text()
+    assert "times as fast as given" in written
+    assert "# x " in written.split("dataloader-workers")[1].splitlines()[0]
+    assert found.to_dict() == record["found"]
+    assert command("train", "tiny.tuned.yaml", "train.epochs=1", "--without", "progress")[0] == 0
+
+
+def test_a_plugin_that_is_there_for_speed_and_costs_some_is_left_out(recipe, command):
+    code, out = command("tune", recipe("brake"), "--budget", "30s", *SHORT)
+    assert code == 0, out
+    assert load_recipe("tiny.tuned.yaml").plugins["brake"] is False
+    assert "--without brake: x" in out
+    assert "brake: false" in Path("tiny.tuned.yaml").read_text()
+
+
+def test_what_breaks_its_parity_class_is_undone_and_not_written(recipe, command):
+    given = (recipe("cheat", sleep=0.005), "--without", "dataloader-workers")
+    code, out = command("tune", *given, "--budget", "30s", "--accept", "exact", *SHORT)
+    assert code == 0, out
+    assert "plugins.cheat.on=True: x" in out
+    assert "nothing is changed" in out
+    assert "nothing was found that is faster" in out
+    assert not Path("tiny.tuned.yaml").exists()
+    record = json.loads(Path("tiny.tuned.json").read_text())
+    assert record["check"]["parity"]["verdict"] == "broken"
+    assert not any(trial["kept"] for trial in record["trials"])
+
+
+def test_an_edit_that_fails_is_a_line_and_the_search_goes_on(recipe, command):
+    code, out = command("tune", recipe("fails", "brake"), "--budget", "30s", *SHORT)
+    assert code == 0, out
+    assert "plugins.fails.on=True: plugin 'fails' (planted 1.0) failed in before_fit: ValueError: planted" in out
+    assert load_recipe("tiny.tuned.yaml").plugins == {
+        "module": {"loss": "cross_entropy"},
+        "fails": {},
+        "brake": False,
+    } | {name: options for name, options in load_recipe("tiny.tuned.yaml").plugins.items() if name not in ("module", "fails", "brake")}
+
+
+def test_a_parity_class_that_is_not_accepted_is_not_tried(recipe, command):
+    code, out = command("tune", recipe(sleep=0.005), "--budget", "20s", "--accept", "reduced-precision", *SHORT)
+    assert code == 0, out
+    record = json.loads(Path("tiny.tuned.json").read_text())
+    assert {trial["parity"] for trial in record["trials"]} <= {"reduced-precision"}
+    assert "the time is over" not in out
+
+
+def test_without_time_nothing_is_tried(recipe, command):
+    code, out = command("tune", recipe(sleep=0.005), "--budget", "1s", *SHORT)
+    assert code == 0, out
+    assert "the time is over" in out
+    assert json.loads(Path("tiny.tuned.json").read_text())["trials"] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--budget", "soon"], "--budget soon: expected a time such as 90s, 10m or 1h."),
+        (["--accept", "exakt"], "--accept: there is no parity class 'exakt'. Did you mean 'exact'?"),
+        (["--output", "tiny.yaml"], "--output tiny.yaml: this is the recipe itself."),
+        (["--with", "nosuch"], "nosuch"),
+    ],
+)
+def test_what_cannot_be_is_refused(recipe, command, arguments, said):
+    code, out = command("tune", recipe(), *arguments)
+    assert code == 2
+    assert said in out
+
+
+def test_a_time_has_a_unit():
+    assert [parse_time(given) for given in ("90", "90s", "1.5m", "2h")] == [90, 90, 90, 7200]
+    with pytest.raises(UsageError):
+        parse_time("0s")
+
+
+def test_a_recipe_that_cannot_run_is_refused(recipe, command):
+    Path("net.py").write_text(CODE.replace("nn.Linear(8, 3)", "nn.Linear(7, 3)"))
+    recipe_path = Path("tiny.yaml")
+    recipe()
+    Path("net.py").write_text(CODE.replace("nn.Linear(8, 3)", "nn.Linear(7, 3)"))
+    code, out = command("tune", str(recipe_path), "--budget", "30s", *SHORT)
+    assert code == 1
+    assert "the recipe cannot be measured" in out
+
+
+# -- profile --apply ------------------------------------------------------------------------------------------------------------------
+
+
+def test_apply_measures_each_edit_and_leaves_a_receipt(recipe, command):
+    code, out = command("profile", recipe(sleep=0.005), "--apply", "--accept", "exact", *SHORT, "--looks", "2", "--output", "seen")
+    assert code == 0, out
+    record = json.loads(Path("seen/receipt.json").read_text())
+    (trial,) = [trial for trial in record["trials"] if trial["plugin"] == "dataloader-workers"][:1]
+    assert trial["kept"]
+    assert len(trial["ratios"]) == len(trial["before"]) == 5
+    assert min(trial["ratios"]) > 1.2
+    assert trial["forecast"] > 1.5
+    assert load_recipe("seen/recipe.yaml").plugins["dataloader-workers"] == {"num_workers": CORES}
+    table = Path("seen/receipt.md").read_text()
+    assert f"| `plugins: + dataloader-workers: {{num_workers: {CORES}}}` |" in table
+    assert "| exact | kept |" in table
+
+
+def test_a_recipe_that_is_written_elsewhere_finds_what_lay_beside_the_given_one(recipe, command):
+    recipe("brake")
+    Path("mine").mkdir()
+    for name in ("tiny.yaml", "net.py"):
+        Path(name).rename(Path("mine") / name)
+    code, out = command("tune", "mine/tiny.yaml", "--budget", "30s", "--output", "elsewhere.yaml", *SHORT)
+    assert code == 0, out
+    assert load_recipe("elsewhere.yaml").model["module"] == f"{Path('mine/net.py').resolve()}:Net"
+    assert command("train", "elsewhere.yaml", "train.epochs=1", "--without", "progress")[0] == 0
+
+
+def test_apply_is_for_one_process(recipe, command):
+    code, out = command("profile", recipe(), "--apply", "--nproc", "2")
+    assert code == 2
+    assert "--apply measures one process" in out
+
+
+# -- parts ----------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ratios", "kept"),
+    [
+        ([1.4], True),
+        ([0.9], False),
+        ([1.2], None),
+        ([1.2, 1.1], True),
+        ([1.2, 1.01], None),
+        ([0.98, 0.99], False),
+        ([1.2, 1.01, 1.03], True),
+        ([1.2, 0.99, 1.3], False),
+        ([1.01, 1.01, 1.01], False),
+    ],
+)
+def test_a_close_case_gets_more_pairs(ratios, kept):
+    search = Search(make_recipe({}), {"exact"}, 1.0, None, print)  # type: ignore[arg-type] # nothing is measured
+    assert search.decide(ratios) is kept
+
+
+def test_a_written_recipe_is_the_same_when_it_is_read():
+    tree = {
+        "model": {"name": "some/model", "config": None},
+        "data": {"files": {"train": ["a.csv", "b: c.csv"]}, "label": "yes", "text": "on # off"},
+        "train": {"lr": 3e-4, "clip_norm": 1.0, "evaluate_every": None},
+        "plugins": [{"amp": {"dtype": "bf16"}}, "packing", {"compile": False}],
+        "output": "runs/x: y",
+    }
+    recipe = make_recipe(tree)
+    written = text(recipe, ["tuned: yes", ""], {"amp": "x 1.4; reduced-precision", "train.lr": "kept", "compile": "slower"})
+    Path("back.yaml").write_text(written)
+    assert load_recipe("back.yaml").to_dict() == recipe.to_dict()
+    assert "  - packing\n" in written
+    assert written.count("# ") >= 4

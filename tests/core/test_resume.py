@@ -25,7 +25,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from fastloop import CheckpointError, Plugin, hookimpl
 
-TIMES = ("samples_per_second", "tokens_per_second")
+TIMES = ("samples_per_second", "tokens_per_second", "memory_bytes")
 
 
 class Indexed(Dataset):

@@ -219,7 +219,7 @@ def test_a_chart_leaves_out_what_is_no_number():
 
 
 def test_numbers_are_short():
-    shown = {0: "0", 0.123456: "0.1235", 12345.6: "12.35k", 5.24e8: "524M", 2.5e9: "2.5G", 5e-5: "5.0e-05", float("nan"): "-"}
+    shown = {0: "0", 0.123456: "0.1235", 12345.6: "12.35k", 5.24e8: "524M", 2.5e9: "2.5G", 5e-5: "5e-05", float("nan"): "-"}
     assert [number(value) for value in shown] == list(shown.values())
 
 
@@ -236,13 +236,16 @@ def test_bars_share_one_scale():
 @pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
 @pytest.mark.parametrize(("width", "dark"), [(390, False), (1200, True)])
 def test_a_browser_shows_it_without_sideways_scrolling(folders, monkeypatch, width, dark):
+    with Path("plain/metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 3, "seen_once": 1.0}) + "\n")
     assert report(monkeypatch, *folders) == 0
     text = Path("report.html").read_text()
     probe = """<script>document.querySelectorAll("details").forEach(part => part.open = true);
     const colour = getComputedStyle(document.body).backgroundColor;
+    const lone = getComputedStyle(document.querySelector("svg g:has(circle:only-of-type) circle")).opacity;
     const takes = part => { part.focus(); return document.activeElement === part; };
     const reached = [...document.querySelectorAll("[tabindex], summary, a")].every(takes), lines = document.querySelectorAll("svg path");
-    document.title = [document.documentElement.scrollWidth <= innerWidth, colour, reached, lines.length].join("|");
+    document.title = [document.documentElement.scrollWidth <= innerWidth, colour, reached, lines.length, lone].join("|");
     </script>"""
     text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", text).replace("</body>", probe + "</body>")
     Path("probe.html").write_text(text)
@@ -251,7 +254,8 @@ def test_a_browser_shows_it_without_sideways_scrolling(folders, monkeypatch, wid
     done = subprocess.run([*command, Path("probe.html").resolve().as_uri()], capture_output=True, text=True, timeout=120, check=True)
     found = re.search(r"<title>(.*?)</title>", done.stdout)
     assert found is not None
-    fits, colour, reached, lines = found[1].split("|")
+    fits, colour, reached, lines, lone = found[1].split("|")
+    assert lone == "1", "a line of one point is a dot"
     assert fits == "true"
     assert reached == "true"
     assert int(lines) >= 5

@@ -74,9 +74,8 @@ def run_worker(spec: Spec, length: Mapping[str, Any], environment: Mapping[str, 
                 start_new_session=True,  # Ctrl-C comes here, and all of its processes are ended from here
             )
             try:
-                process.wait(timeout)
-            except subprocess.TimeoutExpired:
-                pass
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout)
             finally:
                 late = process.poll() is None
                 _end(process)

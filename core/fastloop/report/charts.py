@@ -11,7 +11,7 @@ from fastloop.report.read import Points
 
 MOST = 300
 """Points of a line that are drawn: more are averaged."""
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 480, 240, 56, 12, 10, 30
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 480, 240, 66, 12, 10, 30
 
 
 @dataclass
@@ -63,7 +63,7 @@ def number(value: float) -> str:
     if size >= 1e4:
         return f"{value / 1e3:.4g}k"
     if size and size < 1e-3:
-        return f"{value:.1e}"
+        return f"{value:.3g}"
     return f"{value:.4g}"
 
 
@@ -124,7 +124,7 @@ def line_chart(title: str, series: Mapping[str, tuple[int, Points]]) -> Chart | 
         lines.append(Line(name, colour, path, dots))
         values = [value for _, value in points]
         rows.append((name, number(values[0]), number(values[-1]), number(min(values)), number(max(values))))
-    xs = [(place(value, low)[0], number(value)) for value in ticks(left, right)]
+    xs = [(place(value, low)[0], number(value)) for value in ticks(left, right) if value == int(value)]  # steps are whole
     ys = [(place(left, value)[1], number(value)) for value in ticks(low, high)]
     return Chart(title, lines, xs, ys, rows)
 

@@ -1,7 +1,7 @@
 """DistilBERT on a GPU: what each plugin adds to the one before, and how long the whole published job then takes.
 
     python3 benchmarks/ladder_gpu.py                 # under ten minutes on one CUDA device; no network, fastloop need not be installed
-    python3 benchmarks/ladder_gpu.py --ends --repeats 3     # the factor of the whole set alone; on a CPU about fourteen minutes, with --minutes 15
+    python3 benchmarks/ladder_gpu.py --ends --repeats 3 --minutes 15     # the factor of the whole set alone; for a CPU
     python3 benchmarks/ladder_gpu.py --tiny          # a test of the script itself
 
 * The model: DistilBERT's architecture, 66M parameters, random weights. The data: generated texts, as long as IMDB's reviews are in tokens

@@ -41,10 +41,8 @@ class Workshop:
 
     def measure(self, recipe: Recipe, number: int = 0) -> Measurement:
         """One measurement of a recipe with all its plugins; those with the same number have the same seed. May hold an ``error``."""
-        window = self.window
-        tree = with_only(
-            recipe, recipe.plugins, max_steps=10**9, epochs=10**6, save_every=None, seed=recipe.train.seed + number
-        )  # the worker ends it
+        window, seed = self.window, recipe.train.seed + number
+        tree = with_only(recipe, recipe.plugins, max_steps=10**9, epochs=10**6, save_every=None, seed=seed)  # the worker ends it
         spec = Spec(recipe=tree, source=None, warmup=window.warmup, steps=window.steps, seconds=window.seconds, looks=window.looks)
         return self.work(recipe, spec)
 

@@ -59,6 +59,11 @@ def peak_memory(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
+def page_faults() -> int:
+    """Pages of memory that the system has handed to this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
 def memory_held(device: torch.device) -> int:
     """Bytes held now: reserved by the allocator on CUDA, where the line should be flat; resident on the CPU."""
     if device.type == "cuda":

@@ -70,25 +70,16 @@ def launch(arguments: Sequence[str], nproc: int, nnodes: int, node_rank: int, ma
         raise UsageError(f"--nnodes {nnodes}: needs --master HOST:PORT, an address of node 0 that every node reaches.")
     if not 0 <= node_rank < nnodes:
         raise UsageError(f"--node-rank {node_rank}: expected 0 to {nnodes - 1}, since --nnodes is {nnodes}.")
-    host, _, port = (master or f"127.0.0.1:{_free_port()}").rpartition(":")
+    host, _, port = (master or f"127.0.0.1:{free_port()}").rpartition(":")
     if not host or not port.isdecimal():
         raise UsageError(f"--master {master}: expected HOST:PORT, such as 10.0.0.1:29500.")
     given = f"--nproc {nproc}"
     if nnodes > 1:
         given += f" --nnodes {nnodes} --node-rank {node_rank} --master {master}"
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    common = {
-        "WORLD_SIZE": str(nproc * nnodes),
-        "LOCAL_WORLD_SIZE": str(nproc),
-        "MASTER_ADDR": host,
-        "MASTER_PORT": port,
-        LAUNCHER: f"{os.getpid()} {given}",
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, cores // nproc)),
-    }
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", "fastloop", *arguments],
-            env=os.environ | common | {"RANK": str(node_rank * nproc + local), "LOCAL_RANK": str(local)},
+            env=os.environ | member(local, nproc, host, port, nnodes, node_rank) | {LAUNCHER: f"{os.getpid()} {given}"},
         )
         for local in range(nproc)
     ]
@@ -106,7 +97,26 @@ def launch(arguments: Sequence[str], nproc: int, nnodes: int, node_rank: int, ma
     return 128 - int(failed.returncode)
 
 
-def _free_port() -> int:
+def member(local: int, nproc: int, host: str, port: str, nnodes: int = 1, node_rank: int = 0) -> dict[str, str]:
+    """What tells a process where it stands: ``local`` of ``nproc`` on this machine. They share its processors out."""
+    return {
+        "WORLD_SIZE": str(nproc * nnodes),
+        "LOCAL_WORLD_SIZE": str(nproc),
+        "RANK": str(node_rank * nproc + local),
+        "LOCAL_RANK": str(local),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": port,
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, cores() // nproc)),
+    }
+
+
+def cores() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port: int = free.getsockname()[1]

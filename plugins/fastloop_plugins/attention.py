@@ -15,12 +15,14 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from fastloop import Device, Package, Plugin, PluginError, When, hookimpl, option
+from fastloop import Device, Package, Plugin, PluginError, When, Win, hookimpl, option
 
 if TYPE_CHECKING:
     from torch import nn
 
     from fastloop import Run
+    from fastloop.profile.seen import Seen
+    from fastloop.recipe import Recipe
 
 logger = logging.getLogger("fastloop")
 
@@ -47,6 +49,13 @@ class Attention(Plugin):
         implementation: Annotated[
             Literal["auto", "sdpa", "eager", "flex_attention", "flash_attention_2", "blocked"], option("What computes attention.")
         ] = "auto"
+
+    @classmethod
+    def forecast(cls, seen: Seen, recipe: Recipe) -> Win | None:
+        seconds = seen.spent(name for name in seen.operations if "_scaled_dot_product" in name)
+        if cls.name in recipe.plugins or seen.device != "cpu":  # on CUDA torch's choice is the same, but for a package
+            return None
+        return Win(seconds=0.5 * seconds, why=f"Attention is {seconds / seen.seconds:.0%} of a step; the blocked one trains twice as fast.")
 
     @hookimpl
     def before_prepare(self, run: Run, model: nn.Module) -> None:

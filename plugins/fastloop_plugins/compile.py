@@ -9,6 +9,8 @@ graphs, graph breaks and recompilations; ``compile_seconds`` is what training st
 
 ``mode: reduce-overhead`` and ``max-autotune`` record CUDA graphs, one a shape: a step is then launched at once instead of kernel by kernel.
 They pay for small models and few shapes: ``pad_to_multiple_of``, or ``data.padding: max_length``, and whole batches.
+
+What is printed in the forward is printed when its graph is done, and so cuts none. ``.item()`` cuts one, unless ``capture_scalars`` is on.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from fastloop import Batch, DataLoaderDraft, Output, Plugin, PluginError, hookimpl, option
+from fastloop import Batch, DataLoaderDraft, Output, Plugin, PluginError, Win, hookimpl, option
 from fastloop_plugins._blocks import transformer_blocks
 from fastloop_plugins._cache import user_cache
 
@@ -27,8 +29,13 @@ if TYPE_CHECKING:
     from torch import nn
 
     from fastloop import Run
+    from fastloop.profile.seen import Seen
+    from fastloop.recipe import Recipe
 
 logger = logging.getLogger("fastloop")
+
+FUSED, SECONDS_A_CALL = 0.5, 0.02
+"""For forecasts: the share of what is fused that is won, and what compiling takes for each call of an operation in a step."""
 
 
 class Compile(Plugin):
@@ -50,10 +57,36 @@ class Compile(Plugin):
         dynamic: Annotated[bool | None, option("Kernels for any shape; null: from the second shape on.")] = None
         fullgraph: Annotated[bool, option("Refuse a model whose graph breaks.")] = False
         regional: Annotated[bool, option("Compile the repeated blocks only: far less to compile, nearly as fast.")] = False
+        capture_scalars: Annotated[bool, option("Keep numbers that a model reads off tensors (`.item()`) in the graph.")] = False
         recompile_limit: Annotated[int, option("Graphs of one function before it runs eagerly.", ge=1)] = 16
         pad_to_multiple_of: Annotated[int | None, option("Pad lengths to a multiple of this; null: leave them.", ge=1)] = 64
         cache: Annotated[bool, option("Keep compiled code in the user's cache folder for later runs.")] = True
         on_failure: Annotated[Literal["eager", "error"], option("What to do with a model that cannot be compiled.")] = "eager"
+
+    @classmethod
+    def forecast(cls, seen: Seen, recipe: Recipe) -> Win | None:
+        """What is no matrix product and no attention is fused: about half of its seconds, and the calls of all but the last of them."""
+        listed = recipe.plugins.get(cls.name)
+        cut = next((cut for cut in seen.graph_breaks if "capture_scalar_outputs" in cut["reason"]), None)
+        if listed and listed.get("capture_scalars"):
+            return None
+        if listed is not None and cut is None:
+            return None
+        fused = (
+            sum(seen.operations.values())
+            - seen.multiplying()
+            - seen.spent(name for name in seen.operations if "_scaled_dot_product" in name)
+        )
+        calls = sum(seen.counts.values())
+        why = f"{fused / seen.seconds:.0%} of a step are operations that fuse, in {calls:,.0f} calls."
+        if cut is not None:
+            why = f"Compilation is cut at {cut['where']}, which reads a number off a tensor. {why}"
+        return Win(
+            seconds=FUSED * fused,
+            why=why,
+            options={} if cut is None else {"capture_scalars": True},
+            once=SECONDS_A_CALL * calls,
+        )
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -79,6 +112,8 @@ class Compile(Plugin):
         utils.counters.clear()
         utils.clear_compilation_metrics()
         dynamo.recompile_limit = self.config.recompile_limit
+        dynamo.capture_scalar_outputs = self.config.capture_scalars
+        dynamo.reorderable_logging_functions.add(print)
         functorch.force_non_lazy_backward_lowering = True  # a backward that cannot be compiled is met in the forward, where it is caught
         if self.config.cache:
             os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(user_cache("compiled")))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import NonNegativeInt
 
-from fastloop import DataLoaderDraft, Plugin, Win, hookimpl, option
+from fastloop import DataLoaderDraft, Plugin, Win, hookimpl, launch, option
 
 if TYPE_CHECKING:
     from fastloop.profile.seen import Seen
@@ -75,8 +75,7 @@ class DataLoaderWorkers(Plugin):
             draft.multiprocessing_context = config.multiprocessing_context
 
     def _auto(self) -> int:
-        affinity = getattr(os, "sched_getaffinity", None)
-        processors = len(affinity(0)) if affinity else os.cpu_count() or 1
+        processors = launch.cores()
         share = processors // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self.found = f"auto is {max(0, min(share - 1, 8))} (of {processors} processors)"
         return max(0, min(share - 1, 8))

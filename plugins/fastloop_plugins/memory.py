@@ -91,18 +91,22 @@ class Memory(Plugin):
                 logger.warning("memory: freed memory is given back, since Python was started without: %s", " ".join(missing))
             elif not wanted:
                 logger.warning("memory: this system's allocator is not glibc's: it stays as it is")
-        self.before, self.step = faults(), run.state.step
+        from fastloop.clock import page_faults
+
+        self.before, self.step = page_faults(), run.state.step
 
     @hookimpl
     def write_summary(self, run: Run, summary: dict[str, Any]) -> None:
         import torch
+
+        from fastloop.clock import page_faults
 
         if not hasattr(self, "before"):
             return
         steps = max(run.state.step - self.step, 1)
         preloaded = os.environ.get("LD_PRELOAD", "")
         allocator = next((name for name in LIBRARIES if name in preloaded), platform.libc_ver()[0] or "the system's")
-        summary["memory"] = {"allocator": allocator, "page_faults_a_step": (faults() - self.before) / steps}
+        summary["memory"] = {"allocator": allocator, "page_faults_a_step": (page_faults() - self.before) / steps}
         if run.device.type == "cuda":
             found = torch.cuda.memory_stats(run.device)
             summary["memory"] |= {
@@ -110,12 +114,3 @@ class Memory(Plugin):
                 "reserved_bytes": found["reserved_bytes.all.peak"],
                 "allocated_bytes": found["allocated_bytes.all.peak"],
             }
-
-
-def faults() -> int:
-    """Pages that this process was given so far."""
-    try:
-        import resource
-    except ImportError:  # not on this system
-        return 0
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt

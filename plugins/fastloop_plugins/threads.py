@@ -15,10 +15,12 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-from fastloop import Plugin, hookimpl, option
+from fastloop import Plugin, Win, hookimpl, option
 
 if TYPE_CHECKING:
     from fastloop import Run
+    from fastloop.profile.seen import Seen
+    from fastloop.recipe import Recipe
 
 logger = logging.getLogger("fastloop")
 
@@ -37,6 +39,16 @@ class Threads(Plugin):
         count: Annotated[int | None, option("Threads of a process; null: one for each of its processors.", ge=1)] = None
         pin: Annotated[bool, option("Keep each process on its own processors (Linux).")] = True
         denormals: Annotated[bool, option("Compute with numbers below 1e-38 instead of taking them for zero.")] = False
+
+    @classmethod
+    def forecast(cls, seen: Seen, recipe: Recipe) -> Win | None:
+        share = max(1, seen.cores // seen.world_size)
+        if cls.name in recipe.plugins or seen.device != "cpu" or seen.threads >= share:
+            return None
+        return Win(
+            seconds=seen.computing * (1 - seen.threads / share),
+            why=f"A process computes with {seen.threads} threads, and its share of the processors is {share}.",
+        )
 
     @hookimpl
     def before_fit(self, run: Run) -> None:

@@ -18,7 +18,7 @@ import torch
 import yaml
 from torch import nn
 
-from fastloop.bench import ladder, parity
+from fastloop.bench import pairs, parity
 from fastloop.bench.plan import make_ladder
 from fastloop.bench.results import rung_results
 from fastloop.bench.statistics import break_even, interval, largest_difference, verdict
@@ -162,8 +162,8 @@ def bench(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, t
 
     def call(*arguments: str, here: bool = True) -> tuple[int, str, dict[str, Any]]:
         if here:
-            monkeypatch.setattr(ladder, "run_worker", in_this_process)
-            monkeypatch.setattr(ladder, "foreign_load", lambda: 0.0)
+            monkeypatch.setattr(pairs, "run_worker", in_this_process)
+            monkeypatch.setattr(pairs, "foreign_load", lambda: 0.0)
         monkeypatch.setattr(sys, "argv", ["fastloop", "bench", *arguments, "--output", "ladder"])
         with pytest.raises(SystemExit) as exited:
             main()
@@ -267,8 +267,8 @@ def test_what_other_work_disturbed_is_measured_again(recipe, bench, monkeypatch)
         spec.recipe["output"] = f"measured{time.monotonic_ns()}"
         return measure(spec, length) | {"process_seconds": 0.0, "foreign_load": next(loads, 0.0)}
 
-    monkeypatch.setattr(ladder, "foreign_load", lambda: 0.0)
-    monkeypatch.setattr(ladder, "run_worker", disturbed)
+    monkeypatch.setattr(pairs, "foreign_load", lambda: 0.0)
+    monkeypatch.setattr(pairs, "run_worker", disturbed)
     code, out, record = bench(recipe("honest"), *SHORT, "--no-parity", here=False)
     assert code == 0, out
     assert out.count("of the machine meanwhile: measured again") == 2

@@ -24,6 +24,7 @@ from fastloop.tune.search import Search
 from fastloop.tune.write import text
 
 CODE = """
+import os
 import time
 import torch
 from torch import nn
@@ -34,8 +35,8 @@ class Net(nn.Sequential):
         super().__init__(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
 
 class Numbers(Dataset):
-    def __init__(self, sleep=0.0):
-        self.sleep = sleep
+    def __init__(self, sleep=0.0, rank=None):
+        self.sleep = sleep if rank is None or int(os.environ.get("RANK", 0)) == rank else 0.0
         self.rows = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
 
     def __len__(self):
@@ -45,8 +46,8 @@ class Numbers(Dataset):
         time.sleep(self.sleep)
         return self.rows[index], index % 3
 
-def data(sleep=0.0):
-    return {"train": Numbers(sleep)}
+def data(sleep=0.0, rank=None):
+    return {"train": Numbers(sleep, rank)}
 """
 
 PLUGINS = """
@@ -85,6 +86,25 @@ class Cheat(Plugin):
             run.datasets["train"].sleep = 0.0
             run.datasets["train"].rows *= 3.0
 
+class Slowstart(Plugin):
+    "Is fast, once it has begun."
+    name = "slowstart"
+
+    @dataclass(kw_only=True)
+    class Config:
+        on: Annotated[bool, option("Start slowly.")] = False
+
+    @classmethod
+    def forecast(cls, seen, recipe):
+        return None if recipe.plugins["slowstart"].get("on") else Win(seconds=0.9 * seen.seconds, why="Trust me.", options={"on": True})
+
+    @hookimpl
+    def before_epoch(self, run):
+        if self.config.on:
+            run.datasets["train"].sleep = 0.0
+            if not run.state.step:
+                time.sleep(5.0)
+
 class Fails(Plugin):
     "Would be fast, if it worked."
     name = "fails"
@@ -114,7 +134,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
     metadata = site / "planted-1.0.dist-info"
     metadata.mkdir(parents=True)
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: planted\nVersion: 1.0\n")
-    points = "".join(f"{name} = planted_tune:{name.capitalize()}\n" for name in ("brake", "cheat", "fails"))
+    points = "".join(f"{name} = planted_tune:{name.capitalize()}\n" for name in ("brake", "cheat", "fails", "slowstart"))
     (metadata / "entry_points.txt").write_text(f"[fastloop.plugins]\n{points}")
     (site / "planted_tune.py").write_text(PLUGINS)
     monkeypatch.syspath_prepend(site)
@@ -122,10 +142,10 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     Path("net.py").write_text(CODE)
 
-    def put(*plugins: Any, sleep: float = 0.0) -> str:
+    def put(*plugins: Any, sleep: float = 0.0, rank: int | None = None) -> str:
         tree = {
             "model": {"module": "net.py:Net"},
-            "data": {"module": "net.py:data", "arguments": {"sleep": sleep}},
+            "data": {"module": "net.py:data", "arguments": {"sleep": sleep, "rank": rank}},
             "train": {"batch_size": 8, "device": "cpu", "seed": 0, "lr": 1e-3},
             "plugins": [{"module": {"loss": "cross_entropy"}}, *plugins],
         }
@@ -289,10 +309,30 @@ def test_a_recipe_that_is_written_elsewhere_finds_what_lay_beside_the_given_one(
     assert command("train", "elsewhere.yaml", "train.epochs=1", "--without", "progress")[0] == 0
 
 
-def test_apply_is_for_one_process(recipe, command):
-    code, out = command("profile", recipe(), "--apply", "--nproc", "2")
-    assert code == 2
-    assert "--apply measures one process" in out
+def test_several_processes_of_one_training_are_measured_together(recipe, tmp_path):
+    """One of them reads slowly, and the other waits for it."""
+    shop = pairs.Workshop(dict(os.environ), tmp_path / "cache", print, nproc=2, timeout=120)
+    loaded = load_recipe(recipe("ddp", sleep=0.005, rank=1))
+    found = shop.measure(loaded, pairs.Window(steps=4, seconds=0.2, warmup=1, looks=2))
+    assert "error" not in found, found
+    seen = found["seen"]
+    assert seen["world_size"] == len(seen["ranks"]) == 2
+    assert seen["ranks"][1]["data"] > 5 * seen["ranks"][0]["data"]
+    assert found["samples"] == 8 * found["steps"]
+
+    Path("net.py").write_text(CODE.replace("time.sleep(self.sleep)", "assert not self.sleep, 'planted'"))
+    found = shop.measure(loaded, pairs.Window(steps=4, seconds=0.2, warmup=1))
+    assert "AssertionError: planted" in found["error"], "not what the other process said, which lost this one"
+
+
+def test_what_costs_more_once_than_it_wins_is_not_kept(recipe, command):
+    code, out = command("tune", recipe("slowstart", sleep=0.005), "--budget", "60s", "--accept", "exact", *SHORT)
+    assert code == 0, out
+    assert "plugins.slowstart.on=True: x" in out
+    assert "s once, which 24 steps do not win back" in out
+    trial = json.loads(Path("tiny.tuned.json").read_text())["trials"][0]
+    assert 24 < trial["pays_after"] < 400
+    assert not trial["kept"]
 
 
 # -- parts ----------------------------------------------------------------------------------------------------------------------------
@@ -313,7 +353,7 @@ def test_apply_is_for_one_process(recipe, command):
     ],
 )
 def test_a_close_case_gets_more_pairs(ratios, kept):
-    search = Search(make_recipe({}), {"exact"}, 1.0, None, print)  # type: ignore[arg-type] # nothing is measured
+    search = Search(make_recipe({}), {"exact"}, 1.0, None, None, print)  # type: ignore[arg-type] # nothing is measured
     assert search.decide(ratios) is kept
 
 

@@ -106,6 +106,33 @@ def test_graph_breaks_are_counted_with_their_reasons(tiny_run):
     assert any("graph_break" in reason or "graph break" in reason for reason in report["graph_break_reasons"])
 
 
+class Reads(nn.Module):
+    """Prints, and reads a number off a tensor, within a loop: a cut there leaves all of it uncompiled."""
+
+    def __init__(self, reads=True):
+        super().__init__()
+        self.layers, self.reads = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 3)]), reads
+
+    def forward(self, inputs):
+        for layer in self.layers:
+            inputs = layer(inputs)
+            print(end="")
+            if self.reads:
+                inputs = inputs / max(1.0, inputs.detach().abs().max().item())
+        return inputs
+
+
+@pytest.mark.parametrize(("reads", "options", "breaks"), [(False, {}, False), (True, {}, True), (True, {"capture_scalars": True}, False)])
+def test_printing_cuts_no_graph_and_reading_a_number_need_not(tiny_run, reads, options, breaks):
+    torch.manual_seed(1)
+    plain = tiny_run(model=Reads(reads), epochs=1)
+    torch.manual_seed(1)
+    result = tiny_run([eager(**options)], model=Reads(reads), epochs=1)
+    assert result.losses == pytest.approx(plain.losses, rel=1e-5)
+    assert bool(result.summary["compile"]["graph_breaks"]) is breaks
+    assert result.summary["compile"]["failure"] is None
+
+
 @pytest.mark.parametrize(
     ("options", "model", "reason"),
     [

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fastloop.bench import parity
-from fastloop.bench.measure import LOUD, foreign_load, run_worker
+from fastloop.bench.pairs import Workshop
 from fastloop.bench.plan import Ladder, Rung, with_only
 from fastloop.bench.results import rung_results, speed
 from fastloop.bench.worker import Spec
@@ -28,7 +28,6 @@ class Settings:
         seconds: Of a window, at the least.
         warmup: Steps before it.
         repeats: Measurements of a rung.
-        timeout: Seconds that one measurement may take; None: any.
         parity: Whether plugins are held to their parity class.
         parity_steps: Steps of such a comparison.
         quality: Whether the first and the last rung are trained to the end and compared.
@@ -39,7 +38,6 @@ class Settings:
     seconds: float = 10.0
     warmup: int = 5
     repeats: int = 5
-    timeout: float | None = None
     parity: bool = True
     parity_steps: int = 8
     quality: bool = False
@@ -50,7 +48,7 @@ class Bench:
     """One ladder while it is measured, and all that is known of it.
 
     Args:
-        environment: Of the measured processes: as it was before this one resolved any plugin, since that may change it.
+        shop: Where trainings are run.
         facts: Further entries of the record: versions, machine, command.
         say: Gets a line for each measurement.
         keep: Gets the record whenever there is more in it.
@@ -63,13 +61,12 @@ class Bench:
         self,
         ladder: Ladder,
         settings: Settings,
-        environment: Mapping[str, str],
-        cache: Path,
+        shop: Workshop,
         facts: Mapping[str, Any],
         say: Callable[[str], None],
         keep: Callable[[dict[str, Any]], None],
     ) -> None:
-        self.ladder, self.settings, self.environment, self.cache = ladder, settings, environment, cache
+        self.ladder, self.settings, self.shop = ladder, settings, shop
         self.say, self.keep = say, keep
         self.measured: dict[Any, list[dict[str, Any] | None]] = {rung.key: [] for rung in ladder.measured()}
         self.errors: dict[Any, str] = {}
@@ -90,10 +87,7 @@ class Bench:
         Raises:
             FastloopError: The baseline cannot be measured: there is nothing to compare with.
         """
-        before = foreign_load()
-        self.record["foreign_load"]["before"] = before
-        if before > LOUD:
-            self.say(f"other work uses {before:.0%} of this machine: intervals will be wide")
+        self.shop.listen()
         try:
             self._speed()
             if self.settings.parity:
@@ -144,20 +138,10 @@ class Bench:
         )
         name = str(list(self.measured).index(rung.key))
         spec = Spec(recipe=tree, source=None, warmup=settings.warmup, steps=settings.steps, seconds=settings.seconds)
-        found, loads = self._work(spec, name), self.record["foreign_load"]
-        if found["foreign_load"] > LOUD >= loads["before"]:  # a machine that is never quiet gets what it gives
-            self.say(f"{rung.title}: other work took {found['foreign_load']:.0%} of the machine meanwhile: measured again")
-            found = min(found, self._work(spec, name), key=lambda result: float(result["foreign_load"]))
-        loads["worst"] = max(loads["worst"], found["foreign_load"])
-        return found
+        return self.shop.undisturbed(self.ladder.recipe, spec, name)
 
-    def _work(self, spec: Spec, cache: str) -> dict[str, Any]:
-        """Measure in a process; what it compiles is kept under a name, so that the first one compiles and the next find it done."""
-        recipe = self.ladder.recipe
-        spec.source = str(recipe.source) if recipe.source else None
-        environment = {**self.environment, "TORCHINDUCTOR_CACHE_DIR": str(self.cache / cache)}
-        length = {"epochs": recipe.train.epochs, "max_steps": recipe.train.max_steps}
-        return run_worker(spec, length, environment, self.settings.timeout)
+    def _work(self, spec: Spec, name: str) -> dict[str, Any]:
+        return self.shop.work(self.ladder.recipe, spec, name)
 
     def _quality(self) -> None:
         """The recipe's whole training, first rung against last, for several seeds."""
@@ -198,6 +182,7 @@ class Bench:
                 row["measurements"] = self.measured[rung.key]
             rows.append(row)
         self.record["rungs"] = rung_results(rows)
+        self.record["foreign_load"] = {"before": self.shop.before, "worst": self.shop.worst}
         self.keep(finite(self.record))
 
 

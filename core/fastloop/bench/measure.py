@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import signal
 import subprocess
@@ -55,40 +56,70 @@ def foreign_load(seconds: float = 1.0) -> float:
     return bystanders.read()
 
 
-def run_worker(spec: Spec, length: Mapping[str, Any], environment: Mapping[str, str], timeout: float | None) -> dict[str, Any]:
-    """Measure in a fresh process; returns the worker's result.
+def run_worker(
+    spec: Spec, length: Mapping[str, Any], environment: Mapping[str, str], timeout: float | None, nproc: int = 1
+) -> dict[str, Any]:
+    """Measure in fresh processes, ``nproc`` of one training; returns the first one's result.
 
     An ``error`` in it says what went wrong; ``kind`` is ``usage``, ``run``, ``crash``, ``killed`` or ``timeout``.
     """
     with tempfile.TemporaryDirectory(prefix="fastloop-bench-") as folder:
-        source, target, complaints = (Path(folder) / name for name in ("spec.json", "result.json", "stderr.txt"))
+        source = Path(folder) / "spec.json"
         source.write_text(json.dumps({**dataclasses.asdict(spec), "length": dict(length)}), encoding="utf-8")
-        bystanders, started = Bystanders(), time.monotonic()
-        with complaints.open("w") as stderr:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "fastloop.bench.worker", str(source), str(target)],
-                env={**environment, launch.LAUNCHER: f"{os.getpid()} "},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=stderr,
-                start_new_session=True,  # Ctrl-C comes here, and all of its processes are ended from here
-            )
-            try:
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(timeout)
-            finally:
-                late = process.poll() is None
+        bystanders, started, port = Bystanders(), time.monotonic(), str(launch.free_port())
+        ranks = [Path(folder) / str(rank) for rank in range(nproc)]
+        processes = []
+        try:
+            for rank, place in enumerate(ranks):
+                place.mkdir()
+                with (place / "stderr.txt").open("w") as stderr:
+                    process = subprocess.Popen(
+                        [sys.executable, "-m", "fastloop.bench.worker", str(source), str(place / "result.json")],
+                        env={
+                            **environment,
+                            launch.LAUNCHER: f"{os.getpid()} ",
+                            **(launch.member(rank, nproc, "127.0.0.1", port) if nproc > 1 else {}),
+                        },
+                        stdin=subprocess.DEVNULL,
+                        stdout=subprocess.DEVNULL,
+                        stderr=stderr,
+                        start_new_session=True,  # Ctrl-C comes here, and all of its processes are ended from here
+                    )
+                processes.append(process)
+            found = _wait(processes, ranks, timeout)
+        finally:
+            for process in processes:
                 _end(process)
-        if target.exists() and not late:
-            result: dict[str, Any] = json.loads(target.read_text(encoding="utf-8"))
-        elif late:
+        failed = sorted((one for one in found if one and "error" in one), key=lambda one: one["kind"] == "lost")  # by one that failed
+        result = failed[0] if failed else found[0]
+        if result is None:
             result = {"error": f"took more than {timeout:g} seconds and was ended.", "kind": "timeout"}
-        else:
-            lines = complaints.read_text(errors="replace").strip().splitlines()
-            code = process.returncode
-            how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-            result = {"error": f"the process {how}: {lines[-1] if lines else 'it said nothing'}", "kind": "killed", "stderr": lines[-40:]}
         return result | {"process_seconds": time.monotonic() - started, "foreign_load": bystanders.read()}
+
+
+def _wait(processes: list[subprocess.Popen[bytes]], places: list[Path], timeout: float | None) -> list[dict[str, Any] | None]:
+    """Wait until all have ended, or one has failed and the others had time to say so too; their results, None for one that still runs."""
+    deadline = time.monotonic() + timeout if timeout is not None else math.inf
+    while True:
+        results = [_result(process, place) for process, place in zip(processes, places, strict=True)]
+        if None not in results or time.monotonic() > deadline:
+            return results
+        if any(result and "error" in result for result in results):
+            deadline = min(deadline, time.monotonic() + PATIENCE)
+        time.sleep(0.02)
+
+
+def _result(process: subprocess.Popen[bytes], place: Path) -> dict[str, Any] | None:
+    """What a process has written, or how it ended; None while it runs."""
+    if process.poll() is None:
+        return None
+    if (place / "result.json").exists():
+        result: dict[str, Any] = json.loads((place / "result.json").read_text(encoding="utf-8"))
+        return result
+    lines = (place / "stderr.txt").read_text(errors="replace").strip().splitlines()
+    code = process.returncode
+    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    return {"error": f"the process {how}: {lines[-1] if lines else 'it said nothing'}", "kind": "killed", "stderr": lines[-40:]}
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

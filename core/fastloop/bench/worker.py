@@ -17,7 +17,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from fastloop import launch
-from fastloop.errors import FastloopError, UsageError
+from fastloop.errors import FastloopError, ProcessLost, UsageError
 from fastloop.plugin import Plugin, hookimpl
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class Meter(Plugin):
     @hookimpl
     def after_step(self, run: Run, loss: Tensor) -> None:
         self.losses.append(loss.detach().clone())  # a graph of CUDA's writes to the same place again
-        step, whole = run.state.step, self._whole(run.state.step)
+        step, whole = run.state.step, self._whole(run)
         self._lap(run, wait=whole or step in (1, self.spec.warmup, run.recipe.train.max_steps))
         if step == self.spec.warmup:
             self._open(run)
@@ -117,12 +117,15 @@ class Meter(Plugin):
         """The window is over."""
         run.state.request_stop("measured")
 
-    def _whole(self, step: int) -> bool:
-        """Whether the window has all its steps and seconds."""
+    def _whole(self, run: Run) -> bool:
+        """Whether the window has all its steps, and its seconds on every process: it is over at the same step on all."""
+        import torch
+
         spec = self.spec
-        if self.whole or spec.steps is None or step < spec.warmup + spec.steps:
+        if self.whole or spec.steps is None or run.state.step < spec.warmup + spec.steps:
             return False
-        return perf_counter() - self.times[spec.warmup] >= spec.seconds
+        late = perf_counter() - self.times[spec.warmup] >= spec.seconds
+        return int(run.sum_over_processes(torch.tensor(late, dtype=torch.int64))) == run.world_size
 
     def _open(self, run: Run) -> None:
         self.opened = (run.state.step, run.state.samples, run.state.tokens, self.padded)
@@ -252,8 +255,11 @@ def measure(spec: Spec, length: Mapping[str, Any], own: bool = False) -> dict[st
         summary = run.execute()
         found = meter.result(run) if not spec.evaluates else {"seconds": summary["train_seconds"], "steps": summary["steps"]}
         found |= {"total_steps": whole_length(run, **length), "summary": summary}
+        if "seen" in found:
+            found["seen"]["total_steps"] = found["total_steps"]
     except Exception as error:
-        kind = "usage" if isinstance(error, UsageError) else "run" if isinstance(error, FastloopError) else "crash"
+        kinds = {UsageError: "usage", ProcessLost: "lost", FastloopError: "run", Exception: "crash"}
+        kind = next(name for cls, name in kinds.items() if isinstance(error, cls))
         text = str(error).strip()
         text = text if isinstance(error, FastloopError) else f"{type(error).__name__}: {text}"
         return {"error": text.splitlines()[0], "kind": kind, "traceback": traceback.format_exc()}
@@ -269,11 +275,13 @@ def main() -> None:
     given = json.loads(source.read_text(encoding="utf-8"))
     fields = {field.name for field in dataclasses.fields(Spec)}
     spec = Spec(**{name: value for name, value in given.items() if name in fields})
-    spec.recipe["output"] = str(target.with_name("run"))  # gone with the result
+    spec.recipe["output"] = str(source.with_name("run"))  # gone with the result
     result = measure(spec, given["length"], own=True)
     aside = target.with_suffix(".partial")
     aside.write_text(json.dumps(result), encoding="utf-8")
     aside.rename(target)
+    if launch.world_size() > 1:
+        launch.leave(0)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from fastloop import launch
 from fastloop.cli.arguments import Overrides, RecipeName, With, Without, names
 
 
@@ -42,10 +43,10 @@ def bench(
     environment = dict(os.environ)  # as it is before plugins are resolved, which may set variables
     import tempfile
 
-    from fastloop import launch
     from fastloop.bench import report
     from fastloop.bench.ladder import Bench, Settings, dump, write
     from fastloop.bench.measure import LOUD
+    from fastloop.bench.pairs import Workshop
     from fastloop.bench.plan import make_ladder
     from fastloop.cli.messages import show_messages
     from fastloop.errors import UsageError
@@ -72,7 +73,6 @@ def bench(
         seconds=seconds,
         warmup=warmup,
         repeats=repeats,
-        timeout=timeout,
         parity=parity,
         quality=quality or quality_steps is not None,
         quality_steps=quality_steps,
@@ -85,7 +85,8 @@ def bench(
         write(folder / "bench.md", report.markdown(record))
 
     with tempfile.TemporaryDirectory(prefix="fastloop-bench-") as cache:
-        ladder_run = Bench(plan, settings, environment, Path(cache), facts, typer.echo, keep)
+        shop = Workshop(environment, Path(cache), typer.echo, timeout=timeout)
+        ladder_run = Bench(plan, settings, shop, facts, typer.echo, keep)
         try:
             whole = ladder_run.run()
         except KeyboardInterrupt:
@@ -154,7 +155,6 @@ def this_place(plugins: dict[str, Any], recipe: Any) -> dict[str, Any]:
     from fastloop.registry import installed
 
     machine, table = this_machine(recipe.train.device), installed()
-    affinity = getattr(os, "sched_getaffinity", None)
     versions = {"python": platform.python_version(), "torch": torch.__version__, "fastloop": version("fastloop")}
     for name in plugins:
         if name in table and (distribution := table[name].dist) is not None:
@@ -163,7 +163,7 @@ def this_place(plugins: dict[str, Any], recipe: Any) -> dict[str, Any]:
         "versions": versions,
         "machine": {
             "device": f"{machine.device} ({machine.name})",
-            "cores": len(affinity(0)) if affinity else os.cpu_count(),
+            "cores": launch.cores(),
             "torch's threads": torch.get_num_threads(),
             "system": platform.platform(),
         },

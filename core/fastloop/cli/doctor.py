@@ -10,12 +10,12 @@ import typer
 def doctor() -> None:
     """Print what this machine can do: devices, dtypes, compilers, installed extras."""
     import importlib.metadata
-    import os
     import platform
 
     import torch
     from packaging.requirements import Requirement
 
+    from fastloop import launch
     from fastloop.machine import this_machine
 
     def line(name: str, value: str) -> None:
@@ -24,8 +24,7 @@ def doctor() -> None:
     machine = this_machine()
     line("device", f"{machine.device} ({machine.name})" + (f" x {torch.accelerator.device_count()}" if machine.device != "cpu" else ""))
     line("dtypes", ", ".join(machine.dtypes))
-    affinity = getattr(os, "sched_getaffinity", None)
-    line("processors", f"{len(affinity(0)) if affinity else os.cpu_count()}, of which torch uses {torch.get_num_threads()}")
+    line("processors", f"{launch.cores()}, of which torch uses {torch.get_num_threads()}")
     compiler = next((path for name in ("g++", "clang++", "cl") if (path := shutil.which(name))), None)
     line("compiler", compiler or "none found: torch.compile needs one on CPU")
     line("backends", ", ".join(torch._dynamo.list_backends()))

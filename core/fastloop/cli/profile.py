@@ -15,7 +15,7 @@ from fastloop import launch
 from fastloop.cli.arguments import ACCEPTED, Overrides, RecipeName, With, Without, names, parity_classes
 
 if TYPE_CHECKING:
-    from fastloop.bench.pairs import Workshop
+    from fastloop.bench.pairs import Window, Workshop
     from fastloop.recipe import Recipe
 
 
@@ -39,15 +39,17 @@ def profile(
     trace (ui.perfetto.dev).
     """
     environment = dict(os.environ)  # as it is before plugins are resolved, which may set variables
+    from fastloop.bench.pairs import Window, Workshop
     from fastloop.cli.messages import show_messages
     from fastloop.errors import UsageError
     from fastloop.recipe import load_recipe
     from fastloop.registry import select
 
     classes = parity_classes(accept)
-    if apply and (nproc is not None or launch.world_size() > 1):
-        raise UsageError("--apply measures one process. Leave --nproc out, or --apply.")
+    if apply and launch.world_size() > 1:
+        raise UsageError("--apply starts the processes that it measures. Start it without a launcher, and with --nproc N.")
     loaded = load_recipe(recipe, overrides or (), names(with_), names(without))
+    window = Window(steps=steps, seconds=seconds, warmup=warmup, looks=looks)
     folder = Path(output or f"runs/profile-{loaded.source.stem if loaded.source else 'recipe'}")
     if nproc is not None:
         given = {
@@ -60,29 +62,28 @@ def profile(
             "--output": output,
         }
         words = [word for key, value in given.items() if value != "" for word in (key, str(value))]
-        raise typer.Exit(launch.launch(["profile", recipe, *(overrides or ()), *words], nproc, 1, 0, None, folder))
-    launch.end_with_launcher()
-    launch.start_again(select(loaded).environment(loaded))
-    show_messages()
-    from fastloop.bench.pairs import Window, Workshop
-
-    window = Window(steps=steps, seconds=seconds, warmup=warmup, looks=looks)
-    with tempfile.TemporaryDirectory(prefix="fastloop-profile-") as scratch:
-        code = look(loaded, folder, Path(scratch), steps, seconds, warmup, looks)
-        if apply:
-            measure_edits(loaded, folder, Workshop(environment, Path(scratch), window), classes)
+        if code := launch.launch(["profile", recipe, *(overrides or ()), *words], nproc, 1, 0, None, folder):
+            raise typer.Exit(code)
+        show_messages()
+    else:
+        launch.end_with_launcher()
+        launch.start_again(select(loaded).environment(loaded))
+        show_messages()
+        look(loaded, folder, window)
     if launch.world_size() > 1:
-        launch.leave(code)
-    raise typer.Exit(code)
+        launch.leave(0)
+    if apply:
+        with tempfile.TemporaryDirectory(prefix="fastloop-profile-") as cache:
+            measure_edits(loaded, folder, Workshop(environment, Path(cache), typer.echo, nproc or 1), window, classes)
 
 
-def look(recipe: Recipe, folder: Path, scratch: Path, steps: int, seconds: float, warmup: int, looks: int) -> int:
+def look(recipe: Recipe, folder: Path, window: Window) -> None:
     """Train the window, and write the page."""
     import rich
     from rich.markdown import Markdown
 
     from fastloop.bench.ladder import write
-    from fastloop.bench.worker import Said, Spec
+    from fastloop.bench.worker import Said, Spec, whole_length
     from fastloop.profile import page
     from fastloop.profile.observe import Observer
     from fastloop.profile.seen import Seen
@@ -93,37 +94,38 @@ def look(recipe: Recipe, folder: Path, scratch: Path, steps: int, seconds: float
 
     tree = recipe.to_dict()
     tree["train"] |= {"max_steps": 10**9, "epochs": 10**6, "save_every": None}
-    tree["output"], tree["plugins"] = str(scratch / "run"), dict(recipe.plugins) | dict.fromkeys(("log", "progress"), False)
-    short = make_recipe(tree, recipe.source)
+    tree["plugins"] = dict(recipe.plugins) | dict.fromkeys(("log", "progress"), False)
     trace = folder / f"rank{launch.rank()}.trace.json"
-    observer = Observer(Spec(recipe={}, source=None, warmup=warmup, steps=steps, seconds=seconds, looks=looks), Said(), trace)
-    resolution = resolve(short)
-    run = Run(short, Resolution([observer, *resolution.plugins], resolution.reasons))
-    with run.interruptible():
-        run.execute()
-    run.close()
+    observer = Observer(Spec(recipe={}, source=None, **vars(window)), Said(), trace)
+    with tempfile.TemporaryDirectory(prefix="fastloop-profile-") as scratch:
+        short = make_recipe(tree | {"output": f"{scratch}/run"}, recipe.source)
+        resolution = resolve(short)
+        run = Run(short, Resolution([observer, *resolution.plugins], resolution.reasons))
+        with run.interruptible():
+            run.execute()
+        run.close()
     if run.interrupted:
         raise KeyboardInterrupt
     if not run.is_main:
-        return 0
+        return
     seen = Seen(**observer.result(run)["seen"])
+    seen.total_steps = whole_length(run, recipe.train.epochs, recipe.train.max_steps)
     found, refused = verdicts(seen, recipe)
     text = page.markdown(seen, found, refused, recipe.source.stem if recipe.source else "recipe")
     write(folder / "profile.md", text)
     write(folder / "profile.json", json.dumps(page.record(seen, found, refused), indent=1) + "\n")
     rich.print(Markdown(text))
     typer.echo(f"written to {folder}")
-    return 0
 
 
-def measure_edits(recipe: Recipe, folder: Path, shop: Workshop, accept: list[str]) -> None:
+def measure_edits(recipe: Recipe, folder: Path, shop: Workshop, window: Window, accept: list[str]) -> None:
     """Every edit in five pairs, on top of those that were kept; the receipt, and the recipe with them."""
     from fastloop.bench.ladder import dump, finite, write
     from fastloop.bench.statistics import LEAST_PAIRS
     from fastloop.tune.search import Search
     from fastloop.tune.write import receipts, tuned
 
-    search = Search(recipe, accept, math.inf, shop, typer.echo, pairs=LEAST_PAIRS)
+    search = Search(recipe, accept, math.inf, shop, window, typer.echo, pairs=LEAST_PAIRS)
     found = search.run()
     write(folder / "receipt.json", dump(finite(search.record())))
     write(folder / "receipt.md", receipts(search))

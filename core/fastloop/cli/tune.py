@@ -24,6 +24,7 @@ def tune(
     steps: Annotated[int, typer.Option(min=1, help="Steps of a measurement, at the least.")] = 4,
     seconds: Annotated[float, typer.Option(min=0, help="And for at least so long.")] = 6.0,
     warmup: Annotated[int, typer.Option(min=1, help="Steps before them.")] = 2,
+    nproc: Annotated[int, typer.Option(min=1, metavar="N", help="Measure with N processes on this machine.")] = 1,
     output: Annotated[str, typer.Option(metavar="FILE", help="The recipe to write [default: RECIPE.tuned.yaml].")] = "",
 ) -> None:
     """Find the fastest plugin set of a recipe on this machine, and write it as a recipe.
@@ -42,7 +43,7 @@ def tune(
     from fastloop.tune.search import Search
 
     if launch.world_size() > 1:
-        raise UsageError("tune measures one process. Start it without a launcher.")
+        raise UsageError("tune starts the processes that it measures. Start it without a launcher, and with --nproc N.")
     classes = parity_classes(accept)
     allowed = parse_time(budget)
     loaded = load_recipe(recipe, overrides or (), names(with_), names(without))
@@ -55,8 +56,8 @@ def tune(
     if target.suffix == ".json" or target.is_dir() or not target.absolute().parent.is_dir():
         raise UsageError(f"--output {target}: expected a .yaml file in a folder that is there.")
     with tempfile.TemporaryDirectory(prefix="fastloop-tune-") as cache:
-        shop = Workshop(environment, Path(cache), Window(steps=steps, seconds=seconds, warmup=warmup, looks=2, timeout=allowed))
-        search = Search(loaded, classes, allowed, shop, typer.echo)
+        shop = Workshop(environment, Path(cache), typer.echo, nproc, timeout=allowed)
+        search = Search(loaded, classes, allowed, shop, Window(steps=steps, seconds=seconds, warmup=warmup, looks=2), typer.echo)
         found = search.run()
     record = search.record()
     write(target.with_suffix(".json"), dump(finite(record)))

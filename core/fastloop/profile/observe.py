@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import mmap
-import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,7 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch._C._autograd import DeviceType
 
+from fastloop import launch
 from fastloop.bench.worker import Meter, Said, Spec
+from fastloop.clock import page_faults
 from fastloop.errors import UsageError
 from fastloop.plugin import hookimpl
 from fastloop.profile.seen import Seen
@@ -75,12 +76,12 @@ class Observer(Meter):
 
     def _open(self, run: Run) -> None:
         super()._open(run)
-        self.first = (self.padded, len(self.longest), self.real, _faults())
+        self.first = (self.padded, len(self.longest), self.real, page_faults())
 
     def _over(self, run: Run) -> None:
         """The timed window is over: look on from here."""
         self.timed = self.read(run)
-        faults = _faults()
+        faults = page_faults()
         padded, longest, real, before = self.first
         steps = self.timed["steps"]
         self.timed |= {
@@ -123,11 +124,11 @@ class Observer(Meter):
         device = any(event.self_device_time_total for event in averages)
         own = {event.key: (event.self_device_time_total if device else event.self_cpu_time_total) for event in averages}
         counts = {event.key: event.count / self.spec.looks for event in averages if _operation(event.key)}
-        counters = torch._dynamo.utils.counters
         self.seen = Seen(
             device=run.device.type,
             precision={"no": "fp32"}.get(run.accelerator.mixed_precision, run.accelerator.mixed_precision),
-            cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+            cores=launch.cores(),
+            threads=torch.get_num_threads(),
             world_size=run.world_size,
             steps=self.timed["steps"],
             seconds=self.timed["seconds_a_step"],
@@ -149,19 +150,13 @@ class Observer(Meter):
             retries=torch.cuda.memory_stats()["num_alloc_retries"] if run.device.type == "cuda" else 0,
             layers=depth(run.unwrapped()),
             graph_breaks=graph_breaks(),
-            recompiles=max(0, sum(counters["stats"].values()) and counters["stats"]["unique_graphs"] - 1),
+            recompiles=recompiles(),
             ranks=everyone,
         )
 
 
 def _operation(name: str) -> bool:
     return "::" in name or name.startswith(("void ", "sm", "ampere", "triton"))
-
-
-def _faults() -> int:
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def spans(events: Iterable[Any], steps: int) -> tuple[float, dict[str, float], dict[str, float]]:
@@ -231,10 +226,10 @@ def peaks(device: torch.device, dtypes: Iterable[str]) -> dict[str, float]:
 def fault_seconds(pages: int = 8192) -> float:
     """What the system takes to hand out a page of memory."""
     with mmap.mmap(-1, pages * mmap.PAGESIZE) as fresh:
-        faults, started = _faults(), perf_counter()
+        faults, started = page_faults(), perf_counter()
         for offset in range(0, len(fresh), mmap.PAGESIZE):
             fresh[offset] = 1
-        seconds, got = perf_counter() - started, max(1, _faults() - faults)
+        seconds, got = perf_counter() - started, max(1, page_faults() - faults)
     touched, again = perf_counter(), bytearray(pages)
     for offset in range(pages):
         again[offset] = 1  # what the loop itself takes
@@ -248,9 +243,22 @@ def depth(model: nn.Module) -> int:
 
 def graph_breaks() -> list[dict[str, Any]]:
     """Where compilation was cut, with the line of the user's code."""
-    found: dict[tuple[str, str], int] = defaultdict(int)
-    for cut in torch._dynamo.utils.graph_break_reasons:
-        frame = cut.user_stack[-1] if cut.user_stack else None
-        where = f"{frame.filename}:{frame.lineno}" if frame else "?"
-        found[where, str(cut.reason).splitlines()[0]] += 1
-    return [{"where": where, "reason": reason, "count": count} for (where, reason), count in found.items()]
+    return _counted(
+        (f"{cut.user_stack[-1].filename}:{cut.user_stack[-1].lineno}" if cut.user_stack else "?", str(cut.reason))
+        for cut in torch._dynamo.utils.graph_break_reasons
+    )
+
+
+def recompiles() -> list[dict[str, Any]]:
+    """Functions that were compiled again, and what was different."""
+    return _counted(
+        (f"{metric.co_filename}:{metric.co_firstlineno}", metric.recompile_reason.partition(": ")[2])
+        for metric in torch._dynamo.utils.get_compilation_metrics()
+        if metric.recompile_reason
+    )
+
+
+def _counted(found: Iterable[tuple[str, str]]) -> list[dict[str, Any]]:
+    """Place and reason, of which the first line is kept, with how often they were there."""
+    counts = Counter((where, reason.strip().partition("\n")[0]) for where, reason in found)
+    return [{"where": where, "reason": reason, "count": count} for (where, reason), count in counts.items()]

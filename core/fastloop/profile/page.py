@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from fastloop.bench.statistics import break_even
 from fastloop.profile.seen import Seen
 from fastloop.profile.verdicts import Verdict
 
@@ -54,7 +55,9 @@ def markdown(seen: Seen, found: list[Verdict], refused: Mapping[str, str], name:
         lines += ["Nothing that is known here would win more than a few percent.", ""]
     for number, verdict in enumerate(found, start=1):
         about = f"about {milliseconds(verdict.win.seconds)} of a step ({verdict.win.seconds / seen.seconds:.0%})"
-        lines.append(f"{number}. `{verdict.edit}`: {about}. {verdict.win.why} ({verdict.parity})")
+        pays = break_even(verdict.win.once, verdict.win.seconds)
+        once = f" It costs about {verdict.win.once:.0f} s once, which {pays} steps win back." if pays else ""
+        lines.append(f"{number}. `{verdict.edit}`: {about}. {verdict.win.why}{once} ({verdict.parity})")
     lines += ["", *(f"- `{plugin}` would win, and cannot be here: {why}" for plugin, why in refused.items())]
     return "\n".join(lines).rstrip() + "\n"
 
@@ -85,8 +88,8 @@ def facts(seen: Seen) -> list[str]:
         lines.append(f"allocator: {shape}, {least / 2**20:,.0f} to {most / 2**20:,.0f} MiB reserved; {seen.retries} retries")
     for cut in seen.graph_breaks:
         lines.append(f"compilation is cut {cut['count']} times at {cut['where']}: {cut['reason']}")
-    if seen.recompiles:
-        lines.append(f"compiled again {seen.recompiles} times")
+    for again in seen.recompiles:
+        lines.append(f"compiled {again['count']} times more: {again['where']}, since {again['reason']}")
     if len(seen.ranks) > 1:
         own = [rank.get("data", 0.0) + rank.get("loss", 0.0) for rank in seen.ranks]
         slow = max(range(len(own)), key=own.__getitem__)
@@ -108,6 +111,7 @@ def record(seen: Seen, found: list[Verdict], refused: Mapping[str, str]) -> dict
                 "plugin": verdict.plugin,
                 "edit": verdict.edit,
                 "seconds": verdict.win.seconds,
+                "once": verdict.win.once,
                 "why": verdict.win.why,
                 "parity": verdict.parity,
             }

@@ -22,6 +22,7 @@ class Seen:
         device: ``cpu``, ``cuda``, ...
         precision: ``fp32``, or what autocast computes in: ``bf16``, ``fp16``, ``fp8``.
         cores: Processors that this process may use.
+        threads: That torch computes with.
         world_size: Processes.
         steps: In the window that was timed.
         seconds: Of a step, while nothing looked on.
@@ -43,14 +44,15 @@ class Seen:
         retries: How often it freed everything to go on.
         layers: Length of the longest list of like modules in the model: a transformer's depth.
         graph_breaks: ``{"where": "file:line", "reason": ..., "count": n}`` for every place where compilation was cut.
-        recompiles: Graphs that were compiled again, for other shapes or values.
-        total_steps: Of the whole run; None: nobody knows.
+        recompiles: The same for functions that were compiled again, for other shapes or values.
+        total_steps: Of the recipe as it stands; None: nobody knows.
         ranks: For each process, its regions.
     """
 
     device: str
     precision: str = "fp32"
     cores: int = 1
+    threads: int = 1
     world_size: int = 1
     steps: int = 1
     seconds: float
@@ -72,7 +74,7 @@ class Seen:
     retries: int = 0
     layers: int = 0
     graph_breaks: list[dict[str, Any]] = field(default_factory=list)
-    recompiles: int = 0
+    recompiles: list[dict[str, Any]] = field(default_factory=list)
     total_steps: int | None = None
     ranks: list[dict[str, float]] = field(default_factory=list)
 
@@ -112,9 +114,11 @@ class Win:
         why: What was seen that says so, in a few words with figures.
         options: What to set in the plugin's options.
         overrides: What to set in the recipe instead of adding the plugin, such as ``{"data.padding": "longest"}``.
+        once: Seconds that it costs once in a run, such as those of compilation.
     """
 
     seconds: float
     why: str
     options: Mapping[str, Any] = field(default_factory=dict)
     overrides: Mapping[str, Any] = field(default_factory=dict)
+    once: float = 0.0

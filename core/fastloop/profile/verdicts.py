@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fastloop.bench.plan import check
+from fastloop.bench.statistics import break_even
 from fastloop.errors import UsageError
 from fastloop.machine import this_machine
 from fastloop.plugin import Plugin
@@ -44,6 +45,10 @@ def verdicts(seen: Seen, recipe: Recipe) -> tuple[list[Verdict], dict[str, str]]
     for cls in candidates(recipe):
         win = cls.forecast(seen, recipe)
         if win is None or win.seconds < WORTH * seen.seconds:
+            continue
+        pays = break_even(win.once, win.seconds)
+        if pays is not None and seen.total_steps is not None and pays >= seen.total_steps:
+            refused[cls.name] = f"it costs about {win.once:.0f} s once, and the recipe has {seen.total_steps} steps to win them back."
             continue
         try:
             edited = edit(recipe, cls, win)

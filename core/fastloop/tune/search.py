@@ -18,10 +18,10 @@ from time import monotonic
 from typing import Any, get_args
 
 from fastloop.bench import parity
-from fastloop.bench.pairs import Workshop, faster
+from fastloop.bench.pairs import Window, Workshop, faster
 from fastloop.bench.plan import check
 from fastloop.bench.results import Measurement, speed
-from fastloop.bench.statistics import interval, median, verdict
+from fastloop.bench.statistics import break_even, interval, median, verdict
 from fastloop.errors import FastloopError, UsageError
 from fastloop.plugin import Parity, Plugin
 from fastloop.profile.seen import Seen
@@ -35,6 +35,8 @@ PAIRS, CHECKS = 3, 5
 """Pairs that a close case gets, and the last check, time allowing."""
 CLEAR, WORTH, LEAST = 1.3, 1.05, 1.02
 """Factors from which one pair is enough, two that agree, and three."""
+ONCE = 2.0
+"""Seconds that an edit must cost once before they are held against what it wins: the start of a process varies by as much."""
 
 
 @dataclass
@@ -51,6 +53,8 @@ class Trial:
         why: Why not, where it could not be measured.
         before: Seconds of a step without it, each time it was measured.
         after: And with it.
+        once: Seconds that it costs once: what the start and the first steps take longer, when nothing is compiled yet.
+        pays_after: Steps that win them back; None: none do.
     """
 
     edit: str
@@ -62,6 +66,8 @@ class Trial:
     why: str = ""
     before: list[float] = field(default_factory=list)
     after: list[float] = field(default_factory=list)
+    once: float = 0.0
+    pays_after: int | None = None
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -83,6 +89,8 @@ class Search:
     Args:
         accept: Parity classes that edits may have.
         budget: Seconds.
+        shop: Where trainings are run.
+        window: What of each is measured.
         say: Gets a line for each thing that is found.
         pairs: Give every edit so many pairs, keep what is faster beyond noise, and try no more than what is forecast; None: as above.
 
@@ -98,12 +106,13 @@ class Search:
         accept: Collection[str],
         budget: float,
         shop: Workshop,
+        window: Window,
         say: Callable[[str], None],
         pairs: int | None = None,
     ) -> None:
         self.pairs = pairs
         self.given = self.best = recipe
-        self.accept, self.budget, self.shop, self.say = accept, budget, shop, say
+        self.accept, self.budget, self.shop, self.window, self.say = accept, budget, shop, window, say
         self.trials: list[Trial] = []
         self.check: dict[str, Any] = {"ratios": [], "parity": None}
         self.started = monotonic()
@@ -115,6 +124,7 @@ class Search:
         Raises:
             FastloopError: The recipe cannot be measured as it is.
         """
+        self.shop.listen()
         here = self.measure(self.given)
         if "error" in here:
             raise (UsageError if here["kind"] == "usage" else FastloopError)(f"the recipe cannot be measured: {here['error']}")
@@ -188,6 +198,8 @@ class Search:
                 trial.why = there["error"]
                 self.say(f"{trial.edit}: {trial.why}")
                 return base
+            if not trial.ratios:
+                trial.once = max(0.0, first_cost(there) - first_cost(base))
             trial.ratios.append(faster(there, base))
             trial.before.append(base["seconds_a_step"])
             trial.after.append(there["seconds_a_step"])
@@ -201,10 +213,15 @@ class Search:
                     trial.why = f"the recipe without it failed: {base['error']}"
                     self.say(f"{trial.edit}: {trial.why}")
                     return here
+        trial.pays_after = break_even(trial.once, median(trial.before) - median(trial.after))
+        length = there["total_steps"]
+        if decision and trial.once > ONCE and length is not None and (trial.pays_after is None or trial.pays_after >= length):
+            decision, trial.why = False, f"it costs {trial.once:.0f} s once, which {length} steps do not win back"
         trial.kept = decision
         shown = ", ".join(f"{ratio:.2f}" for ratio in trial.ratios)
         forecast = "" if trial.forecast is None else f" (forecast {trial.forecast:.2f})"
-        self.say(f"{trial.edit}: x {shown}{forecast}: {'kept' if decision else 'not kept'}")
+        pays = f", pays after {trial.pays_after} steps" if decision and trial.once > ONCE else ""
+        self.say(f"{trial.edit}: x {shown}{forecast}: {'kept' if decision else trial.why or 'not kept'}{pays}")
         if decision:
             self.best = proposal.recipe
         return there if decision else base
@@ -212,6 +229,8 @@ class Search:
     def decide(self, ratios: list[float]) -> bool | None:
         """Whether to keep an edit with these ratios; None: another pair is needed."""
         if self.pairs is not None:
+            if ratios[-1] <= 1:  # the interval of so few pairs reaches to the least of them
+                return False
             return None if len(ratios) < self.pairs else verdict(ratios) == "faster"
         if len(ratios) == 1:
             return True if ratios[0] >= CLEAR else False if ratios[0] <= 1 / WORTH else None
@@ -221,7 +240,7 @@ class Search:
 
     def measure(self, recipe: Recipe, number: int = 0) -> Measurement:
         """In a fresh process."""
-        found = self.shop.measure(recipe, number)
+        found = self.shop.measure(recipe, self.window, number)
         self.costs[repr(recipe.to_dict())] = found["process_seconds"]
         return found
 
@@ -245,8 +264,11 @@ class Search:
         if self.best is self.given:
             return
         ratios: list[float] = self.check["ratios"]
+        kept = [trial for trial in self.trials if trial.kept]
+        if len(kept) == 1 and len(kept[0].ratios) >= CHECKS:  # which were these two
+            ratios += kept[0].ratios
         pair = self.costs[repr(self.given.to_dict())] + self.costs[repr(self.best.to_dict())]
-        for number in range(CHECKS):
+        for number in range(len(ratios), CHECKS):
             if number and self.left() < pair:
                 break
             arms = [self.given, self.best] if number % 2 == 0 else [self.best, self.given]
@@ -287,8 +309,13 @@ class Search:
             "seconds": monotonic() - self.started,
             "trials": [asdict(trial) for trial in self.trials],
             "check": self.check,
-            "foreign_load": self.shop.foreign_load,
+            "foreign_load": {"before": self.shop.before, "worst": self.shop.worst},
         }
+
+
+def first_cost(found: Measurement) -> float:
+    """Seconds before the first step, and those that the first steps took longer than the rest."""
+    return float(found["startup_seconds"] + found["warmup_extra_seconds"])
 
 
 def for_speed(plugin: type[Plugin]) -> bool:

@@ -11,7 +11,7 @@ import yaml
 
 from fastloop.bench.statistics import median
 from fastloop.recipe import Recipe, Train
-from fastloop.tune.search import Search
+from fastloop.tune.search import ONCE, Search
 
 
 def factor(search: Search) -> str:
@@ -31,7 +31,8 @@ def tuned(search: Search, last: str, folder: Path) -> str:
     for trial in search.trials:
         if trial.kept:
             key = trial.edit.partition("=")[0] if trial.edit.startswith(("data.", "train.", "model.")) else trial.plugin
-            remarks[key] = f"x {median(trial.ratios):.2f}" + (", one pair" if len(trial.ratios) == 1 else "") + f"; {trial.parity}"
+            pays = f", pays after {trial.pays_after} steps" if trial.once > ONCE else ""
+            remarks[key] = f"x {median(trial.ratios):.2f}" + (", one pair" if len(trial.ratios) == 1 else "") + f"{pays}; {trial.parity}"
     name, held = search.given.source.stem if search.given.source else "recipe", search.check["parity"]
     head = [f"{name}, tuned on this machine: {factor(search)}.", f"Losses, {held['class']}: {held['verdict']}.", last]
     best, source = search.best, search.best.source
@@ -45,7 +46,7 @@ def tuned(search: Search, last: str, folder: Path) -> str:
 
 def receipts(search: Search) -> str:
     """A markdown table of what was tried."""
-    lines = ["| edit | before | after | x measured | x forecast | parity | |", "|---|---:|---:|---:|---:|---|---|"]
+    lines = ["| edit | before | after | x measured | x forecast | pays after | parity | |", "|---|---:|---:|---:|---:|---:|---|---|"]
     for trial in search.trials:
         measured = ["", "", trial.why]
         if trial.ratios:
@@ -53,8 +54,9 @@ def receipts(search: Search) -> str:
             seconds = [f"{median(values):.3f} s" for values in (trial.before, trial.after)]
             measured = [*seconds, f"{median(trial.ratios):.2f} ({low:.2f} to {high:.2f})"]
         forecast = "" if trial.forecast is None else f"{trial.forecast:.2f}"
+        pays = "" if trial.once <= ONCE else "never" if trial.pays_after is None else f"{trial.pays_after} steps"
         verdict = "kept" if trial.kept else trial.why or "not kept"
-        lines.append(f"| `{trial.edit}` | {' | '.join(measured)} | {forecast} | {trial.parity} | {verdict} |")
+        lines.append(f"| `{trial.edit}` | {' | '.join(measured)} | {forecast} | {pays} | {trial.parity} | {verdict} |")
     return "\n".join(lines) + "\n"
 
 

@@ -47,15 +47,17 @@ class DataLoaderWorkers(Plugin):
 
     @classmethod
     def forecast(cls, seen: Seen, recipe: Recipe) -> Win | None:
-
+        """Batches are read beside the computing: as long as the workers need, or all processors for both."""
         waiting = max((rank.get("data", 0.0) for rank in seen.ranks), default=seen.region("data"))
+        cores = max(1, seen.cores // seen.world_size)
         computing = max(seen.seconds - waiting, 1e-6)
-        workers = min(-(-1.25 * waiting // computing), max(1, seen.cores // seen.world_size)) if waiting else 0
+        workers = min(-(-1.25 * waiting // computing), cores) if waiting else 0
         listed = recipe.plugins.get(cls.name) or {}
         if workers < 1 or listed.get("num_workers") in range(int(workers), 10**6):
             return None
+        busy = computing * (min(seen.threads, cores) if seen.device == "cpu" else 1) + seen.reading
         return Win(
-            seconds=waiting - max(0.0, waiting / workers - computing),
+            seconds=seen.seconds - max(computing, waiting / workers, busy / cores),
             why=f"A step waits {waiting / seen.seconds:.0%} of its time for batches, which {int(workers)} workers make meanwhile.",
             options={"num_workers": int(workers)},
         )

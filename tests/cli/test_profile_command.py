@@ -211,6 +211,15 @@ def test_what_is_compiled_but_for_a_number_that_is_read_is_compiled_whole():
     assert "compile" not in [plugin for plugin, _ in told({"operations": {"aten::gelu": 0.8}}, ["compile"])]
 
 
+def test_reading_that_takes_processors_itself_wins_less_than_waiting():
+    from fastloop_plugins.dataloader_workers import DataLoaderWorkers
+
+    usual = {"device": "cpu", "seconds": 1.0, "regions": {"data": 0.5, "loss": 0.5}, "cores": 2, "threads": 2}
+    sleeps, reads = (DataLoaderWorkers.forecast(Seen(**usual, reading=seconds), make_recipe({})) for seconds in (0.0, 0.5))
+    assert sleeps.seconds == pytest.approx(0.5)
+    assert reads.seconds == pytest.approx(0.25)
+
+
 def test_what_costs_more_once_than_the_recipe_has_steps_to_win_back_is_not_proposed():
     figures = {"operations": {"aten::gelu": 0.8}, "counts": {"aten::gelu": 1000}}
     assert "compile" not in [plugin for plugin, _ in told(figures | {"total_steps": 10})]

@@ -371,3 +371,19 @@ def test_a_written_recipe_is_the_same_when_it_is_read():
     assert load_recipe("back.yaml").to_dict() == recipe.to_dict()
     assert "  - packing\n" in written
     assert written.count("# ") >= 4
+
+
+@pytest.mark.parametrize(
+    ("ratios", "kept"),
+    [
+        ([1.1] * 4, None),
+        ([1.1] * 5, True),
+        ([1.1, 0.9], None),
+        ([1.1, 0.9, 1.1, 1.2, 1.1], None),
+        ([1.1, 0.9, 1.1, 1.2, 1.1, 1.1, 1.2], True),
+        ([1.1, 0.9, 0.9], False),
+    ],
+)
+def test_what_is_claimed_has_five_pairs_and_seven_with_an_outlier(ratios, kept):
+    search = Search(make_recipe({}), {"exact"}, 1.0, None, None, print, pairs=5)  # type: ignore[arg-type] # nothing is measured
+    assert search.decide(ratios) is kept

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,11 +50,13 @@ class Observer(Meter):
         self.longest: list[Any] = []  # numbers on the device: nobody waits for them in the window
         self.real = 0
         self.reserved: list[int] = []
+        self.reading, self.ended = 0.0, 0.0
         self.begun, self.last, self.looking = False, 0, ExitStack()
         self.seen: Seen | None = None
 
     @hookimpl
     def before_step(self, batches: list[Batch]) -> None:
+        self.reading += thread_time() - self.ended
         super().before_step(batches)
         for batch in batches:
             if isinstance(batch.inputs, Mapping) and "input_ids" in batch.inputs:
@@ -73,10 +75,12 @@ class Observer(Meter):
         if self.begun and run.state.step == self.last:
             self.looking.close()
             run.state.request_stop("measured")
+        self.ended = thread_time()
 
     def _open(self, run: Run) -> None:
         super()._open(run)
         self.first = (self.padded, len(self.longest), self.real, page_faults())
+        self.reading, self.ended = 0.0, thread_time()
 
     def _over(self, run: Run) -> None:
         """The timed window is over: look on from here."""
@@ -89,6 +93,7 @@ class Observer(Meter):
             "longest": sum(map(int, self.longest[longest:])) / steps,
             "real": (self.real - real) / steps,
             "page_faults": (faults - before) / steps,
+            "reading": self.reading / steps,
         }
         kinds = [torch.profiler.ProfilerActivity.CPU]
         if run.device.type == "cuda":
@@ -137,6 +142,7 @@ class Observer(Meter):
             padded=self.timed["padded"],
             longest=self.timed["longest"],
             real=self.timed["real"],
+            reading=self.timed["reading"],
             regions=regions,
             hooks={name: value * rest for name, value in hooks.items()},
             operations={name: 1e-6 * value / self.spec.looks * rest for name, value in own.items() if value and _operation(name)},

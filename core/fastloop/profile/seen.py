@@ -31,6 +31,7 @@ class Seen:
         padded: Tokens that were computed on this process, padding included; 0 where inputs have no ``input_ids``.
         longest: What they would be if batches were padded to their longest sample.
         real: Real ones among them.
+        reading: Seconds of a processor that this process took for its batches; little where it only waits for them.
         regions: Region of the loop -> seconds that were its own, those of regions inside taken off; together they are ``seconds``.
         hooks: ``PLUGIN.hook`` -> seconds.
         operations: Operation -> seconds of its own, on the device that computes.
@@ -61,6 +62,7 @@ class Seen:
     padded: float = 0.0
     longest: float = 0.0
     real: float = 0.0
+    reading: float = 0.0
     regions: dict[str, float] = field(default_factory=dict)
     hooks: dict[str, float] = field(default_factory=dict)
     operations: dict[str, float] = field(default_factory=dict)

@@ -35,6 +35,8 @@ PAIRS, CHECKS = 3, 5
 """Pairs that a close case gets, and the last check, time allowing."""
 CLEAR, WORTH, LEAST = 1.3, 1.05, 1.02
 """Factors from which one pair is enough, two that agree, and three."""
+MORE = 2
+"""Further pairs for an edit that was slower in one of them: the interval of five reaches to the least, that of seven to the second."""
 ONCE = 2.0
 """Seconds that an edit must cost once before they are held against what it wins: the start of a process varies by as much."""
 
@@ -229,9 +231,10 @@ class Search:
     def decide(self, ratios: list[float]) -> bool | None:
         """Whether to keep an edit with these ratios; None: another pair is needed."""
         if self.pairs is not None:
-            if ratios[-1] <= 1:  # the interval of so few pairs reaches to the least of them
+            slower = sum(ratio <= 1 for ratio in ratios)
+            if slower > 1:
                 return False
-            return None if len(ratios) < self.pairs else verdict(ratios) == "faster"
+            return None if len(ratios) < self.pairs + MORE * slower else verdict(ratios) == "faster"
         if len(ratios) == 1:
             return True if ratios[0] >= CLEAR else False if ratios[0] <= 1 / WORTH else None
         if len(ratios) < PAIRS:

@@ -62,8 +62,8 @@ def profile(
         words = [word for key, value in given.items() if value != "" for word in (key, str(value))]
         raise typer.Exit(launch.launch(["profile", recipe, *(overrides or ()), *words], nproc, 1, 0, None, folder))
     launch.end_with_launcher()
-    launch.start_again(select(loaded).environment(loaded))
     show_messages()
+    launch.start_again(select(loaded).environment(loaded))
     from fastloop.bench.pairs import Window, Workshop
 
     window = Window(steps=steps, seconds=seconds, warmup=warmup, looks=looks)
@@ -83,17 +83,19 @@ def look(recipe: Recipe, folder: Path, scratch: Path, steps: int, seconds: float
 
     from fastloop.bench.ladder import write
     from fastloop.bench.worker import Said, Spec
+    from fastloop.hooks import Resolution
     from fastloop.profile import page
     from fastloop.profile.observe import Observer
     from fastloop.profile.seen import Seen
     from fastloop.profile.verdicts import verdicts
     from fastloop.recipe import make_recipe
-    from fastloop.registry import Resolution, resolve
+    from fastloop.registry import resolve
     from fastloop.run import Run
 
     tree = recipe.to_dict()
     tree["train"] |= {"max_steps": 10**9, "epochs": 10**6, "save_every": None}
-    tree["output"], tree["plugins"] = str(scratch / "run"), dict(recipe.plugins) | dict.fromkeys(("log", "progress"), False)
+    tree["output"] = str(scratch / "run")
+    tree["plugins"] = recipe.listed(recipe.plugins | dict.fromkeys(("log", "progress"), False))
     short = make_recipe(tree, recipe.source)
     trace = folder / f"rank{launch.rank()}.trace.json"
     observer = Observer(Spec(recipe={}, source=None, warmup=warmup, steps=steps, seconds=seconds, looks=looks), Said(), trace)

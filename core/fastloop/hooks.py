@@ -37,7 +37,7 @@ class Calls:
 
     Attributes:
         count: How many there were.
-        seconds: What they took, without the hooks of other plugins that were called within.
+        seconds: What they took on the host, without the hooks that were called from within. Nobody waits for a device.
         first: When the first one began, on the clock of ``perf_counter``.
     """
 
@@ -56,7 +56,7 @@ class Hooks(pluggy.PluginManager):
         calls: (plugin, hook) -> what its calls came to.
         disabled: Plugin -> why its hooks are no longer called.
         span: Put around each call of a plugin's hook, wrappers aside, with the name ``plugin.hook``; None: nothing.
-        inside: Seconds of the hooks that were called from within the one under way.
+        inside: Seconds of the hooks that were called from within the one that is running.
         failed: The newest error that left a plugin's hook, with the two.
 
     Raises:
@@ -231,7 +231,8 @@ class Hooks(pluggy.PluginManager):
         return around if wrapper else called
 
     def _keep(self, error: Exception, plugin: Plugin, hook: str) -> None:
-        if self.failed is None or self.failed[0] is not error:  # else it comes from a hook within
+        within = self.failed is not None and self.failed[0] is error  # it came out of another hook first
+        if not within and not isinstance(error, FastloopError):  # those go to the user as they are
             self.failed = error, plugin, hook
 
     def _goes_on(self, plugin: Plugin, hook: str, error: Exception) -> bool:

@@ -91,7 +91,7 @@ def show_calls(resolution: Resolution) -> None:
         each = 1e6 * calls.seconds / calls.count
         table.add_row(calls.plugin, calls.hook, str(calls.count), f"{calls.seconds:.3f}", f"{each:,.1f}")
     rich.print(table)
-    typer.echo("Seconds are a hook's own: without the hooks called from within it, and a wrapper's without what it goes around.\n")
+    typer.echo("Seconds on the host, and a hook's own: without what a wrapper goes around, and without the hooks called from within.\n")
 
 
 def show_summary(summary: dict[str, Any], folder: Path) -> None:

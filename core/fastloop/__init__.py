@@ -12,6 +12,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from fastloop.errors import CheckpointError, FastloopError, PluginCrash, PluginError, RecipeError, UsageError
+from fastloop.hookspecs import hookspec
 from fastloop.options import option
 from fastloop.plugin import Device, Dtype, Package, Plugin, When, hookimpl
 from fastloop.profile.seen import Seen, Win
@@ -46,6 +47,7 @@ __all__ = [
     "When",
     "Win",
     "hookimpl",
+    "hookspec",
     "option",
 ]
 

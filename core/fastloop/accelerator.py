@@ -14,7 +14,7 @@ from fastloop.state import AcceleratorDraft
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from fastloop.registry import Resolution
+    from fastloop.hooks import Resolution
 
 
 def build_accelerator(recipe: Recipe, resolution: Resolution) -> Accelerator:

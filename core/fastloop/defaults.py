@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from fastloop import loop
 from fastloop.checkpoint import save_tensors, shaped_like, whole
 from fastloop.errors import RecipeError, did_you_mean
+from fastloop.importing import import_object
 from fastloop.plugin import hookimpl
 
 if TYPE_CHECKING:
@@ -18,17 +20,33 @@ if TYPE_CHECKING:
     from fastloop.run import Run
 
 
-@hookimpl
-def check_recipe(recipe: Recipe) -> None:
-    """``train.optimizer`` must be a class of torch.optim.
+def optimizer_class(recipe: Recipe) -> Callable[..., torch.optim.Optimizer]:
+    """The class that ``train.optimizer`` names: of torch.optim, or ``package.module:name`` or ``file.py:name``.
 
     Raises:
-        RecipeError: torch.optim has no such class.
+        RecipeError: There is no such class, or it is not one of an optimizer.
     """
-    names = {name for name, cls in vars(torch.optim).items() if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)}
-    if recipe.train.optimizer not in names - {"Optimizer"}:
-        hint = did_you_mean(recipe.train.optimizer, names - {"Optimizer"})
-        raise RecipeError(f"{recipe.where}: train.optimizer: torch.optim has no {recipe.train.optimizer!r}.{hint}")
+    name, where = recipe.train.optimizer, f"{recipe.where}: train.optimizer"
+    if ":" in name:
+        found = import_object(name, recipe, "train.optimizer")
+        if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+            raise RecipeError(f"{where}: {name} is no subclass of torch.optim.Optimizer.")
+        return found
+    known = {name: cls for name, cls in vars(torch.optim).items() if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)}
+    del known["Optimizer"]
+    if name not in known:
+        raise RecipeError(f"{where}: torch.optim has no {name!r}.{did_you_mean(name, known)} Another one is package.module:name.")
+    return known[name]
+
+
+@hookimpl
+def check_recipe(recipe: Recipe) -> None:
+    """``train.optimizer`` must name an optimizer.
+
+    Raises:
+        RecipeError: As ``optimizer_class``.
+    """
+    optimizer_class(recipe)
 
 
 @hookimpl
@@ -39,13 +57,18 @@ def build_collator(run: Run) -> Any:
 
 @hookimpl
 def build_optimizer(run: Run, model: torch.nn.Module) -> torch.optim.Optimizer:
-    """The recipe's ``train.optimizer`` over the parameters that are trained."""
+    """The recipe's ``train.optimizer`` over the parameters that are trained.
+
+    Raises:
+        RecipeError: It takes other arguments.
+    """
     train = run.recipe.train
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer: torch.optim.Optimizer = getattr(torch.optim, train.optimizer)(
-        parameters, lr=train.lr, weight_decay=train.weight_decay, **run.optimizer_arguments
-    )
-    return optimizer
+    arguments = {"lr": train.lr, "weight_decay": train.weight_decay, **run.optimizer_arguments}
+    try:
+        return optimizer_class(run.recipe)(parameters, **arguments)
+    except TypeError as error:
+        raise RecipeError(f"{run.recipe.where}: train.optimizer: {train.optimizer} was called with {arguments}: {error}.") from error
 
 
 @hookimpl

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import tempfile
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastloop.clock import peak_memory
 from fastloop.errors import RecipeError
+from fastloop.recipe import anchored
 
 if TYPE_CHECKING:
     from fastloop.run import Run
@@ -48,7 +50,10 @@ def make(run: Run) -> None:
     from omegaconf import OmegaConf
 
     run.folder.mkdir(parents=True, exist_ok=True)
-    OmegaConf.save(OmegaConf.create(run.recipe.to_dict()), run.folder / "recipe.yaml")
+    recipe = run.recipe
+    if recipe.source is not None:  # plugins' files are found from the run folder too
+        recipe = dataclasses.replace(recipe, references=anchored(recipe.references, recipe.source.parent))
+    OmegaConf.save(OmegaConf.create(recipe.to_dict()), run.folder / "recipe.yaml")
 
 
 def summarise(run: Run, status: str, reason: str | None) -> dict[str, Any]:
@@ -63,6 +68,7 @@ def summarise(run: Run, status: str, reason: str | None) -> dict[str, Any]:
         "world_size": run.world_size,
         "device": str(run.device),
         "plugins": run.resolution.names(),
+        "disabled": run.resolution.disabled,
         "train_seconds": seconds["train"],
         "startup_seconds": seconds["startup"],
         "compile_seconds": 0.0,
@@ -74,6 +80,7 @@ def summarise(run: Run, status: str, reason: str | None) -> dict[str, Any]:
         "best": state.best,
     }
     run.hooks.write_summary(run=run, summary=summary)
+    summary["plugin_seconds"] = run.resolution.plugin_seconds()
     summary["train_seconds"] = max(summary["train_seconds"] - summary["compile_seconds"], 0.0)  # compiling happens inside steps
     for name, count in (("samples", state.samples), ("tokens", state.tokens)):
         summary[f"{name}_per_second"] = count / summary["train_seconds"] if summary["train_seconds"] else 0.0

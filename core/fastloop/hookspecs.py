@@ -46,13 +46,16 @@ must come by. Writing files is for ``run.is_main`` alone; so is what ``save_stat
 
 What goes around something is a wrapper:
 ``@hookimpl(wrapper=True)`` on that hook (not on draft and chain hooks, ``save_state`` and ``load_state``).
+
+Plugins may bring along hooks of their own: ``Plugin.hookspecs``. A hook or an argument that is renamed here works under its old name for a
+release: ``RENAMED``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pluggy
 
@@ -69,17 +72,31 @@ if TYPE_CHECKING:
 hookspec = pluggy.HookspecMarker("fastloop")
 first = hookspec(firstresult=True)
 
-ONE_BY_ONE = (
+CHANGE = (
     "environment",
     "configure_accelerator",
     "configure_dataloader",
     "configure_optimizer",
     "before_prepare",
     "after_prepare",
-    "save_state",
-    "load_state",
 )
+"""Draft and chain hooks, and what is like them: beside the *first* hooks, those that are there to change a run."""
+
+ONE_BY_ONE = (*CHANGE, "save_state", "load_state")
 """Called on each plugin by itself, so that there is nothing to wrap."""
+
+
+class Renamed(NamedTuple):
+    """What something is called now, and the version of fastloop that no longer knows the old name."""
+
+    name: str
+    until: str
+
+
+RENAMED: dict[str, Renamed] = {}
+"""An old name of a hook, or ``hook.argument`` with an old name of its argument -> the present one. For a release both work, the old one
+with a warning."""
+
 
 # -- configure ---------------------------------------------------------------------------------------------------------
 

@@ -7,11 +7,17 @@ import importlib
 import importlib.util
 import sys
 import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from fastloop.errors import RecipeError, did_you_mean
 from fastloop.recipe import Recipe
+from fastloop.source import split
+
+PREFIX = "fastloop_file_"
+"""What the modules' names of files begin with."""
 
 
 def check_reference(reference: str, recipe: Recipe, key: str) -> None:
@@ -43,23 +49,53 @@ def import_object(reference: str, recipe: Recipe, key: str) -> Any:
         RecipeError: As ``check_reference``; or the code fails on import (says in which line), or has no such name.
     """
     check_reference(reference, recipe, key)
-    where = f"{recipe.where}: {key}"
     home, _, name = reference.rpartition(":")
-    try:
-        module = _from_file(home, recipe) if home.endswith(".py") else importlib.import_module(home)
-    except Exception as error:
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        place = f" ({last.filename}, line {last.lineno})" if "importlib" not in last.filename else ""
-        raise RecipeError(f"{where}: {home} cannot be imported: {type(error).__name__}: {error}{place}.") from error
+    module = import_file(home, recipe, key) if home.endswith(".py") else _imported(home, importlib.import_module, home, recipe, key)
     if not hasattr(module, name):
         public = [known for known in vars(module) if not known.startswith("_")]
-        raise RecipeError(f"{where}: {home} has no {name!r}.{did_you_mean(name, public)}")
+        raise RecipeError(f"{recipe.where}: {key}: {home} has no {name!r}.{did_you_mean(name, public)}")
     return getattr(module, name)
 
 
-def _from_file(file: str, recipe: Recipe) -> ModuleType:
-    path = recipe.find(file).resolve()
-    name = f"fastloop_file_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+def import_file(file: str, recipe: Recipe, key: str) -> ModuleType:
+    """Import a file, once.
+
+    Raises:
+        RecipeError: The code fails; says in which line.
+    """
+    return _imported(file, _from_file, recipe.find(file).resolve(), recipe, key)
+
+
+def files(recipe: Recipe) -> list[Path]:
+    """The Python files whose code a run of the recipe executes: plugins', and those that ``model``, ``data`` or an option refer to."""
+    found: dict[Path, None] = {}
+
+    def walk(value: Any) -> None:
+        if isinstance(value, Mapping):
+            for item in value.values():
+                walk(item)
+        elif isinstance(value, list):
+            for item in value:
+                walk(item)
+        elif isinstance(value, str) and (parts := split(value)) is not None and recipe.find(parts[0]).is_file():
+            found.setdefault(recipe.find(parts[0]).resolve())
+
+    listed = {recipe.references.get(name, name): options for name, options in recipe.plugins.items() if options is not False}
+    walk([*listed, *listed.values(), recipe.model, recipe.data, recipe.train.optimizer])
+    return list(found)
+
+
+def _imported(what: str, load: Callable[[Any], ModuleType], home: Any, recipe: Recipe, key: str) -> ModuleType:
+    try:
+        return load(home)
+    except (Exception, SystemExit) as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        place = f" ({last.filename}, line {last.lineno})" if "importlib" not in last.filename else ""
+        raise RecipeError(f"{recipe.where}: {key}: {what} cannot be imported: {type(error).__name__}: {error}{place}.") from error
+
+
+def _from_file(path: Path) -> ModuleType:
+    name = f"{PREFIX}{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)

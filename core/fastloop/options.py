@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.fields import FieldInfo
 
-from fastloop.errors import RecipeError, did_you_mean
+from fastloop.errors import PluginError, RecipeError, did_you_mean
 
 T = TypeVar("T")
 
@@ -55,6 +55,20 @@ def _checker(cls: Any) -> type[BaseModel]:
             default = Field(alias=field.name)
         fields[f"option_{field.name}"] = (hints[field.name], default)  # an option may be called like a method of pydantic's models
     return create_model(cls.__name__, __config__=ConfigDict(extra="forbid", strict=True, allow_inf_nan=False), **fields)
+
+
+def check_options(cls: Any, what: str) -> None:
+    """Refuse a class that cannot describe options.
+
+    Raises:
+        PluginError: It is no dataclass, or pydantic cannot check one of its types.
+    """
+    if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
+        raise PluginError(f"{what} is {cls!r}, expected a dataclass: @dataclass(kw_only=True).")
+    try:
+        _checker(cls)
+    except Exception as error:
+        raise PluginError(f"{what} cannot be checked: {type(error).__name__}: {str(error).splitlines()[0]}") from error
 
 
 def parse(cls: type[T], values: Mapping[str, Any] | None, where: str) -> T:

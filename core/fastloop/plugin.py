@@ -11,7 +11,8 @@
         @hookimpl
         def before_fit(self, run): ...
 
-Register it with an entry point: ``[project.entry-points."fastloop.plugins"]  warmth = "my_package:Warmth"``.
+Register it with an entry point: ``[project.entry-points."fastloop.plugins"]  warmth = "my_package:Warmth"``, or list its file in a
+recipe: ``- ./warmth.py``. The versions of fastloop that a package works with are those of its own dependency on fastloop.
 Everything the resolver needs is declared on the class, so a plugin of yours is resolved like one of ours.
 """
 
@@ -19,17 +20,21 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
 
 import pluggy
 
-from fastloop.options import parse
+from fastloop.errors import RecipeError
+from fastloop.options import check_options, option, parse
 
 if TYPE_CHECKING:
     from fastloop.machine import Machine
     from fastloop.profile.seen import Seen, Win
     from fastloop.recipe import Recipe
+
+GROUP = "fastloop.plugins"
+"""The entry points by which plugins are found."""
 
 hookimpl = pluggy.HookimplMarker("fastloop")
 
@@ -109,13 +114,39 @@ class When:
         return self.need.missing(plugin, machine) if self.condition(plugin.config) else None
 
 
+@dataclass(kw_only=True)
+class Observer:
+    """The option that a plugin which only looks on (``observes``) takes beside its own."""
+
+    on_error: Annotated[
+        Literal["raise", "disable"], option("When it fails: the run fails too, or goes on without its hooks and says so in the summary.")
+    ] = "raise"
+
+
 class Plugin:
     """Base of every plugin: declarations on the class, options in ``config``, hooks as ``@hookimpl`` methods.
 
     Plugins take plain arguments, so that Python users need no recipe: ``Amp(dtype="bf16")``.
 
+    A plugin may have hooks of its own, for other plugins to implement: a class or a module of functions marked with ``fastloop.hookspec``.
+    It calls them on the run's plugins, and only runs with it know them::
+
+        class Hooks:
+            @hookspec
+            def after_warmth(self, run, degrees): "It is warm."
+
+        class Warmth(Plugin):
+            hookspecs = Hooks
+
+            @hookimpl
+            def after_step(self, run):
+                run.hooks.after_warmth(run=run, degrees=20.0)
+
+    A plugin that implements one and can do without its owner marks it ``@hookimpl(optionalhook=True)``; else it ``requires`` the owner.
+
     Raises:
         RecipeError: An option is unknown, of the wrong type or out of range.
+        PluginError: ``Config`` cannot describe options.
     """
 
     name: ClassVar[str] = ""
@@ -138,13 +169,29 @@ class Plugin:
     """What it does to the numbers."""
     configures: ClassVar[str] = ""
     """What it changes in a run, in a few words, for `fastloop plan`."""
+    observes: ClassVar[bool] = False
+    """Whether it only looks on, so that a run without it has the same numbers. It then wraps no hook, implements none that changes or
+    decides something, and asks for nothing that processes do together (``run.wait``, ``run.gather``, ``run.weights``): when it fails on
+    one process, the others go on. Its users may have it disabled when it fails: ``on_error: disable``."""
+    hookspecs: ClassVar[Any] = None
+    """A class or module of hooks that it brings along."""
+
+    on_error: Literal["raise", "disable"] = "raise"
 
     @dataclass(kw_only=True)
     class Config:
         """No options."""
 
     def __init__(self, *, _where: str = "", **options: Any) -> None:
-        self.config: Any = parse(type(self).Config, options, _where or self.name)
+        where = _where or self.name
+        if "on_error" in options and self.observes:
+            self.on_error = parse(Observer, {"on_error": options.pop("on_error")}, where).on_error
+        check_options(type(self).Config, f"{where}: its Config")
+        if "on_error" in options and "on_error" not in [field.name for field in fields(type(self).Config)]:
+            raise RecipeError(
+                f"{where}.on_error: for plugins that only look on. A run without {self.name!r} would be another one. Leave it out."
+            )
+        self.config: Any = parse(type(self).Config, options, where)
 
     @classmethod
     def activates(cls, recipe: Recipe) -> str | None:

@@ -11,6 +11,16 @@
 Order of precedence, low to high: what ``extends:`` names, the file, ``--with``, overrides (``train.lr=1e-4``,
 ``plugins.amp.dtype=fp16``), ``--without``. ``${train.lr}`` stands for another key's value.
 
+A plugin is listed by its name, or by where it comes from:
+
+      - my-plugin
+      - my-package:my-plugin             # of this package: for a name that several packages have
+      - ./my_plugin.py: {rate: 0.5}      # from a file, found from the current folder or beside the recipe
+      - ./my_plugins.py:Second           # the class Second of a file that holds several
+
+However it is listed, overrides and ``--without`` call it by its ``name`` (``plugins.my-plugin.rate=0.5``) or as it is listed. A file is
+only read for the name: its code runs when plugins are resolved.
+
 ``model`` and ``data`` are checked by the task plugin, each plugin's options by the plugin: this file knows only ``train`` and the
 shape of the rest.
 """
@@ -28,6 +38,7 @@ from pydantic import PositiveInt
 
 from fastloop.errors import RecipeError, did_you_mean
 from fastloop.options import option, parse
+from fastloop.source import read, split
 
 SECTIONS = ("model", "data", "train", "plugins", "output")
 _RESOLVER = re.compile(r"\$\{[^}]*?[:$][^}]*\}*")
@@ -42,7 +53,7 @@ class Train:
     device_batch_size: Annotated[int | None, option("Samples one process holds at once; null: batch_size / world size.", ge=1)] = None
     eval_batch_size: Annotated[int | None, option("Samples one process evaluates at once; null: as in training.", ge=1)] = None
     lr: Annotated[float, option("Peak learning rate.", gt=0)] = 5e-5
-    optimizer: Annotated[str, option("A class of torch.optim, such as AdamW, Adam or SGD.")] = "AdamW"
+    optimizer: Annotated[str, option("A class of torch.optim, such as AdamW or SGD, or package.module:name, or file.py:name.")] = "AdamW"
     weight_decay: Annotated[float, option("Weight decay of the optimizer.", ge=0)] = 0.0
     seed: Annotated[int, option("Seeds initial weights, sample order and dropout.", ge=0, lt=2**32)] = 123
     max_steps: Annotated[int | None, option("Stop after this many optimizer steps; null: after the epochs.", ge=1)] = None
@@ -64,6 +75,7 @@ class Recipe:
 
     Attributes:
         plugins: Plugin name -> options, in the recipe's order. ``False`` turns a default plugin off.
+        references: Plugin name -> how it is listed, where that is not its name: ``package:name``, ``file.py``, ``file.py:Class``.
         source: The file it came from, for messages and for paths relative to it; None when made in Python.
     """
 
@@ -72,6 +84,7 @@ class Recipe:
     train: Train = field(default_factory=Train)
     plugins: dict[str, dict[str, Any] | Literal[False]] = field(default_factory=dict)
     output: str = "runs/run"
+    references: dict[str, str] = field(default_factory=dict)
     source: Path | None = None
 
     @property
@@ -81,21 +94,33 @@ class Recipe:
 
     def to_dict(self) -> dict[str, Any]:
         """The recipe as its YAML file would hold it."""
-        plugins = [name if options == {} else {name: options} for name, options in self.plugins.items()]
         return {
             "model": self.model,
             "data": self.data,
             "train": dataclasses.asdict(self.train),
-            "plugins": plugins,
+            "plugins": self.listed(self.plugins),
             "output": self.output,
         }
 
+    def listed(self, plugins: Mapping[str, dict[str, Any] | Literal[False]]) -> list[str | dict[str, Any]]:
+        """Plugins as this recipe's file lists them: by name, or from where this recipe has them."""
+        items = [(self.references.get(name, name), options) for name, options in plugins.items()]
+        return [reference if options == {} else {reference: options} for reference, options in items]
+
+    def place(self, name: str) -> str:
+        """How messages name a plugin's entry: as it is listed."""
+        return f"{self.where}: plugins.{self.references.get(name, name)}"
+
     def find(self, path: str) -> Path:
         """A path of the recipe: as given (absolute, or from the current folder), else from the recipe's own folder."""
-        given = Path(path).expanduser()
-        if not given.exists() and self.source is not None and (self.source.parent / given).exists():
-            return self.source.parent / given
-        return given
+        return _find(path, self.source)
+
+
+def _find(path: str, source: Path | None) -> Path:
+    given = Path(path).expanduser()
+    if not given.exists() and source is not None and (source.parent / given).exists():
+        return source.parent / given
+    return given
 
 
 def recipe_folders() -> list[Path]:
@@ -138,18 +163,22 @@ def load_recipe(
     Args:
         name: A path, or a shipped recipe's name.
         overrides: Dotlist items such as ``train.lr=1e-4`` or ``plugins.amp.dtype=fp16``.
-        with_plugins: Names to add (those that are there already stay as they are).
-        without_plugins: Names to leave out, default ones included.
+        with_plugins: Plugins to add, as a recipe lists them (those that are there already stay as they are).
+        without_plugins: Plugins to leave out, default ones included.
 
     Raises:
         RecipeError: The file cannot be read, or something in it cannot be; names file, key, what was expected.
     """
     path = find_recipe(name)
-    tree = _read(path, ())
-    tree["plugins"] |= {plugin: tree["plugins"].get(plugin) or {} for plugin in with_plugins}
-    tree = _apply(tree, overrides, str(path))
+    references: dict[str, str] = {}
+    tree = _read(path, (), references)
+    for plugin in with_plugins:
+        name = _name(plugin, "--with", path, references)
+        tree["plugins"][name] = tree["plugins"].get(name) or {}
+    tree = _apply(tree, overrides, str(path), references)
     for plugin in without_plugins:
-        tree["plugins"][plugin] = False
+        tree["plugins"][_name(plugin, "--without", path, {})] = False
+    tree["plugins"] = {references.get(name, name): options for name, options in tree["plugins"].items()}
     return make_recipe(tree, path)
 
 
@@ -169,18 +198,20 @@ def make_recipe(tree: Mapping[str, Any], source: Path | None = None) -> Recipe:
     output = tree.get("output") or (f"runs/{source.stem}" if source else "runs/run")
     if not isinstance(output, str):
         raise RecipeError(f"{where}: output: found {output!r}, expected the path of a folder.")
+    references: dict[str, str] = {}
     return Recipe(
         model=dict(tree.get("model") or {}),
         data=dict(tree.get("data") or {}),
         train=parse(Train, tree.get("train"), f"{where}: train"),
-        plugins=dict(_plugins_by_name(tree.get("plugins"), where)),
+        plugins=_plugins_by_name(tree.get("plugins"), where, source, references),
         output=output,
+        references=references,
         source=source,
     )
 
 
-def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
-    """One file with what it extends, as plain containers, ``plugins`` by name."""
+def _read(path: Path, seen: tuple[Path, ...], references: dict[str, str]) -> dict[str, Any]:
+    """One file with what it extends, as plain containers, ``plugins`` by name; fills in ``references``."""
     import yaml
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -198,16 +229,33 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     if not OmegaConf.is_dict(config) or not len(config):
         raise RecipeError(f"{path}: expected a mapping with the sections {', '.join(SECTIONS)}.")
     tree: dict[str, Any] = OmegaConf.to_container(config, resolve=False)  # type: ignore[assignment]
-    tree["plugins"] = _plugins_by_name(tree.get("plugins"), str(path))
+    tree["plugins"] = _plugins_by_name(tree.get("plugins"), str(path), path, references)
     base = tree.pop("extends", None)
     if base is None:
         return tree
     if not isinstance(base, str):
         raise RecipeError(f"{path}: extends: found {base!r}, expected one recipe's path or name.")
     beside = path.parent / base
-    parent = _read(beside if beside.is_file() else find_recipe(base), (*seen, path.resolve()))
+    home = beside if beside.is_file() else find_recipe(base)
+    inherited: dict[str, str] = {}
+    parent = _read(home, (*seen, path.resolve()), inherited)
+    for name, reference in inherited.items():
+        references.setdefault(name, reference if home.parent == path.parent else anchored(reference, home.parent))
     merged: dict[str, Any] = _merge(parent, {section: value for section, value in tree.items() if value is not None})
     return merged
+
+
+def anchored(value: Any, home: Path) -> Any:
+    """The same value with paths that are found beside a recipe in ``home`` alone made absolute: for a recipe that lies elsewhere."""
+    if isinstance(value, Mapping):
+        return {key: anchored(item, home) for key, item in value.items()}
+    if isinstance(value, list):
+        return [anchored(item, home) for item in value]
+    if not isinstance(value, str):
+        return value
+    path, colon, name = value.rpartition(":") if ".py:" in value else (value, "", "")
+    beside = home / path
+    return f"{beside.resolve()}{colon}{name}" if path and not Path(path).exists() and beside.exists() else value
 
 
 def _merge(base: Any, top: Any) -> Any:
@@ -228,8 +276,46 @@ def _refuse_resolvers(tree: Any, where: str) -> None:
         raise RecipeError(f"{where}: found {found[0]!r}. Expected ${{...}} with the name of another key of the recipe in it, and no more.")
 
 
-def _plugins_by_name(plugins: Any, where: str) -> dict[str, dict[str, Any] | Literal[False]]:
-    """The list of the recipe as a mapping: overrides address plugins by name, and a name stands once."""
+def _name(reference: str, where: str, source: Path | None, references: dict[str, str]) -> str:
+    """The name of the plugin that a reference lists; another reference than the name is kept in ``references``, where it is the first.
+
+    Raises:
+        RecipeError: There is no such file, or no such plugin in it.
+    """
+    if (parts := split(reference)) is not None:
+        name = _name_in_file(*parts, where=f"{where}: {reference}", source=source)
+    else:
+        name = reference.rpartition(":")[2]
+    if reference != name:
+        references.setdefault(name, reference)
+    return name
+
+
+def _name_in_file(file: str, cls: str, where: str, source: Path | None) -> str:
+    path = _find(file, source)
+    try:
+        found = read(path)
+    except OSError:
+        beside = " nor beside the recipe" if source else ""
+        raise RecipeError(f"{where}: there is no file {file} that can be read, in the current folder{beside}.") from None
+    except SyntaxError as error:
+        raise RecipeError(f"{where}: {path}, line {error.lineno}: not valid Python: {error.msg}.") from None
+    plugins = found.plugins()
+    if cls and cls not in plugins:
+        what = "has no literal `name`, or no base class" if cls in found.classes else "is not a class of the file"
+        raise RecipeError(f"{where}: {cls} {what}.{did_you_mean(cls, plugins)}")
+    if not plugins:
+        classes = f"It has the classes {', '.join(found.classes)}. " if found.classes else ""
+        raise RecipeError(f'{where}: the file holds no plugin. {classes}Expected a subclass of fastloop.Plugin with `name = "..."`.')
+    if not cls and len(plugins) > 1:
+        raise RecipeError(f"{where}: the file holds several plugins. Say which: {' or '.join(f'{file}:{known}' for known in plugins)}.")
+    return plugins[cls] if cls else next(iter(plugins.values()))
+
+
+def _plugins_by_name(
+    plugins: Any, where: str, source: Path | None, references: dict[str, str]
+) -> dict[str, dict[str, Any] | Literal[False]]:
+    """The list of the recipe as a mapping: overrides address plugins by name, and a name stands once. Fills in ``references``."""
     if plugins is None:
         return {}
     if isinstance(plugins, Mapping):
@@ -246,17 +332,18 @@ def _plugins_by_name(plugins: Any, where: str) -> dict[str, dict[str, Any] | Lit
     else:
         raise RecipeError(f"{where}: plugins: found {plugins!r}, expected a list of names.")
     found: dict[str, dict[str, Any] | Literal[False]] = {}
-    for name, options in items:
+    for reference, options in items:
+        name = _name(str(reference), f"{where}: plugins", source, references)
         if name in found:
             raise RecipeError(f"{where}: plugins: {name!r} is listed twice. Remove one.")
         if options is not None and options is not False and not isinstance(options, Mapping):
-            raise RecipeError(f"{where}: plugins.{name}: found {options!r}, expected a mapping of options, or false to leave it out.")
-        found[str(name)] = False if options is False else dict(options or {})
+            raise RecipeError(f"{where}: plugins.{reference}: found {options!r}, expected a mapping of options, or false to leave it out.")
+        found[name] = False if options is False else dict(options or {})
     return found
 
 
-def _apply(tree: dict[str, Any], overrides: Iterable[str], where: str) -> dict[str, Any]:
-    """Overrides, then OmegaConf's interpolations (``${train.lr}``)."""
+def _apply(tree: dict[str, Any], overrides: Iterable[str], where: str, references: Mapping[str, str]) -> dict[str, Any]:
+    """Overrides, then OmegaConf's interpolations (``${train.lr}``). Plugins are by name before and after."""
     import yaml
     from omegaconf import OmegaConf
     from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
@@ -265,18 +352,22 @@ def _apply(tree: dict[str, Any], overrides: Iterable[str], where: str) -> dict[s
         _refuse_resolvers(value, f"{where}: {section}")
     config = OmegaConf.create(tree)
     for item in overrides:
-        key, equals, _ = item.partition("=")
+        key, equals, value = item.partition("=")
         if not equals or not key:
             raise RecipeError(f"{item}: not an override. Expected key=value, such as train.lr=1e-4.")
         head, _, rest = key.partition(".")
         if head not in SECTIONS:
             raise RecipeError(f"{item}: there is no section {head!r}.{did_you_mean(head, SECTIONS)}")
+        for listed, reference in references.items():
+            if head == "plugins" and rest.startswith(f"{reference}."):
+                rest = listed + rest.removeprefix(reference)
+                item = f"plugins.{rest}={value}"
         name = rest.partition(".")[0]
         if head == "plugins" and not name:
             raise RecipeError(f"{item}: expected plugins.NAME.OPTION=value. Plugins are added by --with, and left out by --without.")
         if head == "plugins" and not isinstance(tree["plugins"].get(name), Mapping):
-            listed = [plugin for plugin, options in tree["plugins"].items() if options is not False]
-            raise RecipeError(f"{item}: the recipe {where} does not list {name!r}.{did_you_mean(name, listed)} Add it with --with {name}.")
+            there = [plugin for plugin, options in tree["plugins"].items() if options is not False]
+            raise RecipeError(f"{item}: the recipe {where} does not list {name!r}.{did_you_mean(name, there)} Add it with --with {name}.")
         _refuse_resolvers(item, key)
         try:
             config = OmegaConf.merge(config, OmegaConf.from_dotlist([item]))  # type: ignore[assignment]
@@ -288,5 +379,5 @@ def _apply(tree: dict[str, Any], overrides: Iterable[str], where: str) -> dict[s
         raise RecipeError(f"{where}: {error.full_key}: found '???', which stands for a value to fill in. Set it.") from None
     except OmegaConfBaseException as error:
         raise RecipeError(f"{where}: {str(error).splitlines()[0]}.") from None
-    resolved["plugins"] = _plugins_by_name(resolved.get("plugins"), where)
+    resolved["plugins"] = _plugins_by_name(resolved.get("plugins"), where, None, {})
     return resolved

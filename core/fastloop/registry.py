@@ -1,252 +1,158 @@
-"""Plugins: found by entry point, loaded when named, checked together, ordered once.
+"""Plugins: found by entry point or in a file, loaded when named, checked together, ordered once.
 
-``resolve`` turns a recipe into a ``Resolution``: the plugin objects in the order in which their hooks are called, why each is
-there, and the pluggy manager of this one run. Nothing here knows a plugin by name.
+``resolve`` turns a recipe into a ``Resolution``: the plugin objects in the order in which their hooks are called, and why each is
+there. Nothing here knows a plugin by name.
 """
 
 from __future__ import annotations
 
-import functools
 import heapq
 import importlib.metadata
-import inspect
-import traceback
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Iterable
 from typing import Any
 
-import pluggy
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
 
-from fastloop import hookspecs
-from fastloop.errors import FastloopError, PluginCrash, PluginError, did_you_mean
+from fastloop.errors import FastloopError, PluginError, did_you_mean
+from fastloop.hooks import Resolution, origin
+from fastloop.importing import import_file
 from fastloop.machine import Machine
-from fastloop.plugin import Plugin
+from fastloop.options import check_options
+from fastloop.plugin import GROUP, Plugin
 from fastloop.recipe import Recipe
-from fastloop.state import Draft
+from fastloop.source import split
 
-GROUP = "fastloop.plugins"
 DEFAULTS = "fastloop.defaults"
 """Plugins that fastloop's own distribution turns on by itself. Other distributions' entries are not read: installed is not active."""
 
-_SPECS: dict[str, list[str]] = {
-    name: list(inspect.signature(spec).parameters) for name, spec in vars(hookspecs).items() if hasattr(spec, "fastloop_spec")
-}
 
-
-def installed() -> dict[str, importlib.metadata.EntryPoint]:
+def installed(group: str = GROUP, taken: Iterable[str] = ()) -> dict[str, importlib.metadata.EntryPoint]:
     """Name -> entry point of every installed plugin, from metadata alone: nothing is imported.
 
     Two distributions that claim one name leave it reachable only as ``distribution:name``.
+
+    Args:
+        taken: Names that no distribution can have.
     """
     found: dict[str, list[importlib.metadata.EntryPoint]] = {}
-    for point in importlib.metadata.entry_points(group=GROUP):
+    for point in importlib.metadata.entry_points(group=group):
         found.setdefault(point.name, []).append(point)
     table = {}
     for name, points in sorted(found.items()):
         for point in points:
-            table[name if len(points) == 1 else f"{_distribution(point)}:{name}"] = point
+            table[name if len(points) == 1 and name not in taken else f"{_distribution(point)}:{name}"] = point
     return table
+
+
+def defaults() -> dict[str, importlib.metadata.EntryPoint]:
+    """Name -> entry point of the plugins that are on by themselves where their ``activates`` says so."""
+    points = sorted(importlib.metadata.entry_points(group=DEFAULTS), key=lambda point: point.name)
+    return {point.name: point for point in points if _distribution(point) == "fastloop"}
 
 
 def _distribution(point: importlib.metadata.EntryPoint) -> str:
     return point.dist.name if point.dist else "?"
 
 
-def load(name: str, where: str = "plugins") -> type[Plugin]:
-    """The class of an installed plugin.
+def load(reference: str, where: str = "plugins") -> type[Plugin]:
+    """The class of an installed plugin: by its name, or as ``package:name``.
 
     Raises:
-        PluginError: No such plugin (with the nearest name), it does not import, or it is not a plugin.
+        PluginError: No such plugin (with the nearest name), it is made for another fastloop, it does not import, or it is not a plugin.
     """
-    table = installed()
-    rivals = [key for key in table if key.endswith(f":{name}")]
-    if name not in table and len(rivals) > 1:
-        raise PluginError(f"{where}: {name!r} is the name of plugins in several packages. Say which: {' or '.join(rivals)}.")
-    if name not in table:
-        raise PluginError(f"{where}: no plugin {name!r} is installed.{did_you_mean(name, table)} `fastloop plugins` lists them.")
-    point = table[name]
+    point = find(reference, where)
     origin = f"{point.value} of {_distribution(point)} {point.dist.version if point.dist else ''}".rstrip()
+    what = f"{where}: plugin {reference!r} ({origin})"
+    if unfit := unsupported(point):
+        raise PluginError(f"{what} {unfit}")
     try:
-        cls = point.load()
-    except Exception as error:
-        raise PluginError(f"{where}: plugin {name!r} ({origin}) cannot be imported: {type(error).__name__}: {error}") from error
-    if not (isinstance(cls, type) and issubclass(cls, Plugin)):
-        raise PluginError(f"{where}: plugin {name!r} ({origin}) is not a subclass of fastloop.Plugin.")
+        found = point.load()
+    except (Exception, SystemExit) as error:
+        raise PluginError(f"{what} cannot be imported: {type(error).__name__}: {error}") from error
+    cls = _checked(found, what)
     if cls.name != point.name:
-        raise PluginError(
-            f"{where}: plugin {name!r} ({origin}) calls itself {cls.name!r}. Its `name` and its entry point must be the same."
-        )
+        raise PluginError(f"{what} calls itself {cls.name!r}. Its `name` and its entry point must be the same.")
     return cls
 
 
-def _check_hooks(plugin: Plugin) -> None:
-    """Every hook of a plugin must be one, and take arguments that it gets."""
-    for attribute in dir(type(plugin)):
-        method = getattr(plugin, attribute)
-        marks = getattr(method, "fastloop_impl", None)
-        if marks is None:
-            continue
-        hook = marks["specname"] or attribute
-        where = f"plugin {plugin.name!r}: {hook}"
-        if hook not in _SPECS:
-            raise PluginError(f"plugin {plugin.name!r}: there is no hook {hook!r}.{did_you_mean(hook, _SPECS)}")
-        if hook in hookspecs.ONE_BY_ONE and (marks["wrapper"] or marks["hookwrapper"]):
-            raise PluginError(f"{where} cannot be a wrapper: it is called on each plugin by itself.")
-        for parameter in inspect.signature(method).parameters.values():
-            known = parameter.name in _SPECS[hook]
-            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or (
-                parameter.default is not parameter.empty and not known
-            ):
-                continue
-            if not known:
-                raise PluginError(f"{where} gets no argument {parameter.name!r}.{did_you_mean(parameter.name, _SPECS[hook])}")
-            if parameter.default is not parameter.empty or parameter.kind is parameter.KEYWORD_ONLY:
-                raise PluginError(
-                    f"{where}: the argument {parameter.name!r} must be positional and without a default, else it is not passed."
-                )
+def find(reference: str, where: str) -> importlib.metadata.EntryPoint:
+    """The entry point of an installed plugin; nothing is imported.
 
-
-@dataclass
-class Resolution:
-    """The plugins of one run.
-
-    Attributes:
-        plugins: In the order in which their hooks are called.
-        reasons: Plugin name -> why it is there, and what moved it.
+    Raises:
+        PluginError: There is none, or there are several.
     """
+    table = installed()
+    package, _, name = reference.rpartition(":")
+    if reference in table:
+        return table[reference]
+    points = [point for point in table.values() if point.name == name]
+    if package:
+        points = [point for point in points if canonicalize_name(_distribution(point)) == canonicalize_name(package)]
+    if len(points) == 1:
+        return points[0]
+    if points:
+        choice = " or ".join(f"{_distribution(point)}:{name}" for point in points)
+        raise PluginError(f"{where}: {name!r} is the name of plugins in several packages. Say which: {choice}.")
+    raise PluginError(f"{where}: no plugin {reference!r} is installed.{did_you_mean(reference, table)} `fastloop plugins` lists them.")
 
-    plugins: list[Plugin]
-    reasons: dict[str, str] = field(default_factory=dict)
 
-    def names(self) -> list[str]:
-        """Plugin names in call order."""
-        return [plugin.name for plugin in self.plugins]
-
-    @cached_property
-    def manager(self) -> pluggy.PluginManager:
-        """pluggy's manager with exactly these plugins, and the core's own answers as the last to be asked."""
-        from fastloop import defaults
-
-        manager = pluggy.PluginManager("fastloop")
-        manager.add_hookspecs(hookspecs)
-        manager.register(defaults, "fastloop")
-        for plugin in reversed(self.plugins):  # pluggy calls the last registered first
-            _check_hooks(plugin)
-            try:
-                manager.register(plugin, plugin.name)
-            except pluggy.PluginValidationError as error:
-                raise PluginError(f"plugin {plugin.name!r}: {error}") from None
-        return manager
-
-    @property
-    def hooks(self) -> Any:
-        """Call a hook on all plugins: ``hooks.after_step(run=run, loss=loss)``."""
-        return self.manager.hook
-
-    def each(self, hook: str) -> Iterator[tuple[Plugin, Callable[..., Any]]]:
-        """Every plugin that implements a hook with its own bound method, in call order."""
-        for impl in reversed(getattr(self.hooks, hook).get_hookimpls()):
-            if isinstance(impl.plugin, Plugin):
-                yield impl.plugin, lambda _impl=impl, **arguments: _impl.function(*(arguments[name] for name in _impl.argnames))
-
-    def draft(self, hook: str, draft: Draft) -> Any:
-        """Have every plugin fill in a draft; returns it."""
-        for plugin, call in self.each(hook):
-            draft.__dict__["_writer"] = plugin.name
-            call(draft=draft)
-        return draft
-
-    def chain(self, hook: str, model: Any, **arguments: Any) -> Any:
-        """Pass the model through every plugin; a result that is not None replaces it."""
-        for _, call in self.each(hook):
-            replacement = call(model=model, **arguments)
-            model = model if replacement is None else replacement
-        return model
-
-    def environment(self, recipe: Recipe) -> dict[str, str]:
-        """What plugins want the process to have from its start.
-
-        Raises:
-            PluginError: Two plugins want different values.
-        """
-        wanted: dict[str, tuple[str, str]] = {}
-        for plugin, call in self.each("environment"):
-            for name, value in (call(recipe=recipe) or {}).items():
-                other, before = wanted.setdefault(name, (plugin.name, value))
-                if before != value:
-                    raise PluginError(
-                        f"{recipe.where}: plugins {plugin.name!r} and {other!r} want different values of {name}: {value!r} and {before!r}. "
-                        "Remove one of them."
-                    )
-        return {name: value for name, (_, value) in wanted.items()}
-
-    @contextmanager
-    def around(self, span: Callable[[str], AbstractContextManager[Any]]) -> Iterator[None]:
-        """While inside, each call of a plugin's hook is within ``span("NAME.hook")``. Wrappers, which others run inside of, are not."""
-
-        def within(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-            @functools.wraps(function)
-            def called(*arguments: Any) -> Any:
-                with span(name):
-                    return function(*arguments)
-
-            return called
-
-        changed = []
-        for hook in _SPECS:
-            for impl in getattr(self.hooks, hook).get_hookimpls():
-                if isinstance(impl.plugin, Plugin) and not (impl.wrapper or impl.hookwrapper):
-                    changed.append((impl, impl.function))
-                    impl.function = within(impl.function, f"{impl.plugin.name}.{hook}")
+def unsupported(point: importlib.metadata.EntryPoint) -> str:
+    """Why an installed package is not made for this fastloop, by its own Requires-Dist; empty when it is."""
+    ours = importlib.metadata.version("fastloop")
+    for text in (point.dist.requires if point.dist else None) or ():
         try:
-            yield
-        finally:
-            for impl, function in changed:
-                impl.function = function
+            requirement = Requirement(text)
+        except InvalidRequirement:  # of something else, maybe: installers have read it already
+            continue
+        if canonicalize_name(requirement.name) != "fastloop" or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
+            continue
+        if not requirement.specifier.contains(ours, prereleases=True):
+            both = f"pip install -U {_distribution(point)} 'fastloop{requirement.specifier}'"
+            return f"is made for fastloop {requirement.specifier}, and this is {ours}. Install versions that fit: {both}"
+    return ""
 
-    @contextmanager
-    def blaming(self) -> Iterator[None]:
-        """An error that comes out of a plugin's hook inside is raised as one that names both.
 
-        Raises:
-            PluginCrash: With the error as its cause. Errors for the user go through as they are, and so do those of the core.
-        """
-        try:
-            yield
-        except FastloopError:
-            raise
-        except Exception as error:
-            if crash := self.blame(error):
-                raise crash from error
-            raise
+def load_listed(recipe: Recipe, name: str) -> type[Plugin]:
+    """The class of a plugin that a recipe lists, by name: of an installed package, or of a file, whose code runs here.
 
-    def blame(self, error: BaseException) -> PluginCrash | None:
-        """The plugin and hook an exception came out of, by the frames of its traceback; None when it was not in one."""
-        owners: dict[Any, list[tuple[Plugin, str]]] = {}
-        for name in _SPECS:
-            for impl in getattr(self.hooks, name).get_hookimpls():
-                if isinstance(impl.plugin, Plugin):  # unwrapped, since every function under torch.no_grad() has the decorator's code
-                    code = getattr(inspect.unwrap(impl.function), "__code__", None)
-                    owners.setdefault(code, []).append((impl.plugin, name))
-        guilty = None
-        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-        for index, frame in enumerate(frames):
-            candidates = owners.get(frame.f_code)
-            if candidates is None or frames[index - 1] in frames[index + 1 :]:
-                continue  # its caller comes again: a wrapper, through which an error from within passed
-            this = frame.f_locals.get("self")  # two plugins may inherit one hook
-            guilty = next((candidate for candidate in candidates if candidate[0] is this), candidates[0])
-        if guilty is None:
-            return None
-        plugin, hook = guilty
-        value = f"{type(plugin).__module__}:{type(plugin).__qualname__}"
-        point = next((point for point in installed().values() if point.value == value), None)
-        origin = f"{point.dist.name} {point.dist.version}" if point and point.dist else type(plugin).__module__
-        crash = PluginCrash(f"plugin {plugin.name!r} ({origin}) failed in {hook}: {type(error).__name__}: {error}")
-        crash.__cause__ = error
-        return crash
+    Raises:
+        PluginError: As ``load``.
+        RecipeError: The file cannot be imported.
+    """
+    reference = recipe.references.get(name, name)
+    key = f"plugins[{list(recipe.plugins).index(name)}]"
+    if (parts := split(reference)) is None:
+        return load(reference, f"{recipe.where}: {key}")
+    module = import_file(parts[0], recipe, key)
+    own = [cls for cls in vars(module).values() if getattr(cls, "__module__", "") == module.__name__ and getattr(cls, "name", "") == name]
+    cls = getattr(module, parts[1], None) if parts[1] else next(iter(own), None)
+    return _checked(cls, f"{recipe.where}: {key}: {reference}")
+
+
+def make(recipe: Recipe, name: str) -> Plugin:
+    """A plugin that a recipe lists, with the options that it has there.
+
+    Raises:
+        PluginError: As ``load``; or its constructor fails.
+        RecipeError: An option cannot be.
+    """
+    cls, options = load_listed(recipe, name), recipe.plugins[name] or {}
+    try:
+        return cls(_where=recipe.place(name), **{str(key): value for key, value in options.items()})
+    except FastloopError:
+        raise
+    except Exception as error:
+        raise PluginError(
+            f"{recipe.place(name)}: {cls.__qualname__} ({origin(cls)}) cannot be made: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _checked(cls: Any, what: str) -> type[Plugin]:
+    if not (isinstance(cls, type) and issubclass(cls, Plugin)):
+        raise PluginError(f"{what} is not a subclass of fastloop.Plugin.")
+    check_options(cls.Config, f"{what}: its Config")
+    return cls
 
 
 def resolve(recipe: Recipe, machine: Machine | None = None, objects: Iterable[Plugin] = ()) -> Resolution:
@@ -273,21 +179,22 @@ def resolve(recipe: Recipe, machine: Machine | None = None, objects: Iterable[Pl
 
 def select(recipe: Recipe, objects: Iterable[Plugin] = ()) -> Resolution:
     """``resolve`` without what asks the machine: torch is not loaded."""
-    plugins, reasons = [], {}
-    for index, (name, options) in enumerate(recipe.plugins.items()):
+    plugins: list[Plugin] = []
+    reasons: dict[str, str] = {}
+    for name, options in recipe.plugins.items():
         if options is False:
-            if name not in installed():
-                raise PluginError(f"{recipe.where}: plugins.{name}: no plugin {name!r} is installed.{did_you_mean(name, installed())}")
+            known = {point.name for point in installed().values()}
+            if name not in known and name not in recipe.references:
+                raise PluginError(f"{recipe.where}: plugins.{name}: no plugin {name!r} is installed.{did_you_mean(name, known)}")
             continue
-        cls = load(name, f"{recipe.where}: plugins[{index}]")
-        plugins.append(cls(_where=f"{recipe.where}: plugins.{name}", **{str(key): value for key, value in options.items()}))
-        reasons[cls.name] = "listed in the recipe"
+        plugins.append(make(recipe, name))
+        reasons[plugins[-1].name] = "listed in the recipe"
     for plugin in objects:
         plugins.append(plugin)
         reasons[plugin.name] = "given in Python"
     filled = {plugin.slot for plugin in plugins if plugin.slot}
-    for point in sorted(importlib.metadata.entry_points(group=DEFAULTS), key=lambda point: point.name):
-        if _distribution(point) != "fastloop" or point.name in reasons or recipe.plugins.get(point.name) is False:
+    for name, point in defaults().items():
+        if name in reasons or recipe.plugins.get(name) is False:
             continue
         cls = point.load()
         why = cls.activates(recipe)

@@ -20,9 +20,9 @@ from fastloop.accelerator import build_accelerator, micro_batches
 from fastloop.clock import Clock
 from fastloop.data import Loader
 from fastloop.errors import PluginError, ProcessLost, RecipeError
+from fastloop.hooks import Resolution
 from fastloop.recipe import Recipe
 from fastloop.regions import each, region
-from fastloop.registry import Resolution
 from fastloop.state import INTERRUPTED, Batch, DataLoaderDraft, OptimizerDraft, State
 
 if TYPE_CHECKING:
@@ -309,7 +309,7 @@ class Run:
                     if "test" in self.eval_loaders:
                         loop.evaluate(self, "test")
                     self.hooks.export_model(run=self, folder=self.folder / "model")
-                    self.wait()  # no process ends while another still needs it
+                self._tell_disabled()  # no process ends while another still needs it
         except BaseException as error:
             self.hooks.on_exception(run=self, error=error)
             folder.summarise(self, "failed", str(error) or type(error).__name__)
@@ -318,6 +318,15 @@ class Run:
             for loader in (self.train_loader, *self.eval_loaders.values()):
                 loader.close()
         return folder.summarise(self, "stopped" if self.state.stop_reason else "completed", self.state.stop_reason)
+
+    def _tell_disabled(self) -> None:
+        """Have every process know which plugins were disabled on others."""
+        known = self.resolution.disabled
+        for rank, disabled in enumerate(self.gather(known)):
+            for name, why in disabled.items():
+                if name not in known:
+                    known[name] = f"process {rank}: {why}"
+                    log.warning("%s. It was disabled there", known[name])
 
     def close(self) -> None:
         """Leave the group of processes, when nothing is to be run in it any more."""

@@ -59,10 +59,9 @@ class FusedOptimizer(Plugin):
     @classmethod
     def forecast(cls, seen: Seen, recipe: Recipe) -> Win | None:
 
-        import torch
+        from fastloop.defaults import optimizer_class
 
-        known = getattr(torch.optim, recipe.train.optimizer, None)
-        if cls.name in recipe.plugins or known is None or "fused" not in inspect.signature(known).parameters:
+        if cls.name in recipe.plugins or "fused" not in inspect.signature(optimizer_class(recipe)).parameters:
             return None
         stepping = seen.region("optimizer")
         return Win(seconds=0.7 * stepping, why=f"The optimizer's step is {stepping / seen.seconds:.0%} of a step.")
@@ -74,10 +73,10 @@ class FusedOptimizer(Plugin):
 
     @hookimpl
     def check_recipe(self, recipe: Recipe) -> None:
-        import torch
+        from fastloop.defaults import optimizer_class
 
         wanted, name = self.config.implementation, recipe.train.optimizer
-        cls = getattr(torch.optim, name, None)
+        cls = optimizer_class(recipe)
         if eight_bits(self.config):
             if name not in EIGHT_BITS:
                 known = ", ".join(EIGHT_BITS)
@@ -85,7 +84,7 @@ class FusedOptimizer(Plugin):
                     f"{recipe.where}: plugins.fused-optimizer: {name} has no 8bit implementation. train.optimizer: {known} do."
                 )
             return
-        if cls is None or wanted in inspect.signature(cls).parameters:  # None: the core says it
+        if wanted in inspect.signature(cls).parameters:
             return
         repair = (
             "Set plugins.fused-optimizer.implementation: foreach."

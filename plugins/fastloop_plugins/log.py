@@ -28,6 +28,7 @@ class Log(Plugin):
     """metrics.jsonl and log.txt in the run folder."""
 
     name = "log"
+    observes = True
     parity = "exact"
     configures = "writes metrics.jsonl and log.txt"
 

@@ -47,9 +47,9 @@ class Module(Plugin):
 
         loss: Annotated[str | None, option("A function of torch.nn.functional, or file.py:name; null: the model returns .loss.")] = None
         collate: Annotated[str | None, option("file.py:name of a collator; null: tensors are stacked.")] = None
-        metrics: Annotated[dict[str, dict[str, Any]], option("Name -> {type: a class of torchmetrics, and its arguments}.")] = field(
-            default_factory=dict
-        )
+        metrics: Annotated[
+            dict[str, dict[str, Any]], option("Name -> {type: a class of torchmetrics, or file.py:name, and its arguments}.")
+        ] = field(default_factory=dict)
 
     @classmethod
     def activates(cls, recipe: Recipe) -> str | None:
@@ -143,15 +143,26 @@ class Module(Plugin):
         import torchmetrics
         from torchmetrics import classification, regression
 
+        from fastloop.importing import import_object
+
         known = {name: getattr(home, name) for home in (torchmetrics, classification, regression) for name in home.__all__}
         made = {}
         for name, options in self.config.metrics.items():
             key = f"{self.where}: plugins.module.metrics.{name}"
-            kind = options.get("type")
-            if kind not in known:
-                raise RecipeError(f"{key}.type: torchmetrics has no {kind!r}.{did_you_mean(str(kind), known)}")
+            kind = str(options.get("type"))
+            if ":" in kind:
+                cls = import_object(kind, self.recipe, f"plugins.module.metrics.{name}.type")
+                if not (isinstance(cls, type) and issubclass(cls, torchmetrics.Metric)):
+                    raise RecipeError(f"{key}.type: {kind} is no class of torchmetrics' metrics.")
+            elif kind in known:
+                cls = known[kind]
+            else:
+                raise RecipeError(f"{key}.type: torchmetrics has no {kind!r}.{did_you_mean(kind, known)}")
             try:
-                made[name] = known[kind](**{option: value for option, value in options.items() if option != "type"})
+                made[name] = cls(**{option: value for option, value in options.items() if option != "type"})
             except (TypeError, ValueError) as error:
                 raise RecipeError(f"{key}: {error}") from None
-        return torchmetrics.MetricCollection(made)
+        try:
+            return torchmetrics.MetricCollection(made)
+        except KeyError as error:  # what modules of torch have already, such as float
+            raise RecipeError(f"{self.where}: plugins.module.metrics: {error.args[0]}. Call the metric something else.") from None

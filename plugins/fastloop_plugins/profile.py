@@ -36,6 +36,7 @@ class Profile(Plugin):
     """Traces of some steps, with regions and hooks by name."""
 
     name = "profile"
+    observes = True
     parity = "exact"
     configures = "looks into a few steps"
 

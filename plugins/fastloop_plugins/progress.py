@@ -24,6 +24,7 @@ class Progress(Plugin):
     """Step, loss, samples/s, time left, best so far."""
 
     name = "progress"
+    observes = True
     parity = "exact"
     configures = "shows step, loss, samples/s, time left, best so far"
 

@@ -24,6 +24,7 @@ class TensorBoard(Plugin):
     """Scalars and the recipe, for TensorBoard."""
 
     name = "tensorboard"
+    observes = True
     needs = (Package("tensorboard", ">=2.18", extra="tensorboard"),)
     configures = "writes curves for TensorBoard"
 

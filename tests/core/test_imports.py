@@ -85,8 +85,10 @@ def test_the_core_knows_no_plugin():
 
 LAYERS = [
     {"errors"},
+    {"source"},
     {"options", "hookspecs", "launch", "plugin", "state"},
     {"machine", "recipe", "checkpoint", "clock", "importing", "data", "regions"},
+    {"hooks"},
     {"registry"},
     {"accelerator", "defaults", "folder", "loop", "resume"},
     {"run"},

@@ -6,9 +6,8 @@ The installed plugins here are real distributions: folders with metadata on the 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +17,8 @@ from fastloop import DataLoaderDraft, Device, Dtype, Package, Plugin, PluginCras
 from fastloop.machine import Machine
 from fastloop.recipe import Recipe, make_recipe
 from fastloop.registry import Resolution, installed, load, resolve
+
+pytest_plugins = ["installing"]
 
 CPU = Machine("cpu", "AVX2", ("fp32", "bf16"))
 QUIET = {"log": False, "progress": False}
@@ -41,28 +42,6 @@ def refusal(*plugins: Any, machine: Machine = CPU) -> str:
     with pytest.raises(PluginError) as refused:
         _ = resolve(recipe(*named), machine, [plugin for plugin in plugins if isinstance(plugin, Plugin)]).hooks
     return str(refused.value)
-
-
-@pytest.fixture
-def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """Install a distribution: ``install("warm-pack", warmth="warm_pack:Warmth", code="...")``; its module is ``warm_pack``."""
-    site = tmp_path / "site"
-    site.mkdir()
-    monkeypatch.syspath_prepend(site)
-    modules = []
-
-    def put(distribution: str, code: str = "", version: str = "1.2", group: str = "fastloop.plugins", **points: str) -> None:
-        metadata = site / f"{distribution.replace('-', '_')}-{version}.dist-info"
-        metadata.mkdir()
-        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
-        lines = [f"{name.replace('_', '-')} = {value}\n" for name, value in points.items()]
-        (metadata / "entry_points.txt").write_text(f"[{group}]\n" + "".join(lines))
-        modules.append(distribution.replace("-", "_"))
-        (site / f"{modules[-1]}.py").write_text(code)
-
-    yield put
-    for module in modules:
-        sys.modules.pop(module, None)
 
 
 PLUGIN = """

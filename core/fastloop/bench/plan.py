@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import copy
-import importlib.metadata
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from fastloop.errors import UsageError, did_you_mean
+from fastloop.hooks import Resolution
 from fastloop.plugin import Plugin
 from fastloop.recipe import Recipe, make_recipe
-from fastloop.registry import DEFAULTS, Resolution, load, resolve
+from fastloop.registry import defaults, load_listed, make, resolve
 from fastloop.state import AcceleratorDraft, DataLoaderDraft, OptimizerDraft
 
 if TYPE_CHECKING:
@@ -79,11 +79,6 @@ class Ladder:
         return list(found.values())
 
 
-def defaults() -> set[str]:
-    """Plugins that are on by themselves."""
-    return {point.name for point in importlib.metadata.entry_points(group=DEFAULTS)}
-
-
 def with_only(recipe: Recipe, names: Iterable[str], **train: Any) -> dict[str, Any]:
     """A recipe as plain values that has the task, the plugins of these names, and nothing that is on by itself.
 
@@ -92,15 +87,15 @@ def with_only(recipe: Recipe, names: Iterable[str], **train: Any) -> dict[str, A
     """
     tree = copy.deepcopy(recipe.to_dict())
     tree["train"] |= train
-    wanted, off = set(names), defaults()
+    wanted = set(names)
     plugins: dict[str, Any] = {}
     for name, options in recipe.plugins.items():
-        if options is not False and (name in wanted or load(name, recipe.where).slot == "task"):
+        if options is not False and (name in wanted or load_listed(recipe, name).slot == "task"):
             plugins[name] = options
-    for name in sorted(off - set(plugins)):
-        if load(name, recipe.where).slot != "task":
+    for name, point in defaults().items():
+        if name not in plugins and point.load().slot != "task":
             plugins[name] = False
-    tree["plugins"] = plugins
+    tree["plugins"] = recipe.listed(plugins)
     return tree
 
 
@@ -119,7 +114,7 @@ def make_ladder(recipe: Recipe, baseline: Recipe, lifted: Sequence[str], sets: S
     ladder, machine = Ladder(recipe, baseline), this_machine(recipe.train.device)
     tested = list(_tested(recipe))
     for name in tested:
-        plugin = _make(recipe, name)
+        plugin = make(recipe, name)
         why = _missing(plugin, machine)
         if why is None:
             ladder.plugins[name] = plugin
@@ -203,15 +198,9 @@ def check(recipe: Recipe) -> Resolution:
 def _tested(recipe: Recipe) -> Iterator[str]:
     """What the recipe lists, less its task and what is on by itself."""
     ours = defaults()
-    for index, (name, options) in enumerate(recipe.plugins.items()):
-        if options is not False and name not in ours and load(name, f"{recipe.where}: plugins[{index}]").slot != "task":
+    for name, options in recipe.plugins.items():
+        if options is not False and name not in ours and load_listed(recipe, name).slot != "task":
             yield name
-
-
-def _make(recipe: Recipe, name: str) -> Plugin:
-    options = recipe.plugins[name]
-    assert options is not False
-    return load(name, recipe.where)(_where=f"{recipe.where}: plugins.{name}", **{str(key): value for key, value in options.items()})
 
 
 def _missing(plugin: Plugin, machine: Machine) -> str | None:

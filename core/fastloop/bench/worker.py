@@ -227,8 +227,9 @@ def start(spec: Spec, meter: Meter, own: bool) -> Run:
     Args:
         own: Whether this process is there for the measurement alone, so that it may be started again with variables that plugins want.
     """
+    from fastloop.hooks import Resolution
     from fastloop.recipe import make_recipe
-    from fastloop.registry import Resolution, resolve, select
+    from fastloop.registry import resolve, select
 
     recipe = make_recipe(spec.recipe, Path(spec.source) if spec.source else None)
     if own:

@@ -11,6 +11,7 @@ import typer
 
 from fastloop import __version__, launch
 from fastloop.cli import bench, doctor, plan, plugins, profile, recipes, report, train, tune
+from fastloop.cli.commands import Commands
 from fastloop.errors import DataError, FastloopError, PluginCrash, ProcessLost, UsageError
 
 LATE = 5.0
@@ -18,6 +19,7 @@ LATE = 5.0
 
 app = typer.Typer(
     name="fastloop",
+    cls=Commands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

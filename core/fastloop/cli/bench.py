@@ -59,6 +59,8 @@ def bench(
     loaded = load_recipe(recipe, overrides or (), added, names(without))
     lifted = load_recipe(recipe, [*(overrides or ()), *(baseline or ())], added, names(without))
     show_messages()
+    by_reference = {reference: name for name, reference in loaded.references.items()}
+    sets = [[by_reference.get(name, name) for name in listed] for listed in sets]
     plan = make_ladder(loaded, lifted, baseline or (), sets, leave_one_out)
     name = loaded.source.stem if loaded.source else "recipe"
     folder = make_folder(Path(output or f"runs/bench-{name}"))
@@ -151,13 +153,13 @@ def this_place(plugins: dict[str, Any], recipe: Any) -> dict[str, Any]:
 
     import torch
 
+    from fastloop.hooks import distribution_of
     from fastloop.machine import this_machine
-    from fastloop.registry import installed
 
-    machine, table = this_machine(recipe.train.device), installed()
+    machine = this_machine(recipe.train.device)
     versions = {"python": platform.python_version(), "torch": torch.__version__, "fastloop": version("fastloop")}
-    for name in plugins:
-        if name in table and (distribution := table[name].dist) is not None:
+    for plugin in plugins.values():
+        if (distribution := distribution_of(type(plugin))) is not None:
             versions[distribution.name] = distribution.version
     return {
         "versions": versions,

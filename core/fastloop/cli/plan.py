@@ -18,8 +18,9 @@ def plan(
     without: Without = "",
     nproc: Annotated[int | None, typer.Option(min=1, metavar="N", help="For N processes.")] = None,
 ) -> None:
-    """Resolve a recipe and print what would run: plugins in order, what each changes, device, effective batch."""
+    """Resolve a recipe and print what would run: files with code, plugins in order, what each changes, device, effective batch."""
     from fastloop.cli.messages import show_messages
+    from fastloop.importing import files
     from fastloop.machine import this_machine
     from fastloop.options import describe
     from fastloop.recipe import load_recipe
@@ -28,6 +29,8 @@ def plan(
 
     loaded = load_recipe(recipe, overrides or (), names(with_), names(without))
     show_messages()
+    for file in files(loaded):
+        typer.echo(f"runs the code of {file}")
     resolution = resolve(loaded)
     resolution.hooks.check_recipe(recipe=loaded)
     from fastloop.accelerator import check_launcher, micro_batches
@@ -43,7 +46,9 @@ def plan(
     machine = this_machine(loaded.train.device)
 
     for number, plugin in enumerate(resolution.plugins, start=1):
-        facts = ", ".join(filter(None, (plugin.slot and f"slot {plugin.slot}", plugin.parity, resolution.reasons[plugin.name])))
+        reference = loaded.references.get(plugin.name)
+        why = resolution.reasons[plugin.name] + (f" as {reference}" if reference else "")
+        facts = ", ".join(filter(None, (plugin.slot and f"slot {plugin.slot}", plugin.parity, why)))
         typer.echo(f"{number:>2}. {plugin.name}  ({facts})")
         chosen = [
             f"{field.name}={value}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 from importlib.metadata import EntryPoint
@@ -46,7 +45,7 @@ def plugins(
 
 def listing(name: str, point: EntryPoint) -> dict[str, Any]:
     """A plugin's row, without importing it: distribution from metadata, the rest from the text of its source."""
-    facts = {"slot": None, "parity": None, "summary": "", **_read_source(point)}
+    facts = {"slot": None, "parity": None, "summary": "", **_declared(point)}
     return {
         "name": name,
         "distribution": point.dist.name if point.dist else "",
@@ -55,28 +54,28 @@ def listing(name: str, point: EntryPoint) -> dict[str, Any]:
     }
 
 
-def _read_source(point: EntryPoint) -> dict[str, Any]:
-    relative = Path(*point.module.split("."))
-    for file in (relative.with_suffix(".py"), relative / "__init__.py"):
-        path = _locate(point, file)
-        if path is None:
-            continue
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        facts: dict[str, Any] = {"summary": (ast.get_docstring(tree) or "").partition("\n")[0]}
-        for node in tree.body:
-            if isinstance(node, ast.ClassDef) and node.name == point.attr:
-                if [ast.unparse(base).rpartition(".")[2] for base in node.bases] == ["Plugin"]:
-                    facts |= {"slot": Plugin.slot, "parity": Plugin.parity}
-                for item in node.body:
-                    if isinstance(item, ast.Assign | ast.AnnAssign) and isinstance(item.value, ast.Constant):
-                        target = item.target if isinstance(item, ast.AnnAssign) else item.targets[0]
-                        if isinstance(target, ast.Name) and target.id in ("slot", "parity"):
-                            facts[target.id] = item.value.value
-        return facts
-    return {}
+def _declared(point: EntryPoint) -> dict[str, Any]:
+    from fastloop.source import read
+
+    module, _, cls = point.value.partition(":")
+    relative = "/".join(module.strip().split("."))
+    files = (_locate(f"{relative}{end}") for end in (".py", "/__init__.py"))
+    path = next(filter(None, files), None)
+    if path is None:
+        return {"summary": f"cannot be found: there is no module {module}"}
+    try:
+        source = read(path)
+    except (OSError, SyntaxError) as error:
+        return {"summary": f"cannot be read: {path.name}: {error}"}
+    cls = cls.strip()
+    usual = {"slot": Plugin.slot, "parity": Plugin.parity} if source.bases.get(cls) == ["Plugin"] else {}
+    given = {
+        key: value for key, value in source.classes.get(cls, {}).items() if key in ("slot", "parity") and isinstance(value, str | None)
+    }
+    return {"summary": source.summary} | usual | given
 
 
-def _locate(point: EntryPoint, file: Path) -> Path | None:
+def _locate(file: str) -> Path | None:
     """A module's file on the import path, found without importing its package."""
     import sys
 
@@ -93,13 +92,15 @@ def show(name: str, as_json: bool) -> None:
 
     from fastloop import hookspecs
     from fastloop.options import describe
-    from fastloop.registry import installed, load
+    from fastloop.plugin import Observer
+    from fastloop.registry import find, load
 
     cls = load(name, "fastloop plugins")
-    options = describe(cls.Config)
+    options = describe(cls.Config) + (describe(Observer) if cls.observes else [])
     hooks = [hook for hook in vars(hookspecs) if hasattr(getattr(cls, hook, None), "fastloop_impl")]
+    hooks += [hook for hook in dir(cls) if hook not in hooks and hasattr(getattr(cls, hook), "fastloop_impl")]
     facts = {
-        **listing(cls.name, installed()[name]),
+        **listing(cls.name, find(name, "fastloop plugins")),
         "hooks": hooks,
         "requires": list(cls.requires),
         "conflicts": dict(cls.conflicts),

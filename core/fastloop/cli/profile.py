@@ -67,8 +67,8 @@ def profile(
         show_messages()
     else:
         launch.end_with_launcher()
-        launch.start_again(select(loaded).environment(loaded))
         show_messages()
+        launch.start_again(select(loaded).environment(loaded))
         look(loaded, folder, window)
     if launch.world_size() > 1:
         launch.leave(0)
@@ -84,17 +84,18 @@ def look(recipe: Recipe, folder: Path, window: Window) -> None:
 
     from fastloop.bench.ladder import write
     from fastloop.bench.worker import Said, Spec, whole_length
+    from fastloop.hooks import Resolution
     from fastloop.profile import page
     from fastloop.profile.observe import Observer
     from fastloop.profile.seen import Seen
     from fastloop.profile.verdicts import verdicts
     from fastloop.recipe import make_recipe
-    from fastloop.registry import Resolution, resolve
+    from fastloop.registry import resolve
     from fastloop.run import Run
 
     tree = recipe.to_dict()
     tree["train"] |= {"max_steps": 10**9, "epochs": 10**6, "save_every": None}
-    tree["plugins"] = dict(recipe.plugins) | dict.fromkeys(("log", "progress"), False)
+    tree["plugins"] = recipe.listed(recipe.plugins | dict.fromkeys(("log", "progress"), False))
     trace = folder / f"rank{launch.rank()}.trace.json"
     observer = Observer(Spec(recipe={}, source=None, **vars(window)), Said(), trace)
     with tempfile.TemporaryDirectory(prefix="fastloop-profile-") as scratch:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fastloop import launch
 from fastloop.cli.arguments import Overrides, RecipeName, With, Without, names
+
+if TYPE_CHECKING:
+    from fastloop.hooks import Resolution
 
 
 def with_resume_value(arguments: list[str]) -> list[str]:
@@ -35,6 +38,9 @@ def train(
     nnodes: Annotated[int, typer.Option(min=1, metavar="K", help="Machines that start N processes each.")] = 1,
     node_rank: Annotated[int, typer.Option(min=0, metavar="I", help="Which of them this is, from 0.")] = 0,
     master: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Where machine 0 is reached.")] = None,
+    trace_hooks: Annotated[
+        bool, typer.Option("--trace-hooks", help="Print which plugin did what, how often, and how long it took.")
+    ] = False,
 ) -> None:
     """Train a recipe: writes the run folder and prints its summary."""
     from fastloop.cli.messages import show_messages
@@ -44,12 +50,13 @@ def train(
     loaded = load_recipe(recipe, overrides or (), names(with_), names(without))
     command = ["train", recipe, *(overrides or ())]
     command += [word for key, value in (("--with", with_), ("--without", without)) if value for word in (key, value)]
+    command += ["--trace-hooks"] * trace_hooks
     if nproc is not None:
         resumed = [] if resume is None else [f"--resume={resume}"]
         raise typer.Exit(launch.launch([*command, *resumed], nproc, nnodes, node_rank, master, Path(loaded.output)))
     launch.end_with_launcher()
-    launch.start_again(select(loaded).environment(loaded))
     show_messages()
+    launch.start_again(select(loaded).environment(loaded))
     resolution = resolve(loaded)
     from fastloop.run import Run  # here, so that what is wrong with a recipe is said before torch is loaded
 
@@ -58,6 +65,8 @@ def train(
         summary = run.execute()
     run.close()
     if run.is_main:
+        if trace_hooks:
+            show_calls(resolution)
         show_summary(summary, run.folder)
         if run.interrupted:
             again = " ".join(filter(None, ["fastloop", *command, launch.options(), "--resume"]))
@@ -66,6 +75,23 @@ def train(
     if run.world_size > 1:
         launch.leave(code)
     raise typer.Exit(code)
+
+
+def show_calls(resolution: Resolution) -> None:
+    """What plugins' hooks did in this process, in the order of their first calls."""
+    import rich
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for column in ("plugin", "hook"):
+        table.add_column(column, no_wrap=True)
+    for column in ("calls", "seconds", "us a call"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for calls in resolution.calls():
+        each = 1e6 * calls.seconds / calls.count
+        table.add_row(calls.plugin, calls.hook, str(calls.count), f"{calls.seconds:.3f}", f"{each:,.1f}")
+    rich.print(table)
+    typer.echo("Seconds on the host, and a hook's own: without what a wrapper goes around, and without the hooks called from within.\n")
 
 
 def show_summary(summary: dict[str, Any], folder: Path) -> None:
@@ -92,6 +118,6 @@ def show_summary(summary: dict[str, Any], folder: Path) -> None:
     tokens = f", {summary['tokens_per_second']:.0f} tokens/s" if summary["tokens_per_second"] else ""
     row("speed", f"{summary['samples_per_second']:.1f} samples/s{tokens}")
     row("memory", f"{summary['peak_memory_bytes'] / 2**20:.0f} MiB at the peak, {summary['device']}")
-    row("plugins", ", ".join(summary["plugins"]))
+    row("plugins", ", ".join(name + " (disabled)" * (name in summary["disabled"]) for name in summary["plugins"]))
     row("run folder", str(folder))
     rich.print(table)

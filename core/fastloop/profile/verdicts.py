@@ -14,7 +14,7 @@ from fastloop.machine import this_machine
 from fastloop.plugin import Plugin
 from fastloop.profile.seen import Seen, Win
 from fastloop.recipe import Recipe, make_recipe
-from fastloop.registry import installed, load
+from fastloop.registry import installed, load, load_listed
 
 WORTH = 0.03
 """Share of a step that a forecast must reach to be told."""
@@ -63,9 +63,11 @@ def verdicts(seen: Seen, recipe: Recipe) -> tuple[list[Verdict], dict[str, str]]
 def candidates(recipe: Recipe) -> Iterator[type[Plugin]]:
     """fastloop's own plugins, and the recipe's: no other package is imported for a forecast."""
     for name, point in installed().items():
-        ours = point.dist is not None and point.dist.name == "fastloop"
-        if recipe.plugins.get(name) is not False and (ours or name in recipe.plugins):
+        if name not in recipe.plugins and point.dist is not None and point.dist.name == "fastloop" and name == point.name:
             yield load(name, recipe.where)
+    for name, options in recipe.plugins.items():
+        if options is not False:
+            yield load_listed(recipe, name)
 
 
 def edit(recipe: Recipe, cls: type[Plugin], win: Win) -> Recipe:
@@ -90,7 +92,7 @@ def edit(recipe: Recipe, cls: type[Plugin], win: Win) -> Recipe:
             if missing := need.missing(plugin, machine):
                 raise UsageError(missing)
         plugins[cls.name] = {**(plugins.get(cls.name) or {}), **win.options}
-        tree["plugins"] = plugins
+        tree["plugins"] = recipe.listed(plugins)
     return make_recipe(tree, recipe.source)
 
 

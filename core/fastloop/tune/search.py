@@ -27,7 +27,7 @@ from fastloop.plugin import Parity, Plugin
 from fastloop.profile.seen import Seen
 from fastloop.profile.verdicts import verdicts
 from fastloop.recipe import Recipe, make_recipe
-from fastloop.registry import load, select
+from fastloop.registry import load_listed, select
 
 CLASSES = get_args(Parity)
 """From what changes the numbers least to what changes them most."""
@@ -165,7 +165,7 @@ class Search:
             return
         for name, options in self.given.plugins.items():
             if options is not False and self.best.plugins.get(name) not in (None, False):
-                plugin = load(name, self.given.where)
+                plugin = load_listed(self.given, name)
                 without = self.edited("plugins", {name: False}) if plugin.slot != "task" and for_speed(plugin) else None
                 if without is not None:
                     yield Proposal(Trial(f"--without {name}", name, plugin.parity), without)
@@ -181,6 +181,7 @@ class Search:
         """The best recipe with keys of a section set; None when it cannot run."""
         tree = copy.deepcopy(self.best.to_dict()) | {"plugins": copy.deepcopy(self.best.plugins)}
         tree[section].update(change)
+        tree["plugins"] = self.best.listed(tree["plugins"])
         try:
             recipe = make_recipe(tree, self.best.source)
             check(recipe)

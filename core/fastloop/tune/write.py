@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from fastloop.bench.statistics import median
-from fastloop.recipe import Recipe, Train
+from fastloop.recipe import Recipe, Train, anchored
 from fastloop.tune.search import ONCE, Search
 
 
@@ -39,7 +39,11 @@ def tuned(search: Search, last: str, folder: Path) -> str:
     if source is not None and source.parent.resolve() != folder.resolve():
         home = source.parent
         best = dataclasses.replace(
-            best, model=anchored(best.model, home), data=anchored(best.data, home), plugins=anchored(best.plugins, home)
+            best,
+            model=anchored(best.model, home),
+            data=anchored(best.data, home),
+            plugins=anchored(best.plugins, home),
+            references=anchored(best.references, home),
         )
     return text(best, head, remarks)
 
@@ -60,19 +64,6 @@ def receipts(search: Search) -> str:
     return "\n".join(lines) + "\n"
 
 
-def anchored(value: Any, home: Path) -> Any:
-    """The same value with paths that are found beside the given recipe alone made absolute: the tuned one lies elsewhere."""
-    if isinstance(value, Mapping):
-        return {key: anchored(item, home) for key, item in value.items()}
-    if isinstance(value, list):
-        return [anchored(item, home) for item in value]
-    if not isinstance(value, str):
-        return value
-    path, colon, name = value.rpartition(":") if ".py:" in value else (value, "", "")
-    beside = home / path
-    return f"{beside.resolve()}{colon}{name}" if path and not Path(path).exists() and beside.exists() else value
-
-
 def text(recipe: Recipe, head: list[str], remarks: Mapping[str, str]) -> str:
     """The whole file: a comment on top, the sections, and a remark behind plugins and keys that have one.
 
@@ -89,7 +80,8 @@ def text(recipe: Recipe, head: list[str], remarks: Mapping[str, str]) -> str:
             lines.append("")
     lines.append("plugins:" if recipe.plugins else "plugins: []")
     for name, options in recipe.plugins.items():
-        entry = name if options == {} else f"{name}: {_flow(options)}"
+        reference = recipe.references.get(name, name)
+        entry = reference if options == {} else f"{reference}: {_flow(options)}"
         lines.append(_remarked(f"  - {entry}", remarks.get(name)))
     return "\n".join([*lines, "", f"output: {_flow(recipe.output)}"]) + "\n"
 

@@ -1,0 +1,258 @@
+"""The command line with what other packages and files bring: lists, plan, train, traces, and commands of their own."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastloop.cli import main
+
+pytest_plugins = ["installing"]
+
+Cli = Callable[..., tuple[int, str, str]]
+
+WARMTH = '''"""How warm it is."""
+
+from dataclasses import dataclass
+
+from fastloop import Plugin, hookimpl
+
+
+class Warmth(Plugin):
+    name = "warmth"
+    slot = "weather"
+    observes = True
+
+    @dataclass(kw_only=True)
+    class Config:
+        degrees: float = 20.0
+        fails: int = -1
+
+    @hookimpl
+    def after_step(self, run):
+        if run.rank == self.config.fails and run.state.step == 2:
+            raise OSError("too hot")
+
+    @hookimpl
+    def write_summary(self, summary):
+        summary["warmth"] = self.config.degrees
+'''
+CODE = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+def data():
+    inputs = torch.randn(32, 4, generator=torch.Generator().manual_seed(0))
+    return {"train": TensorDataset(inputs, inputs[:, :3].argmax(1))}
+
+def net():
+    return nn.Linear(4, 3)
+"""
+
+
+def recipe(path: str, *plugins: Any) -> str:
+    """A recipe of the task `module`, with its code beside it."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    (target.parent / "code_of_test.py").write_text(CODE)
+    tree = {
+        "model": {"module": "code_of_test.py:net"},
+        "data": {"module": "code_of_test.py:data"},
+        "train": {"epochs": 1, "batch_size": 8, "lr": 0.1, "device": "cpu"},
+        "plugins": [*plugins, {"module": {"loss": "cross_entropy"}}, {"log": False}, {"progress": False}],
+        "output": "out",
+    }
+    target.write_text(json.dumps(tree))
+    return path
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Cli:
+    """Run the command line in this process: ``cli("plan", "quickstart")`` -> exit code, stdout, stderr."""
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr("rich._console", None)
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["fastloop", *arguments])
+        with pytest.raises(SystemExit) as exited:
+            main()
+        captured = capsys.readouterr()
+        assert "Traceback" not in captured.out + captured.err
+        return int(exited.value.code or 0), captured.out, captured.err
+
+    return call
+
+
+def summary(folder: str = "out") -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(Path(folder, "summary.json").read_text())
+    return found
+
+
+# -- plugins of one name ------------------------------------------------------------------------------------------------------
+
+
+def test_plugins_of_one_name_are_both_listed_planned_and_trained(cli, install):
+    install("warm-pack", WARMTH, warmth="warm_pack:Warmth")
+    install("hot-pack", WARMTH.replace("20.0", "90.0"), warmth="hot_pack:Warmth")
+    _, out, _ = cli("plugins")
+    assert re.search(r"^warm-pack 1.2 *\nplugin.*\nwarm-pack:warmth +weather +exact +How warm it is", out, re.MULTILINE)
+    assert re.search(r"^hot-pack 1.2 *\nplugin.*\nhot-pack:warmth +weather", out, re.MULTILINE)
+    _, out, _ = cli("plugins", "--json")
+    rows = {row["name"]: row for row in json.loads(out)}
+    assert [rows[f"{package}:warmth"]["distribution"] for package in ("warm-pack", "hot-pack")] == ["warm-pack", "hot-pack"]
+    assert not {"warm_pack", "hot_pack"} & set(sys.modules)
+    _, out, _ = cli("plugins", "hot-pack:warmth")
+    assert out.startswith("warmth (hot-pack 1.2)")
+    assert re.search(r"degrees +float +90\.0", out)
+    assert re.search(r"on_error +raise \| disable +raise", out)
+    path = recipe("r.yaml", "hot-pack:warmth")
+    code, out, _ = cli("plan", path, "plugins.warmth.degrees=91.0")
+    assert code == 0
+    assert "1. warmth  (slot weather, exact, listed in the recipe as hot-pack:warmth)\n      degrees=91.0\n" in out
+    assert cli("train", path, "plugins.warmth.degrees=91.0")[0] == 0
+    assert summary()["warmth"] == 91.0
+    assert cli("plan", "out/recipe.yaml", "plugins.warmth.degrees=92.0")[0] == 0
+    code, out, err = cli("train", recipe("s.yaml", "warmth"))
+    assert (code, err.count("\n")) == (2, 1)
+    assert "Say which: " in err
+
+
+# -- plugins in files ---------------------------------------------------------------------------------------------------------
+
+
+def test_plan_says_first_whose_code_will_run(cli):
+    path = recipe("deep/r.yaml", {"./warm.py": {"degrees": 3.0}})
+    Path("deep/warm.py").write_text(WARMTH + "\nprint('ran')\n")
+    code, out, _ = cli("plan", path)
+    files = [f"runs the code of {Path('deep', name).resolve()}" for name in ("warm.py", "code_of_test.py")]
+    assert code == 0
+    assert out.splitlines()[:3] == [*files, "ran"]
+    assert "1. warmth  (slot weather, exact, listed in the recipe as ./warm.py)\n      degrees=3.0\n" in out
+    code, out, _ = cli("plan", path, "--without", "warmth")
+    assert out.splitlines()[0] == files[1]
+    assert "ran" not in out
+
+
+def test_a_file_plugin_trains_on_two_processes_and_an_observer_that_fails_on_one_is_disabled(cli):
+    path = recipe("deep/r.yaml", {"./warm.py": {"fails": 1, "on_error": "disable"}}, "ddp")
+    Path("deep/warm.py").write_text(WARMTH)
+    command = [sys.executable, "-m", "fastloop", "train", path, "--nproc", "2", "--trace-hooks"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+    assert done.returncode == 0, done.stderr
+    found = summary()
+    assert (found["steps"], found["world_size"], found["warmth"]) == (4, 2, 20.0)
+    assert re.fullmatch(r"process 1: plugin 'warmth' \(.*warm\.py\) failed in after_step: OSError: too hot", found["disabled"]["warmth"])
+    assert re.search(r"^warmth +after_step +4 ", done.stdout, re.MULTILINE), "on the main process it went on"
+    assert f"warning: {found['disabled']['warmth']}. It was disabled there" in done.stdout
+    assert "plugins     warmth (disabled), ddp, module" in done.stdout
+
+
+def test_bench_measures_a_file_plugin_in_its_own_processes(cli):
+    path = recipe("deep/r.yaml", "./warm.py")
+    Path("deep/warm.py").write_text(WARMTH)
+    options = ["--steps", "2", "--seconds", "0", "--warmup", "1", "--repeats", "1", "--output", "bench", "--ladder", "./warm.py"]
+    code, out, _ = cli("bench", path, *options)
+    record = json.loads(Path("bench/bench.json").read_text())
+    assert code == 0, out
+    assert [rung["title"] for rung in record["rungs"]] == ["baseline", "+ warmth"]
+    assert [found["verdict"] for found in record["parity"]] == ["holds"]
+
+
+# -- what hooks took ----------------------------------------------------------------------------------------------------------
+
+
+def test_trace_hooks_prints_what_plugins_did_in_the_order_of_the_first_calls(cli):
+    path = recipe("r.yaml", "./warm.py", "ema")
+    Path("warm.py").write_text(WARMTH)
+    code, out, _ = cli("train", path, "--trace-hooks")
+    assert code == 0
+    rows = [line.split()[:3] for line in out.splitlines() if re.match(r"(warmth|ema|module) +\w+ +\d+ ", line)]
+    assert rows[0] == ["module", "check_recipe", "1"]
+    assert ["warmth", "after_step", "4"] in rows
+    assert ["module", "compute_loss", "4"] in rows
+    assert rows.index(["module", "compute_loss", "4"]) < rows.index(["warmth", "after_step", "4"])
+    assert rows[-1] == ["warmth", "write_summary", "1"]
+    _, out, _ = cli("train", path)
+    assert "us a call" not in out
+    assert list(summary()["plugin_seconds"]) == ["warmth", "ema", "module"]
+
+
+# -- commands of packages -----------------------------------------------------------------------------------------------------
+
+COMMAND = """
+import typer
+
+def warm(degrees: float = 20.0):
+    "Says how warm it is."
+    typer.echo(f"{degrees} degrees")
+
+def picky():
+    from fastloop import UsageError
+    raise UsageError("not today")
+
+number = 3
+"""
+
+
+def test_a_command_of_a_package_is_listed_without_an_import_and_imported_when_it_is_called(cli, install):
+    install("warm-pack", COMMAND, group="fastloop.commands", warm="warm_pack:warm", picky="warm_pack:picky")
+    code, out, _ = cli("--help")
+    assert code == 0
+    assert re.search(r"warm +Of warm-pack 1\.2\.", out)
+    assert re.search(r"train +Train a recipe", out)
+    assert "warm_pack" not in sys.modules
+    assert cli("recipes")[0] == 0
+    assert "warm_pack" not in sys.modules
+    code, out, _ = cli("warm", "--help")
+    assert code == 0
+    assert "Says how warm it is." in out
+    assert "fastloop warm [OPTIONS]" in out
+    assert cli("warm", "--degrees", "3") == (0, "3.0 degrees\n", "")
+    assert cli("picky") == (2, "", "error: not today\n")
+    code, _, err = cli("wram")
+    assert code == 2
+    assert "Did you mean 'warm'?" in err
+
+
+def test_a_command_cannot_take_a_name_of_ours_or_of_another_package(cli, install):
+    install("warm-pack", COMMAND, group="fastloop.commands", train="warm_pack:warm", warm="warm_pack:warm")
+    install("hot-pack", COMMAND, group="fastloop.commands", warm="hot_pack:warm")
+    _, out, _ = cli("--help")
+    assert re.search(r"warm-pack:train +Of warm-pack 1\.2\. `?train`? alone is fastloop's own\.", out)
+    assert re.search(r"hot-pack:warm +Of hot-pack 1\.2\.", out)
+    _, out, _ = cli("train", "--help")
+    assert "--nproc" in out
+    assert cli("warm-pack:train") == (0, "20.0 degrees\n", "")
+    assert cli("hot-pack:warm", "--degrees", "5") == (0, "5.0 degrees\n", "")
+    code, out, err = cli("warm")
+    assert (code, out) == (2, "")
+    assert err.startswith("error: warm: a command of several packages. Say which: ")
+
+
+@pytest.mark.parametrize(
+    ("code", "reference", "requires", "said"),
+    [
+        ("1 / 0", "warm_pack:warm", "", "cannot be imported: ZeroDivisionError: division by zero"),
+        ("import sys; sys.exit(3)", "warm_pack:warm", "", "cannot be imported: SystemExit: 3"),
+        (COMMAND, "warm_pack:wram", "", "cannot be imported: AttributeError: "),
+        (COMMAND, "nothing_here:warm", "", "cannot be imported: ModuleNotFoundError: "),
+        (COMMAND, "warm_pack:number", "", "cannot be imported: TypeError: expected a function, found a int"),
+        (COMMAND, "warm_pack:warm", "fastloop>=99", "is made for fastloop >=99, and this is "),
+    ],
+    ids=["error", "exit", "attribute", "module", "no function", "version"],
+)
+def test_a_command_that_fails_breaks_only_itself(cli, install, code, reference, requires, said):
+    install("warm-pack", code, group="fastloop.commands", requires=requires, warm=reference)
+    assert cli("--help")[0] == 0
+    assert cli("recipes")[0] == 0
+    returned, out, err = cli("warm")
+    assert (returned, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"error: command 'warm' ({reference} of warm-pack 1.2) {said}")

@@ -1,0 +1,757 @@
+"""What other packages, files and scripts bring along has the rights of what is ours: names, versions, hooks, errors."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import tiny_data, tiny_model
+from torch import nn
+
+import fastloop
+from fastloop import Plugin, PluginCrash, PluginError, RecipeError, Trainer, UsageError, hookimpl, hookspec, hookspecs
+from fastloop.hooks import Resolution
+from fastloop.importing import files
+from fastloop.profile.verdicts import candidates
+from fastloop.recipe import load_recipe, make_recipe
+from fastloop.registry import load, resolve, select
+from fastloop.run import Run
+from fastloop.tune.write import text
+
+pytest_plugins = ["installing"]
+
+QUIET = [{"log": False}, {"progress": False}]
+
+WARMTH = """
+from dataclasses import dataclass
+from fastloop import Plugin, hookimpl
+
+class Warmth(Plugin):
+    "How warm it is."
+    name = "warmth"
+
+    @dataclass(kw_only=True)
+    class Config:
+        degrees: float = 20.0
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.steps = 0
+
+    @hookimpl
+    def after_step(self, run):
+        self.steps += 1
+
+    @hookimpl
+    def save_state(self):
+        return {"steps": self.steps}
+
+    @hookimpl
+    def load_state(self, state):
+        self.steps = state["steps"]
+
+    @hookimpl
+    def write_summary(self, summary):
+        summary["warmth"] = [self.config.degrees, self.steps]
+"""
+COLD = """
+class Cold(Plugin):
+    name = "cold"
+"""
+
+
+def write(path: str, text: str) -> Path:
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(text)
+    return Path(path)
+
+
+DATA = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+def data():
+    inputs = torch.randn(24, 4, generator=torch.Generator().manual_seed(0))
+    return {"train": TensorDataset(inputs, inputs[:, :3].argmax(1))}
+
+def net():
+    return nn.Linear(4, 3)
+"""
+
+
+def recipe_file(path: str, *plugins: Any, **train: Any) -> Path:
+    """A recipe of the task `module`, with its code beside it."""
+    write(f"{Path(path).parent}/code_of_test.py", DATA)
+    tree = {
+        "model": {"module": "code_of_test.py:net"},
+        "data": {"module": "code_of_test.py:data"},
+        "train": {"epochs": 1, "batch_size": 8, "lr": 0.1, "device": "cpu", **train},
+        "plugins": [*plugins, {"module": {"loss": "cross_entropy"}}, *QUIET],
+        "output": "out",
+    }
+    return write(path, json.dumps(tree))
+
+
+def train(path: str, *overrides: str, resume: bool = False, **arguments: Any) -> dict[str, Any]:
+    recipe = load_recipe(path, overrides, **arguments)
+    return Run(recipe, resolve(recipe), Path(recipe.output) if resume else None).execute()
+
+
+# -- one name, two packages ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two(install: Any) -> None:
+    install("warm-pack", WARMTH, warmth="warm_pack:Warmth")
+    install("hot.pack", WARMTH.replace("20.0", "90.0"), warmth="hot.pack:Warmth")
+    site = Path(sys.path[0])
+    (site / "hot.pack.py").rename(write(str(site / "hot" / "__init__.py"), "").with_name("pack.py"))
+
+
+@pytest.fixture
+def forget() -> Any:
+    yield
+    for name in ("hot", "hot.pack"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.usefixtures("two", "forget")
+def test_a_package_and_a_name_say_which_plugin_with_options_overrides_and_without():
+    recipe_file("r.yaml", {"hot.pack:warmth": {"degrees": 80.0}})
+    assert train("r.yaml")["warmth"] == [80.0, 3]
+    assert train("r.yaml", "plugins.warmth.degrees=81.0")["warmth"] == [81.0, 3]
+    assert train("r.yaml", "plugins.hot.pack:warmth.degrees=82.0")["warmth"] == [82.0, 3]
+    for without in ("warmth", "hot.pack:warmth"):
+        assert "warmth" not in train("r.yaml", without_plugins=[without])["plugins"]
+    recipe_file("s.yaml", "warm-pack:warmth")
+    assert train("s.yaml")["warmth"] == [20.0, 3]
+    recipe_file("t.yaml")
+    assert train("t.yaml", "plugins.warmth.degrees=5.0", with_plugins=["Warm_Pack:warmth"])["warmth"] == [5.0, 3]
+    assert load_recipe("out/recipe.yaml").references == {"warmth": "Warm_Pack:warmth"}
+
+
+@pytest.mark.usefixtures("two", "forget")
+def test_messages_name_a_plugin_as_the_recipe_does():
+    with pytest.raises(PluginError, match=r"plugins\[0\]: 'warmth' is the name of plugins in several packages\. Say which: ") as refused:
+        resolve(make_recipe({"plugins": ["warmth"]}))
+    assert "hot.pack:warmth or warm-pack:warmth" in str(refused.value) or "warm-pack:warmth or hot.pack:warmth" in str(refused.value)
+    with pytest.raises(RecipeError, match=r"^recipe: plugins\.hot\.pack:warmth\.degree: no such option\. Did you mean 'degrees'\?$"):
+        resolve(make_recipe({"plugins": [{"hot.pack:warmth": {"degree": 1.0}}]}))
+    with pytest.raises(RecipeError, match=r"plugins: 'warmth' is listed twice"):
+        make_recipe({"plugins": ["hot.pack:warmth", "warm-pack:warmth"]})
+    with pytest.raises(PluginError, match="no plugin 'cold-pack:warmth' is installed"):
+        load("cold-pack:warmth")
+
+
+def test_a_package_that_takes_a_name_of_ours_leaves_what_is_on_by_default_alone(install, caplog):
+    install("rogue", WARMTH.replace('"warmth"', '"log"'), log="rogue:Warmth")
+    resolution = resolve(make_recipe({}))
+    assert resolution.names() == ["log", "progress"]
+    assert type(resolution.plugins[0]).__module__ == "fastloop_plugins.log"
+    assert "rogue" not in sys.modules
+    assert select(make_recipe({"plugins": [{"log": False}]})).names() == ["progress"]
+    with pytest.raises(PluginError, match="'log' is the name of plugins in several packages"):
+        resolve(make_recipe({"plugins": ["log"]}))
+    assert type(resolve(make_recipe({"plugins": ["fastloop:log"]})).plugins[0]).__module__ == "fastloop_plugins.log"
+
+
+# -- the range of versions ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("requires", "fits"),
+    [
+        ("fastloop", True),
+        (f"fastloop>=0.0.1,<={fastloop.__version__}", True),
+        (f"FastLoop[lora]=={fastloop.__version__}", True),
+        ("fastloop>=99; extra == 'all'", True),
+        ("fastlooper>=99", True),
+        ("", True),
+        ("fastloop>=99", False),
+        ("fastloop<0.0.1", False),
+    ],
+)
+def test_a_package_runs_on_the_versions_that_its_own_dependency_names(install, requires, fits):
+    install("warm-pack", WARMTH, requires=requires, warmth="warm_pack:Warmth")
+    if fits:
+        assert load("warmth").name == "warmth"
+        return
+    with pytest.raises(PluginError) as refused:
+        load("warmth", "r.yaml: plugins[0]")
+    wanted = requires.removeprefix("fastloop")
+    assert str(refused.value) == (
+        f"r.yaml: plugins[0]: plugin 'warmth' (warm_pack:Warmth of warm-pack 1.2) is made for fastloop {wanted}, and this is "
+        f"{fastloop.__version__}. Install versions that fit: pip install -U warm-pack 'fastloop{wanted}'"
+    )
+    assert "warm_pack" not in sys.modules, "what does not fit is not imported"
+
+
+# -- plugins in files ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_beside_the_recipe_is_a_plugin_and_runs_when_it_is_resolved(caplog):
+    write("deep/warm.py", "print('ran')\n" + WARMTH)
+    recipe_file("deep/r.yaml", {"./warm.py": {"degrees": 30.0}})
+    recipe = load_recipe("deep/r.yaml")
+    assert (next(iter(recipe.plugins)), recipe.references) == ("warmth", {"warmth": "./warm.py"})
+    assert not [name for name in sys.modules if name.startswith("fastloop_file_warm_")], "a recipe is read without running code"
+    assert [path.name for path in files(recipe)] == ["warm.py", "code_of_test.py"]
+    assert train("deep/r.yaml")["warmth"] == [30.0, 3]
+    assert train("deep/r.yaml", "plugins.warmth.degrees=31.0")["warmth"] == [31.0, 3]
+    assert train("deep/r.yaml", "plugins../warm.py.degrees=32.0")["warmth"] == [32.0, 3]
+    for without in ("warmth", "./warm.py"):
+        assert "warmth" not in train("deep/r.yaml", without_plugins=[without])["plugins"]
+    write("here.py", WARMTH)
+    recipe_file("plain.yaml")
+    assert train("plain.yaml", with_plugins=["here.py"])["warmth"] == [20.0, 3]
+
+
+def test_a_run_folder_resumes_with_it_and_its_recipe_finds_the_file():
+    write("deep/warm.py", WARMTH)
+    recipe_file("deep/r.yaml", "./warm.py")
+    assert train("deep/r.yaml", "train.max_steps=2")["warmth"] == [20.0, 2]
+    saved = load_recipe("out/recipe.yaml")
+    assert saved.references == {"warmth": str(Path("deep/warm.py").resolve())}
+    assert [plugin.name for plugin in select(saved).plugins] == ["warmth", "module"]
+    assert train("deep/r.yaml", resume=True)["warmth"] == [20.0, 3]
+
+
+def test_of_several_plugins_in_a_file_the_class_says_which():
+    write("both.py", WARMTH + COLD)
+    with pytest.raises(RecipeError, match=r"^recipe: plugins: both\.py: .* several plugins\. Say which: both\.py:Warmth or both\.py:Cold"):
+        make_recipe({"plugins": ["both.py"]})
+    recipe = make_recipe({"plugins": ["both.py:Cold", {"both.py:Warmth": {"degrees": 1.0}}, *QUIET]})
+    assert resolve(recipe).names() == ["cold", "warmth"]
+    assert make_recipe(recipe.to_dict()).references == recipe.references == {"cold": "both.py:Cold", "warmth": "both.py:Warmth"}
+    with pytest.raises(RecipeError, match=r"both\.py:Warmt: Warmt is not a class of the file\. Did you mean 'Warmth'\?"):
+        make_recipe({"plugins": ["both.py:Warmt"]})
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        (None, "there is no file p.py that can be read"),
+        ("def broken(:", "p.py, line 1: not valid Python: "),
+        ("class Warm: name = 'warm'\nclass Other: pass", "holds no plugin. It has the classes Warm, Other. Expected a subclass of"),
+        ("x = 1", 'holds no plugin. Expected a subclass of fastloop.Plugin with `name = "..."`.'),
+    ],
+    ids=["missing", "syntax", "other classes", "no class"],
+)
+def test_a_file_that_is_no_plugin_is_refused_when_the_recipe_is_read(code, said):
+    if code is not None:
+        write("p.py", code)
+    with pytest.raises(RecipeError) as refused:
+        make_recipe({"plugins": ["p.py"]})
+    assert said in str(refused.value)
+    assert str(refused.value).startswith("recipe: plugins: p.py: ")
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        (
+            "from fastloop import Plugin\nclass Warm(Plugin):\n    name = 'warm'\n1 / 0",
+            "ZeroDivisionError: division by zero (.*p.py, line 4)",
+        ),
+        ("import sys\nclass Warm(int):\n    name = 'warm'\nsys.exit(0)", "SystemExit: 0"),
+        ("class Warm(int):\n    name = 'warm'", "is not a subclass of fastloop.Plugin"),
+        ("from fastloop import Plugin\nclass Warm(Plugin):\n    name = 'warm'\n    Config = 3", "its Config is 3, expected a dataclass"),
+        (
+            "from fastloop import Plugin\nclass Warm(Plugin):\n    name = 'warm'\n    def __init__(self): super().__init__()",
+            r"plugins\.p\.py: Warm \(.*p\.py\) cannot be made: TypeError: ",
+        ),
+    ],
+    ids=["error", "exit", "no plugin", "config", "constructor"],
+)
+def test_a_file_that_fails_when_it_runs_is_refused_with_its_place(code, said):
+    write("p.py", code)
+    with pytest.raises(UsageError, match=said):
+        resolve(make_recipe({"plugins": ["p.py"]}))
+
+
+def test_a_file_that_a_base_recipe_lists_is_found_from_its_folder():
+    write("base/warm.py", WARMTH)
+    recipe_file("base/base.yaml", {"./warm.py": {"degrees": 3.0}})
+    write("top/top.yaml", "extends: ../base/base.yaml\nplugins: [{warmth: {degrees: 4.0}}]\n")
+    recipe = load_recipe("top/top.yaml")
+    assert recipe.references == {"warmth": str(Path("base/warm.py").resolve())}
+    assert select(recipe).plugins[0].config.degrees == 4.0
+
+
+def test_tune_writes_it_as_it_is_listed_and_asks_it_for_its_forecast():
+    write("warm.py", WARMTH)
+    recipe = make_recipe({"plugins": [{"warm.py": {"degrees": 1.0}}]})
+    (line,) = [line for line in text(recipe, [], {"warmth": "hot"}).splitlines() if "warm" in line]
+    assert line.split() == ["-", "warm.py:", "{degrees:", "1.0}", "#", "hot"]
+    assert [cls.name for cls in candidates(recipe)][-1] == "warmth"
+
+
+def test_an_error_in_a_file_plugin_names_the_file(tiny_run):
+    write("p.py", WARMTH.replace("self.steps += 1", "self.steps / 0"))
+    with pytest.raises(PluginCrash, match=r"^plugin 'warmth' \(.*p\.py\) failed in after_step: ZeroDivisionError"):
+        tiny_run(["./p.py"])
+
+
+# -- objects ------------------------------------------------------------------------------------------------------------------
+
+
+def test_objects_of_python_have_the_rights_of_listed_plugins(tiny_run):
+    namespace: dict[str, Any] = {"__name__": __name__}
+    exec(WARMTH, namespace)
+    warmth = namespace["Warmth"]
+
+    class Cold(Plugin):
+        name = "cold"
+        slot = "weather"
+        conflicts = {"warmth": "both heat."}
+
+    result = tiny_run([warmth(degrees=7.0)], epochs=1, output="run", max_steps=2)
+    assert result.summary["plugins"][0] == "warmth"
+    assert result.summary["warmth"] == [7.0, 2]
+    assert set(result.summary["plugin_seconds"]) == set(result.summary["plugins"])
+    assert tiny_run([warmth(degrees=7.0)], epochs=1, output="run", max_steps=4, resume=True).summary["warmth"] == [7.0, 4]
+    with pytest.raises(PluginError, match="plugins 'cold' and 'warmth' exclude each other: both heat"):
+        tiny_run([warmth(), Cold()])
+    with pytest.raises(RecipeError, match=r"^warmth\.degrees: found 'hot'"):
+        warmth(degrees="hot")
+
+
+# -- hooks of third parties ---------------------------------------------------------------------------------------------------
+
+
+class WarmHooks:
+    @hookspec
+    def after_warmth(self, run: Any, degrees: float) -> None:
+        """It is warm."""
+
+    @hookspec(firstresult=True)
+    def how_warm(self, run: Any) -> float | None:
+        """First. The degrees."""
+
+
+class Oven(Plugin):
+    """Owns two hooks, and calls them."""
+
+    name = "oven"
+    hookspecs = WarmHooks
+
+    @hookimpl
+    def after_epoch(self, run: Any) -> None:
+        run.hooks.after_warmth(run=run, degrees=run.hooks.how_warm(run=run))
+
+
+class Guest(Plugin):
+    """Implements hooks of the oven."""
+
+    name = "guest"
+    requires = ("oven",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.felt: list[float] = []
+
+    @hookimpl
+    def how_warm(self) -> float:
+        return 200.0
+
+    @hookimpl
+    def after_warmth(self, degrees: float) -> None:
+        self.felt.append(degrees)
+
+
+def hooks_of(*plugins: Plugin) -> Any:
+    return Resolution(list(plugins)).hooks
+
+
+def test_a_plugin_implements_the_hooks_of_another(tiny_run):
+    guest = Guest()
+    result = tiny_run([guest, Oven()])
+    assert guest.felt == [200.0, 200.0]
+    assert result.summary["plugin_seconds"]["guest"] > 0
+
+
+def test_hooks_of_a_package_are_known_only_with_their_owner():
+    hint = "Another plugin's hook is known when that plugin is in the run. Marked optionalhook=True, it may be missing."
+
+    class Odd(Plugin):
+        name = "odd"
+
+        @hookimpl
+        def zzz(self) -> None: ...
+
+    class Near(Plugin):
+        name = "near"
+
+        @hookimpl
+        def after_warmt(self) -> None: ...
+
+    class Wrong(Plugin):
+        name = "wrong"
+
+        @hookimpl
+        def after_warmth(self, degree: float) -> None: ...
+
+    class May(Plugin):
+        name = "may"
+        felt: list[float] = []
+
+        @hookimpl(optionalhook=True)
+        def after_warmth(self, degrees: float) -> None:
+            self.felt.append(degrees)
+
+    for plugins, said in [
+        ([Odd()], f"plugin 'odd': there is no hook 'zzz'. {hint}"),
+        ([Near(), Oven()], "plugin 'near': there is no hook 'after_warmt'. Did you mean 'after_warmth'?"),
+        ([Wrong(), Oven()], "plugin 'wrong': after_warmth gets no argument 'degree'. Did you mean 'degrees'?"),
+    ]:
+        with pytest.raises(PluginError) as refused:
+            hooks_of(*plugins)
+        assert str(refused.value) == said
+    assert hooks_of(May())
+    hooks_of(May(), Oven()).after_warmth(run=None, degrees=3.0)
+    assert May.felt == [3.0]
+
+
+def test_a_hook_has_one_owner():
+    class Stove(Plugin):
+        name = "stove"
+        hookspecs = type("Own", (), {"after_warmth": hookspec(lambda self, run: None)})
+
+    class Thief(Plugin):
+        name = "thief"
+        hookspecs = type("Own", (), {"after_step": hookspec(lambda self, run: None)})
+
+    class Empty(Plugin):
+        name = "empty"
+        hookspecs = type("Own", (), {})
+
+    class Sister(Oven):
+        name = "sister"
+
+    for plugins, said in [
+        ([Oven(), Stove()], "plugin 'stove' and plugin 'oven' both declare the hook 'after_warmth'. One of them must rename its own."),
+        ([Thief()], "plugin 'thief' and fastloop both declare the hook 'after_step'. One of them must rename its own."),
+        ([Empty()], "plugin 'empty': its `hookspecs` hold no function that is marked with fastloop.hookspec."),
+    ]:
+        with pytest.raises(PluginError) as refused:
+            hooks_of(*plugins)
+        assert str(refused.value) == said
+    assert hooks_of(Oven(), Sister()), "plugins of one package may share theirs"
+
+
+def test_an_error_in_a_hook_of_a_third_party_names_who_failed_in_it(tiny_run):
+    class Clumsy(Guest):
+        name = "clumsy"
+
+        @hookimpl
+        def after_warmth(self, degrees: float) -> None:
+            raise ValueError("burnt")
+
+    with pytest.raises(PluginCrash, match=r"^plugin 'clumsy' \(.*\) failed in after_warmth: ValueError: burnt"):
+        tiny_run([Oven(), Clumsy()])
+    with pytest.raises(PluginCrash, match=r"^plugin 'oven' \(.*\) failed in after_epoch: TypeError"):
+        tiny_run([type("Cool", (Oven,), {"after_epoch": hookimpl(lambda self, run: None + 1)})()])
+
+
+# -- old names ----------------------------------------------------------------------------------------------------------------
+
+
+def test_an_old_name_of_a_hook_or_an_argument_works_with_one_warning(monkeypatch, caplog, tiny_run):
+    renamed = {"on_step_end": hookspecs.Renamed("after_step", "0.3"), "after_step.step_loss": hookspecs.Renamed("loss", "0.4")}
+    monkeypatch.setattr(hookspecs, "RENAMED", renamed)
+
+    class Old(Plugin):
+        name = "old"
+        seen: list[float] = []
+
+        @hookimpl
+        def on_step_end(self, run: Any, step_loss: torch.Tensor) -> None:
+            self.seen.append(step_loss.item())
+
+    class Newer(Plugin):
+        name = "newer"
+        seen: list[float] = []
+
+        @hookimpl
+        def after_step(self, step_loss: torch.Tensor) -> None:
+            self.seen.append(step_loss.item())
+
+    result = tiny_run([Old(), Newer()], epochs=1)
+    tiny_run([Old(), Newer()], epochs=1)
+    assert Old.seen[: len(result.losses)] == Newer.seen[: len(result.losses)] == result.losses
+    said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert sorted(said) == [
+        f"plugin 'newer' ({__name__}): after_step's argument 'step_loss' is called 'loss' now. The old name works until fastloop 0.4: "
+        "look for a newer version of the plugin",
+        f"plugin 'old' ({__name__}): after_step's argument 'step_loss' is called 'loss' now. The old name works until fastloop 0.4: "
+        "look for a newer version of the plugin",
+        f"plugin 'old' ({__name__}): the hook 'on_step_end' is called 'after_step' now. The old name works until fastloop 0.3: "
+        "look for a newer version of the plugin",
+    ]
+
+
+# -- plugins that only look on ------------------------------------------------------------------------------------------------
+
+
+class Watcher(Plugin):
+    """Fails at the third step."""
+
+    name = "watcher"
+    observes = True
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.steps = 0
+
+    @dataclass(kw_only=True)
+    class Config:
+        every: int = 1
+
+    @hookimpl
+    def after_step(self, run: Any) -> None:
+        self.steps += 1
+        if self.steps == 3:
+            raise OSError("disk is full")
+
+    @hookimpl
+    def save_state(self) -> dict[str, int]:
+        return {"steps": self.steps}
+
+
+def test_an_observer_that_fails_is_disabled_when_asked_and_the_numbers_are_those_without_it(tiny_run, caplog):
+    plain = tiny_run()
+    watcher = Watcher(on_error="disable", every=2)
+    result = tiny_run([watcher])
+    assert (result.losses, watcher.steps, watcher.config.every) == (plain.losses, 3, 2)
+    assert all(torch.equal(result.weights[name], plain.weights[name]) for name in plain.weights)
+    why = f"plugin 'watcher' ({__name__}) failed in after_step: OSError: disk is full"
+    assert result.summary["disabled"] == {"watcher": why}
+    assert result.summary["status"] == "completed"
+    assert plain.summary["disabled"] == {}
+    assert [record.getMessage() for record in caplog.records if "watcher" in record.getMessage()] == [
+        f"{why}. It is disabled, and the run goes on"
+    ]
+    with pytest.raises(PluginCrash, match="failed in after_step: OSError: disk is full"):
+        tiny_run([Watcher()])
+
+
+def test_what_an_observer_refuses_on_purpose_is_refused(tiny_run):
+    class Picky(Watcher):
+        @hookimpl
+        def check_run(self, run: Any) -> None:
+            raise RecipeError("not this run")
+
+    class Broken(Watcher):
+        @hookimpl
+        def check_run(self, run: Any) -> None:
+            raise ValueError("broken")
+
+    with pytest.raises(RecipeError, match=r"^not this run$"):
+        tiny_run([Picky(on_error="disable")])
+    assert (
+        tiny_run([Broken(on_error="disable")], epochs=1).summary["disabled"]["watcher"].endswith("failed in check_run: ValueError: broken")
+    )
+
+
+def test_a_recipe_asks_for_it_only_where_it_can_be(install):
+    code = WARMTH + "\nclass Watcher(Warmth):\n    name = 'watcher'\n    observes = True\n"
+    install("warm-pack", code, warmth="warm_pack:Warmth", watcher="warm_pack:Watcher")
+    (plugin,) = resolve(make_recipe({"plugins": [{"watcher": {"on_error": "disable", "degrees": 1.0}}, *QUIET]})).plugins
+    assert (plugin.on_error, plugin.config.degrees) == ("disable", 1.0)
+    for options, said in [
+        ({"watcher": {"on_error": "ignore"}}, r"plugins\.watcher\.on_error: found 'ignore' .* Expected raise \| disable"),
+        ({"warmth": {"on_error": "disable"}}, r"plugins\.warmth\.on_error: for plugins that only look on\. A run without 'warmth' would"),
+    ]:
+        with pytest.raises(RecipeError, match=said):
+            resolve(make_recipe({"plugins": [options]}))
+
+
+@pytest.mark.parametrize(
+    ("members", "said"),
+    [
+        ({"parity": "reassociated"}, r"plugin 'watcher' says that it only looks on .* its parity is exact, not reassociated"),
+        (
+            {"build_model": hookimpl(lambda self: None)},
+            "build_model changes or decides something, and the plugin says that it only looks on",
+        ),
+        ({"before_prepare": hookimpl(lambda self: None)}, "before_prepare changes or decides something"),
+        ({"configure_dataloader": hookimpl(lambda self, draft: None)}, "configure_dataloader changes or decides something"),
+        ({"after_fit": hookimpl(wrapper=True)(lambda self: (yield))}, "after_fit is a wrapper here, and the plugin says"),
+    ],
+)
+def test_a_plugin_that_changes_a_run_cannot_say_that_it_looks_on(members, said):
+    with pytest.raises(PluginError, match=said):
+        hooks_of(type("Liar", (Watcher,), members)())
+
+
+# -- what hooks take ----------------------------------------------------------------------------------------------------------
+
+
+def test_seconds_are_a_plugins_own_and_calls_are_counted_in_the_order_of_the_first():
+    from time import sleep
+
+    class Inner(Plugin):
+        name = "inner"
+
+        @hookimpl
+        def evaluate(self) -> dict[str, float]:
+            sleep(0.05)
+            return {}
+
+    class Outer(Plugin):
+        name = "outer"
+
+        @hookimpl(wrapper=True)
+        def evaluate(self) -> Any:
+            sleep(0.02)
+            result = yield
+            sleep(0.02)
+            return result
+
+    class Caller(Plugin):
+        name = "caller"
+
+        @hookimpl
+        def after_fit(self, run: Any) -> None:
+            run.hooks.evaluate(run=run, split="test")
+
+    resolution = Resolution([Inner(), Outer(), Caller()])
+    run: Any = type("Run", (), {"hooks": resolution.hooks})
+    resolution.hooks.after_fit(run=run)
+    resolution.hooks.evaluate(run=run, split="test")
+    calls = resolution.calls()
+    assert [(call.plugin, call.hook, call.count) for call in calls] == [
+        ("caller", "after_fit", 1),
+        ("outer", "evaluate", 2),
+        ("inner", "evaluate", 2),
+    ]
+    seconds = resolution.plugin_seconds()
+    assert list(seconds) == ["inner", "outer", "caller"]
+    assert seconds["inner"] >= 0.1 > seconds["outer"] >= 0.08 > seconds["caller"]
+
+
+def test_a_summary_holds_each_plugins_seconds(tiny_run):
+    result = tiny_run(["ema"])
+    saved = json.loads((result.trainer.run.folder / "summary.json").read_text())
+    assert list(saved["plugin_seconds"]) == saved["plugins"]
+    assert 0 < sum(saved["plugin_seconds"].values()) < saved["train_seconds"] + saved["startup_seconds"] + saved["evaluate_seconds"]
+
+
+# -- code of packages that recipes refer to -----------------------------------------------------------------------------------
+
+KINDS = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from torchmetrics.classification import MulticlassAccuracy
+
+from fastloop import Output, Plugin, hookimpl
+
+class Sign(torch.optim.SGD):
+    pass
+
+class Double(MulticlassAccuracy):
+    def compute(self):
+        return 2 * super().compute()
+
+def data():
+    inputs = torch.randn(24, 4, generator=torch.Generator().manual_seed(0))
+    return {split: TensorDataset(inputs, inputs[:, :3].argmax(1)) for split in ("train", "evaluate")}
+
+def net(bias=True):
+    return nn.Linear(4, 3, bias=bias)
+
+number = 3
+
+class Mine(Plugin):
+    name = "mine"
+    slot = "task"
+
+    @hookimpl
+    def build_datasets(self):
+        return data()
+
+    @hookimpl
+    def build_model(self):
+        return net()
+
+    @hookimpl
+    def compute_loss(self, model, batch):
+        return Output(nn.functional.cross_entropy(model(batch[0]), batch[1]))
+"""
+
+
+@pytest.fixture
+def kinds(install: Any) -> dict[str, Any]:
+    install("kind-pack", KINDS, mine="kind_pack:Mine")
+    metrics = {"accuracy": {"type": "MulticlassAccuracy", "num_classes": 3}, "twice": {"type": "kind_pack:Double", "num_classes": 3}}
+    return {
+        "model": {"module": "kind_pack:net", "arguments": {"bias": False}},
+        "data": {"module": "kind_pack:data"},
+        "train": {"optimizer": "kind_pack:Sign", "epochs": 1, "batch_size": 8, "lr": 0.1, "device": "cpu"},
+        "plugins": [{"module": {"loss": "cross_entropy", "metrics": metrics}}, *QUIET],
+        "output": "out",
+    }
+
+
+def test_model_data_optimizer_and_metrics_come_from_a_package(kinds):
+    recipe = make_recipe(kinds)
+    run = Run(recipe, resolve(recipe))
+    assert type(run.optimizer).__name__ == "Sign"
+    assert [name for name, _ in run.unwrapped().named_parameters()] == ["weight"]
+    found = run.execute()["evaluate"]
+    assert found["twice"] == pytest.approx(2 * found["accuracy"])
+    recipe = make_recipe(kinds)
+    assert Run(recipe, resolve(recipe), Path("out")).execute()["steps"] == 3
+
+
+def test_a_task_comes_from_a_package(kinds):
+    recipe = make_recipe({"train": kinds["train"], "plugins": ["mine", *QUIET], "output": "out"})
+    summary = Run(recipe, resolve(recipe)).execute()
+    assert (summary["plugins"], summary["steps"]) == (["mine"], 3)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "said"),
+    [
+        ("kind_pack:Sing", r"^recipe: train\.optimizer: kind_pack has no 'Sing'\. Did you mean 'Sign'\?"),
+        ("kind_pack:net", r"^recipe: train\.optimizer: kind_pack:net is no subclass of torch\.optim\.Optimizer"),
+        ("kind_pack:number", r"^recipe: train\.optimizer: kind_pack:number is no subclass of torch\.optim\.Optimizer"),
+        ("kindpack:Sign", r"^recipe: train\.optimizer: no package 'kindpack' is installed"),
+        ("AdmW", r"^recipe: train\.optimizer: torch\.optim has no 'AdmW'\. Did you mean 'AdamW'\?"),
+        ("nothing.py:Sign", r"^recipe: train\.optimizer: no such file: nothing\.py"),
+    ],
+)
+def test_an_optimizer_that_cannot_be_is_refused_with_its_place(kinds, optimizer, said):
+    kinds["train"]["optimizer"] = optimizer
+    recipe = make_recipe(kinds)
+    with pytest.raises(RecipeError, match=said):
+        Run(recipe, resolve(recipe))
+    assert not Path("out").exists()
+
+
+def test_a_metric_that_cannot_be_is_refused_with_its_place(kinds):
+    metrics = kinds["plugins"][0]["module"]["metrics"]
+    for kind, said in [
+        ("kind_pack:Duble", r"plugins\.module\.metrics\.twice\.type: kind_pack has no 'Duble'\. Did you mean 'Double'\?"),
+        ("kind_pack:net", r"plugins\.module\.metrics\.twice\.type: kind_pack:net is no class of torchmetrics' metrics"),
+        ("MulticlasAccuracy", r"plugins\.module\.metrics\.twice\.type: torchmetrics has no 'MulticlasAccuracy'\. Did you mean"),
+    ]:
+        metrics["twice"]["type"] = kind
+        recipe = make_recipe(kinds)
+        with pytest.raises(RecipeError, match=said):
+            Run(recipe, resolve(recipe))
+
+
+def test_a_trainer_takes_an_optimizer_of_a_package(kinds):
+    loss = nn.functional.cross_entropy
+    trainer = Trainer(tiny_model(), tiny_data(), plugins=QUIET, loss=loss, optimizer="kind_pack:Sign", batch_size=8, epochs=1)
+    trainer.fit()
+    assert type(trainer.run.optimizer).__name__ == "Sign"

@@ -90,7 +90,7 @@ LAYERS = [
     {"machine", "recipe", "checkpoint", "clock", "importing", "data", "regions"},
     {"hooks"},
     {"registry"},
-    {"accelerator", "defaults", "folder", "loop", "resume"},
+    {"accelerator", "defaults", "folder", "loop", "resume", "schema"},
     {"run"},
     {"trainer", "bench"},
     {"profile"},

@@ -4,7 +4,7 @@
     class Config:
         num_workers: Annotated[int | Literal["auto"], option("Worker processes.", ge=0)] = "auto"
 
-One dataclass serves the recipe, plain Python arguments, `fastloop plugins NAME` and the docs.
+One dataclass serves the recipe, plain Python arguments, `fastloop plugins NAME`, `fastloop schema` and the docs.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.fields import FieldInfo
+from pydantic.json_schema import GenerateJsonSchema
 
 from fastloop.errors import RecipeError, did_you_mean
 
@@ -126,6 +127,26 @@ def describe(cls: type) -> list[OptionInfo]:
             default = "(required)"
         rows.append(OptionInfo(field.name, _type_name(hint), default, help))
     return rows
+
+
+class _Untitled(GenerateJsonSchema):
+    """Without the titles that pydantic makes of names."""
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
+
+
+def json_schema(cls: type, pointer: str) -> dict[str, Any]:
+    """A JSON Schema of the mappings that ``parse`` takes for the dataclass ``cls``.
+
+    Args:
+        pointer: Where in a larger schema it will stand, such as ``#/$defs/train``.
+    """
+    schema = _checker(cls).model_json_schema(ref_template=f"{pointer}/$defs/{{model}}", schema_generator=_Untitled)
+    for field in dataclasses.fields(cls):
+        if field.default_factory is not dataclasses.MISSING:
+            schema["properties"][field.name]["default"] = field.default_factory()
+    return {key: value for key, value in schema.items() if key != "title"}
 
 
 def _type_name(hint: Any) -> str:

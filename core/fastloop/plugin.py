@@ -134,6 +134,8 @@ class Plugin:
     """Predicates on device, dtypes and installed versions."""
     adds_metrics: ClassVar[tuple[str, ...]] = ()
     """Metrics that its wrapper of ``evaluate`` adds, beside ``loss`` and what ``build_metrics`` gives."""
+    sections: ClassVar[Mapping[str, type]] = {}
+    """For a task: ``model`` and ``data`` -> the dataclass of the keys that it takes there. `fastloop schema` and the docs show them."""
     parity: ClassVar[Parity] = "exact"
     """What it does to the numbers."""
     configures: ClassVar[str] = ""

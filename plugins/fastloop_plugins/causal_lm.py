@@ -1,9 +1,11 @@
 """A causal language model, pretrained or from scratch. On when ``data`` names no ``label`` column.
 
-model: {config: {model_type: gpt2, n_layer: 4, n_head: 4, n_embd: 256}, tokenizer: {kind: bpe, vocab_size: 4000}}
-data:  {files: {train: "texts/*.txt"}, max_length: 256}
-plugins:
-  - causal-lm
+    model: {config: {model_type: gpt2, n_layer: 4, n_head: 4, n_embd: 256}, tokenizer: {kind: bpe, vocab_size: 4000}}
+    data:  {files: {train: "texts/*.txt"}, max_length: 256}
+    plugins:
+      - causal-lm
+
+Texts are put end to end and cut into blocks of ``max_length`` tokens: no padding but in the last.
 """
 
 from __future__ import annotations
@@ -13,8 +15,8 @@ from collections.abc import Generator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Batch, Output, Plugin, RecipeError, hookimpl
-from fastloop_plugins._text_data import TextData
-from fastloop_plugins._text_model import TextModel
+from fastloop_plugins._text_data import Data, TextData
+from fastloop_plugins._text_model import Model, TextModel
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,6 +38,7 @@ class CausalLM(Plugin):
 
     name = "causal-lm"
     slot = "task"
+    sections = {"model": Model, "data": Data}
     adds_metrics = ("perplexity",)
     configures = "model, data and loss of a causal language model"
 

@@ -1,7 +1,9 @@
 """Ends training when a metric of the evaluation no longer improves.
 
-plugins:
-  - early-stopping: {monitor: accuracy, patience: 3}
+    plugins:
+      - early-stopping: {monitor: accuracy, patience: 3}
+
+It ends with the weights that it has then; ``checkpoint-best`` puts the best ones back.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """Writes what happens to the run folder: ``metrics.jsonl`` (one object a log point) and ``log.txt``. On by default.
 
-plugins:
-  - log: {every: 10}
+    plugins:
+      - log: {every: 10}
+
+A log point has the mean loss of the steps since the last one. A resumed run goes on in the same files.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """Shows a run as it goes: a live line on a terminal, plain lines elsewhere. On by default.
 
-plugins:
-  - progress: {every: 10}
+    plugins:
+      - progress: {every: 10}
+
+``every`` is in seconds, for plain lines; the live line moves as ``refresh`` says.
 """
 
 from __future__ import annotations

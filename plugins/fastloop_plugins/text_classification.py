@@ -1,9 +1,11 @@
 """Text classification with a transformer: a pretrained one, or one trained from scratch. On when ``data`` names a ``label`` column.
 
-model: {name: distilbert-base-uncased}
-data:  {files: {train: train.csv, validation: validation.csv, test: test.csv}, text: text, label: label, max_length: 512}
-plugins:
-  - text-classification
+    model: {name: distilbert-base-uncased}
+    data:  {files: {train: train.csv, validation: validation.csv, test: test.csv}, text: text, label: label, max_length: 512}
+    plugins:
+      - text-classification
+
+Labels are text, or whole numbers from 0; the training split says which there are.
 """
 
 from __future__ import annotations
@@ -12,8 +14,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Batch, Output, Plugin, Win, hookimpl
-from fastloop_plugins._text_data import TextData
-from fastloop_plugins._text_model import TextModel
+from fastloop_plugins._text_data import Data, TextData
+from fastloop_plugins._text_model import Model, TextModel
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,6 +34,7 @@ class TextClassification(Plugin):
 
     name = "text-classification"
     slot = "task"
+    sections = {"model": Model, "data": Data}
     configures = "model, data, loss and metrics of text classification"
 
     @classmethod

@@ -88,7 +88,7 @@ LAYERS = [
     {"options", "hookspecs", "launch", "plugin", "state"},
     {"machine", "recipe", "checkpoint", "clock", "importing", "data", "regions"},
     {"registry"},
-    {"accelerator", "defaults", "folder", "loop", "resume"},
+    {"accelerator", "defaults", "folder", "loop", "resume", "schema"},
     {"run"},
     {"trainer", "bench"},
     {"profile"},

@@ -1,0 +1,30 @@
+"""``fastloop schema``: a JSON Schema of recipes, for editors and other programs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def schema(
+    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write it there instead of printing it.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="Import other packages' plugins too, for their options.")] = False,
+) -> None:
+    """Print the JSON Schema of recipes: every section, every installed plugin, every option."""
+    from fastloop.errors import UsageError
+    from fastloop.schema import recipe_schema
+
+    made, problems = recipe_schema(every)
+    for line in problems:
+        typer.echo(line, err=True)
+    text = json.dumps(made, indent=2)
+    if output is None:
+        typer.echo(text)
+        return
+    try:
+        output.write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"--output: {output} cannot be written: {error.strerror}.") from None

@@ -82,7 +82,9 @@ def _whole(
         for cls, names in owners.items():
             definitions[f"{section}.{names[0]}"] = _mapping(cls, f"{section}.{names[0]}", f"For {' and '.join(names)}.")
         known[section] = [{"$ref": f"#/$defs/{section}.{names[0]}"} for names in owners.values()]
-    by_name = {name: {"description": text, "anyOf": [{"$ref": f"#/$defs/plugins.{name}"}, {"const": False}]} for name, text in about.items()}
+    by_name = {
+        name: {"description": text, "anyOf": [{"$ref": f"#/$defs/plugins.{name}"}, {"const": False}]} for name, text in about.items()
+    }
     options = {"type": "object", "minProperties": 1, "maxProperties": 1}
     elsewhere = {"type": "string", "pattern": ELSEWHERE, "description": "A plugin of a file beside the recipe, or of the package named."}
     item = {
@@ -113,7 +115,10 @@ def _whole(
         "properties": {
             "extends": {"type": "string", "description": "A recipe that this one changes: a path from here, or a shipped one's name."},
             "model": {"description": "What is trained. The task has its keys.", "anyOf": [*known["model"], {"type": ["object", "null"]}]},
-            "data": {"description": "What it is trained on. The task has its keys.", "anyOf": [*known["data"], {"type": ["object", "null"]}]},
+            "data": {
+                "description": "What it is trained on. The task has its keys.",
+                "anyOf": [*known["data"], {"type": ["object", "null"]}],
+            },
             "train": {"$ref": "#/$defs/train"},
             "plugins": {"description": "Plugins by name, in the order in which they are called.", "type": ["array", "null"], "items": item},
             "output": {"type": ["string", "null"], "description": "The run folder; null: runs/ and the recipe's name."},

@@ -189,7 +189,9 @@ def test_other_packages_are_imported_only_when_asked_for(capsys):
     printed = capsys.readouterr()
     made = json.loads(Path("made.json").read_text())
     assert printed.out == ""
-    assert printed.err.startswith("frost is left out: PluginError: plugins: plugin 'frost' (cold_pack:Frost of warm-pack 1.2) cannot be imported")
+    assert printed.err.startswith(
+        "frost is left out: PluginError: plugins: plugin 'frost' (cold_pack:Frost of warm-pack 1.2) cannot be imported"
+    )
     assert refusals(made, "plugins: [{warmth: {degrees: 3}}]") == []
     assert refusals(made, "plugins: [{warmth: {degrees: -1}}]")
     assert refusals(made, "plugins: [frost]")

@@ -138,7 +138,7 @@ def check(where: str, command: str, shown: str, folder: Path, site: Path) -> Non
         text=True,
         timeout=380,
     )
-    expected = 2 if shown.startswith("error: ") else 0
+    expected = 2 if re.search(r"(?m)^error: ", shown) else 0
     assert done.returncode == expected, f"{where}\n{done.stdout[-5000:]}"
     printed = "\n".join(line.rstrip() for line in done.stdout.rstrip().splitlines())
     pattern = re.escape(shown).replace(re.escape("..."), ".*")

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from fastloop import __version__, launch
-from fastloop.cli import bench, doctor, plan, plugins, profile, recipes, report, train, tune
+from fastloop.cli import bench, doctor, new, plan, plugins, profile, recipes, report, train, tune
 from fastloop.errors import DataError, FastloopError, PluginCrash, ProcessLost, UsageError
 
 LATE = 5.0
@@ -42,6 +42,7 @@ def options(
 for module in (train, plan, plugins, recipes, bench, profile, tune, report, doctor):
     name = module.__name__.rpartition(".")[2]
     app.command(name)(getattr(module, name))
+app.add_typer(new.new, name="new")
 
 
 def main() -> None:

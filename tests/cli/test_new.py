@@ -50,6 +50,12 @@ def test_it_writes_the_package_and_says_how_to_go_on(new):
     assert out.endswith("Go on with:\n  cd night-watch\n  pip install -e '.[test]'\n  pytest\n  fastloop train recipe.yaml\n")
 
 
+def test_help(new):
+    code, out, _ = new("--help")
+    assert code == 0
+    assert all(option in out for option in ("--folder", "--license", "--author"))
+
+
 def test_the_package_asks_for_this_fastloop_and_names_its_author(new):
     assert new("night-watch", "--folder", "here/it/goes", "--author", 'Ada "the first" Ünal \\')[0] == 0
     project = tomllib.loads(Path("here/it/goes/pyproject.toml").read_text(encoding="utf-8"))["project"]

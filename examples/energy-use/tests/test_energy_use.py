@@ -6,9 +6,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from fastloop.testing import Conformance
 
-from energy_use import EnergyUse, Rapl, cpu_seconds
+from energy_use import EnergyUse, Gpu, Rapl, cpu_seconds
 
 
 def test_the_summary_and_the_log_say_what_the_run_took(tiny_run, caplog):
@@ -66,6 +67,19 @@ def test_counters_that_may_not_be_read_are_named(tmp_path):
     package = zone(tmp_path / "intel-rapl:0", "package-0", 1)
     (package / "energy_uj").chmod(0)
     assert Rapl(tmp_path).why == f"{package / 'energy_uj'} may not be read by this user"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU of NVIDIA's here")
+def test_a_gpu_at_work_uses_energy():
+    pytest.importorskip("pynvml")
+    gpu = Gpu(torch.device("cuda", torch.cuda.current_device()))
+    matrix = torch.randn(4096, 4096, device="cuda")
+    for _ in range(500):
+        matrix = (matrix @ matrix).sign()
+    torch.cuda.synchronize()
+    gpu.look()
+    assert gpu.joules > 1
+    assert 0 <= gpu.busy <= 1
 
 
 def test_processor_time_of_started_processes_counts():

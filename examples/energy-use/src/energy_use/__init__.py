@@ -131,11 +131,14 @@ class Gpu:
         import torch
 
         self.nvml: Any = pynvml
-        with suppress(pynvml.NVMLError):  # a part of a GPU, or one too old, has no counter
+        try:
             pynvml.nvmlInit()
             self.handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
             self.start = pynvml.nvmlDeviceGetTotalEnergyConsumption(self.handle)  # millijoules
-            self.joules = 0.0
+        except pynvml.NVMLError as error:  # a part of a GPU, or one too old, has no counter
+            logger.warning("energy-use: the GPU is not looked at: %s", error)
+            return
+        self.joules = 0.0
 
     def look(self) -> None:
         """Read both."""

@@ -1,8 +1,10 @@
 """Packages as their users get them: built as wheels, and installed into a venv of their own.
 
-venv = CleanVenv(folder, fastloop_wheel)       # fixtures of conftest.py: fastloop_wheel, clean_venv
-venv.install(build_wheel(project, folder))
-done = venv.run("-m", "fastloop", "train", "recipe.yaml", cwd=folder)
+    venv = CleanVenv(folder, fastloop_wheel)
+    venv.install(build_wheel(project, folder))
+    done = venv.run("-m", "fastloop", "train", "recipe.yaml", cwd=folder)
+
+``fastloop_wheel`` is a fixture of ``conftest.py``, and so is ``clean_venv``, which has fastloop alone. No index is asked.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from fastloop import __version__, launch
-from fastloop.cli import bench, doctor, plan, plugins, profile, recipes, report, schema, train, tune
+from fastloop.cli import bench, doctor, new, plan, plugins, profile, recipes, report, schema, train, tune
 from fastloop.cli.commands import Commands
 from fastloop.errors import DataError, FastloopError, PluginCrash, ProcessLost, UsageError
 
@@ -44,6 +44,7 @@ def options(
 for module in (train, plan, plugins, recipes, schema, bench, profile, tune, report, doctor):
     name = module.__name__.rpartition(".")[2]
     app.command(name)(getattr(module, name))
+app.add_typer(new.new, name="new")
 
 
 def main() -> None:

@@ -1,0 +1,122 @@
+"""A task: tells what shape is in an image. The images are drawn with numpy as the run begins, so there is nothing to download.
+
+    plugins:
+      - drawn-shapes: {size: 16, count: 2000, classes: 5}
+
+Each image shows one shape in gray, of random size and brightness, at a random place, with noise over it. The classes are, in this order,
+disc, square, triangle, cross and ring. A small convolutional network is trained; another plugin's ``build_model`` replaces it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+from fastloop import Output, Plugin, RecipeError, hookimpl, option
+
+if TYPE_CHECKING:
+    import numpy as np
+    from fastloop.recipe import Recipe
+    from torch import Tensor, nn
+    from torchmetrics import MetricCollection
+
+SHAPES = ("disc", "square", "triangle", "cross", "ring")
+NOISE = 0.1
+"""Standard deviation, where black is 0 and white is 1."""
+
+
+class DrawnShapes(Plugin):
+    """Classification of drawn images."""
+
+    name = "drawn-shapes"
+    slot = "task"
+    configures = "trains a classifier of drawn shapes"
+
+    @dataclass(kw_only=True)
+    class Config:
+        """Options."""
+
+        size: Annotated[int, option("Height and width of an image in pixels.", ge=8)] = 16
+        count: Annotated[int, option("Images to train on; a quarter as many are evaluated, and as many again tested.", ge=4)] = 2000
+        classes: Annotated[int, option("How many of the shapes there are.", ge=2, le=len(SHAPES))] = len(SHAPES)
+        channels: Annotated[int, option("Channels of the first convolution; the second has twice as many.", ge=1)] = 16
+        seed: Annotated[int, option("Seeds the drawing, apart from train.seed.", ge=0)] = 0
+
+    @hookimpl
+    def check_recipe(self, recipe: Recipe) -> None:
+        for section in ("model", "data"):
+            if getattr(recipe, section):
+                raise RecipeError(
+                    f"{recipe.where}: {section}: 'drawn-shapes' has its own. Leave the section out; see `fastloop plugins drawn-shapes`."
+                )
+
+    @hookimpl
+    def build_datasets(self) -> Mapping[str, Any]:
+        import numpy as np
+        import torch
+        from torch.utils.data import TensorDataset
+
+        config, datasets = self.config, {}
+        for number, (split, count) in enumerate({"train": config.count, "evaluate": config.count // 4, "test": config.count // 4}.items()):
+            rng = np.random.default_rng((config.seed, number))  # a split does not change with the size of another
+            labels = rng.integers(config.classes, size=count)
+            datasets[split] = TensorDataset(torch.from_numpy(draw(labels, config.size, rng)), torch.from_numpy(labels))
+        return datasets
+
+    @hookimpl
+    def build_model(self) -> nn.Module:
+        from torch import nn
+
+        channels = self.config.channels
+        return nn.Sequential(
+            nn.Conv2d(1, channels, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(channels, 2 * channels, 3, padding=1),
+            nn.ReLU(),
+            nn.AdaptiveMaxPool2d(4),
+            nn.Flatten(),
+            nn.Linear(2 * channels * 16, self.config.classes),
+        )
+
+    @hookimpl
+    def build_metrics(self) -> MetricCollection:
+        from torchmetrics import MetricCollection
+        from torchmetrics.classification import MulticlassAccuracy
+
+        return MetricCollection({"accuracy": MulticlassAccuracy(self.config.classes, average="micro")})
+
+    @hookimpl
+    def compute_loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Output:
+        from torch.nn.functional import cross_entropy
+
+        images, labels = batch
+        logits = model(images)
+        return Output(cross_entropy(logits.float(), labels), logits, labels)
+
+
+def draw(labels: np.ndarray, size: int, rng: np.random.Generator) -> np.ndarray:
+    """Images of the shapes that ``labels`` (n, of any integer type) are indices of: (n, 1, size, size), float32, black 0 and white 1."""
+    import numpy as np
+
+    def some(low: float, high: float) -> np.ndarray:
+        return rng.uniform(low, high, (len(labels), 1, 1))
+
+    radius = some(0.22, 0.4) * size
+    middle = (some(0.4, 0.6) * size, some(0.4, 0.6) * size)
+    down, right = np.mgrid[:size, :size] + 0.5  # of each pixel's middle
+    y, x = (down - middle[0]) / radius, (right - middle[1]) / radius  # the shape reaches from -1 to 1
+    distance, far, near = np.hypot(x, y), np.maximum(abs(x), abs(y)), np.minimum(abs(x), abs(y))
+    inside = np.select(
+        [labels[:, None, None] == index for index in range(len(SHAPES))],
+        [
+            distance <= 1,
+            far <= 0.9,
+            (abs(y) <= 0.9) & (abs(x) <= (y + 0.9) / 2),
+            (near <= 0.3) & (far <= 1),
+            (distance >= 0.6) & (distance <= 1),
+        ],
+    )
+    images = inside * some(0.5, 1.0) + rng.normal(0.0, NOISE, inside.shape)
+    return images[:, None].astype(np.float32)

@@ -1,0 +1,24 @@
+"""The model and data of recipe.yaml: five convolutions, and scikit-learn's 1,797 handwritten digits of 8 x 8 pixels."""
+
+from __future__ import annotations
+
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import Dataset, TensorDataset
+
+
+def network(channels: int = 64, depth: int = 5) -> nn.Module:
+    """Images (batch, 1, 8, 8) float32 -> logits (batch, 10). The layers that can be frozen are the convolutions and the last one."""
+    layers = [nn.Sequential(nn.Conv2d(channels if index else 1, channels, 3, padding=1), nn.ReLU()) for index in range(depth)]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(channels * 16, 10))
+
+
+def digits() -> dict[str, Dataset]:
+    """Train, evaluate and test splits: 1,197, 300 and 300 images."""
+    images, targets = load_digits(return_X_y=True)
+    inputs = torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 16  # pixels count from 0 to 16
+    labels = torch.tensor(targets)
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    parts = {"evaluate": order[:300], "test": order[300:600], "train": order[600:]}
+    return {split: TensorDataset(inputs[ids], labels[ids]) for split, ids in parts.items()}

@@ -1,0 +1,145 @@
+"""Freezes a model's first layers one after another as training goes on: backward ends at the first layer that still trains.
+
+    plugins:
+      - layer-freezing: {share: 0.5, start: 0.2, until: 0.6}
+
+The first layers of a network settle first. Between the shares ``start`` and ``until`` of the run's steps, ``share`` of the layers are
+frozen in turn, and with the first of them all that the model has before it, such as embeddings. A frozen layer gets no gradients:
+backward computes none for it, and the optimizer leaves it out. Method: Brock et al., "FreezeOut: Accelerate Training by Progressively
+Freezing Layers", 2017.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import TYPE_CHECKING, Annotated, Any
+
+from fastloop import Plugin, PluginError, hookimpl, option
+from fastloop.errors import did_you_mean
+
+if TYPE_CHECKING:
+    from fastloop import Run
+    from torch import nn
+
+logger = logging.getLogger("fastloop")
+
+
+class LayerFreezing(Plugin):
+    """Fewer and fewer weights are trained."""
+
+    name = "layer-freezing"
+    parity = "changes-training"
+    conflicts = {"slot:strategy": "strategies settle before training which weights have gradients."}
+    configures = "freezes the first layers as training goes on"
+
+    @dataclass(kw_only=True)
+    class Config:
+        """Options."""
+
+        share: Annotated[float, option("Share of the layers that are frozen in the end.", gt=0, lt=1)] = 0.5
+        start: Annotated[float, option("Share of the run's steps after which freezing begins.", ge=0, lt=1)] = 0.2
+        until: Annotated[float, option("Share of the run's steps after which all of them are frozen.", gt=0, le=1)] = 0.6
+        layers: Annotated[
+            str | None,
+            option("Name of the model's ModuleList or Sequential of layers; null: the longest of the outermost."),
+        ] = None
+
+        def __post_init__(self) -> None:
+            if self.start >= self.until:
+                raise ValueError(f"start {self.start} is not before until {self.until}.")
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.frozen = self.least = self.counted = 0
+        self.with_gradients: list[int] = []
+
+    @hookimpl
+    def check_run(self, run: Run) -> None:
+        where = f"{run.recipe.where}: plugin 'layer-freezing'"
+        if run.world_size > 1:
+            raise PluginError(f"{where} runs in one process: {run.world_size} would wait for gradients that frozen layers do not have.")
+        if run.total_steps is None:
+            raise PluginError(f"{where} asks how long the run is, and data of unknown length does not tell. Set train.max_steps.")
+        self.layers = self.find_layers(run.unwrapped(), where)
+        self.most = int(self.config.share * len(self.layers) + 1e-9)  # 0.29 x 100 is a little less than 29
+        if not self.most:
+            logger.warning(
+                "layer-freezing: nothing to freeze: share %g of the %d layers found in %s is none",
+                self.config.share,
+                len(self.layers),
+                type(run.unwrapped()).__name__,
+            )
+
+    @hookimpl
+    def before_step(self, run: Run) -> None:
+        config = self.config
+        progress = (run.state.step / run.total_steps - config.start) / (config.until - config.start)
+        due = max(self.least, int(self.most * min(max(progress, 0.0), 1.0) + 1e-9))
+        if due <= self.frozen:
+            return
+        model, before = run.unwrapped(), {id(weight) for weight in self.layers[due].parameters()}
+        for weight in takewhile(lambda weight: id(weight) not in before, model.parameters()):
+            weight.requires_grad_(False)
+            weight.grad = None
+        self.frozen = due
+        logger.info("layer-freezing: step %d: the first %d of %d layers are frozen", run.state.step, due, len(self.layers))
+
+    @hookimpl
+    def after_backward(self, run: Run) -> None:
+        if self.with_gradients and self.counted == self.frozen:
+            return
+        self.with_gradients.append(sum(weight.numel() for weight in run.unwrapped().parameters() if weight.grad is not None))
+        self.counted = self.frozen
+
+    @hookimpl
+    def save_state(self) -> dict[str, Any]:
+        return {"frozen": self.frozen, "with_gradients": self.with_gradients}
+
+    @hookimpl
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.least = self.counted = state["frozen"]  # a run that goes on for longer than planned thaws none
+        self.with_gradients = state["with_gradients"]
+
+    @hookimpl
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        summary["layer-freezing"] = {
+            "layers": len(getattr(self, "layers", ())),
+            "frozen": self.frozen,
+            "parameters_with_gradients": self.with_gradients,
+        }
+
+    def find_layers(self, model: nn.Module, where: str) -> list[nn.Module]:
+        """The model's layers that have weights to train, in order.
+
+        Raises:
+            PluginError: The model has no layers of the name that was given.
+        """
+        from torch import nn
+
+        name = self.config.layers
+        if name is None:
+            return max(sequences(model), key=len, default=[])
+        named = {key: module for key, module in model.named_modules() if isinstance(module, nn.ModuleList | nn.Sequential)}
+        if name not in named:
+            raise PluginError(f"{where}: layers: the model has no ModuleList or Sequential {name!r}.{did_you_mean(name, named)}")
+        return trained(named[name])
+
+
+def sequences(module: nn.Module) -> Iterator[list[nn.Module]]:
+    """The layers of every ``ModuleList`` and ``Sequential`` that is not inside of another and has several that are trained."""
+    from torch import nn
+
+    layers = trained(module) if isinstance(module, nn.ModuleList | nn.Sequential) else []
+    if len(layers) > 1:
+        yield layers
+        return
+    for child in module.children():
+        yield from sequences(child)
+
+
+def trained(module: nn.Module) -> list[nn.Module]:
+    """Children with weights that are trained."""
+    return [child for child in module.children() if any(weight.requires_grad for weight in child.parameters())]

@@ -1,0 +1,131 @@
+"""``fastloop new plugin``: what it writes, and what it refuses. That the package works is in tests/packages/."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.specifiers import SpecifierSet
+
+from fastloop import __version__
+from fastloop.cli import main
+from fastloop.cli.new import LICENSES, TAKEN, render
+
+
+@pytest.fixture
+def new(capsys, monkeypatch):
+    """``new("night-watch")`` -> exit code, stdout, stderr."""
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["fastloop", "new", "plugin", *arguments])
+        with pytest.raises(SystemExit) as exited:
+            main()
+        captured = capsys.readouterr()
+        assert "Traceback" not in captured.out + captured.err
+        return int(exited.value.code or 0), captured.out, captured.err
+
+    return call
+
+
+def test_it_writes_the_package_and_says_how_to_go_on(new):
+    code, out, _ = new("night-watch")
+    assert code == 0
+    written = {str(path.relative_to("night-watch")) for path in Path("night-watch").rglob("*") if path.is_file()}
+    assert written == {
+        ".github/workflows/ci.yaml",
+        ".gitignore",
+        "LICENSE",
+        "README.md",
+        "pyproject.toml",
+        "recipe.yaml",
+        "src/night_watch/__init__.py",
+        "tests/conftest.py",
+        "tests/test_night_watch.py",
+    }
+    assert set(written) < {line.removeprefix("night-watch/") for line in out.splitlines()}
+    assert out.endswith("Go on with:\n  cd night-watch\n  pip install -e '.[test]'\n  pytest\n  fastloop train recipe.yaml\n")
+
+
+def test_help(new):
+    code, out, _ = new("--help")
+    assert code == 0
+    assert all(option in out for option in ("--folder", "--license", "--author"))
+
+
+def test_the_package_asks_for_this_fastloop_and_names_its_author(new):
+    assert new("night-watch", "--folder", "here/it/goes", "--author", 'Ada "the first" Ünal \\')[0] == 0
+    project = tomllib.loads(Path("here/it/goes/pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["authors"] == [{"name": 'Ada "the first" Ünal \\'}]
+    assert project["entry-points"]["fastloop.plugins"] == {"night-watch": "night_watch:NightWatch"}
+    (wanted,) = project["dependencies"]
+    versions = SpecifierSet(wanted.removeprefix("fastloop"))
+    assert versions.contains(__version__, prereleases=True)
+    assert not versions.contains("99.0")
+
+
+@pytest.mark.parametrize("license", LICENSES)
+def test_licenses(license):
+    files = render("night-watch", license, "Ada Lovelace")
+    project = tomllib.loads(files["pyproject.toml"])["project"]
+    assert project.get("license", "none") == license
+    assert ("LICENSE" in files) == (license != "none")
+    if license != "none":
+        assert re.search(r"Copyright (\(c\) )?20\d\d,? Ada Lovelace\n", files["LICENSE"])
+
+
+@pytest.mark.parametrize("name", sorted(word.lower() for word in TAKEN) + ["a1-b2"])
+def test_classes_are_not_called_like_what_the_files_import(name):
+    files = render(name)
+    module = ast.parse(files[f"src/{name.replace('-', '_')}/__init__.py"])
+    (cls,) = (node.name for node in module.body if isinstance(node, ast.ClassDef))
+    assert cls not in TAKEN
+    assert f"import {cls}\n" in files[f"tests/test_{name.replace('-', '_')}.py"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["My_Plugin"], "'My_Plugin' cannot be a plugin's name. Expected lower case words joined by hyphens.*Did you mean 'my-plugin'?"),
+        (["../up"], "'../up' cannot be a plugin's name.*Did you mean 'up'?"),
+        (["9"], "'9' cannot be a plugin's name. Expected lower case words joined by hyphens, such as 'my-plugin'.$"),
+        (["amp"], r"'amp' is the name of a plugin of fastloop \d.*: a recipe could not tell the two apart. Take another one."),
+        (["json"], "'json' would be the Python module 'json', which there is already. Take another name, such as 'my-json'."),
+        (["class"], "'class' would be the Python module 'class', which there is already."),
+        (["night-watch", "--license", "mit"], "--license: found 'mit'.*Expected one of: Apache-2.0, BSD-3-Clause, MIT, none."),
+        (["night-watch", "--license", "Apache-2"], "--license: found 'Apache-2'. Did you mean 'Apache-2.0'?"),
+        (["night-watch", "--author", "Ada\nLovelace"], "--author: expected one line of text."),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, list) else "",
+)
+def test_what_cannot_be_is_refused_and_nothing_is_written(new, arguments, message):
+    code, out, err = new(*arguments)
+    assert (code, out) == (2, "")
+    assert re.search(message, err.strip()), err
+    assert not list(Path().iterdir())
+
+
+def test_no_file_is_overwritten(new):
+    Path("night-watch").mkdir()
+    Path("night-watch/README.md").write_text("mine")
+    code, _, err = new("night-watch")
+    assert code == 2
+    assert err == "error: night-watch: there are already README.md. Nothing was written; take another --folder.\n"
+    assert [path.name for path in Path("night-watch").iterdir()] == ["README.md"]
+    assert Path("night-watch/README.md").read_text() == "mine"
+
+
+def test_a_folder_that_cannot_be_is_named(new):
+    Path("file").write_text("")
+    code, _, err = new("night-watch", "--folder", "file/package")
+    assert code == 2
+    assert err.startswith("error: file/package: cannot be written: ")
+
+
+def test_a_folder_that_happens_to_have_the_modules_name_is_no_module(new, monkeypatch):
+    monkeypatch.syspath_prepend(".")
+    Path("watch").mkdir()
+    assert new("watch")[0] == 0

@@ -1,0 +1,94 @@
+"""The packages under examples/, as a third party's: built, installed, listed, trained with, tested; and idle when they are not named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from .kit import ROOT, CleanVenv, build_wheel
+
+NAMES = ("drawn-shapes", "energy-use", "layer-freezing")
+
+pytestmark = pytest.mark.xdist_group("examples")  # with --dist loadgroup one worker makes the venv, and not each
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory: pytest.TempPathFactory, fastloop_wheel: Path) -> tuple[CleanVenv, Path]:
+    """A venv with all three packages, and a folder with a copy of their projects."""
+    folder = tmp_path_factory.mktemp("examples")
+    projects = shutil.copytree(ROOT / "examples", folder / "projects", ignore=shutil.ignore_patterns("__pycache__", "runs", ".*"))
+    assert {project.name for project in projects.iterdir()} == set(NAMES)
+    return CleanVenv(folder / "venv", fastloop_wheel, *(build_wheel(projects / name, folder) for name in NAMES)), projects
+
+
+def train(venv: CleanVenv, folder: Path, recipe: str, *overrides: str) -> dict:
+    """Train a recipe in a folder with the command line; returns the summary."""
+    done = venv.run("-m", "fastloop", "train", recipe, "output=run", "train.device=cpu", *overrides, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return json.loads((folder / "run" / "summary.json").read_text())
+
+
+def test_they_are_listed_with_distribution_and_version_and_not_imported(shelf, tmp_path):
+    venv, _ = shelf
+    done = venv.run("-X", "importtime", "-m", "fastloop", "plugins", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = {row["name"]: row for row in json.loads(done.stdout)}
+    found = {name: [rows[name][key] for key in ("distribution", "version", "slot", "parity")] for name in NAMES}
+    assert found == {
+        "drawn-shapes": ["drawn-shapes", "0.1.0", "task", "exact"],
+        "energy-use": ["energy-use", "0.1.0", None, "exact"],
+        "layer-freezing": ["layer-freezing", "0.1.0", None, "changes-training"],
+    }
+    assert all(rows[name]["summary"] for name in NAMES)
+    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
+    assert "fastloop" in imported
+    assert not imported & {"torch", "fastloop_plugins", *(name.replace("-", "_") for name in NAMES)}
+
+
+def test_the_speedup_leaves_fewer_weights_to_train(shelf):
+    venv, projects = shelf
+    summary = train(venv, projects / "layer-freezing", "recipe.yaml", "train.epochs=4")
+    assert "layer-freezing" in summary["plugins"]
+    found = summary["layer-freezing"]
+    assert (found["layers"], found["frozen"]) == (6, 3)
+    first, *_, last = found["parameters_with_gradients"]
+    assert last < 0.7 * first
+
+
+def test_the_observer_says_what_the_run_took(shelf):
+    venv, projects = shelf
+    summary = train(venv, projects / "energy-use", "recipe.yaml")
+    assert "energy-use" in summary["plugins"]
+    assert 0 < summary["energy-use"]["cpu_seconds"] < 300
+    assert "energy-use: " in (projects / "energy-use/run/log.txt").read_text()
+
+
+def test_the_task_learns(shelf):
+    venv, projects = shelf
+    summary = train(venv, projects / "drawn-shapes", "recipe.yaml")
+    assert "drawn-shapes" in summary["plugins"]
+    assert summary["test"]["accuracy"] > 0.9
+
+
+def test_a_run_that_does_not_name_them_is_the_same_to_the_bit_as_without_them(shelf, clean_venv, tmp_path):
+    runs = []
+    for name, venv in (("with", shelf[0]), ("without", clean_venv)):
+        folder = tmp_path / name
+        folder.mkdir()
+        summary = train(venv, folder, "quickstart", "data.arguments={train: 320, validation: 40, test: 40}", "train.epochs=1")
+        points = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+        losses = [point["loss"] for point in points if "loss" in point]
+        assert losses
+        weights = (folder / "run/model/model.safetensors").read_bytes()
+        runs.append((losses, weights, summary["plugins"], summary["evaluate"], summary["test"]))
+    assert runs[0] == runs[1]
+
+
+def test_their_own_tests_pass(shelf):
+    venv, projects = shelf
+    suites = [f"{name}/tests" for name in NAMES]
+    done = venv.run("-m", "pytest", "-q", "-W", "error", "-p", "no:cacheprovider", *suites, cwd=projects)
+    assert done.returncode == 0, done.stdout

@@ -1,0 +1,37 @@
+"""The venv of these tests is what it says: fastloop comes from the wheel, torch from beside it."""
+
+from __future__ import annotations
+
+import json
+
+LOOK = """
+import json
+from importlib.metadata import distribution, entry_points
+import fastloop, fastloop_plugins, torch
+from fastloop.recipe import shipped_recipes
+points = [point for point in entry_points(group="fastloop.plugins") if point.dist.name == "fastloop"]
+print(json.dumps({
+    "fastloop": fastloop.__file__,
+    "plugins": fastloop_plugins.__file__,
+    "metadata": str(distribution("fastloop").locate_file("fastloop")),
+    "points": sorted({str(point.dist.locate_file("")) for point in points}),
+    "recipe": str(shipped_recipes()["quickstart"]),
+    "torch": torch.__file__,
+}))
+"""
+
+
+def test_fastloop_is_the_wheel_as_import_and_as_metadata(clean_venv, tmp_path):
+    done = clean_venv.run("-W", "error", "-c", LOOK, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    inside = str(clean_venv.folder)
+    assert found.pop("points") == [found["fastloop"].removesuffix("/fastloop/__init__.py")], "one fastloop, the imported one"
+    assert not found.pop("torch").startswith(inside)
+    assert {key: path for key, path in found.items() if not path.startswith(inside)} == {}
+
+
+def test_its_command_runs(clean_venv, tmp_path):
+    done = clean_venv.run(clean_venv.python.with_name("fastloop"), "--version", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("fastloop ")

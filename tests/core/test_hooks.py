@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import tiny_data, tiny_model
+from fastloop.testing import tiny_data, tiny_model
 from torch import nn
 
 from fastloop import Output, Plugin, PluginCrash, Trainer, hookimpl, hookspecs

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import tiny_data, tiny_model
+from fastloop.testing import tiny_data, tiny_model
 from torch.utils.data import Dataset, IterableDataset
 
 from fastloop import CheckpointError, Plugin, hookimpl

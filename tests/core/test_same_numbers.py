@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import tiny_data, tiny_model
+from fastloop.testing import tiny_data, tiny_model
 from torch import nn
 
 from fastloop.registry import installed, load

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Recorder, TinyResult
+from fastloop.testing import Recorder, TinyResult
 from text_kit import TINY_GPT, make_run
 from torch import nn
 

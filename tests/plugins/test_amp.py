@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import tiny_data
+from fastloop.testing import tiny_data
 from torch import nn
 
 from fastloop import Plugin, PluginError, Trainer, hookimpl

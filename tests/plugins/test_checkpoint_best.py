@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import tiny_data, tiny_model
+from fastloop.testing import tiny_data, tiny_model
 from safetensors.torch import load_file
 from test_early_stopping import Script
 from test_ema import Weights

@@ -11,7 +11,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from conftest import tiny_data
+from fastloop.testing import tiny_data
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from fastloop import CheckpointError, FastloopError, Plugin, hookimpl

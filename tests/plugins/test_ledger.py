@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import tiny_data
+from fastloop.testing import tiny_data
 from torch.utils.data import IterableDataset, get_worker_info
 
 from fastloop import Plugin, hookimpl

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from conftest import tiny_data
+from fastloop.testing import tiny_data
 from torch.utils.data import IterableDataset
 
 from fastloop import UsageError

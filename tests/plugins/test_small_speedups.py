@@ -7,7 +7,7 @@ import os
 
 import pytest
 import torch
-from conftest import tiny_data
+from fastloop.testing import tiny_data
 from torch import nn
 
 from fastloop import Plugin, PluginError, Trainer, hookimpl

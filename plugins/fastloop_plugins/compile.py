@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -58,8 +59,8 @@ class Compile(Plugin):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.failure: str | None = None
-        self.while_evaluating = 0.0
-        self.records = False
+        self.while_evaluating, self.records = 0.0, False
+        self.settings = ExitStack()  # of torch, for the time of the run
 
     @hookimpl
     def configure_dataloader(self, draft: DataLoaderDraft) -> None:
@@ -78,11 +79,16 @@ class Compile(Plugin):
         torch._dynamo.reset()  # an earlier run of this process must not count towards the limit
         utils.counters.clear()
         utils.clear_compilation_metrics()
-        dynamo.recompile_limit = self.config.recompile_limit
-        functorch.force_non_lazy_backward_lowering = True  # a backward that cannot be compiled is met in the forward, where it is caught
+        set_here = self.settings.enter_context
+        set_here(dynamo.patch(recompile_limit=self.config.recompile_limit))
+        set_here(
+            functorch.patch(force_non_lazy_backward_lowering=True)
+        )  # what cannot be compiled is met in the forward: there it is caught
+        set_here(torch._inductor.config.patch(fx_graph_cache=self.config.cache))
+        if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # torch sets it too
+            self.settings.callback(os.environ.pop, "TORCHINDUCTOR_CACHE_DIR", None)
         if self.config.cache:
             os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(user_cache("compiled")))
-        torch._inductor.config.fx_graph_cache = self.config.cache
         wanted = self.config.mode in ("reduce-overhead", "max-autotune")
         self.records = wanted and self.config.backend == "inductor" and run.device.type == "cuda"
         if wanted and not self.records:
@@ -141,6 +147,7 @@ class Compile(Plugin):
             logger.warning("compile: %d graphs could not be recorded as CUDA graphs (TORCH_LOGS=cudagraphs says why)", skipped)
         if len(reasons) >= self.config.recompile_limit:
             logger.warning("compile: %d recompilations: shapes vary too much. Raise pad_to_multiple_of or set dynamic: true.", len(reasons))
+        self.settings.close()
 
     @staticmethod
     def _seconds() -> float:
@@ -151,11 +158,8 @@ class Compile(Plugin):
 
     def _targets(self, model: nn.Module) -> Iterator[nn.Module]:
         """The model, or its repeated blocks."""
-        if not self.config.regional:
-            yield model
-            return
-        blocks = transformer_blocks(model)
-        if not blocks:
+        blocks = transformer_blocks(model) if self.config.regional else []
+        if self.config.regional and not blocks:
             logger.warning("compile: regional: %s has no list of like blocks: the whole model is compiled", type(model).__name__)
         yield from blocks or [model]
 

@@ -6,11 +6,11 @@ import logging
 
 import pytest
 import torch
-from fastloop.testing import tiny_data, tiny_model
 from safetensors.torch import load_file
 from torch import nn
 
 from fastloop import PluginCrash, PluginError, Trainer, hookimpl
+from fastloop.testing import tiny_data, tiny_model
 from fastloop_plugins.compile import Compile
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # torch's own, inside inductor

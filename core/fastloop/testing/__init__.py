@@ -25,8 +25,8 @@ except ModuleNotFoundError as error:
     ) from None
 
 from fastloop.testing.conformance import Conformance, findings
-from fastloop.testing.processes import Ended, processes, start
 from fastloop.testing.runs import Trained, train
+from fastloop.testing.starting import Ended, processes, start
 from fastloop.testing.tasks import IMAGES, LANGUAGE, TEXTS, VECTORS, write_texts
 from fastloop.testing.tiny import Call, HookCalls, Recorder, TinyResult, hook_calls, tiny_data, tiny_model, tiny_run
 

@@ -34,8 +34,8 @@ from fastloop.errors import FastloopError, PluginError, RecipeError
 from fastloop.options import describe, parse
 from fastloop.plugin import Parity, Plugin
 from fastloop.registry import installed, load, resolve, select
-from fastloop.testing.processes import Ended, failure, start
-from fastloop.testing.runs import DIES_AT, ROUNDS, SAVES_EVERY, SEEDS, STOPS_AT, Failed, Study, Trained, alone, dies, together
+from fastloop.testing.runs import DIES_AT, ROUNDS, SAVES_EVERY, SEEDS, STOPS_AT, Failed, Study, Trained, alone, dies, together, without
+from fastloop.testing.starting import Ended, failure, start
 from fastloop.testing.tasks import TEXTS, VECTORS, write_texts
 
 SHOWN = 5
@@ -62,32 +62,50 @@ def strategies() -> list[str]:
 
 
 class Findings:
-    """What trainings with and without one plugin gave: each done when it is first asked for, and once."""
+    """What trainings of one study gave, each done when it is first asked for, and once.
 
-    def __init__(self, promise: type[Conformance], folder: Path) -> None:
-        self.promise, self.folder = promise, folder
-        write_texts(folder)
+    Args:
+        where: A folder for them.
+        plain: The findings without the plugin; None: these are they.
+    """
+
+    def __init__(self, study: Study, where: Path, plain: Findings | None = None) -> None:
+        self.study, self.where, self._plain = study, where, plain
+        write_texts(where)
+
+    @property
+    def plain(self) -> Findings:
+        """The findings without the plugin."""
+        assert self._plain is not None
+        return self._plain
 
     @cached_property
     def plugin(self) -> type[Plugin]:
         """The plugin's class."""
-        return load(self.promise.plugin)
+        return load(self.study.plugin)
 
     @cached_property
-    def study(self) -> Study:
-        """What is trained."""
-        ours, parity = self.promise, self.plugin.parity
-        is_task = self.plugin.slot == "task"
-        other = TEXTS if ours.task == VECTORS else VECTORS
-        return Study(
-            plugin=ours.plugin,
-            options=ours.options,
-            requires=tuple(ours.requires),
-            task=ours.task,
-            without=other if is_task else ours.task,
-            device=ours.device,
-            still=parity in BOUNDS and BOUNDS[parity] > 0,
-        )
+    def killed(self) -> Ended:
+        """The process that was killed."""
+        return start(1, dies, self.study, folder=self.where)[0]
+
+    @cached_property
+    def _alone(self) -> Ended:
+        if self._plain is None:
+            return start(1, without, self.study, folder=self.where)[0]
+        assert self.killed is not None  # its run is gone on with
+        return start(1, alone, self.study, folder=self.where)[0]
+
+    @cached_property
+    def _together(self) -> list[Ended]:
+        return start(2, together, self.study, tuple(filter(self._fits, strategies())), folder=self.where)
+
+    def _fits(self, strategy: str) -> bool:
+        try:
+            resolve(self.study.recipe("run", on=self._plain is not None, strategy=strategy))
+        except FastloopError:
+            return False
+        return True
 
     def resolved(self, **arguments: Any) -> None:
         """Skip where the plugin cannot run on this machine, or not with a strategy; with the message that a user gets."""
@@ -107,62 +125,55 @@ class Findings:
                 if missing := need.missing(plugin, machine):
                     pytest.skip(f"{plugin.name!r} {missing}")
 
-    @cached_property
-    def killed(self) -> Ended:
-        """The process that was killed."""
-        return start(1, dies, self.study, folder=self.folder)[0]
-
-    @cached_property
-    def _alone(self) -> Ended:
-        assert self.killed is not None  # its run is gone on with
-        return start(1, alone, self.study, folder=self.folder)[0]
-
-    @cached_property
-    def _together(self) -> list[Ended]:
-        return start(2, together, self.study, tuple(filter(self._fits, strategies())), folder=self.folder)
-
-    def _fits(self, strategy: str) -> bool:
-        try:
-            resolve(self.study.recipe("run", strategy=strategy))
-        except FastloopError:
-            return False
-        return True
-
     def run(self, name: str) -> Any:
         """A training of one process that came to its end; fails with what went wrong."""
-        self.resolved()
-        plugin, ended = self.promise.plugin, self._alone
-        if ended.code != 0:
-            pytest.fail(f"plugin {plugin!r}: its process ended before its trainings did.\n{failure([ended])}", pytrace=False)
-        name = name if name in ended.result else "ours"  # which failed, so that the others were not tried
-        found = ended.result[name]
+        if self._plain is not None:
+            self.resolved()
+        if self._alone.code != 0:
+            pytest.fail(f"{self}: its process ended before its trainings did.\n{failure([self._alone])}", pytrace=False)
+        name = name if name in self._alone.result else "ours"  # which failed, so that the others were not tried
+        found = self._alone.result[name]
         if isinstance(found, Failed) and found.refused and self.plugin.slot == "strategy":
             pytest.skip(f"refused in one process: {found.error}")
         if isinstance(found, Failed):
-            pytest.fail(f"plugin {plugin!r}: the training {name!r} failed: {found.error}\n{found.trace}", pytrace=False)
+            pytest.fail(f"{self}: the training {name!r} failed: {found.error}\n{found.trace}", pytrace=False)
         return found
 
-    def pair(self, strategy: str) -> list[tuple[Trained | None, Trained]]:
-        """The trainings of two processes under a strategy, by rank: without the plugin and with it."""
-        self.resolved(strategy=strategy)
-        plugin = self.promise.plugin
+    def pair(self, strategy: str) -> list[Trained]:
+        """The trainings of two processes under a strategy, by rank."""
+        if self._plain is not None:
+            self.resolved(strategy=strategy)
         if any(ended.code != 0 for ended in self._together):
-            pytest.fail(f"plugin {plugin!r}: its two processes did not end well.\n{failure(self._together)}", pytrace=False)
+            pytest.fail(f"{self}: its two processes did not end well.\n{failure(self._together)}", pytrace=False)
         found = [ended.result[strategy] for ended in self._together]
-        for rank, (plain, ours) in enumerate(found):
-            if isinstance(ours, Failed) and ours.refused:
-                pytest.skip(f"refused with {strategy!r}: {ours.error}")
-            for name, run in (("without", plain), ("with", ours)):
-                if isinstance(run, Failed):
-                    where = f"on process {rank} of two with {strategy!r}"
-                    pytest.fail(f"plugin {plugin!r}: the training {name} it failed {where}: {run.error}\n{run.trace}", pytrace=False)
+        for rank, run in enumerate(found):
+            if isinstance(run, Failed) and run.refused and self._plain is not None:
+                pytest.skip(f"refused with {strategy!r}: {run.error}")
+            if isinstance(run, Failed):
+                where = f"on process {rank} of two with {strategy!r}"
+                pytest.fail(f"{self}: its training failed {where}: {run.error}\n{run.trace}", pytrace=False)
         return found
+
+    def __str__(self) -> str:
+        return f"plugin {self.study.plugin!r}" if self.study.plugin else "without the plugin"
+
+
+_PLAIN: dict[str, Findings] = {}
+"""What is trained without a plugin -> its findings: plugins that are tried on the same are compared with the same."""
 
 
 @pytest.fixture(scope="class")
 def findings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Findings:
     """Of one class of ``Conformance``."""
-    return Findings(request.cls, tmp_path_factory.mktemp("conformance"))
+    ours, plugin = request.cls, load(request.cls.plugin)
+    is_task = plugin.slot == "task"
+    common = {"requires": tuple(ours.requires), "device": ours.device, "still": BOUNDS.get(plugin.parity, 0.0) > 0}
+    other = (TEXTS if ours.task == VECTORS else VECTORS) if is_task else ours.task
+    study = Study(plugin=ours.plugin, options=ours.options, task=ours.task, without=other, **common)
+    plain = Study(plugin="", options={}, task=other, without=other, **common)
+    if repr(plain) not in _PLAIN:
+        _PLAIN[repr(plain)] = Findings(plain, tmp_path_factory.mktemp("plain"))
+    return Findings(study, tmp_path_factory.mktemp("conformance"), _PLAIN[repr(plain)])
 
 
 class Conformance:
@@ -237,7 +248,7 @@ class Conformance:
         ours, parity = findings.run("ours"), findings.plugin.parity
         if findings.plugin.slot == "task":
             pytest.skip("it is a task: there is no training without it")
-        plain, again = findings.run("plain"), findings.run("plain again")
+        plain, again = (findings.plain.run(name) for name in ("plain", "plain again"))
         self._losses(parity, ours, plain, again)
         if parity == "changes-training":
             return
@@ -245,7 +256,7 @@ class Conformance:
         if far > max(BOUNDS[parity], 2 * noise):
             found = f"a relative difference of {far:.2e}, and {BOUNDS[parity]:g} is allowed"
             self.broken(f"parity {parity!r}: the first step's gradients as they are without it", found, REPAIRS[parity])
-        finals = [findings.run(name).metrics[-1][1]["loss"] for name in ("plain", *(f"seed {seed}" for seed in SEEDS))]
+        finals = [findings.plain.run(name).metrics[-1][1]["loss"] for name in ("plain", *(f"seed {seed}" for seed in SEEDS))]
         final, spread = ours.metrics[-1][1]["loss"], 0.0 if parity == "exact" else max(finals) - min(finals)
         if not abs(final - finals[0]) <= spread:
             found = f"an evaluation loss of {final:.6g} instead of {finals[0]:.6g}, while other seeds change it by up to {spread:.3g}"
@@ -307,19 +318,18 @@ class Conformance:
     def test_processes(self, findings: Findings, strategy: str) -> None:
         """On two processes its parity class holds as well, and both have the same weights."""
         ranks = findings.pair(strategy)
-        plain, ours = ranks[0]
         where = f" on two processes with {strategy!r}"
         parity = "changes-training" if findings.plugin.slot == "task" else findings.plugin.parity
-        plain = plain or findings.run("plain")  # it is the strategy: what one process computes
-        self._losses(parity, ours, plain, plain, where)
-        if len({with_it.replicas for _, with_it in ranks}) > 1:
+        plain = findings.plain.pair(strategy)[0] if findings.plugin.slot != "strategy" else findings.plain.run("plain")
+        self._losses(parity, ranks[0], plain, plain, where)
+        if len({run.replicas for run in ranks}) > 1:
             repair = "Let every process do the same to its weights"
             self.broken(f"the same weights on all processes{where}", "that they differ after training", repair)
 
     def test_off(self, findings: Findings) -> None:
         """A run without it is the same whether it was there before or not, and what it set is put back."""
         findings.run("ours")
-        plain, off, changed = findings.run("plain"), findings.run("off"), findings.run("changed")
+        plain, off, changed = findings.plain.run("plain"), findings.run("off"), findings.run("changed")
         if changed:
             repair = "Put it back in write_summary, with which every run ends"
             self.broken("to leave nothing behind when it is off", few(changed), repair)

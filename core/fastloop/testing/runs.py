@@ -12,19 +12,20 @@ import signal
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from fastloop import Plugin, UsageError, hookimpl
-from fastloop.bench.plan import with_only
+from fastloop.bench.plan import defaults
 from fastloop.bench.worker import switch_dropout_off
 from fastloop.checkpoint import whole
 from fastloop.recipe import Recipe, make_recipe
-from fastloop.registry import Resolution, resolve
+from fastloop.registry import Resolution, load, resolve
 from fastloop.run import Run
 from fastloop.testing.settings import changes, snapshot
 
@@ -32,7 +33,7 @@ STOPS_AT, SAVES_EVERY, DIES_AT = 10, 5, 13
 """Steps of three epochs of nine: after which one run is interrupted; every so many another saves; and in which that is killed."""
 TRAIN: dict[str, Any] = {"epochs": 3, "batch_size": 8, "device_batch_size": 4, "lr": 3e-3, "save_every": None, "seed": 1}
 SEEDS = (2, 3, 4)
-ROUNDS = 3
+ROUNDS = 2
 """How often training with and without the plugin is timed, in turn."""
 
 
@@ -175,11 +176,18 @@ def train(recipe: Mapping[str, Any] | Recipe, *objects: Plugin, resume: Path | N
     return watch.result(run, run.execute())
 
 
+@cache
+def _idle() -> dict[str, Literal[False]]:
+    """The plugins that are on by themselves, tasks aside, as a recipe turns them off."""
+    return {name: False for name in sorted(defaults()) if load(name).slot != "task"}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Study:
     """A plugin, and what it is tried on: see ``Conformance``.
 
     Attributes:
+        plugin: Its name; empty: nothing, which is what plugins are compared with.
         without: What is trained without the plugin: the task, or another one where the plugin is the task.
         still: Whether with and without are compared with dropout switched off.
     """
@@ -200,18 +208,25 @@ class Study:
             plugins |= {entry: {}} if isinstance(entry, str) else entry
         if on:
             plugins[self.plugin] = plugins.get(self.plugin, {}) | dict(self.options)
+        elif self.plugin:
+            plugins[self.plugin] = False
         train = TRAIN | {"device": self.device} | task.pop("train", {}) | settings
-        tree = with_only(make_recipe(task | {"plugins": plugins, "train": train, "output": output}), plugins)
-        return make_recipe(tree if on else tree | {"plugins": tree["plugins"] | {self.plugin: False}})
+        return make_recipe(task | {"plugins": _idle() | plugins, "train": train, "output": output})
 
-    def train(self, output: str, *objects: Plugin, resume: bool = False, still: bool = False, **changes: Any) -> Trained | Failed:
+    def train(self, output: str, *objects: Plugin, resume: bool = False, still: bool = False, **settings: Any) -> Trained | Failed:
         """One training, or what was wrong with it."""
         try:
             quiet = [Still()] if still and self.still else []
-            recipe = self.recipe(output, **changes)
+            recipe = self.recipe(output, **settings)
             return train(recipe, *objects, *quiet, resume=Path(output) if resume else None, of=self.plugin)
         except Exception as error:
             return Failed(error=f"{type(error).__name__}: {error}", refused=isinstance(error, UsageError), trace=traceback.format_exc())
+
+
+def without(study: Study) -> dict[str, Any]:
+    """The trainings of one process that has never seen the plugin."""
+    found = {name: study.train(name, on=False, still=True) for name in ("plain", "plain again")}
+    return found | {f"seed {seed}": study.train(f"seed {seed}", on=False, still=True, seed=seed) for seed in SEEDS}
 
 
 def dies(study: Study) -> Trained | Failed:
@@ -220,16 +235,15 @@ def dies(study: Study) -> Trained | Failed:
 
 
 def alone(study: Study) -> dict[str, Any]:
-    """All trainings of one process, by name; ``changed``: settings of the process that the plugin did not put back."""
-    found: dict[str, Any] = {name: study.train(name, on=False, still=True) for name in ("plain", "plain again")}
+    """The trainings of one process with the plugin, after that of ``dies``; ``changed``: settings that it did not put back."""
+    study.train("before", on=False)  # what a first run brings in is not the plugin's
     before = snapshot()
-    found["ours"] = study.train("ours", still=True)
+    found: dict[str, Any] = {"ours": study.train("ours", still=True)}
     found["changed"] = changes(before, snapshot())
     found["off"] = study.train("off", on=False, still=True)
     if isinstance(found["ours"], Failed):
         return found
-    found |= {f"seed {seed}": study.train(f"seed {seed}", on=False, still=True, seed=seed) for seed in SEEDS}
-    found["whole"] = study.train("whole")
+    found["whole"] = study.train("whole") if study.still else found["ours"]
     found["interrupted"] = study.train("resumed", Stops())
     found["resumed"] = study.train("resumed", resume=True)
     found["after the kill"] = study.train("killed", resume=True, save_every=SAVES_EVERY)
@@ -238,10 +252,6 @@ def alone(study: Study) -> dict[str, Any]:
     return found
 
 
-def together(study: Study, strategies: tuple[str, ...]) -> dict[str, tuple[Any, Any]]:
-    """The trainings of one of two processes: strategy -> without and with the plugin. The plugin may be the strategy: None without it."""
-    found = {}
-    for strategy in strategies:
-        plain = None if strategy == study.plugin else study.train(f"{strategy} without", on=False, strategy=strategy, still=True)
-        found[strategy] = plain, study.train(f"{strategy} with", strategy=strategy, still=True)
-    return found
+def together(study: Study, strategies: tuple[str, ...]) -> dict[str, Trained | Failed]:
+    """The trainings of one of two processes, by strategy; without a plugin where the study has none."""
+    return {strategy: study.train(strategy, on=bool(study.plugin), strategy=strategy, still=True) for strategy in strategies}

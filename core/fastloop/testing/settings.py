@@ -68,7 +68,7 @@ def _settings() -> Iterator[tuple[str, Any]]:
     yield "sys.excepthook", sys.excepthook
     yield "sys.stdout and sys.stderr", (sys.stdout, sys.stderr)
     yield "the garbage collector", (gc.isenabled(), gc.get_threshold(), gc.get_freeze_count())
-    yield "threads", sorted(thread.name for thread in threading.enumerate())
+    yield "threads", sorted(thread.name for thread in threading.enumerate() if thread.name != "tqdm_monitor")  # one for all bars
     children = []
     for process in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):

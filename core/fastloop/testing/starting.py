@@ -25,7 +25,7 @@ from typing import Any
 
 import pytest
 
-PRELOADED = ["fastloop.testing.runs", "datasets", "transformers.models.auto.modeling_auto", "torch._dynamo"]
+PRELOADED = ["fastloop.testing.runs", "torchmetrics.classification", "datasets", "transformers.models.auto.modeling_auto", "torch._dynamo"]
 PATIENCE = 10.0
 """Seconds that the others get when one has failed."""
 

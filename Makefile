@@ -3,13 +3,13 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN     = $(VENV)/bin
 
-.PHONY: quickstart test lint docs matrix clean
+.PHONY: quickstart test lint docs matrix conformance clean
 
 quickstart: $(VENV)/ready
 	$(BIN)/fastloop train recipes/quickstart.yaml
 
 test: $(VENV)/ready
-	$(BIN)/python -m pytest -n auto -q
+	$(BIN)/python -m pytest -n auto --dist loadgroup -q
 
 lint: $(VENV)/ready
 	$(BIN)/ruff format --check .
@@ -23,6 +23,10 @@ docs: $(VENV)/ready
 # Every subset of seven plugins on two processes, into docs/matrix.md; `make matrix ARGS=--sample` does eight of them.
 matrix: $(VENV)/ready
 	$(BIN)/python benchmarks/matrix.py $(ARGS)
+
+# What every plugin promises and whether it keeps it, into docs/conformance.md.
+conformance: $(VENV)/ready
+	$(BIN)/python benchmarks/conformance.py
 
 # The constraints pin every package, and torch's CPU build: nothing here pulls gigabytes of CUDA.
 $(VENV)/ready: pyproject.toml constraints.txt

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import tiny_data, tiny_model
 from torch import nn
 
 from fastloop import Output, Plugin, PluginCrash, Trainer, hookimpl, hookspecs
 from fastloop.registry import Resolution
+from fastloop.testing import tiny_data, tiny_model
 
 SPECS = {name: spec for name, spec in vars(hookspecs).items() if hasattr(spec, "fastloop_spec")}
 

@@ -96,6 +96,7 @@ LAYERS = [
     {"profile"},
     {"tune", "report"},
     {"cli", "__main__"},
+    {"testing"},
 ]
 """From the bottom up: a module imports those of its own layer or of lower ones."""
 
@@ -106,14 +107,18 @@ def test_imports_go_one_way():
         if path == CORE / "__init__.py":
             continue
         mine = path.relative_to(CORE).parts[0].removesuffix(".py")
-        if mine == "testing":
-            continue
         assert mine in place, f"{path} has no place in LAYERS"
         for name in imports(path, lazy=False):
             package, _, rest = name.partition(".")
             other = rest.partition(".")[0]
             if package == "fastloop" and (CORE / other).with_suffix(".py").exists():
                 assert place[other] <= place[mine], f"{path} imports fastloop.{other}"
+
+
+def test_the_kit_for_tests_is_opted_into():
+    for path in FILES:
+        if path.relative_to(CORE).parts[0] != "testing":
+            assert not [name for name in imports(path) if name.partition(".")[0] == "pytest" or name.startswith("fastloop.testing")], path
 
 
 def test_each_module_imports_alone():

@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import tiny_data, tiny_model
 from torch.utils.data import Dataset, IterableDataset
 
 from fastloop import CheckpointError, Plugin, hookimpl
+from fastloop.testing import tiny_data, tiny_model
 
 TIMES = ("samples_per_second", "tokens_per_second", "memory_bytes")
 

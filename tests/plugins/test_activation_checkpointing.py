@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Recorder, TinyResult
 from text_kit import TINY_GPT, make_run
 from torch import nn
 
 from fastloop import Plugin, PluginError, Trainer, hookimpl
+from fastloop.testing import Recorder, TinyResult
 from fastloop_plugins.activation_checkpointing import ActivationCheckpointing
 
 

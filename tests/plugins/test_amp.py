@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import tiny_data
 from torch import nn
 
 from fastloop import Plugin, PluginError, Trainer, hookimpl
 from fastloop.machine import this_machine
+from fastloop.testing import tiny_data
 
 
 class Dtypes(Plugin):

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import tiny_data, tiny_model
 from safetensors.torch import load_file
 from test_early_stopping import Script
 from test_ema import Weights
 from torch import nn
 
 from fastloop import Plugin, Trainer, UsageError, checkpoint, hookimpl
+from fastloop.testing import tiny_data, tiny_model
 
 
 def best(**options):

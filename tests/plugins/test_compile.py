@@ -6,11 +6,11 @@ import logging
 
 import pytest
 import torch
-from conftest import tiny_data, tiny_model
 from safetensors.torch import load_file
 from torch import nn
 
 from fastloop import PluginCrash, PluginError, Trainer, hookimpl
+from fastloop.testing import tiny_data, tiny_model
 from fastloop_plugins.compile import Compile
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # torch's own, inside inductor
@@ -259,7 +259,7 @@ class Named(torch.utils.data.Dataset):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("micro", [8, 4, 2], ids=["whole", "2 micro-steps", "4 micro-steps"])
 def test_cuda_graphs_train_the_same_and_what_they_return_can_be_kept(tmp_path, micro):
-    from conftest import Recorder
+    from fastloop.testing import Recorder
 
     losses = {}
     for mode in (None, "reduce-overhead"):

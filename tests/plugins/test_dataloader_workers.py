@@ -11,10 +11,10 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from conftest import tiny_data
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from fastloop import CheckpointError, FastloopError, Plugin, hookimpl
+from fastloop.testing import tiny_data
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # a machine with fewer processors than workers
 

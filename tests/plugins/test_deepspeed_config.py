@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import tiny_data
 
 from fastloop import PluginError
 from fastloop.recipe import make_recipe
+from fastloop.testing import tiny_data
 from fastloop_plugins.deepspeed import DeepSpeed
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from conftest import tiny_data, tiny_model
 from torch import nn
 
 from fastloop import Plugin, Trainer, UsageError, hookimpl
+from fastloop.testing import tiny_data, tiny_model
 
 
 class Script(Plugin):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import tiny_data, tiny_model
 from safetensors.torch import load_file
 from torch import nn
 
 from fastloop import Plugin, hookimpl
+from fastloop.testing import tiny_data, tiny_model
 
 
 class Weights(Plugin):

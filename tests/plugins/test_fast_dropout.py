@@ -106,7 +106,7 @@ def test_a_model_trains_resumes_to_the_bit_and_evaluates_as_without(tiny_run, tm
 
 
 def test_without_dropout_it_changes_nothing(tiny_run):
-    from conftest import tiny_model
+    from fastloop.testing import tiny_model
 
     ours, plain = (tiny_run(plugins, model=tiny_model(dropout=0.0)) for plugins in ([FastDropout()], []))
     assert ours.losses == plain.losses

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import tiny_data
 from torch.utils.data import IterableDataset, get_worker_info
 
 from fastloop import Plugin, hookimpl
 from fastloop.data import StepSampler
+from fastloop.testing import tiny_data
 from fastloop_plugins.ledger import Ledger, LedgerError
 
 SCRIPT = Path(__file__).with_name("ledger_runs.py")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 
 import pytest
-from conftest import tiny_data
 from torch.utils.data import IterableDataset
 
 from fastloop import UsageError
+from fastloop.testing import tiny_data
 
 STEPS, LR = 18, 1e-2  # tiny_run: two epochs of nine steps
 

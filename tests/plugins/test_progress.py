@@ -14,7 +14,7 @@ import torch
 SCRIPT = """
 import sys, time
 sys.path.insert(0, {tests!r})
-from conftest import tiny_data, tiny_model
+from fastloop.testing import tiny_data, tiny_model
 from torch import nn
 from fastloop import Plugin, Trainer, hookimpl
 

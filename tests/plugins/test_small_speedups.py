@@ -7,10 +7,10 @@ import os
 
 import pytest
 import torch
-from conftest import tiny_data
 from torch import nn
 
 from fastloop import Plugin, PluginError, Trainer, hookimpl
+from fastloop.testing import tiny_data
 from fastloop_plugins.channels_last import ChannelsLast
 from fastloop_plugins.matmul_precision import MatmulPrecision
 from fastloop_plugins.threads import Threads

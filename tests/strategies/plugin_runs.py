@@ -1,4 +1,4 @@
-"""Runs on several processes of plugins that act on more than one: ``python plugin_runs.py RUNS.json RESULTS.json``, started once a process.
+"""Runs on several processes of plugins that act on more than one: ``processes(2, all_of, runs)``.
 
 A run: ``name``, its folder; ``plugins``: names; ``ledger``, ``bucketing`` and ``recompute``: options of those; ``faulty``: each process
 takes the same share; ``data``: map, lengths, stream or sharded; ``dropout``; ``workers``; ``train``; ``resume``. Its result: losses,
@@ -7,9 +7,6 @@ weights, the summary's ledger or the error.
 
 from __future__ import annotations
 
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -97,13 +94,6 @@ def run_one(spec: dict[str, Any]) -> dict[str, Any]:
     return {"losses": losses.losses, "weights": weights, "ledger": summary.get("ledger")}
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    results = {spec["name"]: run_one(spec) for spec in json.loads(Path(sys.argv[1]).read_text())}
-    several = torch.distributed.is_initialized()
-    rank = torch.distributed.get_rank() if several else 0
-    Path(f"{sys.argv[2]}.{rank}").write_text(json.dumps({name: result.get("error") for name, result in results.items()}))
-    if rank == 0:
-        Path(sys.argv[2]).write_text(json.dumps(results))
-    if several:
-        torch.distributed.destroy_process_group()
+def all_of(runs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Results by name."""
+    return {spec["name"]: run_one(spec) for spec in runs}

@@ -1,4 +1,4 @@
-"""Runs on several processes: ``python runs.py RUNS.json RESULTS.json``, started once a process.
+"""Runs on several processes: ``processes(2, all_of, runs)``.
 
 A run: ``name``, which is its folder too; ``plugins``; ``train``: keys of a recipe's ``train``; ``resume``: a checkpoint; ``model``: a
 name in ``MODELS``; ``data``: a name in ``DATA``; ``model_mode``: train or eval; ``fp16``: force it. Its result: losses, learning rates and
@@ -7,9 +7,7 @@ gradient norms of the steps, metrics, how often gradients were exchanged, or the
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -221,10 +219,6 @@ def run_one(spec: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    results = {spec["name"]: run_one(spec) for spec in json.loads(Path(sys.argv[1]).read_text())}
-    if int(os.environ.get("RANK", "0")) == 0:
-        Path(sys.argv[2]).write_text(json.dumps(results))
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+def all_of(runs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Results by name."""
+    return {spec["name"]: run_one(spec) for spec in runs}

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from kit import processes, same
+from kit import COMPILER, same
+from runs import all_of
 from safetensors.torch import load_file
 
 from fastloop import checkpoint
+from fastloop.testing import Ended
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ddp and fsdp"), *COMPILER]
 
 MICRO = {"device_batch_size": 2}
 COMPILE = {"compile": {"backend": "aot_eager", "cache": False}}
@@ -88,14 +91,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def results(folder: Path) -> dict[str, dict[str, Any]]:
-    """Results by name: runs in one process, then in two and four, then in one again, from theirs."""
-    return (
-        processes(folder, 1, PLAIN, "before")
-        | processes(folder, 2, TWO, "two")
-        | processes(folder, 4, FOUR, "four")
-        | processes(folder, 1, AFTER, "after")
-    )
+def ended(processes: Callable[..., list[Ended]], folder: Path) -> list[Ended]:
+    """The first process of each start: one, then two, then four, then one again, which goes on from their runs."""
+    return [processes(count, all_of, runs, folder=folder)[0] for count, runs in ((1, PLAIN), (2, TWO), (4, FOUR), (1, AFTER))]
+
+
+@pytest.fixture(scope="module")
+def results(ended: list[Ended]) -> dict[str, dict[str, Any]]:
+    """Results by name."""
+    return {name: result for process in ended for name, result in process.result.items()}
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -208,7 +212,7 @@ def test_a_sharded_checkpoint_holds_no_pickle(folder, results):
     assert state["optimizer"]["state"].keys() == plain_state["optimizer"]["state"].keys()
 
 
-def test_nothing_is_said_that_the_user_need_not_know(folder, results):
-    said = [line for part in ("two", "four") for line in (folder / f"{part}.0.log").read_text().splitlines()]
+def test_nothing_is_said_that_the_user_need_not_know(ended):
+    said = [line for process in ended[1:3] for line in process.said.splitlines()]
     (warning,) = [line for line in said if "profiler_st" not in line]
     assert warning == "ddp: batch norm sees the samples of its own process only, so numbers differ with how many there are"

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from kit import processes, same
+from kit import COMPILER, same
+from runs import all_of
 from safetensors.torch import load_file
 
 from fastloop import checkpoint
+from fastloop.testing import Ended
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.xdist_group("deepspeed"),
+    *COMPILER,
     pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed"),
 ]
 
@@ -65,7 +68,7 @@ RUNS = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where all runs are: first those in one process, then those of two, then what goes on in one from theirs."""
+    """Where all runs are, and DeepSpeed's own options."""
     folder = tmp_path_factory.mktemp("deepspeed")
     for name, text in {
         "half.json": HALF,
@@ -74,20 +77,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "bad_zero.json": '{"zero_optimization": {"reduce_bucket_size": "many"}}',
     }.items():
         (folder / name).write_text(text)
-    plain, ema = {"plugins": ["lr-scheduler"]}, {"plugins": ["lr-scheduler", {"ema": {"decay": 0.5}}]}
-    processes(folder, 1, [{"name": "plain", "train": {"device_batch_size": 4}, **plain}, {"name": "plain ema", **ema}], "before")
-    processes(folder, 2, RUNS, "two")
-    back = [{"name": f"{stage} to plain", "resume": f"stage {stage}/checkpoints/step-00000004", **plain} for stage in STAGES]
-    processes(folder, 1, back, "after")
     return folder
 
 
 @pytest.fixture(scope="module")
-def result(folder: Path) -> Callable[[str], dict[str, Any]]:
+def ended(processes: Callable[..., list[Ended]], folder: Path) -> list[Ended]:
+    """The first process of each start: first runs in one, then those of two, then what goes on in one from theirs."""
+    plain, ema = {"plugins": ["lr-scheduler"]}, {"plugins": ["lr-scheduler", {"ema": {"decay": 0.5}}]}
+    before = [{"name": "plain", "train": {"device_batch_size": 4}, **plain}, {"name": "plain ema", **ema}]
+    after = [{"name": f"{stage} to plain", "resume": f"stage {stage}/checkpoints/step-00000004", **plain} for stage in STAGES]
+    return [processes(count, all_of, runs, folder=folder)[0] for count, runs in ((1, before), (2, RUNS), (1, after))]
+
+
+@pytest.fixture(scope="module")
+def result(ended: list[Ended]) -> Callable[[str], dict[str, Any]]:
     """A run's result by name."""
-    found = {
-        name: run for part in ("before", "two", "after") for name, run in json.loads((folder / f"{part}.results.json").read_text()).items()
-    }
+    found = {name: run for process in ended for name, run in process.result.items()}
 
     def of(name: str) -> dict[str, Any]:
         return found[name]
@@ -106,7 +111,7 @@ def test_a_stage_gives_the_numbers_of_one_process(result, folder, stage):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_checkpoint_is_that_of_a_run_without_it(folder, stage):
+def test_a_checkpoint_is_that_of_a_run_without_it(ended, folder, stage):
     (model, state), (plain_model, plain_state) = (
         checkpoint.read(folder / name / "checkpoints" / "step-00000008") for name in (f"stage {stage}", "plain")
     )
@@ -190,5 +195,5 @@ def test_no_variable_is_left_in_the_environment(result, name):
     assert result(name).get("environment", []) == []
 
 
-def test_nothing_is_said_that_the_user_need_not_know(folder):
-    assert (folder / "two.0.log").read_text() == ""
+def test_nothing_is_said_that_the_user_need_not_know(ended):
+    assert ended[1].said == ""

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from kit import processes
-from plugin_runs import run_one
+from plugin_runs import all_of
 
-pytestmark = pytest.mark.slow
+from fastloop.testing import Ended
 
-SCRIPT = Path(__file__).with_name("plugin_runs.py")
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("plugins on processes")]
+
 SPLIT: dict[str, Any] = {"data": "lengths", "bucketing": {"window": 2, "max_tokens": 40}, "dropout": 0.0}
 SOURCES = {"map": {}, "stream": {"data": "stream"}, "stream, workers": {"data": "stream", "workers": 2}}
 PRECISIONS = {"fp32": [], "bf16": [{"amp": {"dtype": "bf16"}}]}
@@ -46,15 +46,21 @@ ONE += [run(name, None, 6, (), ledger={}, resume=True, **source) for name, sourc
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
-    """Number of processes -> results by run; ``folder`` among them."""
-    folder = tmp_path_factory.mktemp("plugins")
-    found: dict[int, dict[str, Any]] = {0: {"folder": folder}}
-    for count, runs in ((2, TWO), (3, THREE)):
-        found[count] = processes(folder, count, runs, str(count), SCRIPT)
-    with contextlib.chdir(folder):
-        found[1] = {spec["name"]: run_one(spec) for spec in ONE}
-    return found
+def ended(processes: Callable[..., list[Ended]], folder: Path) -> dict[int, list[Ended]]:
+    """Number of processes -> how each ended."""
+    return {count: processes(count, all_of, runs, folder=folder) for count, runs in ((2, TWO), (3, THREE), (1, ONE))}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where all runs are."""
+    return tmp_path_factory.mktemp("plugins")
+
+
+@pytest.fixture(scope="module")
+def results(ended: dict[int, list[Ended]]) -> dict[int, dict[str, Any]]:
+    """Number of processes -> the first one's results by run."""
+    return {count: processes[0].result for count, processes in ended.items()}
 
 
 def recorded(folder: Path) -> dict[int, list[dict[str, Any]]]:
@@ -64,7 +70,7 @@ def recorded(folder: Path) -> dict[int, list[dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_every_sample_is_on_record_once_an_epoch_on_two_then_three_then_one_process(results, name):
+def test_every_sample_is_on_record_once_an_epoch_on_two_then_three_then_one_process(results, folder, name):
     for count, samples, epochs in ((2, 67 + 24, 1), (3, 67 + 48, 1), (1, 134, 2)):
         ledger = results[count][name]["ledger"]
         assert ledger["samples"] == samples
@@ -72,7 +78,7 @@ def test_every_sample_is_on_record_once_an_epoch_on_two_then_three_then_one_proc
     assert [len(by_rank) for by_rank in (results[count][name]["ledger"]["by_rank"] for count in (2, 3, 1))] == [2, 3, 3]
     workers = {"0", "1"} if "workers" in name else {"-1"}
     assert all(set(by_worker) <= workers for by_worker in ledger["by_worker"])
-    lines = recorded(results[0]["folder"] / name)
+    lines = recorded(folder / name)
     assert {rank: [line["step"] for line in found] for rank, found in lines.items()} == {0: [*range(12)], 1: [*range(10)], 2: [8, 9]}
     for epoch in (0, 1):
         ids = [
@@ -86,20 +92,20 @@ def test_every_sample_is_on_record_once_an_epoch_on_two_then_three_then_one_proc
         assert sorted(ids) == list(range(67))
 
 
-def test_a_process_that_only_computes_along_has_nothing_on_record(results):
-    last = [found[5]["batches"] for rank, found in recorded(results[0]["folder"] / "map").items() if rank < 2]  # 7 of 12 samples
+def test_a_process_that_only_computes_along_has_nothing_on_record(results, folder):
+    last = [found[5]["batches"] for rank, found in recorded(folder / "map").items() if rank < 2]  # 7 of 12 samples
     assert [[len(batch["ids"]) for batch in batches] for batches in last] == [[3, 1], [3]]
 
 
 @pytest.mark.parametrize("kind", ["map", "stream"])
-def test_processes_that_do_not_share_out_end_together(results, kind):
+def test_processes_that_do_not_share_out_end_together(ended, folder, kind):
     name = f"{kind}, not shared out"
-    errors = [json.loads((results[0]["folder"] / f"2.results.json.{rank}").read_text())[name] for rank in (0, 1)]
+    errors = [process.result[name]["error"] for process in ended[2]]
     assert errors[0] == errors[1]
     assert errors[0].startswith("LedgerError: plugin 'ledger': epoch 0: ")
     assert "samples are missing (" in errors[0]
     assert re.search(r"more than once \(\d+: rank 0 at step (\d+) and rank 1 at step \1; ", errors[0])
-    summary = json.loads((results[0]["folder"] / name / "summary.json").read_text())
+    summary = json.loads((folder / name / "summary.json").read_text())
     assert summary["status"] == "failed"
     assert summary["ledger"]["repeated"] > 30
 
@@ -121,14 +127,14 @@ def test_recomputed_activations_change_no_bit_on_two_processes(results, strategy
     assert ours["weights"] == plain["weights"]
 
 
-def test_steps_that_are_split_by_length_train_the_same_on_two_then_three_then_one_process(results):
+def test_steps_that_are_split_by_length_train_the_same_on_two_then_three_then_one_process(results, folder):
     whole = results[1]["split whole"]["losses"]
     found = [*results[2]["split"]["losses"], *results[3]["split"]["losses"], *results[1]["split"]["losses"]]
     assert len(whole) == 12
     assert found == pytest.approx(whole, rel=1e-5)
     ledger = results[1]["split"]["ledger"]
     assert (ledger["epochs"], ledger["missing"], ledger["repeated"], ledger["unknown"]) == (2, 0, 0, 0)
-    first = [len(line["batches"]) for line in recorded(results[0]["folder"] / "split")[0]]
+    first = [len(line["batches"]) for line in recorded(folder / "split")[0]]
     assert max(first) > 1, "there are steps of several micro-steps"
     assert len(set(first)) > 1, "and not always of as many"
 

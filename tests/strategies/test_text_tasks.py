@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from kit import processes, same
+from kit import same
+from runs import all_of
 
-pytestmark = pytest.mark.slow
+from fastloop.testing import Ended
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("text tasks")]
 
 STRATEGIES = ["ddp", "fsdp", *({"deepspeed": {"stage": stage}} for stage in (2, 3) if importlib.util.find_spec("deepspeed"))]
 BERT = {"model_type": "distilbert", "dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 32, "max_position_embeddings": 32}
@@ -85,10 +89,11 @@ def pretrained() -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def results(folder: Path) -> dict[str, dict[str, Any]]:
+def results(processes: Callable[..., list[Ended]], folder: Path) -> dict[str, dict[str, Any]]:
     """Results by name."""
     two = [run for strategy in STRATEGIES for run in runs(strategy)]
-    return processes(folder, 1, runs(), "one") | processes(folder, 2, [*two, *pretrained()], "two")
+    one = processes(1, all_of, runs(), folder=folder)[0].result
+    return one | processes(2, all_of, [*two, *pretrained()], folder=folder)[0].result
 
 
 @pytest.mark.parametrize(("strategy", "task"), CASES, ids=str)

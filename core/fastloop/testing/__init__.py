@@ -1,0 +1,59 @@
+"""The kit for plugin authors, for pytest. Opt in by a line in a ``conftest.py``:
+
+    pytest_plugins = ["fastloop.testing"]
+
+Fixtures: ``tiny_run`` trains a tiny model with given plugins; ``hook_calls`` lists the hooks that fired; ``processes`` calls a function
+in several real processes. And every promise that a plugin makes is held to by three lines:
+
+    from fastloop.testing import Conformance
+
+    class TestConformance(Conformance):
+        plugin = "my-plugin"
+
+Nothing else of fastloop imports this. It needs pytest: ``pip install 'fastloop[testing]'``.
+"""
+
+from __future__ import annotations
+
+try:
+    import pytest
+except ModuleNotFoundError as error:
+    if error.name != "pytest":
+        raise
+    raise ModuleNotFoundError(
+        "fastloop.testing needs pytest, which is not installed. Install it: pip install 'fastloop[testing]'"
+    ) from None
+
+from fastloop.testing.conformance import Conformance, findings
+from fastloop.testing.runs import Trained, train
+from fastloop.testing.starting import Ended, processes, start
+from fastloop.testing.tasks import IMAGES, LANGUAGE, TEXTS, VECTORS, write_texts
+from fastloop.testing.tiny import Call, HookCalls, Recorder, TinyResult, hook_calls, tiny_data, tiny_model, tiny_run
+
+__all__ = [
+    "IMAGES",
+    "LANGUAGE",
+    "TEXTS",
+    "VECTORS",
+    "Call",
+    "Conformance",
+    "Ended",
+    "HookCalls",
+    "Recorder",
+    "TinyResult",
+    "Trained",
+    "findings",
+    "hook_calls",
+    "processes",
+    "start",
+    "tiny_data",
+    "tiny_model",
+    "tiny_run",
+    "train",
+    "write_texts",
+]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The mark that keeps what is measured once for a plugin on one worker of pytest-xdist, which may not be installed."""
+    config.addinivalue_line("markers", "xdist_group(name): with pytest-xdist's --dist loadgroup, the tests of a group run on one worker.")

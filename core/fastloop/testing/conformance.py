@@ -1,0 +1,393 @@
+"""One suite that holds every plugin to what it promises: its declarations, its parity class, its state, several processes, and being off.
+
+    from fastloop.testing import TEXTS, Conformance
+
+    class TestConformance(Conformance):
+        plugin = "my-plugin"
+        options = {"strength": 2.0}     # of the plugin, when the defaults do nothing on a tiny task
+        requires = ("other-plugin",)    # further plugins, with which and against which it is tried
+        task = TEXTS                    # a recipe's model and data; VECTORS unless it is said, IMAGES and LANGUAGE are there too
+
+The trainings take place once for a class, in processes of their own, and are a few dozen steps on the CPU. Speed is not judged: what a
+step costs with and without the plugin is recorded as a property of the test ``test_cost``, which pytest's reports carry.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+import re
+import signal
+import sys
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from fastloop.bench.parity import BOUNDS, HOLDS, compare
+from fastloop.bench.statistics import median
+from fastloop.errors import FastloopError, PluginError, RecipeError
+from fastloop.options import describe, parse
+from fastloop.plugin import Parity, Plugin
+from fastloop.registry import installed, load, resolve, select
+from fastloop.testing.runs import DIES_AT, ROUNDS, SAVES_EVERY, SEEDS, STOPS_AT, Failed, Study, Trained, alone, dies, together, without
+from fastloop.testing.starting import Ended, failure, start
+from fastloop.testing.tasks import TEXTS, VECTORS, write_texts
+
+SHOWN = 5
+"""So many differences are shown, and how many more there are."""
+
+REPAIRS = {
+    "exact": "Touch no number and draw no random one, or promise less: set `parity`",
+    "reassociated": "Compute the same in another order only, or promise less: set `parity`",
+    "reduced-precision": "Round less, or promise less: set `parity`",
+    "changes-training": "See whether `options` and `task` of the test suit it",
+}
+
+
+def strategies() -> list[str]:
+    """The installed plugins that let several processes train one model."""
+    found = []
+    for name in installed():
+        try:
+            if load(name).slot == "strategy":
+                found.append(name)
+        except PluginError:  # a broken one, which has its own tests
+            continue
+    return found
+
+
+class Findings:
+    """What trainings of one study gave, each done when it is first asked for, and once.
+
+    Args:
+        where: A folder for them.
+        plain: The findings without the plugin; None: these are they.
+    """
+
+    def __init__(self, study: Study, where: Path, plain: Findings | None = None) -> None:
+        self.study, self.where, self._plain = study, where, plain
+        write_texts(where)
+
+    @property
+    def plain(self) -> Findings:
+        """The findings without the plugin."""
+        assert self._plain is not None
+        return self._plain
+
+    @cached_property
+    def plugin(self) -> type[Plugin]:
+        """The plugin's class."""
+        return load(self.study.plugin)
+
+    @cached_property
+    def killed(self) -> Ended:
+        """The process that was killed."""
+        return start(1, dies, self.study, folder=self.where)[0]
+
+    @cached_property
+    def _alone(self) -> Ended:
+        if self._plain is None:
+            return start(1, without, self.study, folder=self.where)[0]
+        assert self.killed is not None  # its run is gone on with
+        return start(1, alone, self.study, folder=self.where)[0]
+
+    @cached_property
+    def _together(self) -> list[Ended]:
+        return start(2, together, self.study, tuple(filter(self._fits, strategies())), folder=self.where)
+
+    def _fits(self, strategy: str) -> bool:
+        try:
+            resolve(self.study.recipe("run", on=self._plain is not None, strategy=strategy))
+        except FastloopError:
+            return False
+        return True
+
+    def resolved(self, **arguments: Any) -> None:
+        """Skip where the plugin cannot run on this machine, or not with a strategy; with the message that a user gets."""
+        from fastloop.machine import this_machine
+
+        recipe = self.study.recipe("run", **arguments)
+        machine = this_machine(recipe.train.device)
+        try:
+            resolution = select(recipe)
+        except PluginError as error:
+            if "strategy" not in arguments:
+                raise
+            pytest.skip(f"declared: {error}")
+        assert resolution.manager is not None  # its hooks are the contract's
+        for plugin in resolution.plugins:
+            for need in plugin.needs:
+                if missing := need.missing(plugin, machine):
+                    pytest.skip(f"{plugin.name!r} {missing}")
+
+    def run(self, name: str) -> Any:
+        """A training of one process that came to its end; fails with what went wrong."""
+        if self._plain is not None:
+            self.resolved()
+        if self._alone.code != 0:
+            pytest.fail(f"{self}: its process ended before its trainings did.\n{failure([self._alone])}", pytrace=False)
+        name = name if name in self._alone.result else "ours"  # which failed, so that the others were not tried
+        found = self._alone.result[name]
+        if isinstance(found, Failed) and found.refused and self.plugin.slot == "strategy":
+            pytest.skip(f"refused in one process: {found.error}")
+        if isinstance(found, Failed):
+            pytest.fail(f"{self}: the training {name!r} failed: {found.error}\n{found.trace}", pytrace=False)
+        return found
+
+    def pair(self, strategy: str) -> list[Trained]:
+        """The trainings of two processes under a strategy, by rank."""
+        if self._plain is not None:
+            self.resolved(strategy=strategy)
+        if any(ended.code != 0 for ended in self._together):
+            pytest.fail(f"{self}: its two processes did not end well.\n{failure(self._together)}", pytrace=False)
+        found = [ended.result[strategy] for ended in self._together]
+        for rank, run in enumerate(found):
+            if isinstance(run, Failed) and run.refused and self._plain is not None:
+                pytest.skip(f"refused with {strategy!r}: {run.error}")
+            if isinstance(run, Failed):
+                where = f"on process {rank} of two with {strategy!r}"
+                pytest.fail(f"{self}: its training failed {where}: {run.error}\n{run.trace}", pytrace=False)
+        return found
+
+    def __str__(self) -> str:
+        return f"plugin {self.study.plugin!r}" if self.study.plugin else "without the plugin"
+
+
+_PLAIN: dict[str, Findings] = {}
+"""What is trained without a plugin -> its findings: plugins that are tried on the same are compared with the same."""
+
+
+@pytest.fixture(scope="class")
+def findings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Findings:
+    """Of one class of ``Conformance``."""
+    ours, plugin = request.cls, load(request.cls.plugin)
+    is_task = plugin.slot == "task"
+    common = {"requires": tuple(ours.requires), "device": ours.device, "still": BOUNDS.get(plugin.parity, 0.0) > 0}
+    other = (TEXTS if ours.task == VECTORS else VECTORS) if is_task else ours.task
+    study = Study(plugin=ours.plugin, options=ours.options, task=ours.task, without=other, **common)
+    plain = Study(plugin="", options={}, task=other, without=other, **common)
+    if repr(plain) not in _PLAIN:
+        _PLAIN[repr(plain)] = Findings(plain, tmp_path_factory.mktemp("plain"))
+    return Findings(study, tmp_path_factory.mktemp("conformance"), _PLAIN[repr(plain)])
+
+
+class Conformance:
+    """Derive from it, and set at least ``plugin``."""
+
+    plugin: ClassVar[str] = ""
+    """Its name."""
+    options: ClassVar[Mapping[str, Any]] = {}
+    """Options it is tried with."""
+    requires: ClassVar[Sequence[str | Mapping[str, Any]]] = ()
+    """Further plugins, as a recipe lists them. They are there in the trainings that it is compared with, too."""
+    task: ClassVar[Mapping[str, Any]] = VECTORS
+    """What is trained: a recipe's ``model``, ``data`` and, where wanted, ``plugins`` and ``train``."""
+    device: ClassVar[str] = "cpu"
+    """``auto`` for a plugin that needs an accelerator: it is then tried where there is one."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.pytestmark = [*getattr(cls, "pytestmark", ()), pytest.mark.xdist_group(f"conformance of {cls.plugin}")]  # type: ignore[attr-defined]
+
+    def test_declared(self, findings: Findings) -> None:
+        """Name, entry point, parity class, what it configures; and it resolves with what it requires."""
+        cls = findings.plugin
+        if cls.parity not in typing.get_args(Parity):
+            self.broken("a parity class", f"{cls.parity!r}", f"Expected one of: {', '.join(typing.get_args(Parity))}")
+        if not cls.configures:
+            self.broken("to say what it changes", "no `configures`", "Set it in the class, in a few words: `fastloop plan` shows it")
+        findings.resolved()
+
+    def test_options(self) -> None:
+        """Each says what it does, takes its own default, and refuses what it is not; an unknown one is refused by its path."""
+        cls, where = load(self.plugin), f"recipe.yaml: plugins.{self.plugin}"
+        for field, row in zip(dataclasses.fields(cls.Config), describe(cls.Config), strict=True):
+            if not row.help:
+                self.broken(f"to document its option {row.name!r}", "no help", 'Annotate it: Annotated[..., option("What it does.")]')
+            default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+            try:
+                parse(cls.Config, dict(self.options) | ({} if default is dataclasses.MISSING else {field.name: default}), where)
+            except RecipeError as error:
+                self.broken(f"a valid default of its option {row.name!r}", f"{error}", "Give it one that the option takes")
+            self._refuses({**self.options, field.name: object()}, f"{where}.{field.name}", f"an object() for its option {row.name!r}")
+        self._refuses({**self.options, "no_such_option": 1}, f"{where}.no_such_option", "an unknown option")
+
+    def _refuses(self, options: Mapping[str, Any], path: str, what: str) -> None:
+        try:
+            load(self.plugin)(_where=path.rpartition(".")[0], **options)
+        except RecipeError as error:
+            if path not in str(error):
+                self.broken(f"to refuse {what} by its path, {path}", f"{error}", "Let `Config` check options, and pass its errors on")
+        except Exception as error:
+            self.broken(f"to refuse {what}", f"{type(error).__name__}: {error}", "Let `Config` check options, before anything else")
+        else:
+            self.broken(f"to refuse {what}", "that it is taken", "Declare options in the dataclass `Config`, each with a narrow type")
+
+    def test_documented(self) -> None:
+        """The module's docstring says what it is and shows a recipe; a README, where the package has one, shows the options."""
+        cls = load(self.plugin)
+        text = inspect.getdoc(sys.modules[cls.__module__]) or ""
+        if not text.partition("\n")[0].strip():
+            self.broken("to say what it is", f"no docstring in {cls.__module__}", "Begin it with a line that says so")
+        if "plugins:" not in text or f"- {self.plugin}" not in text:
+            repair = f"Show its lines there: `plugins:`, and below it `- {self.plugin}`"
+            self.broken("a recipe to copy", f"none in the docstring of {cls.__module__}", repair)
+        distribution = installed()[self.plugin].dist
+        readme = distribution.metadata.get_payload() if distribution is not None and distribution.name != "fastloop" else ""  # type: ignore[attr-defined]
+        missing = [row.name for row in describe(cls.Config) if readme and not shows(str(readme), row.name)]
+        if missing:
+            self.broken("a table of its options in the README", f"no row for {', '.join(missing)}", "Rows begin with: | `option` |")
+
+    def test_parity(self, findings: Findings) -> None:
+        """The first step's gradients, the losses and the final metric are what its parity class allows."""
+        ours, parity = findings.run("ours"), findings.plugin.parity
+        if findings.plugin.slot == "task":
+            pytest.skip("it is a task: there is no training without it")
+        plain, again = (findings.plain.run(name) for name in ("plain", "plain again"))
+        self._losses(parity, ours, plain, again)
+        if parity == "changes-training":
+            return
+        far, noise = distance(ours.gradients, plain.gradients), distance(again.gradients, plain.gradients)
+        if far > max(BOUNDS[parity], 2 * noise):
+            found = f"a relative difference of {far:.2e}, and {BOUNDS[parity]:g} is allowed"
+            self.broken(f"parity {parity!r}: the first step's gradients as they are without it", found, REPAIRS[parity])
+        finals = [findings.plain.run(name).metrics[-1][1]["loss"] for name in ("plain", *(f"seed {seed}" for seed in SEEDS))]
+        final, spread = ours.metrics[-1][1]["loss"], 0.0 if parity == "exact" else max(finals) - min(finals)
+        if not abs(final - finals[0]) <= spread:
+            found = f"an evaluation loss of {final:.6g} instead of {finals[0]:.6g}, while other seeds change it by up to {spread:.3g}"
+            self.broken(f"parity {parity!r}: the final metric as it is without it", found, REPAIRS[parity])
+
+    def _losses(self, parity: str, ours: Trained, plain: Trained, again: Trained, where: str = "") -> None:
+        """Losses as the class allows."""
+        losses, expected = ours.losses, plain.losses
+        if parity == "changes-training":
+            quarter = max(len(losses) // 4, 1)
+            if not all(map(math.isfinite, losses)) or not sum(losses[-quarter:]) < sum(losses[:quarter]):
+                self.broken(f"a training that learns{where}", f"the losses {few(losses)}", REPAIRS[parity])
+        elif len(losses) != len(expected):
+            found = f"{len(losses)} instead of {len(expected)}"
+            self.broken(f"parity {parity!r}: as many steps as there are without it{where}", found, REPAIRS[parity])
+        elif parity == "exact" and losses != expected:
+            step = next(index for index, pair in enumerate(zip(losses, expected, strict=True)) if pair[0] != pair[1])
+            found = f"from step {step + 1} on other ones: {losses[step]!r} instead of {expected[step]!r}"
+            self.broken(f"parity 'exact': the losses that there are without it, to the bit{where}", found, REPAIRS[parity])
+        else:
+            verdict = compare(parity, {"losses": losses}, {"losses": expected}, {"losses": again.losses})
+            if verdict["verdict"] != HOLDS:
+                promised = f"parity {parity!r}: each step's loss within {verdict['bound']:g} of what it is without it{where}"
+                self.broken(promised, f"a relative difference of {verdict['difference']:.2e}", REPAIRS[parity])
+
+    def test_saved_and_loaded(self, findings: Findings) -> None:
+        """A run that is interrupted and goes on ends as one that was not: the same bits, and the same state of the plugin."""
+        findings.run("interrupted")
+        self._goes_on(findings, "resumed", f"was interrupted after step {STOPS_AT}", STOPS_AT)
+
+    def test_killed(self, findings: Findings) -> None:
+        """A process that is killed within a step, and a new one that goes on from its newest checkpoint, end as one that was not."""
+        findings.run("ours")
+        if findings.killed.code != -signal.SIGKILL:
+            ended = findings.killed.result
+            why = ended.error if isinstance(ended, Failed) else failure([findings.killed])
+            self.broken(f"to train up to step {DIES_AT}, in which its process is killed", why, "It must train in a process of its own")
+        self._goes_on(findings, "after the kill", f"was killed in step {DIES_AT}", DIES_AT // SAVES_EVERY * SAVES_EVERY)
+
+    def _goes_on(self, findings: Findings, name: str, what: str, step: int) -> None:
+        whole, again = findings.run("whole"), findings.run(name)
+        wrong, rest = [], whole.losses[step:]
+        if len(again.losses) != len(rest):
+            wrong.append(f"{len(again.losses)} further steps instead of {len(rest)}")
+        elif again.losses != rest:
+            first = next(index for index, pair in enumerate(zip(again.losses, rest, strict=True)) if pair[0] != pair[1])
+            wrong.append(f"other losses from step {step + first + 1} on")
+        if names := unequal(whole.weights, again.weights):
+            wrong.append(f"other weights: {few(names)}")
+        if again.metrics[-1] != whole.metrics[-1]:
+            wrong.append(f"the final metrics {again.metrics[-1][1]} instead of {whole.metrics[-1][1]}")
+        if names := unequal(packed(whole.state), packed(again.state)):
+            wrong.append(f"another state from save_state: {few(names)}")
+        if wrong:
+            repair = "Return from save_state all that the numbers depend on, and take it back in load_state"
+            self.broken(f"that a run which {what} and went on ends as one that was not", "; ".join(wrong), repair)
+
+    @pytest.mark.parametrize("strategy", strategies())
+    def test_processes(self, findings: Findings, strategy: str) -> None:
+        """On two processes its parity class holds as well, and both have the same weights."""
+        ranks = findings.pair(strategy)
+        where = f" on two processes with {strategy!r}"
+        parity = "changes-training" if findings.plugin.slot == "task" else findings.plugin.parity
+        plain = findings.plain.pair(strategy)[0] if findings.plugin.slot != "strategy" else findings.plain.run("plain")
+        self._losses(parity, ranks[0], plain, plain, where)
+        if len({run.replicas for run in ranks}) > 1:
+            repair = "Let every process do the same to its weights"
+            self.broken(f"the same weights on all processes{where}", "that they differ after training", repair)
+
+    def test_off(self, findings: Findings) -> None:
+        """A run without it is the same whether it was there before or not, and what it set is put back."""
+        findings.run("ours")
+        plain, off, changed = findings.plain.run("plain"), findings.run("off"), findings.run("changed")
+        if changed:
+            repair = "Put it back in write_summary, with which every run ends"
+            self.broken("to leave nothing behind when it is off", few(changed), repair)
+        if off.losses != plain.losses or unequal(off.weights, plain.weights):
+            found = f"the losses {few(off.losses)} instead of {few(plain.losses)}"
+            self.broken("to leave nothing behind: a run without it after one with it is the same to the bit", found, REPAIRS["exact"])
+
+    def test_cost(self, findings: Findings, record_property: Callable[[str, object], None]) -> None:
+        """Recorded, not judged: seconds of a step with and without it, in turn."""
+        findings.run("ours")
+        for name in ("with",) if findings.plugin.slot == "task" else ("without", "with"):
+            seconds = [second for number in range(ROUNDS) for second in findings.run(f"{name} {number}").seconds]
+            record_property(f"seconds a step {name} it", median(seconds))
+
+    def broken(self, promised: str, found: str, repair: str) -> None:
+        """Fail with what was promised, what was found, and what to do."""
+        pytest.fail(f"plugin {self.plugin!r} promises {promised}. Found: {found}. {repair}.", pytrace=False)
+
+
+def few(values: Sequence[Any]) -> str:
+    """The first of them, and how many more there are."""
+    shown = [f"{value:.6g}" if isinstance(value, float) else str(value) for value in values[:SHOWN]]
+    return "; ".join([*shown, *([f"... ({len(values)} in all)"] if len(values) > SHOWN else [])])
+
+
+def unequal(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    """Names of values that differ, or that only one side has."""
+    return [
+        name
+        for name in ours | theirs  # type: ignore[operator]
+        if name not in ours or name not in theirs or type(ours[name]) is not type(theirs[name]) or not _equal(ours[name], theirs[name])
+    ]
+
+
+def _equal(a: Any, b: Any) -> bool:
+    import torch
+
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) else bool(a == b)
+
+
+def packed(state: Any) -> dict[str, Any]:
+    """What a plugin saves, as a checkpoint holds it: tensors by their places, and the rest."""
+    from fastloop.checkpoint import pack
+
+    tensors: dict[str, Any] = {}
+    rest = pack(state, tensors, "state")
+    return tensors | (rest if isinstance(rest, dict) else {"state": rest})
+
+
+def distance(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> float:
+    """The norm of the difference of two gradients over the norm of the second; infinite where they are of other weights."""
+    if ours.keys() != theirs.keys():
+        return math.inf
+    difference = sum(float((ours[name] - gradient).double().square().sum()) for name, gradient in theirs.items())
+    whole = sum(float(gradient.double().square().sum()) for gradient in theirs.values())
+    return math.sqrt(difference / whole) if whole else difference
+
+
+def shows(readme: str, option: str) -> bool:
+    """Whether a README has a row of a table for an option."""
+    return re.search(rf"^\s*\|\s*`?{re.escape(option)}`?\s*\|", readme, re.MULTILINE) is not None

@@ -1,0 +1,257 @@
+"""Training a recipe and keeping what tests compare; and the trainings of one plugin that its conformance is told from.
+
+``alone``, ``dies`` and ``together`` are called in processes of their own: what a plugin breaks there is gone with them.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import os
+import signal
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from time import perf_counter
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from fastloop import Plugin, UsageError, hookimpl
+from fastloop.bench.plan import defaults
+from fastloop.bench.worker import switch_dropout_off
+from fastloop.checkpoint import whole
+from fastloop.recipe import Recipe, make_recipe
+from fastloop.registry import Resolution, load, resolve
+from fastloop.run import Run
+from fastloop.testing.settings import changes, snapshot
+
+STOPS_AT, SAVES_EVERY, DIES_AT = 10, 5, 13
+"""Steps of three epochs of nine: after which one run is interrupted; every so many another saves; and in which that is killed."""
+TRAIN: dict[str, Any] = {"epochs": 3, "batch_size": 8, "device_batch_size": 4, "lr": 3e-3, "save_every": None, "seed": 1}
+SEEDS = (2, 3, 4)
+ROUNDS = 2
+"""How often training with and without the plugin is timed, in turn."""
+
+
+@dataclass(kw_only=True)
+class Trained:
+    """What a training gave, on one process.
+
+    Attributes:
+        losses: Of each step, the mean over all processes.
+        lrs: Learning rate of each step.
+        metrics: Each evaluation's split and metrics.
+        gradients: Name -> the gradient of the first step, whole; empty where a strategy does not show them.
+        seconds: From the end of each step to that of the next.
+        weights: Name -> tensor after training, on the CPU; on the main process only.
+        replicas: A checksum of the weights that every process holds whole.
+        state: What the plugin in question would save after the last step; None: nothing.
+        summary: As in ``summary.json``.
+    """
+
+    losses: list[float]
+    lrs: list[float]
+    metrics: list[tuple[str, dict[str, float]]]
+    gradients: dict[str, Tensor]
+    seconds: list[float]
+    weights: dict[str, Tensor]
+    replicas: str
+    state: Any
+    summary: dict[str, Any]
+
+
+@dataclass(kw_only=True)
+class Failed:
+    """A training that did not come to its end.
+
+    Attributes:
+        error: Type and message.
+        refused: Whether what was asked was wrong (``UsageError``), and nothing broke.
+        trace: The traceback.
+    """
+
+    error: str
+    refused: bool
+    trace: str
+
+
+class Watch(Plugin):
+    """Records a run. It comes after the other plugins; ``of`` is the one whose state is kept."""
+
+    name = "watch"
+
+    def __init__(self, of: str = "") -> None:
+        super().__init__()
+        self.of, self.state = of, None
+        self.found: dict[str, Any] = {"losses": [], "lrs": [], "metrics": [], "gradients": {}}
+        self.ends: list[float] = []
+
+    @hookimpl
+    def before_optimizer_step(self, run: Run) -> None:
+        if self.found["losses"]:
+            return
+        scale = run.accelerator.scaler.get_scale() if run.accelerator.scaler is not None else 1.0
+        for name, parameter in run.unwrapped().named_parameters():
+            if parameter.grad is not None:
+                self.found["gradients"][name] = whole(parameter.grad).detach().cpu().clone() / scale
+
+    @hookimpl
+    def after_step(self, run: Run, loss: Tensor) -> None:
+        self.ends.append(perf_counter())
+        self.found["losses"].append(loss.item())
+        self.found["lrs"].append(run.optimizer.param_groups[0]["lr"])
+        if run.state.step == run.total_steps or run.stopping():
+            saved = [call(run=run) for plugin, call in run.resolution.each("save_state") if plugin.name == self.of]
+            self.state = copy.deepcopy(saved[0]) if saved and run.world_size == 1 else None
+
+    @hookimpl
+    def after_evaluate(self, split: str, metrics: dict[str, float]) -> None:
+        self.found["metrics"].append((split, dict(metrics)))
+
+    def result(self, run: Run, summary: dict[str, Any]) -> Trained:
+        """What was recorded. Every process must come by."""
+        seconds = [after - before for before, after in zip(self.ends, self.ends[1:], strict=False)]
+        weights = {name: tensor.clone() for name, tensor in run.weights().items()}
+        return Trained(**self.found, seconds=seconds, weights=weights, replicas=_replicas(run), state=self.state, summary=summary)
+
+
+class Still(Plugin):
+    """Switches dropout off, as `fastloop bench` does where other numbers are to be told from other random ones."""
+
+    name = "still"
+
+    @hookimpl
+    def before_prepare(self, model: nn.Module) -> None:
+        switch_dropout_off(model)
+
+
+class Stops(Plugin):
+    """Asks the run to end at a step, as Ctrl-C does."""
+
+    name = "stops"
+
+    @hookimpl
+    def after_step(self, run: Run) -> None:
+        run.asked_to_end |= run.state.step == STOPS_AT
+
+
+class Dies(Plugin):
+    """Ends its own process within a step, as it would end at ``kill -9``."""
+
+    name = "dies"
+
+    @hookimpl
+    def after_backward(self, run: Run) -> None:
+        if run.state.step == DIES_AT - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _replicas(run: Run) -> str:
+    from torch.distributed.tensor import DTensor
+
+    digest = hashlib.sha256()
+    for name, parameter in run.unwrapped().named_parameters():
+        if not isinstance(parameter, DTensor):
+            digest.update(name.encode() + parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def train(recipe: Mapping[str, Any] | Recipe, *objects: Plugin, resume: Path | None = None, of: str = "") -> Trained:
+    """Train a recipe in this process, given as its YAML would hold it, or on this rank of several.
+
+    Args:
+        objects: Further plugins, given in Python.
+        resume: A run folder to go on from.
+        of: The plugin whose state is wanted in the result.
+    """
+    watch = Watch(of)
+    recipe = recipe if isinstance(recipe, Recipe) else make_recipe(recipe)
+    resolution = resolve(recipe, objects=[plugin for plugin in objects if not isinstance(plugin, Still)])
+    first = [plugin for plugin in objects if isinstance(plugin, Still)]  # before plugins that look for dropout
+    run = Run(recipe, Resolution([*first, *resolution.plugins, watch], resolution.reasons), resume)
+    return watch.result(run, run.execute())
+
+
+@cache
+def _idle() -> dict[str, Literal[False]]:
+    """The plugins that are on by themselves, tasks aside, as a recipe turns them off."""
+    return {name: False for name in sorted(defaults()) if load(name).slot != "task"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """A plugin, and what it is tried on: see ``Conformance``.
+
+    Attributes:
+        plugin: Its name; empty: nothing, which is what plugins are compared with.
+        without: What is trained without the plugin: the task, or another one where the plugin is the task.
+        still: Whether with and without are compared with dropout switched off.
+    """
+
+    plugin: str
+    options: Mapping[str, Any]
+    requires: tuple[Any, ...]
+    task: Mapping[str, Any]
+    without: Mapping[str, Any]
+    device: str
+    still: bool
+
+    def recipe(self, output: str, *, on: bool = True, strategy: str | None = None, **settings: Any) -> Recipe:
+        """The recipe with or without the plugin; nothing else is on by itself."""
+        task = dict(self.task if on else self.without)
+        plugins: dict[str, Any] = {}
+        for entry in (*task.pop("plugins", ()), *self.requires, *([strategy] if strategy else [])):
+            plugins |= {entry: {}} if isinstance(entry, str) else entry
+        if on:
+            plugins[self.plugin] = plugins.get(self.plugin, {}) | dict(self.options)
+        elif self.plugin:
+            plugins[self.plugin] = False
+        train = TRAIN | {"device": self.device} | task.pop("train", {}) | settings
+        return make_recipe(task | {"plugins": _idle() | plugins, "train": train, "output": output})
+
+    def train(self, output: str, *objects: Plugin, resume: bool = False, still: bool = False, **settings: Any) -> Trained | Failed:
+        """One training, or what was wrong with it."""
+        try:
+            quiet = [Still()] if still and self.still else []
+            recipe = self.recipe(output, **settings)
+            return train(recipe, *objects, *quiet, resume=Path(output) if resume else None, of=self.plugin)
+        except Exception as error:
+            return Failed(error=f"{type(error).__name__}: {error}", refused=isinstance(error, UsageError), trace=traceback.format_exc())
+
+
+def without(study: Study) -> dict[str, Any]:
+    """The trainings of one process that has never seen the plugin."""
+    found = {name: study.train(name, on=False, still=True) for name in ("plain", "plain again")}
+    return found | {f"seed {seed}": study.train(f"seed {seed}", on=False, still=True, seed=seed) for seed in SEEDS}
+
+
+def dies(study: Study) -> Trained | Failed:
+    """Train with the plugin until killed: a process that returns from this was not."""
+    return study.train("killed", Dies(), save_every=SAVES_EVERY)
+
+
+def alone(study: Study) -> dict[str, Any]:
+    """The trainings of one process with the plugin, after that of ``dies``; ``changed``: settings that it did not put back."""
+    study.train("before", on=False)  # what a first run brings in is not the plugin's
+    before = snapshot()
+    found: dict[str, Any] = {"ours": study.train("ours", still=True)}
+    found["changed"] = changes(before, snapshot())
+    found["off"] = study.train("off", on=False, still=True)
+    if isinstance(found["ours"], Failed):
+        return found
+    found["whole"] = study.train("whole") if study.still else found["ours"]
+    found["interrupted"] = study.train("resumed", Stops())
+    found["resumed"] = study.train("resumed", resume=True)
+    found["after the kill"] = study.train("killed", resume=True, save_every=SAVES_EVERY)
+    for number in range(ROUNDS):
+        found |= {f"{name} {number}": study.train(f"{name} {number}", on=name == "with") for name in ("without", "with")}
+    return found
+
+
+def together(study: Study, strategies: tuple[str, ...]) -> dict[str, Trained | Failed]:
+    """The trainings of one of two processes, by strategy; without a plugin where the study has none."""
+    return {strategy: study.train(strategy, on=bool(study.plugin), strategy=strategy, still=True) for strategy in strategies}

@@ -1,0 +1,178 @@
+"""Real processes for tests: a function is called in each, they form one group over gloo, and none outlives its time.
+
+They are forked from a process that has imported torch and fastloop once, and nothing of the test, so that each starts in a blink.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PRELOADED = ["fastloop.testing.runs", "torchmetrics.classification", "datasets", "transformers.models.auto.modeling_auto", "torch._dynamo"]
+PATIENCE = 10.0
+"""Seconds that the others get when one has failed."""
+
+
+@dataclass
+class Ended:
+    """A process that has ended.
+
+    Attributes:
+        code: Its exit code; -n when it was ended by signal n; None when its time ran out.
+        result: What its function returned.
+        said: What it wrote to stdout and stderr.
+    """
+
+    code: int | None
+    result: Any
+    said: str
+
+
+@cache
+def _context() -> Any:
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
+
+
+def start(count: int, function: Callable[..., Any], *arguments: Any, folder: Path | None = None, limit: float = 180.0) -> list[Ended]:
+    """Call a function in so many new processes at once, and wait for all; none is left when this returns.
+
+    With more than one they are ranks of one group: whatever fastloop runs in them, or Accelerate, finds the others over gloo. Each computes
+    on one thread. Warnings are treated as the caller treats them.
+
+    Args:
+        function: One of an importable module (a test's own is), which is called with ``arguments``; both go through pickle, as the result does.
+        folder: The current folder of the processes; None: the caller's.
+        limit: Seconds that they get; then each writes where it is, and is ended.
+
+    Returns:
+        How each ended, by rank.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    world = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    context, folder = _context(), Path(folder or Path.cwd())
+    with tempfile.TemporaryDirectory() as aside:
+        processes = []
+        for rank in range(count):
+            environment = dict(os.environ) | (world | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if count > 1 else {})
+            given = (function, arguments, environment, folder, Path(aside, str(rank)), [*warnings.filters], limit)
+            processes.append(context.Process(target=_work, args=given))
+        try:
+            for process in processes:
+                process.start()
+            in_time = _wait(processes, time.monotonic() + limit)
+        finally:
+            for process in processes:
+                _end(process)
+        return [_ended(Path(aside, str(rank)), process, in_time, limit) for rank, process in enumerate(processes)]
+
+
+def _wait(processes: Sequence[Any], deadline: float) -> bool:
+    """Wait until all have ended, or, when one has failed, until the others had time to. Returns whether that was in time."""
+    while running := [process for process in processes if process.exitcode is None]:
+        if any(process.exitcode for process in processes):
+            deadline = min(deadline, time.monotonic() + PATIENCE)
+        if not connection.wait([process.sentinel for process in running], max(0.0, deadline - time.monotonic())):
+            for process in running:
+                if hasattr(signal, "SIGABRT"):
+                    os.kill(process.pid, signal.SIGABRT)  # faulthandler writes where it is
+                    process.join(PATIENCE)
+            return any(process.exitcode not in (None, 0, -signal.SIGABRT) for process in processes)
+    return True
+
+
+def _end(process: Any) -> None:
+    """End a process and all that it has started."""
+    if process.pid is None:
+        return
+    if hasattr(os, "killpg"):
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+    process.join()
+
+
+def _ended(report: Path, process: Any, in_time: bool, limit: float) -> Ended:
+    log, pickled = report.with_suffix(".log"), report.with_suffix(".result")
+    said = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+    if process.exitcode == -signal.SIGABRT and not in_time:
+        return Ended(None, None, f"{said}\nIt was ended: {limit:g} seconds were over.")
+    return Ended(process.exitcode, pickle.loads(pickled.read_bytes()) if pickled.exists() else None, said)
+
+
+def _work(
+    function: Callable[..., Any],
+    arguments: Any,
+    environment: Mapping[str, str],
+    folder: Path,
+    report: Path,
+    filters: list[Any],
+    limit: float,
+) -> None:
+    """What a started process does."""
+    if hasattr(os, "setsid"):
+        os.setsid()  # what it starts can be ended with it
+        signal.alarm(int(limit + 2 * PATIENCE))  # should the one that waits for it be gone
+    log = os.open(report.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    faulthandler.enable()
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    import torch
+
+    torch.set_num_threads(1)
+    warnings.filters[:] = filters  # type: ignore[index]
+    result = function(*arguments)
+    report.with_suffix(".result").write_bytes(pickle.dumps(result))
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    sys.stdout.flush()
+
+
+@pytest.fixture(scope="session")
+def processes() -> Callable[..., list[Ended]]:
+    """Call a function in several real processes: ``first, second = processes(2, train, recipe)``, then ``first.result.losses``.
+
+    As ``start``, and where one fails the test does, with what all of them said.
+    """
+
+    def run(count: int, function: Callable[..., Any], *arguments: Any, folder: Path | None = None, limit: float = 180.0) -> list[Ended]:
+        ended = start(count, function, *arguments, folder=folder, limit=limit)
+        if any(process.code != 0 for process in ended):
+            pytest.fail(failure(ended), pytrace=False)
+        return ended
+
+    return run
+
+
+def failure(ended: Sequence[Ended]) -> str:
+    """How processes ended, and the last of what each said."""
+    lines = []
+    for rank, process in enumerate(ended):
+        how = {0: "done", None: "out of time"}.get(process.code, f"exit code {process.code}")
+        lines.append(f"process {rank} of {len(ended)}: {how}\n{process.said[-3000:].strip()}")
+    return "\n".join(lines)

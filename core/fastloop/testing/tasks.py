@@ -1,0 +1,125 @@
+"""What plugins are tried on: small problems that train in a blink, as recipe sections. All are made here: nothing is downloaded.
+
+The text tasks read the files that ``write_texts`` writes into the current folder.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+_TOLD = {"loss": "cross_entropy", "metrics": {"accuracy": {"type": "MulticlassAccuracy", "num_classes": 3}}}
+
+VECTORS: Mapping[str, Any] = {
+    "model": {"module": "fastloop.testing.tasks:Network"},
+    "data": {"module": "fastloop.testing.tasks:vectors"},
+    "plugins": [{"module": _TOLD}],
+}
+"""Vectors of 8 numbers in three classes, and a network of two layers with layer norm and dropout; batches are ``(inputs, targets)``."""
+
+IMAGES: Mapping[str, Any] = {
+    "model": {"module": "fastloop.testing.tasks:Convolutions"},
+    "data": {"module": "fastloop.testing.tasks:images"},
+    "plugins": [{"module": _TOLD}],
+}
+"""Images of 3 x 8 x 8 in three classes, and two convolutions."""
+
+_FILES = {"train": "texts/train.jsonl", "validation": "texts/validation.jsonl"}
+
+TEXTS: Mapping[str, Any] = {
+    "model": {
+        "config": {
+            "model_type": "bert",
+            "hidden_size": 16,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "intermediate_size": 32,
+            "max_position_embeddings": 48,
+        },
+        "tokenizer": {"kind": "word"},
+    },
+    "data": {"files": _FILES, "label": "label", "max_length": 32},
+}
+"""Texts of 3 to 20 words with a label, and a BERT of two layers."""
+
+LANGUAGE: Mapping[str, Any] = {
+    "model": {
+        "config": {
+            "model_type": "llama",
+            "hidden_size": 16,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "intermediate_size": 32,
+            "max_position_embeddings": 48,
+            "attention_dropout": 0.1,
+        },
+        "tokenizer": {"kind": "word"},
+    },
+    "data": {"files": _FILES, "max_length": 16},
+}
+"""The same texts without their labels, and a Llama of two layers."""
+
+SIZES = {"train": 67, "validation": 32}
+"""Samples of each split: the last batch of 8 is a short one."""
+
+
+class Network(nn.Module):
+    """Two layers and a layer norm; the weights follow from the run's seed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.dropout, self.second = nn.Linear(8, 13), nn.LayerNorm(13), nn.Dropout(0.1), nn.Linear(13, 3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """(batch, 8) float32 -> (batch, 3) scores."""
+        scores: torch.Tensor = self.second(self.dropout(self.norm(self.first(inputs)).relu()))
+        return scores
+
+
+class Convolutions(nn.Sequential):
+    """Two convolutions, pooled."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Dropout(0.1), nn.Conv2d(8, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3)
+        )
+
+
+def _split(split: str) -> TensorDataset:
+    generator = torch.Generator().manual_seed(list(SIZES).index(split))
+    inputs = torch.randn(SIZES[split], 8, generator=generator)
+    return TensorDataset(inputs, inputs[:, :3].argmax(1))
+
+
+def vectors() -> dict[str, TensorDataset]:
+    """Vectors (8, float32), of which the largest of the first three numbers tells the class (int64)."""
+    return {"train": _split("train"), "evaluate": _split("validation")}
+
+
+def images() -> dict[str, TensorDataset]:
+    """Images (3, 8, 8, float32): each channel is one of a vector's first three numbers, with noise of the other five."""
+    found = {}
+    for name, dataset in vectors().items():
+        inputs, targets = dataset.tensors
+        noise = inputs.repeat(1, 24).unflatten(1, (3, 8, 8))
+        found[name] = TensorDataset((inputs[:, :3, None, None] + 0.1 * noise).contiguous(), targets)
+    return found
+
+
+def write_texts(folder: Path) -> None:
+    """Two kinds of text, in which one word of three to twenty tells the label."""
+    (folder / "texts").mkdir(exist_ok=True)
+    for split, size in SIZES.items():
+        chance, rows = random.Random(split), []
+        for index in range(size):
+            words = [f"word{chance.randrange(50)}" for _ in range(chance.randrange(2, 20))]
+            words.insert(chance.randrange(len(words) + 1), chance.choice((("fine", "lovely"), ("dull", "dreadful"))[index % 2]))
+            rows.append({"text": " ".join(words), "label": index % 2})
+        (folder / "texts" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

@@ -1,0 +1,117 @@
+"""A tiny classification problem, trained for real on the CPU in the test's own process, and recorders of what a run did."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from fastloop import Plugin, Trainer, hookimpl, hookspecs
+
+
+class Recorder(Plugin):
+    """Keeps what passes by: ``losses`` (a float a step), ``lrs``, ``metrics`` (split, metrics)."""
+
+    name = "recorder"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[float] = []
+        self.lrs: list[float] = []
+        self.metrics: list[tuple[str, dict[str, float]]] = []
+
+    @hookimpl
+    def after_step(self, run: Any, loss: torch.Tensor) -> None:
+        self.losses.append(loss.item())
+        self.lrs.append(run.optimizer.param_groups[0]["lr"])
+
+    @hookimpl
+    def after_evaluate(self, split: str, metrics: dict[str, float]) -> None:
+        self.metrics.append((split, dict(metrics)))
+
+
+class Call(NamedTuple):
+    """A hook that fired, and the names of the arguments that it gives."""
+
+    hook: str
+    arguments: tuple[str, ...]
+
+
+class HookCalls(Plugin):
+    """Appends a ``Call`` to a list for every hook that fires. It changes nothing: where a hook asks for a result, it has none."""
+
+    name = "hook-calls"
+
+    def __init__(self, calls: list[Call]) -> None:
+        super().__init__()
+        self.calls = calls
+
+
+def _note(hook: str, arguments: tuple[str, ...]) -> Any:
+    """A hook of ``HookCalls``: pluggy tells by a function's own signature what it takes."""
+    return hookimpl(eval(f"lambda self, {', '.join(arguments)}: self.calls.append(call)", {"call": Call(hook, arguments)}))
+
+
+for _name, _spec in vars(hookspecs).items():
+    if hasattr(_spec, "fastloop_spec"):
+        setattr(HookCalls, _name, _note(_name, tuple(inspect.signature(_spec).parameters)))
+
+
+def tiny_data(size: int = 67, seed: int = 0) -> TensorDataset:
+    """``size`` samples of 8 features (float32) and a label in {0, 1, 2} (int64)."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(size, 8, generator=generator)
+    return TensorDataset(inputs, inputs[:, :3].argmax(1))
+
+
+def tiny_model(dropout: float = 0.1) -> nn.Module:
+    """Two layers with dropout between: the same initial weights at every call."""
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(dropout), nn.Linear(16, 3))
+
+
+class TinyResult:
+    """What ``tiny_run`` gives back.
+
+    Attributes:
+        losses: Of each step, the mean over its samples.
+        weights: Name -> the model's tensor after training.
+        summary: As in ``summary.json``.
+        recorder: Learning rates and metrics: see ``Recorder``.
+        trainer: The trainer; ``trainer.run`` is its run.
+        model: The model that was trained.
+    """
+
+    def __init__(self, trainer: Trainer, summary: dict[str, Any], model: nn.Module, recorder: Recorder) -> None:
+        self.trainer, self.summary, self.model, self.recorder = trainer, summary, model, recorder
+        self.losses = recorder.losses
+        self.weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+@pytest.fixture
+def hook_calls() -> list[Call]:
+    """Every hook that fires in ``tiny_run``, in order. Other runs are recorded with ``HookCalls(hook_calls)`` among their plugins."""
+    return []
+
+
+@pytest.fixture
+def tiny_run(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., TinyResult]:
+    """Train the tiny model with given plugins: ``tiny_run(["my-plugin"], epochs=2).losses``. Batches of 8, AdamW, lr 1e-2, two epochs."""
+    count = iter(range(1000))
+    watching = [HookCalls(request.getfixturevalue("hook_calls"))] if "hook_calls" in request.fixturenames else []
+
+    def run(plugins: Any = (), *, model: nn.Module | None = None, data: Any = None, **arguments: Any) -> TinyResult:
+        model = model or tiny_model()
+        recorder = Recorder()
+        data = data if data is not None else tiny_data()
+        defaults = {"epochs": 2, "lr": 1e-2, "batch_size": 8, "loss": nn.functional.cross_entropy, "output": tmp_path / f"run{next(count)}"}
+        trainer = Trainer(model, data, tiny_data(32, seed=1), plugins=[*plugins, recorder, *watching], **{**defaults, **arguments})
+        return TinyResult(trainer, trainer.fit(), model, recorder)
+
+    return run

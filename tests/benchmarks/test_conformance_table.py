@@ -1,0 +1,47 @@
+"""docs/conformance.md: it is made from a report of pytest's, and has a row for each of our plugins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastloop.registry import installed
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import conformance
+
+    return conformance
+
+
+def test_every_plugin_of_ours_has_a_row_and_breaks_no_promise() -> None:
+    text = (ROOT / "docs" / "conformance.md").read_text(encoding="utf-8")
+    rows = [line.split(" | ")[0].removeprefix("| ") for line in text.splitlines() if line.startswith("| ")][1:]
+    assert rows == sorted(name for name, point in installed().items() if point.dist is not None and point.dist.name == "fastloop")
+    assert "FAILED" not in text
+
+
+REPORT = """<testsuites><testsuite>
+<testcase classname="tests.test_conformance.Test_ema" name="test_declared@conformance of ema" />
+<testcase classname="tests.test_conformance.Test_ema" name="test_parity"><failure message="promised and not kept" /></testcase>
+<testcase classname="tests.test_conformance.Test_ema" name="test_processes[ddp]"><skipped message="declared: not with it" /></testcase>
+<testcase classname="tests.test_conformance.Test_ema" name="test_cost"><properties>
+<property name="seconds a step without it" value="0.001" /><property name="seconds a step with it" value="0.0025" />
+</properties></testcase>
+</testsuite></testsuites>"""
+
+
+def test_a_report_becomes_a_table(script: Any, tmp_path: Path) -> None:
+    (tmp_path / "report.xml").write_text(REPORT)
+    found = script.read(tmp_path / "report.xml")
+    assert found["ema"]["declared"] == ("passed", "")
+    lines = script.table(found).splitlines()
+    assert lines[2].startswith("| ema | changes-training | passed | (1) | (1) | FAILED (2) |")
+    assert lines[2].endswith("| (3) | 1.00, 2.50 |")
+    assert lines[-3:] == ["1. not reported", "2. promised and not kept", "3. declared: not with it"]

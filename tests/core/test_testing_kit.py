@@ -1,0 +1,365 @@
+"""The kit for plugin authors: fixtures, processes, and a suite that finds what a plugin does wrong."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastloop.testing import VECTORS, Call, HookCalls, start, train
+
+# -- fixtures ----------------------------------------------------------------------------------------------------------
+
+
+def test_hook_calls_are_listed_in_order_with_their_arguments(tiny_run, hook_calls):
+    tiny_run(epochs=1)
+    fired = [call.hook for call in hook_calls]
+    assert hook_calls[0] == Call("check_recipe", ("recipe",))
+    assert Call("after_step", ("run", "loss")) in hook_calls
+    assert fired.count("after_step") == 9
+    assert fired.index("before_fit") < fired.index("before_epoch") < fired.index("before_step") < fired.index("compute_loss")
+    assert fired[-1] == "write_summary"
+
+
+def test_recording_changes_nothing(tiny_run, tmp_path):
+    plain = tiny_run()
+    calls: list[Call] = []
+    recorded = tiny_run([HookCalls(calls)])
+    assert recorded.losses == plain.losses
+    assert all(torch.equal(recorded.weights[name], weight) for name, weight in plain.weights.items())
+    assert {"evaluate", "save_state", "optimizer_state", "export_model"} < {call.hook for call in calls}
+
+
+def world() -> tuple[str, str, int, str]:
+    return os.environ["RANK"], os.environ["WORLD_SIZE"], torch.get_num_threads(), os.getcwd()
+
+
+def group_of_sleepers(seconds: float) -> None:
+    child = subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({seconds})"])
+    Path("pids", str(os.getpid())).touch()
+    Path("pids", str(child.pid)).touch()
+    time.sleep(seconds)
+
+
+def fails_on_one() -> str:
+    if os.environ["RANK"] == "1":
+        print("about to fail")
+        raise ValueError("this one fails")
+    return "done"
+
+
+def warns() -> None:
+    import warnings
+
+    warnings.warn("an old way", DeprecationWarning, stacklevel=1)
+
+
+def kills_itself() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_processes_train_a_recipe_together(processes, tmp_path):
+    recipe = VECTORS | {"train": {"epochs": 1, "batch_size": 8, "lr": 3e-3, "device": "cpu"}, "output": "run"}
+    plain = processes(1, train, recipe, folder=tmp_path)[0].result
+    first, second = (ended.result for ended in processes(2, train, recipe | {"plugins": [*VECTORS["plugins"], "ddp"]}, folder=tmp_path))
+    assert len(first.losses) == 9
+    assert first.losses == second.losses
+    assert first.summary["world_size"] == 2
+    assert first.replicas == second.replicas
+    assert (bool(first.weights), bool(second.weights)) == (True, False)
+    assert plain.summary["world_size"] == 1
+    assert [ended.result for ended in processes(2, world, folder=tmp_path)] == [(str(rank), "2", 1, str(tmp_path)) for rank in (0, 1)]
+
+
+def test_a_failing_process_fails_the_test_with_what_it_said(processes):
+    with pytest.raises(pytest.fail.Exception) as failed:
+        processes(2, fails_on_one)
+    assert "process 0 of 2: done" in str(failed.value)
+    assert "process 1 of 2: exit code 1\nabout to fail" in str(failed.value)
+    assert "ValueError: this one fails" in str(failed.value)
+
+
+def test_time_runs_out_and_nothing_is_left(tmp_path):
+    (tmp_path / "pids").mkdir()
+    (ended,) = start(1, group_of_sleepers, 60.0, folder=tmp_path, limit=3)
+    assert ended.code is None
+    assert "group_of_sleepers" in ended.said
+    assert "3 seconds were over" in ended.said
+    pids = [int(path.name) for path in (tmp_path / "pids").iterdir()]
+    assert len(pids) == 2
+    for pid in pids:
+        state = Path(f"/proc/{pid}/stat")
+        assert not state.exists() or state.read_text().split()[2] == "Z"
+
+
+def test_warnings_are_errors_where_they_are_in_the_test():
+    (ended,) = start(1, warns)
+    assert ended.code == 1
+    assert "DeprecationWarning: an old way" in ended.said
+
+
+def test_a_killed_process_is_told_by_its_signal():
+    assert start(1, kills_itself)[0].code == -signal.SIGKILL
+
+
+def test_without_pytest_it_says_what_to_install():
+    code = "import sys; sys.modules['pytest'] = None; import fastloop.testing"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stderr.splitlines()[-1] == (
+        "ModuleNotFoundError: fastloop.testing needs pytest, which is not installed. Install it: pip install 'fastloop[testing]'"
+    )
+
+
+# -- conformance -------------------------------------------------------------------------------------------------------
+
+HEAD = '''"""A plugin for a test.
+
+    plugins:
+      - {name}
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import torch
+
+from fastloop import Package, Plugin, hookimpl, option
+
+class Made(Plugin):
+    """It is made for a test."""
+
+    name = "{name}"
+    configures = "what a test wants"
+'''
+ALONE = 'conflicts = {"slot:strategy": "it is for one process."}\n'
+GOOD = '''
+parity = "exact"
+
+@dataclass(kw_only=True)
+class Config:
+    """Options."""
+
+    every: Annotated[int, option("Steps between two looks.", ge=1)] = 1
+
+def __init__(self, **options):
+    super().__init__(**options)
+    self.seen = 0
+
+@hookimpl
+def after_step(self, run):
+    self.seen += run.state.step % self.config.every == 0
+
+@hookimpl
+def save_state(self):
+    return {"seen": self.seen}
+
+@hookimpl
+def load_state(self, state):
+    self.seen = state["seen"]
+'''
+SHOWN = "# good\n\n| option | default |\n|---|---|\n| `every` | 1 |\n"
+SCALES = """
+@hookimpl
+def after_backward(self, run):
+    for parameter in run.model.parameters():
+        parameter.grad.mul_(1.001)
+"""
+FORGETS = """
+parity = "changes-training"
+
+def __init__(self, **options):
+    super().__init__(**options)
+    self.steps = 0
+
+@hookimpl
+def before_optimizer_step(self, run):
+    self.steps += 1
+    for group in run.optimizer.param_groups:
+        group["lr"] = 1e-2 / self.steps
+"""
+LEAKS = """
+parity = "reassociated"
+
+@hookimpl
+def before_fit(self):
+    torch.set_num_threads(3)
+"""
+RAISES = """
+@hookimpl
+def after_step(self, run):
+    if run.state.step == 5:
+        raise RuntimeError("out of luck")
+"""
+UNDOCUMENTED = '''
+@dataclass(kw_only=True)
+class Config:
+    """Options."""
+
+    strength: float = 1.0
+'''
+TAKES_ANYTHING = '''
+@dataclass(kw_only=True)
+class Config:
+    """Options."""
+
+    strength: Annotated[Any, option("How strong.")] = 1.0
+'''
+BY_RANK = """
+parity = "changes-training"
+
+@hookimpl
+def after_fit(self, run):
+    with torch.no_grad():
+        for parameter in run.unwrapped().parameters():
+            parameter.add_(run.rank)
+"""
+DIVERGES = """
+parity = "changes-training"
+
+@hookimpl
+def after_backward(self, run):
+    for parameter in run.model.parameters():
+        parameter.grad.mul_(-1.0)
+"""
+DRAWS = """
+@hookimpl
+def before_step(self):
+    torch.rand(1)
+"""
+UNSURE = """
+parity = "about right"
+"""
+BAD = {
+    "scales": (SCALES, "parity", "promises parity 'exact': the losses that there are without it, to the bit. Found: from step 2 on"),
+    "draws": (DRAWS, "parity", "promises parity 'exact': the losses that there are without it, to the bit. Found: from step 1 on"),
+    "diverges": (DIVERGES, "parity", "promises a training that learns. Found: the losses"),
+    "forgets": (
+        FORGETS,
+        "saved_and_loaded",
+        "promises that a run which was interrupted after step 10 and went on ends as one that was not",
+    ),
+    "forgets-too": (FORGETS, "killed", "promises that a run which was killed in step 13 and went on ends as one that was not"),
+    "leaks": (LEAKS, "off", "promises to leave nothing behind when it is off. Found: torch.get_num_threads(): 1 before, 3 after"),
+    "raises": (RAISES, "parity", "the training 'ours' failed: PluginCrash: plugin 'raises' (raises 1.0) failed in after_step"),
+    "scales-a-little": (
+        'parity = "reassociated"\n' + SCALES,
+        "parity",
+        "the first step's gradients as they are without it. Found: a relative difference of 1.00e-03, and 1e-05 is allowed",
+    ),
+    "undocumented": (UNDOCUMENTED, "options", "promises to document its option 'strength'. Found: no help"),
+    "takes-anything": (TAKES_ANYTHING, "options", "promises to refuse an object() for its option 'strength'. Found: that it is taken"),
+    "by-rank": (BY_RANK, "processes[ddp]", "promises the same weights on all processes on two processes with 'ddp'"),
+    "unsure": (UNSURE, "declared", "promises a parity class. Found: 'about right'. Expected one of: exact, reassociated"),
+    "unsaid": (GOOD, "documented", "promises a recipe to copy. Found: none in the docstring of unsaid"),
+    "unshown": (GOOD, "documented", "promises a table of its options in the README. Found: no row for every"),
+}
+"""Plugin -> what it does, the check that finds it, and the words of it."""
+FINE = {"good": GOOD, "alone": GOOD + ALONE, "needy": GOOD + 'needs = (Package("no-such-thing", ">=2"),)\n'}
+
+
+def install(site: Path, name: str, body: str) -> None:
+    """A plugin package of somebody else's, as pip would leave it in a folder."""
+    head = HEAD.format(name=name).replace(f"    plugins:\n      - {name}\n", "" if name == "unsaid" else f"    plugins:\n      - {name}\n")
+    body += ALONE * (name not in ("by-rank", *FINE))  # the others need no second process to be found out
+    module = name.replace("-", "_")
+    (site / f"{module}.py").write_text(head + "".join(f"    {line}\n" for line in body.splitlines()))
+    info = site / f"{module}-1.0.dist-info"
+    info.mkdir()
+    readme = {"unshown": "# unshown\n\nIt has options.\n", "good": SHOWN}.get(name, "")
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n\n{readme}")
+    (info / "entry_points.txt").write_text(f"[fastloop.plugins]\n{name} = {module}:Made\n")
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, tuple[str, str]]]:
+    """Plugin -> check -> outcome and message, of a pytest run of their own tests in a folder of their own."""
+    folder = tmp_path_factory.mktemp("authors")
+    (folder / "site").mkdir()
+    lines = ["from fastloop.testing import Conformance"]
+    for name, body in (FINE | {name: body for name, (body, _, _) in BAD.items()}).items():
+        install(folder / "site", name, body)
+        lines.append(f"class Test_{name.replace('-', '_')}(Conformance):\n    plugin = {name!r}")
+    (folder / "test_authors.py").write_text("\n\n".join(lines) + "\n")
+    (folder / "conftest.py").write_text('pytest_plugins = ["fastloop.testing"]\n')
+    (folder / "pytest.ini").write_text("[pytest]\npythonpath = site\nfilterwarnings = error\n")
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "--strict-markers",
+        "--junitxml=report.xml",
+    ]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stdout + done.stderr
+    found: dict[str, dict[str, tuple[str, str]]] = {}
+    for case in ElementTree.parse(folder / "report.xml").iter("testcase"):
+        name = case.get("classname", "").rpartition("Test_")[2].replace("_", "-")
+        result = next((child for child in case if child.tag in ("failure", "error", "skipped")), None)
+        words = "" if result is None else " ".join(f"{result.get('message')} {result.text}".split())
+        found.setdefault(name, {})[case.get("name", "").removeprefix("test_")] = ("passed" if result is None else result.tag, words)
+    return found
+
+
+def by_outcome(found: dict[str, tuple[str, str]], wanted: str) -> set[str]:
+    return {check for check, (outcome, _) in found.items() if outcome == wanted}
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("bad plugins")
+class TestConformanceItself:
+    def test_a_good_plugin_passes_all(self, outcomes):
+        assert by_outcome(outcomes["good"], "failure") == by_outcome(outcomes["good"], "error") == set(), outcomes["good"]
+        assert {"declared", "options", "documented", "parity", "saved_and_loaded", "killed", "off", "cost"} < by_outcome(
+            outcomes["good"], "passed"
+        )
+        assert {"processes[ddp]", "processes[fsdp]"} < by_outcome(outcomes["good"], "passed")
+
+    @pytest.mark.parametrize("name", BAD)
+    def test_a_bad_plugin_fails_with_what_it_promised(self, outcomes, name):
+        _, check, words = BAD[name]
+        outcome, message = outcomes[name][check]
+        assert outcome == "failure", outcomes[name]
+        assert words in message
+        assert f"plugin {name!r}" in message
+
+    @pytest.mark.parametrize(
+        ("name", "failing"),
+        [
+            ("scales", {"parity"}),
+            ("draws", {"parity"}),
+            ("diverges", {"parity"}),
+            ("forgets", {"saved_and_loaded", "killed"}),
+            ("leaks", {"off"}),
+            ("undocumented", {"options"}),
+            ("takes-anything", {"options"}),
+            ("unsaid", {"documented"}),
+            ("unshown", {"documented"}),
+        ],
+    )
+    def test_the_other_checks_do_not(self, outcomes, name, failing):
+        assert by_outcome(outcomes[name], "failure") == failing, outcomes[name]
+        assert not by_outcome(outcomes[name], "error")
+
+    def test_a_declared_conflict_is_skipped_with_its_reason(self, outcomes):
+        assert not by_outcome(outcomes["alone"], "failure")
+        outcome, message = outcomes["alone"]["processes[ddp]"]
+        assert outcome == "skipped"
+        assert "plugins 'alone' and 'ddp' exclude each other: it is for one process." in message
+
+    def test_what_cannot_run_here_is_skipped_with_what_it_needs(self, outcomes):
+        assert by_outcome(outcomes["needy"], "passed") == {"options", "documented"}
+        assert not by_outcome(outcomes["needy"], "failure")
+        needed = "'needy' needs no-such-thing>=2, which is not installed. Install it: pip install 'no-such-thing>=2'"
+        assert needed in outcomes["needy"]["parity"][1]

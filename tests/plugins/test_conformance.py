@@ -1,0 +1,47 @@
+"""Every plugin of ours keeps what it promises, by the same suite that other packages use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastloop.registry import installed
+from fastloop.testing import IMAGES, LANGUAGE, TEXTS, Conformance
+
+OURS = [name for name, point in installed().items() if point.dist is not None and point.dist.name == "fastloop"]
+
+TRIED_ON: dict[str, dict[str, Any]] = {
+    "activation-checkpointing": {"task": TEXTS},
+    "attention": {"task": TEXTS, "options": {"implementation": "eager"}},
+    "causal-lm": {"task": LANGUAGE},
+    "channels-last": {"task": IMAGES},
+    "compile": {"options": {"backend": "aot_eager", "cache": False}},
+    "dataloader-workers": {"options": {"num_workers": 1}},
+    "ema": {"options": {"decay": 0.9}},
+    "fast-dropout": {"task": TEXTS},
+    "first-token": {"task": TEXTS, "requires": ("text-classification",)},
+    "length-bucketing": {"task": TEXTS, "options": {"window": 2}},
+    "liger": {"task": LANGUAGE, "device": "auto"},
+    "log": {"options": {"every": 1}},
+    "lora": {"task": TEXTS | {"train": {"lr": 1e-2}}},
+    "matmul-precision": {"device": "auto"},
+    "packing": {"task": TEXTS},
+    "prefetch": {"task": TEXTS, "options": {"cache": "tokens"}},
+    "profile": {"options": {"wait": 1, "warmup": 1, "active": 1}},
+    "tensorboard": {"options": {"every": 1}},
+    "text-classification": {"task": TEXTS},
+    "torchao-fp8": {"device": "auto", "options": {"min_features": 16}},
+}
+"""Plugin -> what it is tried with, where the defaults do nothing on a tiny task."""
+
+
+def suite(name: str) -> type[Conformance]:
+    """The suite of one plugin."""
+    attributes = {"plugin": name, "__module__": __name__, **TRIED_ON.get(name, {})}
+    return type(f"Test_{name.replace('-', '_')}", (Conformance,), attributes)
+
+
+globals().update({cls.__name__: cls for cls in map(suite, OURS)})
+
+
+def test_what_is_tried_specially_is_there():
+    assert TRIED_ON.keys() <= set(OURS)

@@ -86,7 +86,7 @@ class Workshop:
         tree = with_only(recipe, recipe.plugins, max_steps=steps, epochs=10**6, save_every=None)
         return self.work(recipe, Spec(recipe=tree, source=None, dropout=False))
 
-    def held(self, before: Recipe, after: Recipe, promise: str, steps: int = 3) -> dict[str, Any]:
+    def held(self, before: Recipe, after: Recipe, promise: str, steps: int) -> dict[str, Any]:
         """Whether an edited recipe's losses keep a parity class's promise: ``verdict``, ``difference``, ``bound``, ``why``."""
         bound = parity.BOUNDS.get(promise)
         if bound is None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from time import monotonic
 from typing import Any, get_args
 
@@ -35,6 +35,8 @@ PAIRS, CHECKS = 3, 5
 """Pairs that a close case gets, and the last check, time allowing."""
 CLEAR, WORTH, LEAST = 1.3, 1.05, 1.02
 """Factors from which one pair is enough, two that agree, and three."""
+LOSSES = 3
+"""Steps of which the losses are compared."""
 MORE = 2
 """Further pairs for an edit that was slower in one of them: the interval of five reaches to the least, that of seven to the second."""
 ONCE = 2.0
@@ -118,7 +120,7 @@ class Search:
         self.trials: list[Trial] = []
         self.check: dict[str, Any] = {"ratios": [], "parity": None}
         self.started = monotonic()
-        self.costs: dict[str, float] = {}
+        self.costs: dict[str, tuple[float, float]] = {}
 
     def run(self) -> Recipe:
         """Search; returns the fastest recipe.
@@ -147,8 +149,7 @@ class Search:
         for proposal in self.proposals(here):
             again = proposal.trial.edit in tried or (proposal.trial.forecast is not None and proposal.trial.plugin in refused)
             if not again and proposal.trial.parity in self.accept:
-                cost = self.costs[repr(self.best.to_dict())]
-                if self.left() >= cost + self.reserve():
+                if self.left() >= self.cost(self.best) + self.reserve():
                     return proposal
                 self.say("the time is over")
                 return None
@@ -207,7 +208,7 @@ class Search:
             trial.before.append(base["seconds_a_step"])
             trial.after.append(there["seconds_a_step"])
             decision = self.decide(trial.ratios)
-            pair = self.costs[repr(self.best.to_dict())] + there["process_seconds"]
+            pair = self.cost(self.best) + self.cost(proposal.recipe)
             if decision is None and self.pairs is None and self.left() < pair + self.reserve():
                 decision = False
             if decision is None:
@@ -242,10 +243,14 @@ class Search:
             return True if min(ratios) >= WORTH else False if max(ratios) <= 1.0 else None
         return min(ratios) > 1.0 and median(ratios) >= LEAST
 
-    def measure(self, recipe: Recipe, number: int = 0) -> Measurement:
+    def measure(self, recipe: Recipe, number: int = 0, looks: bool = True) -> Measurement:
         """In a fresh process."""
-        found = self.shop.measure(recipe, self.window, number)
-        self.costs[repr(recipe.to_dict())] = found["process_seconds"]
+        window = self.window if looks else replace(self.window, looks=0)
+        found = self.shop.measure(recipe, window, number)
+        if "error" not in found:
+            step, took = found["seconds_a_step"], found["process_seconds"]
+            trained = max((window.warmup + window.steps) * step, window.warmup * step + window.seconds) + window.looks * step
+            self.costs[repr(recipe.to_dict())] = max(0.0, took - trained), step
         return found
 
     # -- checking ------------------------------------------------------------------------------------------------------------
@@ -259,7 +264,7 @@ class Search:
         listed = {plugin.parity for recipe in (self.given, self.best) for plugin in select(recipe).plugins}
         if "reduced-precision" in listed:  # in few bits another order of sums is far from 1e-5
             promises.add("reduced-precision")
-        self.check["parity"] = found = self.shop.held(self.given, self.best, max(promises, key=CLASSES.index))
+        self.check["parity"] = found = self.shop.held(self.given, self.best, max(promises, key=CLASSES.index), LOSSES)
         if found["verdict"] in (parity.BROKEN, parity.FAILED):
             self.undo(f"the losses are not those of the recipe as given ({found['verdict']}, {found['difference'] or found['why']})")
 
@@ -271,12 +276,12 @@ class Search:
         kept = [trial for trial in self.trials if trial.kept]
         if len(kept) == 1 and len(kept[0].ratios) >= CHECKS:  # which were these two
             ratios += kept[0].ratios
-        pair = self.costs[repr(self.given.to_dict())] + self.costs[repr(self.best.to_dict())]
+        pair = self.cost(self.given) + self.cost(self.best)
         for number in range(len(ratios), CHECKS):
             if number and self.left() < pair:
                 break
             arms = [self.given, self.best] if number % 2 == 0 else [self.best, self.given]
-            measured = {id(recipe): self.measure(recipe, number) for recipe in arms}
+            measured = {id(recipe): self.measure(recipe, number, looks=False) for recipe in arms}
             ours, theirs = measured[id(self.best)], measured[id(self.given)]
             if error := ours.get("error") or theirs.get("error"):
                 self.check["error"] = error
@@ -298,10 +303,18 @@ class Search:
         """Seconds of the budget."""
         return self.budget - (monotonic() - self.started)
 
+    def cost(self, recipe: Recipe, steps: int | None = None) -> float:
+        """Seconds that so many steps of a recipe take, in a process of their own; None: those of a measurement."""
+        start, step = self.costs[repr(recipe.to_dict())]
+        window = self.window
+        return start + (
+            max((window.warmup + window.steps) * step, window.warmup * step + window.seconds) if steps is None else steps * step
+        )
+
     def reserve(self) -> float:
-        """Seconds that the checks at the end need."""
-        given, best = self.costs[repr(self.given.to_dict())], self.costs[repr(self.best.to_dict())]
-        return 4 * given + 3 * best  # two pairs; losses, for which the given recipe is trained twice
+        """Seconds that the checks at the end need: losses, for which the given recipe is trained twice, and a pair."""
+        given, best = self.given, self.best
+        return 2 * self.cost(given, LOSSES) + self.cost(best, LOSSES) + self.cost(given) + self.cost(best)
 
     def record(self) -> dict[str, Any]:
         """The receipt."""

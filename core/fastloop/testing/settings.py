@@ -11,6 +11,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -55,7 +56,7 @@ def _settings() -> Iterator[tuple[str, Any]]:
             yield f"{name}.{key}", value
     for name, value in os.environ.items():
         yield f"the environment variable {name}", value
-    yield "the current folder", os.getcwd()
+    yield "the current folder", Path.cwd()
     if hasattr(os, "sched_getaffinity"):
         yield "the processors (os.sched_getaffinity)", sorted(os.sched_getaffinity(0))
     for number in (signal.SIGINT, signal.SIGTERM):

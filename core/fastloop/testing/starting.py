@@ -61,7 +61,7 @@ def start(count: int, function: Callable[..., Any], *arguments: Any, folder: Pat
     on one thread. Warnings are treated as the caller treats them.
 
     Args:
-        function: One of an importable module (a test's own is), which is called with ``arguments``; both go through pickle, as the result does.
+        function: One of an importable module, as a test's own is. It, ``arguments`` and the result go through pickle.
         folder: The current folder of the processes; None: the caller's.
         limit: Seconds that they get; then each writes where it is, and is ended.
 

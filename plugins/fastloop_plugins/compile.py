@@ -116,7 +116,9 @@ class Compile(Plugin):
         set_here, limit = self.settings.enter_context, self.config.recompile_limit
         set_here(dynamo.patch(recompile_limit=limit, capture_scalar_outputs=self.config.capture_scalars))
         set_here(dynamo.patch(reorderable_logging_functions={*dynamo.reorderable_logging_functions, print}))
-        set_here(functorch.patch(force_non_lazy_backward_lowering=True))  # what cannot be compiled is met in the forward, where it is caught
+        set_here(
+            functorch.patch(force_non_lazy_backward_lowering=True)
+        )  # what cannot be compiled is met in the forward, where it is caught
         set_here(torch._inductor.config.patch(fx_graph_cache=self.config.cache))
         if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # torch sets it too
             self.settings.callback(os.environ.pop, "TORCHINDUCTOR_CACHE_DIR", None)

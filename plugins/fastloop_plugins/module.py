@@ -61,7 +61,7 @@ class Module(Plugin):
         from fastloop.importing import check_reference
 
         self.recipe, self.where = recipe, recipe.where
-        self.code = {key: parse(cls, getattr(recipe, key), f"{recipe.where}: {key}") for key, cls in self.sections.items()}
+        self.code: dict[str, Any] = {key: parse(cls, getattr(recipe, key), f"{recipe.where}: {key}") for key, cls in self.sections.items()}
         self.named = {f"{key}.module": code.module for key, code in self.code.items()}
         if self.config.collate is not None:
             self.named["plugins.module.collate"] = self.config.collate

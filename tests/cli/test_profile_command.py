@@ -194,6 +194,14 @@ def test_what_was_seen_names_the_plugin(figures, data, first):
     assert first[0] not in [plugin for plugin, _ in told(figures, [first[0]], **data)], "what is listed is not proposed"
 
 
+def test_what_is_off_in_the_recipe_may_be_turned_on_and_what_nobody_wants_is_not_told():
+    figures = {"page_faults": 500_000, "fault_seconds": 1e-6}
+    assert told(figures, [{"memory": False}])[0] == ("memory", "plugins: + memory")
+    seen = Seen(device="cpu", seconds=1.0, **figures)
+    found, _ = verdicts(seen, make_recipe({**TEXT, "train": {"device": "cpu"}, "plugins": [{"memory": False}]}), ["memory"])
+    assert "memory" not in [verdict.plugin for verdict in found]
+
+
 def test_nothing_to_win_is_nothing_to_say():
     assert told({}) == []
 

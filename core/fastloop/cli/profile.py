@@ -69,15 +69,15 @@ def profile(
         launch.end_with_launcher()
         show_messages()
         launch.start_again(select(loaded).environment(loaded))
-        look(loaded, folder, window)
+        look(loaded, folder, window, names(without))
     if launch.world_size() > 1:
         launch.leave(0)
     if apply:
         with tempfile.TemporaryDirectory(prefix="fastloop-profile-") as cache:
-            measure_edits(loaded, folder, Workshop(environment, Path(cache), typer.echo, nproc or 1), window, classes)
+            measure_edits(loaded, folder, Workshop(environment, Path(cache), typer.echo, nproc or 1), window, classes, names(without))
 
 
-def look(recipe: Recipe, folder: Path, window: Window) -> None:
+def look(recipe: Recipe, folder: Path, window: Window, never: list[str]) -> None:
     """Train the window, and write the page."""
     import rich
     from rich.markdown import Markdown
@@ -111,7 +111,7 @@ def look(recipe: Recipe, folder: Path, window: Window) -> None:
         return
     seen = Seen(**observer.result(run)["seen"])
     seen.total_steps = whole_length(run, recipe.train.epochs, recipe.train.max_steps)
-    found, refused = verdicts(seen, recipe)
+    found, refused = verdicts(seen, recipe, never)
     text = page.markdown(seen, found, refused, recipe.source.stem if recipe.source else "recipe")
     write(folder / "profile.md", text)
     write(folder / "profile.json", json.dumps(page.record(seen, found, refused), indent=1) + "\n")
@@ -119,14 +119,14 @@ def look(recipe: Recipe, folder: Path, window: Window) -> None:
     typer.echo(f"written to {folder}")
 
 
-def measure_edits(recipe: Recipe, folder: Path, shop: Workshop, window: Window, accept: list[str]) -> None:
+def measure_edits(recipe: Recipe, folder: Path, shop: Workshop, window: Window, accept: list[str], never: list[str]) -> None:
     """Every edit in five pairs, on top of those that were kept; the receipt, and the recipe with them."""
     from fastloop.bench.ladder import dump, finite, write
     from fastloop.bench.statistics import LEAST_PAIRS
     from fastloop.tune.search import Search
     from fastloop.tune.write import receipts, tuned
 
-    search = Search(recipe, accept, math.inf, shop, window, typer.echo, pairs=LEAST_PAIRS)
+    search = Search(recipe, accept, math.inf, shop, window, typer.echo, LEAST_PAIRS, never)
     found = search.run()
     write(folder / "receipt.json", dump(finite(search.record())))
     write(folder / "receipt.md", receipts(search))

@@ -57,7 +57,9 @@ def tune(
         raise UsageError(f"--output {target}: expected a .yaml file in a folder that is there.")
     with tempfile.TemporaryDirectory(prefix="fastloop-tune-") as cache:
         shop = Workshop(environment, Path(cache), typer.echo, nproc, timeout=allowed)
-        search = Search(loaded, classes, allowed, shop, Window(steps=steps, seconds=seconds, warmup=warmup, looks=2), typer.echo)
+        search = Search(
+            loaded, classes, allowed, shop, Window(steps=steps, seconds=seconds, warmup=warmup, looks=2), typer.echo, never=names(without)
+        )
         found = search.run()
     record = search.record()
     write(target.with_suffix(".json"), dump(finite(record)))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+import dataclasses
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,11 +40,16 @@ class Verdict:
     parity: str = "exact"
 
 
-def verdicts(seen: Seen, recipe: Recipe) -> tuple[list[Verdict], dict[str, str]]:
-    """The edits worth a try, the largest forecast first; and plugins that would win and cannot be here -> why."""
+def verdicts(seen: Seen, recipe: Recipe, never: Collection[str] = ()) -> tuple[list[Verdict], dict[str, str]]:
+    """The edits worth a try, the largest forecast first; and plugins that would win and cannot be here -> why.
+
+    Args:
+        never: Plugins that nobody wants. What the recipe itself has as false is off, and may be turned on.
+    """
     found, refused = [], {}
-    for cls in candidates(recipe):
-        win = cls.forecast(seen, recipe)
+    on = dataclasses.replace(recipe, plugins={name: options for name, options in recipe.plugins.items() if options is not False})
+    for cls in candidates(on):
+        win = cls.forecast(seen, on) if cls.name not in never else None
         if win is None or win.seconds < WORTH * seen.seconds:
             continue
         pays = break_even(win.once, win.seconds)
@@ -56,7 +62,7 @@ def verdicts(seen: Seen, recipe: Recipe) -> tuple[list[Verdict], dict[str, str]]
         except UsageError as error:
             refused[cls.name] = str(error).removeprefix(f"{recipe.where}: ")
             continue
-        found.append(Verdict(cls.name, win, words(recipe, cls, win), edited, cls.parity if not win.overrides else "reassociated"))
+        found.append(Verdict(cls.name, win, words(on, cls, win), edited, cls.parity if not win.overrides else "reassociated"))
     return sorted(found, key=lambda verdict: -verdict.win.seconds), refused
 
 
@@ -65,9 +71,8 @@ def candidates(recipe: Recipe) -> Iterator[type[Plugin]]:
     for name, point in installed().items():
         if name not in recipe.plugins and point.dist is not None and point.dist.name == "fastloop" and name == point.name:
             yield load(name, recipe.where)
-    for name, options in recipe.plugins.items():
-        if options is not False:
-            yield load_listed(recipe, name)
+    for name in recipe.plugins:
+        yield load_listed(recipe, name)
 
 
 def edit(recipe: Recipe, cls: type[Plugin], win: Win) -> Recipe:

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from fastloop import Plugin, UsageError, hookimpl
-from fastloop.bench.plan import defaults
 from fastloop.bench.worker import switch_dropout_off
 from fastloop.checkpoint import whole
+from fastloop.hooks import Resolution
 from fastloop.recipe import Recipe, make_recipe
-from fastloop.registry import Resolution, load, resolve
+from fastloop.registry import defaults, load, resolve
 from fastloop.run import Run
 from fastloop.testing.settings import changes, snapshot
 

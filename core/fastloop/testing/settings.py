@@ -46,13 +46,13 @@ def _settings() -> Iterator[tuple[str, Any]]:
     for name in GRAPHS:
         yield f"torch.backends.cuda.{name}()", getattr(cuda, name)()
     yield "torch.get_printoptions()", vars(torch._tensor_str.PRINT_OPTS)
-    yield "torch.multiprocessing.get_sharing_strategy()", torch.multiprocessing.get_sharing_strategy()
+    yield "torch.multiprocessing.get_sharing_strategy()", torch.multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]
     for name, hooks in vars(modules).items():
         if name.startswith("_global_") and isinstance(hooks, dict):
             yield f"torch.nn.modules.module.{name}", list(hooks.values())
     for name in CONFIGURATIONS:
         __import__(name)
-        for key, value in sys.modules[name].get_config_copy().items():  # type: ignore[attr-defined]
+        for key, value in sys.modules[name].get_config_copy().items():
             yield f"{name}.{key}", value
     for name, value in os.environ.items():
         yield f"the environment variable {name}", value
@@ -69,7 +69,7 @@ def _settings() -> Iterator[tuple[str, Any]]:
     yield "sys.excepthook", sys.excepthook
     yield "sys.stdout and sys.stderr", (sys.stdout, sys.stderr)
     yield "the garbage collector", (gc.isenabled(), gc.get_threshold(), gc.get_freeze_count())
-    yield "threads", sorted(thread.name for thread in threading.enumerate() if thread.name != "tqdm_monitor")  # one for all bars
+    yield "threads that run", sorted(thread.name for thread in threading.enumerate() if thread.name != "tqdm_monitor")  # one for all bars
     children = []
     for process in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):

@@ -108,7 +108,7 @@ def images() -> dict[str, TensorDataset]:
     found = {}
     for name, dataset in vectors().items():
         inputs, targets = dataset.tensors
-        noise = inputs.repeat(1, 24).unflatten(1, (3, 8, 8))
+        noise = inputs.repeat(1, 24).unflatten(1, (3, 8, 8))  # type: ignore[no-untyped-call]
         found[name] = TensorDataset((inputs[:, :3, None, None] + 0.1 * noise).contiguous(), targets)
     return found
 

@@ -96,6 +96,7 @@ class Search:
         shop: Where trainings are run.
         window: What of each is measured.
         say: Gets a line for each thing that is found.
+        never: Plugins that are not to be tried.
         pairs: Give every edit so many pairs, keep what is faster beyond noise, and try no more than what is forecast; None: as above.
 
     Attributes:
@@ -113,8 +114,9 @@ class Search:
         window: Window,
         say: Callable[[str], None],
         pairs: int | None = None,
+        never: Collection[str] = (),
     ) -> None:
-        self.pairs = pairs
+        self.pairs, self.never = pairs, set(never)
         self.given = self.best = recipe
         self.accept, self.budget, self.shop, self.window, self.say = accept, budget, shop, window, say
         self.trials: list[Trial] = []
@@ -158,7 +160,8 @@ class Search:
     def proposals(self, here: Measurement) -> Iterator[Proposal]:
         """Edits of the best recipe so far."""
         seen = Seen(**here["seen"])
-        found, _ = verdicts(seen, self.best)
+        left_out = {trial.plugin for trial in self.trials if trial.kept and trial.forecast is None}
+        found, _ = verdicts(seen, self.best, self.never | left_out)
         for told in found:
             factor = seen.seconds / max(seen.seconds - told.win.seconds, 0.01 * seen.seconds)
             yield Proposal(Trial(told.edit, told.plugin, told.parity, factor), told.recipe)

@@ -28,7 +28,10 @@ class ChannelsLast(Plugin):
     name = "channels-last"
     parity = "reassociated"
     runs_before = ("compile",)
-    conflicts = {"fsdp": "torch's fully_shard takes contiguous weights only."}
+    conflicts = {
+        "fsdp": "torch's fully_shard takes contiguous weights only.",
+        "deepspeed": "it broadcasts contiguous weights only.",
+    }
     configures = "keeps convolutions channels-last"
 
     @classmethod

@@ -308,8 +308,9 @@ class Conformance:
             wrong.append(f"other weights: {few(names)}")
         if again.metrics[-1] != whole.metrics[-1]:
             wrong.append(f"the final metrics {again.metrics[-1][1]} instead of {whole.metrics[-1][1]}")
-        if names := unequal(packed(whole.state), packed(again.state)):
-            wrong.append(f"another state from save_state: {few(names)}")
+        saved, loaded = (packed(state) for state in again.states)
+        if names := unequal(saved, loaded):
+            wrong.append(f"that save_state, right after load_state, gives another {few(names)}")
         if wrong:
             repair = "Return from save_state all that the numbers depend on, and take it back in load_state"
             self.broken(f"that a run which {what} and went on ends as one that was not", "; ".join(wrong), repair)
@@ -337,12 +338,12 @@ class Conformance:
             found = f"the losses {few(off.losses)} instead of {few(plain.losses)}"
             self.broken("to leave nothing behind: a run without it after one with it is the same to the bit", found, REPAIRS["exact"])
 
-    def test_cost(self, findings: Findings, record_property: Callable[[str, object], None]) -> None:
+    def test_cost(self, findings: Findings, request: pytest.FixtureRequest) -> None:
         """Recorded, not judged: seconds of a step with and without it, in turn."""
         findings.run("ours")
         for name in ("with",) if findings.plugin.slot == "task" else ("without", "with"):
             seconds = [second for number in range(ROUNDS) for second in findings.run(f"{name} {number}").seconds]
-            record_property(f"seconds a step {name} it", median(seconds))
+            request.node.user_properties.append((f"seconds a step {name} it", median(seconds)))
 
     def broken(self, promised: str, found: str, repair: str) -> None:
         """Fail with what was promised, what was found, and what to do."""

@@ -20,9 +20,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from fastloop import Plugin, UsageError, hookimpl
+from fastloop import Plugin, UsageError, checkpoint, hookimpl
 from fastloop.bench.worker import switch_dropout_off
-from fastloop.checkpoint import whole
 from fastloop.hooks import Resolution
 from fastloop.recipe import Recipe, make_recipe
 from fastloop.registry import defaults, load, resolve
@@ -49,7 +48,7 @@ class Trained:
         seconds: From the end of each step to that of the next.
         weights: Name -> tensor after training, on the CPU; on the main process only.
         replicas: A checksum of the weights that every process holds whole.
-        state: What the plugin in question would save after the last step; None: nothing.
+        states: Where the run went on from a checkpoint: what the plugin in question had saved, and what it would save after loading that.
         summary: As in ``summary.json``.
     """
 
@@ -60,7 +59,7 @@ class Trained:
     seconds: list[float]
     weights: dict[str, Tensor]
     replicas: str
-    state: Any
+    states: tuple[Any, Any]
     summary: dict[str, Any]
 
 
@@ -86,9 +85,17 @@ class Watch(Plugin):
 
     def __init__(self, of: str = "") -> None:
         super().__init__()
-        self.of, self.state = of, None
+        self.of = of
+        self.states: tuple[Any, Any] = (None, None)
         self.found: dict[str, Any] = {"losses": [], "lrs": [], "metrics": [], "gradients": {}}
         self.ends: list[float] = []
+
+    @hookimpl
+    def before_fit(self, run: Run) -> None:
+        if run.found is not None and run.world_size == 1:
+            saved = checkpoint.read(run.found[0])[1]["plugins"].get(self.of)
+            now = [call(run=run) for plugin, call in run.resolution.each("save_state") if plugin.name == self.of]
+            self.states = saved, copy.deepcopy(now[0]) if now else None
 
     @hookimpl
     def before_optimizer_step(self, run: Run) -> None:
@@ -97,16 +104,13 @@ class Watch(Plugin):
         scale = run.accelerator.scaler.get_scale() if run.accelerator.scaler is not None else 1.0
         for name, parameter in run.unwrapped().named_parameters():
             if parameter.grad is not None:
-                self.found["gradients"][name] = whole(parameter.grad).detach().cpu().clone() / scale
+                self.found["gradients"][name] = checkpoint.whole(parameter.grad).detach().cpu().clone() / scale
 
     @hookimpl
     def after_step(self, run: Run, loss: Tensor) -> None:
         self.ends.append(perf_counter())
         self.found["losses"].append(loss.item())
         self.found["lrs"].append(run.optimizer.param_groups[0]["lr"])
-        if run.state.step == run.total_steps or run.stopping():
-            saved = [call(run=run) for plugin, call in run.resolution.each("save_state") if plugin.name == self.of]
-            self.state = copy.deepcopy(saved[0]) if saved and run.world_size == 1 else None
 
     @hookimpl
     def after_evaluate(self, split: str, metrics: dict[str, float]) -> None:
@@ -116,7 +120,7 @@ class Watch(Plugin):
         """What was recorded. Every process must come by."""
         seconds = [after - before for before, after in zip(self.ends, self.ends[1:], strict=False)]
         weights = {name: tensor.clone() for name, tensor in run.weights().items()}
-        return Trained(**self.found, seconds=seconds, weights=weights, replicas=_replicas(run), state=self.state, summary=summary)
+        return Trained(**self.found, seconds=seconds, weights=weights, replicas=_replicas(run), states=self.states, summary=summary)
 
 
 class Still(Plugin):
@@ -236,7 +240,7 @@ def dies(study: Study) -> Trained | Failed:
 
 def alone(study: Study) -> dict[str, Any]:
     """The trainings of one process with the plugin, after that of ``dies``; ``changed``: settings that it did not put back."""
-    study.train("before", on=False)  # what a first run brings in is not the plugin's
+    study.train("before", on=study.task != study.without)  # what a first run of the task imports is not the plugin's to put back
     before = snapshot()
     found: dict[str, Any] = {"ours": study.train("ours", still=True)}
     found["changed"] = changes(before, snapshot())

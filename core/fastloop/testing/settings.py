@@ -74,7 +74,7 @@ def _settings() -> Iterator[tuple[str, Any]]:
     for process in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):
             if process.status() != psutil.STATUS_ZOMBIE:
-                children.append(process.pid)
+                children.append(f"{process.pid} ({' '.join(process.cmdline())[:80]})")
     yield "child processes", children
 
 

@@ -42,6 +42,7 @@ TEXTS: Mapping[str, Any] = {
             "num_attention_heads": 2,
             "intermediate_size": 32,
             "max_position_embeddings": 48,
+            "initializer_range": 0.2,
         },
         "tokenizer": {"kind": "word"},
     },

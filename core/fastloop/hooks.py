@@ -148,11 +148,13 @@ class Hooks(pluggy.PluginManager):
     # -- old names -----------------------------------------------------------------------------------------------------
 
     def parse_hookimpl_opts(self, plugin: Any, name: str) -> Any:
-        """A hook under its old name is one under the present name."""
+        """A hook under its old name is one under the present name; a plugin that has both is made for both, and the old one rests."""
         marks = super().parse_hookimpl_opts(plugin, name)
         hook = marks["specname"] or name if marks else ""
         if marks is None or hook not in hookspecs.RENAMED:
             return marks
+        if hasattr(getattr(plugin, _present(hook), None), "fastloop_impl"):
+            return None
         _warn_renamed(plugin, f"the hook {hook!r}", hook)
         return {**marks, "specname": _present(hook)}
 

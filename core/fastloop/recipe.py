@@ -98,14 +98,13 @@ class Recipe:
             "model": self.model,
             "data": self.data,
             "train": dataclasses.asdict(self.train),
-            "plugins": self.listed(self.plugins),
+            "plugins": [entry if options == {} else {entry: options} for entry, options in self.listed(self.plugins).items()],
             "output": self.output,
         }
 
-    def listed(self, plugins: Mapping[str, dict[str, Any] | Literal[False]]) -> list[str | dict[str, Any]]:
-        """Plugins as this recipe's file lists them: by name, or from where this recipe has them."""
-        items = [(self.references.get(name, name), options) for name, options in plugins.items()]
-        return [reference if options == {} else {reference: options} for reference, options in items]
+    def listed(self, plugins: Mapping[str, dict[str, Any] | Literal[False]]) -> dict[str, dict[str, Any] | Literal[False]]:
+        """Plugins by what this recipe lists them as, instead of by name: what a recipe is made of."""
+        return {self.references.get(name, name): options for name, options in plugins.items()}
 
     def place(self, name: str) -> str:
         """How messages name a plugin's entry: as it is listed."""

@@ -100,7 +100,7 @@ class Trainer:
             are taken over; the order is fastloop's own, so that a run can resume in it. Or a dataset, with ``batch_size=`` in ``train``.
         eval_loader: Evaluated as ``train.evaluate_every`` says.
         test_loader: Evaluated once, at the end.
-        plugins: Names, one-key mappings, or plugin objects. ``{"progress": False}`` leaves a default one out.
+        plugins: As a recipe lists them: names, files, one-key mappings; or plugin objects. ``{"progress": False}`` leaves one out.
         loss: ``loss(predictions, targets)``, such as ``torch.nn.functional.cross_entropy``.
         metrics: Name -> torchmetrics metric, updated with ``(predictions, targets)``.
         output: The run folder.

@@ -129,13 +129,13 @@ def test_plugins_of_one_name_are_both_listed_planned_and_trained(cli, install):
 
 
 def test_plan_says_first_whose_code_will_run(cli):
-    path = recipe("deep/r.yaml", {"./warm.py": {"degrees": 3.0}})
+    path = recipe("deep/r.yaml", {"./warm.py": {"degrees": 3.0, "on_error": "disable"}})
     Path("deep/warm.py").write_text(WARMTH + "\nprint('ran')\n")
     code, out, _ = cli("plan", path)
     files = [f"runs the code of {Path('deep', name).resolve()}" for name in ("warm.py", "code_of_test.py")]
     assert code == 0
     assert out.splitlines()[:3] == [*files, "ran"]
-    assert "1. warmth  (slot weather, exact, listed in the recipe as ./warm.py)\n      degrees=3.0\n" in out
+    assert "1. warmth  (slot weather, exact, listed in the recipe as ./warm.py)\n      degrees=3.0, on_error=disable\n" in out
     code, out, _ = cli("plan", path, "--without", "warmth")
     assert out.splitlines()[0] == files[1]
     assert "ran" not in out

@@ -497,6 +497,26 @@ def test_an_old_name_of_a_hook_or_an_argument_works_with_one_warning(monkeypatch
     ]
 
 
+def test_a_plugin_that_is_made_for_both_names_is_called_once_and_nothing_is_said(monkeypatch, caplog, tiny_run):
+    monkeypatch.setattr(hookspecs, "RENAMED", {"on_step_end": hookspecs.Renamed("after_step", "0.3")})
+
+    class Both(Plugin):
+        name = "both"
+        calls: list[str] = []
+
+        @hookimpl
+        def on_step_end(self) -> None:
+            self.calls.append("old")
+
+        @hookimpl(optionalhook=True)
+        def after_step(self) -> None:
+            self.calls.append("new")
+
+    tiny_run([Both()], epochs=1, max_steps=2)
+    assert Both.calls == ["new", "new"]
+    assert "on_step_end" not in caplog.text
+
+
 # -- plugins that only look on ------------------------------------------------------------------------------------------------
 
 

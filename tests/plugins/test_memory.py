@@ -139,10 +139,10 @@ def test_what_the_user_has_set_stays(tmp_path):
 
 def test_plugins_that_want_different_variables_are_both_named(monkeypatch):
     from fastloop.registry import select
-    from fastloop_plugins.log import Log
+    from fastloop_plugins.ema import EMA
 
     monkeypatch.setattr(Memory, "environment", hookimpl(lambda self, recipe: {"A": "1"}))
-    monkeypatch.setattr(Log, "environment", hookimpl(lambda self, recipe: {"A": "2"}), raising=False)
-    recipe = make_recipe({"plugins": ["memory", "log"], "train": {"epochs": 1}})
-    with pytest.raises(PluginError, match=r"'log' and 'memory' want different values of A: '2' and '1'"):
+    monkeypatch.setattr(EMA, "environment", hookimpl(lambda self, recipe: {"A": "2"}), raising=False)
+    recipe = make_recipe({"plugins": ["memory", "ema"], "train": {"epochs": 1}})
+    with pytest.raises(PluginError, match=r"'ema' and 'memory' want different values of A: '2' and '1'"):
         select(recipe).environment(recipe)

@@ -55,6 +55,7 @@ def plan(
             for field, default in zip(dataclasses.fields(plugin.config), describe(type(plugin).Config), strict=True)
             if (value := getattr(plugin.config, field.name)) is not None and str(value) != default.default
         ]
+        chosen += [f"on_error={plugin.on_error}"] * (plugin.on_error != "raise")
         changes = [
             name if callable(value) else f"{name}={value}" for draft in drafts for name, value in draft.written_by(plugin.name).items()
         ]

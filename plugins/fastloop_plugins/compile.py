@@ -17,13 +17,15 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastloop import Batch, DataLoaderDraft, Output, Plugin, PluginError, Win, hookimpl, option
 from fastloop_plugins._blocks import transformer_blocks
 from fastloop_plugins._cache import user_cache
+from fastloop_plugins._compiling import compile_in_place, counts, seconds
 
 if TYPE_CHECKING:
     from torch import nn
@@ -91,8 +93,8 @@ class Compile(Plugin):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.failure: str | None = None
-        self.while_evaluating = 0.0
-        self.records = False
+        self.while_evaluating, self.records = 0.0, False
+        self.settings = ExitStack()  # of torch, for the time of the run
 
     @hookimpl
     def configure_dataloader(self, draft: DataLoaderDraft) -> None:
@@ -111,20 +113,24 @@ class Compile(Plugin):
         torch._dynamo.reset()  # an earlier run of this process must not count towards the limit
         utils.counters.clear()
         utils.clear_compilation_metrics()
-        dynamo.recompile_limit = self.config.recompile_limit
-        dynamo.capture_scalar_outputs = self.config.capture_scalars
-        dynamo.reorderable_logging_functions.add(print)
-        functorch.force_non_lazy_backward_lowering = True  # a backward that cannot be compiled is met in the forward, where it is caught
+        set_here, limit = self.settings.enter_context, self.config.recompile_limit
+        set_here(dynamo.patch(recompile_limit=limit, capture_scalar_outputs=self.config.capture_scalars))
+        set_here(dynamo.patch(reorderable_logging_functions={*dynamo.reorderable_logging_functions, print}))
+        set_here(
+            functorch.patch(force_non_lazy_backward_lowering=True)
+        )  # what cannot be compiled is met in the forward, where it is caught
+        set_here(torch._inductor.config.patch(fx_graph_cache=self.config.cache))
+        if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # torch sets it too
+            self.settings.callback(os.environ.pop, "TORCHINDUCTOR_CACHE_DIR", None)
         if self.config.cache:
             os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(user_cache("compiled")))
-        torch._inductor.config.fx_graph_cache = self.config.cache
         wanted = self.config.mode in ("reduce-overhead", "max-autotune")
         self.records = wanted and self.config.backend == "inductor" and run.device.type == "cuda"
         if wanted and not self.records:
             logger.warning("compile: mode %s: CUDA graphs are inductor's, for CUDA: none is recorded", self.config.mode)
-        self.before = self._seconds()
+        self.before = seconds()
         for module in self._targets(run.unwrapped()):  # inside what a strategy put around it, which no graph can hold
-            self._compile(module)
+            compile_in_place(module, self)
 
     @hookimpl
     def before_step(self, run: Run, batches: list[Batch]) -> None:
@@ -149,75 +155,24 @@ class Compile(Plugin):
 
     @hookimpl(wrapper=True)
     def evaluate(self) -> Generator[None, Any, Any]:
-        before = self._seconds()
+        before = seconds()
         result = yield
-        self.while_evaluating += self._seconds() - before
+        self.while_evaluating += seconds() - before
         return result
 
     @hookimpl
     def write_summary(self, summary: dict[str, Any]) -> None:
-        from torch._dynamo import utils
-
-        graphs = [metric for metric in utils.get_compilation_metrics() if metric.is_forward]
-        reasons = [metric.recompile_reason.partition(": ")[2] for metric in graphs if metric.recompile_reason]
-        breaks = dict(utils.counters["graph_break"])
-        summary["compile_seconds"] = self._seconds() - self.before - self.while_evaluating
-        summary["compile"] = {
-            "graphs": utils.counters["stats"]["unique_graphs"],
-            "recompilations": len(reasons),
-            "recompile_reasons": sorted(set(reasons)),
-            "graph_breaks": sum(breaks.values()),
-            "graph_break_reasons": sorted(breaks),
-            "evaluate_seconds": self.while_evaluating,
-            "cuda_graphs_skipped": utils.counters["inductor"]["cudagraph_skips"] if self.records else None,
-            "failure": self.failure,
-        }
-        if skipped := summary["compile"]["cuda_graphs_skipped"]:
+        summary["compile_seconds"] = seconds() - self.before - self.while_evaluating
+        summary["compile"] = found = counts(self.records) | {"evaluate_seconds": self.while_evaluating, "failure": self.failure}
+        if skipped := found["cuda_graphs_skipped"]:
             logger.warning("compile: %d graphs could not be recorded as CUDA graphs (TORCH_LOGS=cudagraphs says why)", skipped)
-        if len(reasons) >= self.config.recompile_limit:
-            logger.warning("compile: %d recompilations: shapes vary too much. Raise pad_to_multiple_of or set dynamic: true.", len(reasons))
-
-    @staticmethod
-    def _seconds() -> float:
-        """Seconds that this process has spent compiling, forward and backward, as torch counts them."""
-        from torch._dynamo import utils
-
-        return float(utils.calculate_time_spent().get("total_wall_time", 0.0))
+        if (again := found["recompilations"]) >= self.config.recompile_limit:
+            logger.warning("compile: %d recompilations: shapes vary too much. Raise pad_to_multiple_of or set dynamic: true.", again)
+        self.settings.close()
 
     def _targets(self, model: nn.Module) -> Iterator[nn.Module]:
         """The model, or its repeated blocks."""
-        if not self.config.regional:
-            yield model
-            return
-        blocks = transformer_blocks(model)
-        if not blocks:
+        blocks = transformer_blocks(model) if self.config.regional else []
+        if self.config.regional and not blocks:
             logger.warning("compile: regional: %s has no list of like blocks: the whole model is compiled", type(model).__name__)
         yield from blocks or [model]
-
-    def _compile(self, module: nn.Module) -> None:
-        """Compile a module in place: what calls it does not change, nor do the names of its weights."""
-        import torch
-        from torch._dynamo.exc import TorchDynamoException
-
-        eager: Callable[..., Any] = module._call_impl
-
-        def call(*args: Any, **kwargs: Any) -> Any:  # a frame of our own: torch skips frames that are torch's, as _call_impl is
-            return eager(*args, **kwargs)
-
-        compiled: Callable[..., Any] = torch.compile(
-            call, backend=self.config.backend, mode=self.config.mode, dynamic=self.config.dynamic, fullgraph=self.config.fullgraph
-        )
-
-        def compiled_or_eager(*args: Any, **kwargs: Any) -> Any:
-            if self.failure is not None:
-                return eager(*args, **kwargs)
-            try:
-                return compiled(*args, **kwargs)
-            except TorchDynamoException as error:  # the model's own errors are of other types, and go on to the caller
-                self.failure = " ".join(str(error).split("\n\n")[0].split())[:300]
-                if self.config.on_failure == "error":
-                    raise PluginError(f"plugin 'compile': {type(module).__name__} cannot be compiled: {self.failure}") from error
-                logger.warning("compile: %s cannot be compiled and runs eagerly: %s", type(module).__name__, self.failure)
-                return eager(*args, **kwargs)
-
-        module._compiled_call_impl = compiled_or_eager

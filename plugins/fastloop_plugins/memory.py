@@ -80,6 +80,7 @@ class Memory(Plugin):
     @hookimpl
     def check_recipe(self) -> None:
         """Before torch asks for any memory on a GPU."""
+        self.ours = "PYTORCH_ALLOC_CONF" not in os.environ
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
     @hookimpl
@@ -101,6 +102,8 @@ class Memory(Plugin):
 
         from fastloop.clock import page_faults
 
+        if self.ours:
+            os.environ.pop("PYTORCH_ALLOC_CONF", None)
         if not hasattr(self, "before"):
             return
         steps = max(run.state.step - self.step, 1)

@@ -115,12 +115,13 @@ def images() -> dict[str, TensorDataset]:
 
 
 def write_texts(folder: Path) -> None:
-    """Two kinds of text, in which one word of three to twenty tells the label."""
+    """Two kinds of text of 3 to 20 words, of which every third or so tells the label."""
     (folder / "texts").mkdir(exist_ok=True)
     for split, size in SIZES.items():
         chance, rows = random.Random(split), []
         for index in range(size):
-            words = [f"word{chance.randrange(50)}" for _ in range(chance.randrange(2, 20))]
-            words.insert(chance.randrange(len(words) + 1), chance.choice((("fine", "lovely"), ("dull", "dreadful"))[index % 2]))
+            telling = (("fine", "lovely"), ("dull", "dreadful"))[index % 2]
+            words = [chance.choice(telling) if chance.random() < 0.3 else f"word{chance.randrange(50)}" for _ in range(chance.randrange(2, 20))]
+            words.insert(chance.randrange(len(words) + 1), chance.choice(telling))
             rows.append({"text": " ".join(words), "label": index % 2})
         (folder / "texts" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN     = $(VENV)/bin
 
-.PHONY: quickstart test lint matrix clean
+.PHONY: quickstart test lint matrix audit clean
 
 quickstart: $(VENV)/ready
 	$(BIN)/fastloop train recipes/quickstart.yaml
@@ -19,6 +19,12 @@ lint: $(VENV)/ready
 # Every subset of seven plugins on two processes, into docs/matrix.md; `make matrix ARGS=--sample` does eight of them.
 matrix: $(VENV)/ready
 	$(BIN)/python benchmarks/matrix.py $(ARGS)
+
+# Known weaknesses of the pinned versions. Advice: it needs a network, and what it finds does not fail a build.
+audit: $(VENV)/ready
+	-$(BIN)/pip install --quiet 'pip-audit>=2.9'
+	-timeout 300 $(BIN)/pip-audit --requirement constraints.txt --no-deps --disable-pip --progress-spinner off --timeout 15 \
+	  || echo "audit: see above; or the database of weaknesses cannot be reached from here"
 
 # The constraints pin every package, and torch's CPU build: nothing here pulls gigabytes of CUDA.
 $(VENV)/ready: pyproject.toml constraints.txt

@@ -36,6 +36,13 @@ def user_cache(name: str) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fastloop" / name
 
 
+def is_private(folder: Path) -> bool:
+    """Whether nobody but this user can have written to a folder, which is made where it is not there: what lies in it may be run."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    facts = folder.stat()
+    return os.name != "posix" or (facts.st_uid == os.getuid() and not facts.st_mode & 0o022)
+
+
 @contextmanager
 def tokens_kept_in(folder: Path | None) -> Iterator[None]:
     """While inside, token ids are kept in a folder."""
@@ -92,7 +99,7 @@ def read(entry: Path) -> Flat | None:
         size = (entry / "ids.bin").stat().st_size
         if size != 4 * lengths.sum():
             raise ValueError(f"{size} bytes of ids, expected {4 * lengths.sum()}")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, EOFError, AttributeError) as error:
         logger.warning("tokens: %s is damaged (%s): its texts are tokenised again", entry, error)
         shutil.rmtree(entry, ignore_errors=True)
         return None

@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastloop import Batch, DataLoaderDraft, Output, Plugin, PluginError, Win, hookimpl, option
 from fastloop_plugins._blocks import transformer_blocks
-from fastloop_plugins._cache import user_cache
+from fastloop_plugins._cache import is_private, user_cache
 
 if TYPE_CHECKING:
     from torch import nn
@@ -116,7 +117,7 @@ class Compile(Plugin):
         dynamo.reorderable_logging_functions.add(print)
         functorch.force_non_lazy_backward_lowering = True  # a backward that cannot be compiled is met in the forward, where it is caught
         if self.config.cache:
-            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(user_cache("compiled")))
+            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", self._cache_folder())
         torch._inductor.config.fx_graph_cache = self.config.cache
         wanted = self.config.mode in ("reduce-overhead", "max-autotune")
         self.records = wanted and self.config.backend == "inductor" and run.device.type == "cuda"
@@ -176,6 +177,15 @@ class Compile(Plugin):
             logger.warning("compile: %d graphs could not be recorded as CUDA graphs (TORCH_LOGS=cudagraphs says why)", skipped)
         if len(reasons) >= self.config.recompile_limit:
             logger.warning("compile: %d recompilations: shapes vary too much. Raise pad_to_multiple_of or set dynamic: true.", len(reasons))
+
+    @staticmethod
+    def _cache_folder() -> str:
+        """Where compiled code is kept. It is code, and pickles: a folder that others may write to is not used."""
+        folder = user_cache("compiled")
+        if is_private(folder):
+            return str(folder)
+        logger.warning("compile: others may write to %s: nothing in it is used. Take their right away: chmod go-w %s", folder, folder)
+        return tempfile.mkdtemp(prefix="fastloop-compiled-")
 
     @staticmethod
     def _seconds() -> float:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fastloop import plain
 from fastloop.errors import UsageError
 
 Points = list[tuple[float, float]]
@@ -65,15 +66,14 @@ def read(folders: Iterable[Path]) -> Found:
 
 
 def _run(folder: Path, name: str) -> Trained:
-    import yaml
-
     run = Trained(folder, name)
     if (folder / "summary.json").is_file():
         run.summary = _json(folder / "summary.json")
     try:
-        run.recipe = yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8")) or {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        recipe = plain.load((folder / "recipe.yaml").read_text(encoding="utf-8"), str(folder / "recipe.yaml"))
+    except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{folder / 'recipe.yaml'}: cannot be read: {error}.") from None
+    run.recipe = recipe if isinstance(recipe, dict) else {}
     if (folder / "metrics.jsonl").is_file():
         try:
             content = (folder / "metrics.jsonl").read_text(encoding="utf-8")
@@ -83,7 +83,7 @@ def _run(folder: Path, name: str) -> Trained:
             try:
                 point = json.loads(line)
                 step, split = float(point.pop("step")), point.pop("split", None)
-            except (ValueError, KeyError, TypeError, AttributeError):
+            except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
                 raise UsageError(f"{folder / 'metrics.jsonl'}, line {number}: expected one JSON object with a step.") from None
             for key, value in point.items():
                 if isinstance(value, int | float) and not isinstance(value, bool):
@@ -94,7 +94,7 @@ def _run(folder: Path, name: str) -> Trained:
 def _json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{path}: cannot be read: {error}.") from None
     if not isinstance(found, dict):
         raise UsageError(f"{path}: expected one JSON object.")

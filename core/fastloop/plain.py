@@ -88,7 +88,7 @@ def load(text: str, where: str) -> Any:
     try:
         check(text, where)
         return OmegaConf.to_container(OmegaConf.load(io.StringIO(text), max_yaml_expanded_nodes=LARGEST), resolve=False)
-    except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError, OSError) as error:  # an OSError: a lone number, which OmegaConf does not take
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
         raise RecipeError(f"{where}{line}: not valid YAML: {getattr(error, 'problem', None) or str(error).splitlines()[0]}.") from None

@@ -7,6 +7,7 @@ saved recipe that had one asks for it again.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -55,7 +56,8 @@ def hide(text: str) -> str:
     variables = {value for name, value in os.environ.items() if _VARIABLE.search(name)}
     for value in sorted(variables | _remembered, key=len, reverse=True):
         if len(value) >= SHORTEST:
-            text = text.replace(value, HIDDEN)
+            for shown in (value, repr(value)[1:-1], json.dumps(value)[1:-1]):
+                text = text.replace(shown, HIDDEN)
     return text
 
 

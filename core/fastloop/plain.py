@@ -74,7 +74,7 @@ def check(text: str, where: str) -> None:
 
 
 def load(text: str, where: str) -> Any:
-    """What a text holds, in OmegaConf's reading of YAML (``1e-4`` is a number, a date is text); ``${...}`` is left as it is.
+    """The mapping or list that a text holds, in OmegaConf's reading of YAML (``1e-4`` is a number, a date is text; ``${...}`` stays); or None.
 
     Raises:
         RecipeError: It is not YAML, or more than plain data; names the line.
@@ -88,7 +88,9 @@ def load(text: str, where: str) -> Any:
     try:
         check(text, where)
         return OmegaConf.to_container(OmegaConf.load(io.StringIO(text), max_yaml_expanded_nodes=LARGEST), resolve=False)
-    except (yaml.YAMLError, OmegaConfBaseException, ValueError, OSError) as error:  # an OSError: a lone number, which OmegaConf does not take
+    except OSError:  # a lone number, which OmegaConf does not take
+        return None
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
         raise RecipeError(f"{where}{line}: not valid YAML: {getattr(error, 'problem', None) or str(error).splitlines()[0]}.") from None

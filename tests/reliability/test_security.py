@@ -482,7 +482,7 @@ class Net(nn.Sequential):
 
 class Chatty(Plugin):
     name = "chatty"
-    on_error = "raise"
+    runs_after = ("log",)
 
     @dataclass(kw_only=True)
     class Config:

@@ -41,6 +41,7 @@ def check(text: str, where: str) -> None:
     sizes: dict[str, int] = {}
     inside: list[_Open] = []
     count = 0
+    token: Any
     for token in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
         place = f"{where}, line {token.start_mark.line + 1}"
         if isinstance(token, yaml.CollectionEndEvent):
@@ -61,7 +62,7 @@ def check(text: str, where: str) -> None:
                 if token.value in keys:
                     raise RecipeError(f"{place}: the key {token.value!r} is there twice, first in line {keys[token.value]}. Remove one.")
                 keys[token.value] = token.start_mark.line + 1
-        tag: Any = getattr(token, "tag", None)
+        tag = getattr(token, "tag", None)
         if tag and tag not in TAGS:
             shown = tag.replace("tag:yaml.org,2002:", "!!")
             raise RecipeError(f"{place}: found the tag {shown}. A recipe is data, and makes no objects: text, numbers, lists and mappings.")
@@ -74,7 +75,7 @@ def check(text: str, where: str) -> None:
 
 
 def load(text: str, where: str) -> Any:
-    """The mapping or list that a text holds, in OmegaConf's reading of YAML (``1e-4`` is a number, a date is text; ``${...}`` stays); or None.
+    """The mapping or list that a text holds, as OmegaConf reads YAML (``1e-4`` is a number, a date is text; ``${...}`` stays); or None.
 
     Raises:
         RecipeError: It is not YAML, or more than plain data; names the line.

@@ -11,8 +11,11 @@ from typing import Any
 from fastloop import plain
 from fastloop.errors import UsageError
 
-NUMBERS = ("steps", "peak_memory_bytes", "samples_per_second", "tokens_per_second")
-NUMBERS += tuple(f"{part}_seconds" for part in ("train", "evaluate", "save", "startup", "compile"))
+NUMBERS = (
+    *("steps", "peak_memory_bytes", "samples_per_second", "tokens_per_second"),
+    *(f"{part}_seconds" for part in ("train", "evaluate", "save", "startup", "compile")),
+)
+"""Keys of a summary that the page shows as numbers."""
 Points = list[tuple[float, float]]
 """Steps and values."""
 

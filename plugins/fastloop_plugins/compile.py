@@ -182,9 +182,12 @@ class Compile(Plugin):
     def _cache_folder() -> str:
         """Where compiled code is kept. It is code, and pickles: a folder that others may write to is not used."""
         folder = user_cache("compiled")
-        if is_private(folder):
-            return str(folder)
-        logger.warning("compile: others may write to %s: nothing in it is used. Take their right away: chmod go-w %s", folder, folder)
+        try:
+            if is_private(folder):
+                return str(folder)
+            logger.warning("compile: others may write to %s: nothing in it is used. Take their right away: chmod go-w %s", folder, folder)
+        except OSError as error:
+            logger.warning("compile: compiled code is not kept for later runs: %s", error)
         return tempfile.mkdtemp(prefix="fastloop-compiled-")
 
     @staticmethod

@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN     = $(VENV)/bin
 
-.PHONY: quickstart test lint docs matrix conformance clean
+.PHONY: quickstart test lint docs matrix conformance audit clean
 
 quickstart: $(VENV)/ready
 	$(BIN)/fastloop train recipes/quickstart.yaml
@@ -27,6 +27,12 @@ matrix: $(VENV)/ready
 # What every plugin promises and whether it keeps it, into docs/conformance.md.
 conformance: $(VENV)/ready
 	$(BIN)/python benchmarks/conformance.py
+
+# Known weaknesses of the pinned versions. Advice: it needs a network, and what it finds does not fail a build.
+audit: $(VENV)/ready
+	-$(BIN)/pip install --quiet 'pip-audit>=2.9'
+	-timeout 300 $(BIN)/pip-audit --requirement constraints.txt --no-deps --disable-pip --progress-spinner off --timeout 15 \
+	  || echo "audit: see above; or the database of weaknesses cannot be reached from here"
 
 # The constraints pin every package, and torch's CPU build: nothing here pulls gigabytes of CUDA.
 $(VENV)/ready: pyproject.toml constraints.txt

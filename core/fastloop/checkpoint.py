@@ -212,11 +212,16 @@ def damage(folder: Path) -> str | None:
             path = folder / name
             if path.parent not in (folder, folder / "sharded") or not path.is_file():
                 return f"{name} is missing"
+            if path.is_symlink() or (path.parent != folder and path.parent.is_symlink()):
+                return f"{name} is a link, which may lead out of the checkpoint"
             if path.stat().st_size != facts["bytes"] or _digest(path) != facts["sha256"]:
                 return f"{name} is not what was written"
+        for path in (folder / "sharded").glob("*"):  # all of them would be read
+            if f"sharded/{path.name}" not in manifest["files"]:
+                return f"{MANIFEST} does not list sharded/{path.name}"
     except FileNotFoundError:
         return f"{MANIFEST} is missing"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"{MANIFEST} cannot be read: {error}"
     return None
 
@@ -273,7 +278,7 @@ def read(
                 else:
                     tensors[name] = tensor
         return model, unpack(json.loads((folder / "state.json").read_text()), tensors)
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError, RecursionError) as error:
         raise CheckpointError(f"{folder}: cannot be read: {error}.") from None
 
 

@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fastloop import secrets
 from fastloop.clock import peak_memory
 from fastloop.errors import RecipeError
 from fastloop.recipe import anchored
@@ -53,7 +54,7 @@ def make(run: Run) -> None:
     recipe = run.recipe
     if recipe.source is not None:  # plugins' files are found from the run folder too
         recipe = dataclasses.replace(recipe, references=anchored(recipe.references, recipe.source.parent))
-    OmegaConf.save(OmegaConf.create(recipe.to_dict()), run.folder / "recipe.yaml")
+    OmegaConf.save(OmegaConf.create(secrets.hidden(recipe.to_dict())), run.folder / "recipe.yaml")
 
 
 def summarise(run: Run, status: str, reason: str | None) -> dict[str, Any]:
@@ -86,7 +87,7 @@ def summarise(run: Run, status: str, reason: str | None) -> dict[str, Any]:
         summary[f"{name}_per_second"] = count / summary["train_seconds"] if summary["train_seconds"] else 0.0
     if run.is_main and run.folder.exists():
         aside = run.folder / ".summary.json.partial"
-        aside.write_text(json.dumps(summary, indent=2) + "\n")
+        aside.write_text(json.dumps(secrets.hidden(summary), indent=2) + "\n")
         aside.rename(run.folder / "summary.json")
     return summary
 

@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from fastloop import secrets
 from fastloop.errors import UsageError
 
 LAUNCHER = "FASTLOOP_LAUNCHER"
@@ -93,7 +94,7 @@ def launch(arguments: Sequence[str], nproc: int, nnodes: int, node_rank: int, ma
     said = f"process {node_rank * nproc + index} of {nproc * nnodes} (pid {failed.pid}) was ended by {name}."
     if any((output / "checkpoints").glob("step-*")):
         said += f" Go on from its newest checkpoint with: fastloop {' '.join(arguments)} {given} --resume"
-    print(f"error: {said}", file=sys.stderr)
+    print(f"error: {secrets.hide(said)}", file=sys.stderr)
     return 128 - int(failed.returncode)
 
 

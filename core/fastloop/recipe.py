@@ -9,7 +9,10 @@
     output:  runs/distilbert_imdb
 
 Order of precedence, low to high: what ``extends:`` names, the file, ``--with``, overrides (``train.lr=1e-4``,
-``plugins.amp.dtype=fp16``), ``--without``. ``${train.lr}`` stands for another key's value.
+``plugins.amp.dtype=fp16``), ``--without``. ``${train.lr}`` stands for another key's value; no resolver is called (``${oc.env:...}``).
+
+A recipe is data (``plain``): code runs only where it names a file or a module. What it calls a token, a key or a password is written
+nowhere (``secrets``).
 
 A plugin is listed by its name, or by where it comes from:
 
@@ -36,6 +39,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import PositiveInt
 
+from fastloop import plain, secrets
 from fastloop.errors import RecipeError, did_you_mean
 from fastloop.options import option, parse
 from fastloop.source import read, split
@@ -116,10 +120,23 @@ class Recipe:
 
 
 def _find(path: str, source: Path | None) -> Path:
-    given = Path(path).expanduser()
+    given = _path(path, source)
     if not given.exists() and source is not None and (source.parent / given).exists():
         return source.parent / given
     return given
+
+
+def _path(text: str, source: Path | None) -> Path:
+    """A path. Refused is what no file could be called: with a null byte, in thousands of letters, from the home of nobody."""
+    try:
+        if "\0" in text:
+            raise ValueError("it holds a null byte")
+        path = Path(text).expanduser()
+        path.exists()
+    except (OSError, RuntimeError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error).rstrip(".")
+        raise RecipeError(f"{source or 'recipe'}: {text[:100]!r} cannot be a path: {why}.") from None
+    return path
 
 
 def recipe_folders() -> list[Path]:
@@ -140,7 +157,7 @@ def find_recipe(name: str) -> Path:
     Raises:
         RecipeError: There is no such file and no such shipped recipe.
     """
-    path = Path(name)
+    path = _path(name, None)
     if path.is_file():
         return path
     shipped = shipped_recipes()
@@ -188,6 +205,7 @@ def make_recipe(tree: Mapping[str, Any], source: Path | None = None) -> Recipe:
         RecipeError: As ``load_recipe``.
     """
     where = str(source) if source else "recipe"
+    secrets.remember(tree, where)
     for key in tree:
         if key not in SECTIONS:
             raise RecipeError(f"{where}: {key}: no such section.{did_you_mean(str(key), (*SECTIONS, 'extends'))}")
@@ -197,6 +215,7 @@ def make_recipe(tree: Mapping[str, Any], source: Path | None = None) -> Recipe:
     output = tree.get("output") or (f"runs/{source.stem}" if source else "runs/run")
     if not isinstance(output, str):
         raise RecipeError(f"{where}: output: found {output!r}, expected the path of a folder.")
+    _path(output, source)
     references: dict[str, str] = {}
     return Recipe(
         model=dict(tree.get("model") or {}),
@@ -211,30 +230,23 @@ def make_recipe(tree: Mapping[str, Any], source: Path | None = None) -> Recipe:
 
 def _read(path: Path, seen: tuple[Path, ...], references: dict[str, str]) -> dict[str, Any]:
     """One file with what it extends, as plain containers, ``plugins`` by name; fills in ``references``."""
-    import yaml
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
     if path.resolve() in seen:
         raise RecipeError(f"{path}: extends: goes round in a circle: {' -> '.join(map(str, (*seen, path)))}.")
     try:
-        config = OmegaConf.load(path)
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f", line {mark.line + 1}" if mark else ""
-        raise RecipeError(f"{path}{line}: not valid YAML: {getattr(error, 'problem', None) or str(error).splitlines()[0]}.") from None
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path}: cannot be read: {error}.") from None
-    if not OmegaConf.is_dict(config) or not len(config):
+    tree = plain.load(text, str(path))
+    if not isinstance(tree, dict) or not tree:
         raise RecipeError(f"{path}: expected a mapping with the sections {', '.join(SECTIONS)}.")
-    tree: dict[str, Any] = OmegaConf.to_container(config, resolve=False)  # type: ignore[assignment]
+    secrets.remember(tree, str(path))
     tree["plugins"] = _plugins_by_name(tree.get("plugins"), str(path), path, references)
     base = tree.pop("extends", None)
     if base is None:
         return tree
     if not isinstance(base, str):
         raise RecipeError(f"{path}: extends: found {base!r}, expected one recipe's path or name.")
-    beside = path.parent / base
+    beside = path.parent / _path(base, path)
     home = beside if beside.is_file() else find_recipe(base)
     inherited: dict[str, str] = {}
     parent = _read(home, (*seen, path.resolve()), inherited)
@@ -368,15 +380,17 @@ def _apply(tree: dict[str, Any], overrides: Iterable[str], where: str, reference
             there = [plugin for plugin, options in tree["plugins"].items() if options is not False]
             raise RecipeError(f"{item}: the recipe {where} does not list {name!r}.{did_you_mean(name, there)} Add it with --with {name}.")
         _refuse_resolvers(item, key)
+        secrets.remember({key.rpartition(".")[2]: value}, key)
         try:
+            plain.check(value, item)
             config = OmegaConf.merge(config, OmegaConf.from_dotlist([item]))  # type: ignore[assignment]
-        except (OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError) as error:
+        except (OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
             raise RecipeError(f"{item}: cannot be applied to {where}: {str(error).splitlines()[0]}.") from None
     try:
         resolved: dict[str, Any] = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
     except MissingMandatoryValue as error:
         raise RecipeError(f"{where}: {error.full_key}: found '???', which stands for a value to fill in. Set it.") from None
-    except OmegaConfBaseException as error:
+    except (OmegaConfBaseException, RecursionError) as error:
         raise RecipeError(f"{where}: {str(error).splitlines()[0]}.") from None
     resolved["plugins"] = _plugins_by_name(resolved.get("plugins"), where, None, {})
     return resolved

@@ -14,7 +14,7 @@ from accelerate.utils import set_seed
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fastloop import checkpoint
+from fastloop import checkpoint, secrets
 from fastloop.errors import CheckpointError, PluginError
 from fastloop.regions import region
 from fastloop.state import INTERRUPTED, State
@@ -38,7 +38,7 @@ def save(run: Run) -> Path:
     with run.clock("save"), region("save"):
         state = {
             "fastloop": 1,
-            "recipe": run.recipe.to_dict(),
+            "recipe": secrets.hidden(run.recipe.to_dict()),
             "state": run.state.to_dict(),
             "clock": dict(run.clock.seconds),
             "random": run.gather(checkpoint.random_states()),
@@ -67,7 +67,8 @@ def load(run: Run, path: Path, skipped: list[str]) -> None:
     for line in skipped:
         log.warning("%s", line)
     model, saved = checkpoint.read(path, _sharded_now(run))
-    check_same(path, saved["recipe"], run.recipe.to_dict())
+    recipe = secrets.hidden(run.recipe.to_dict())
+    check_same(path, saved["recipe"], recipe)
     try:
         run.hooks.load_model_state(run=run, state=model)
     except RuntimeError as error:
@@ -85,7 +86,6 @@ def load(run: Run, path: Path, skipped: list[str]) -> None:
         if part is not None:
             part.load_state_dict(saved[name])
     run.state = State(**saved["state"])
-    recipe = run.recipe.to_dict()
     if run.state.stop_reason == INTERRUPTED or any(saved["recipe"][key] != recipe[key] for key in ("train", "plugins")):
         run.state.stop_reason = None  # other epochs or plugins: what stopped it then may not stop it now
     run.clock.seconds |= saved["clock"] | {"startup": run.clock.seconds["startup"]}

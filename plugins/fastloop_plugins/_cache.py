@@ -36,6 +36,20 @@ def user_cache(name: str) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fastloop" / name
 
 
+def private_cache(name: str) -> Path:
+    """As ``user_cache``, made, for what is run when it is read: a new empty folder where others may have written to that one."""
+    folder = user_cache(name)
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        facts = folder.stat()
+        if os.name != "posix" or (facts.st_uid == os.getuid() and not facts.st_mode & 0o022):
+            return folder
+        logger.warning("others may write to %s: nothing in it is used. Take their right away: chmod go-w %s", folder, folder)
+    except OSError as error:
+        logger.warning("%s is not kept for later runs: %s", name, error)
+    return Path(tempfile.mkdtemp(prefix=f"fastloop-{name}-"))
+
+
 @contextmanager
 def tokens_kept_in(folder: Path | None) -> Iterator[None]:
     """While inside, token ids are kept in a folder."""
@@ -92,7 +106,7 @@ def read(entry: Path) -> Flat | None:
         size = (entry / "ids.bin").stat().st_size
         if size != 4 * lengths.sum():
             raise ValueError(f"{size} bytes of ids, expected {4 * lengths.sum()}")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, EOFError, AttributeError) as error:
         logger.warning("tokens: %s is damaged (%s): its texts are tokenised again", entry, error)
         shutil.rmtree(entry, ignore_errors=True)
         return None

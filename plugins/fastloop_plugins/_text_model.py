@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import os
 import tempfile
@@ -75,6 +76,8 @@ class TextModel:
                 self.trained = parse(TrainedTokenizer, given or {}, f"{self.where}.tokenizer")
                 if self.trained.kind == "bpe" and self.trained.vocab_size < 300:
                     raise RecipeError(f"{self.where}.tokenizer.vocab_size: found {self.trained.vocab_size}, expected 300 or more for bpe.")
+        if self.options.trust_remote_code:
+            logger.warning("model.trust_remote_code: runs the Python code that comes with %s", self.options.name or given)
         for key in ("name", "tokenizer"):
             if isinstance(name := getattr(self.options, key), str):
                 self._check_name(key, name)
@@ -87,8 +90,20 @@ class TextModel:
                 raise RecipeError(
                     f"{self.where}.{key}: {path} holds no {' or '.join(wanted)}. Expected a folder as save_pretrained writes it."
                 )
+            for index in path.glob("*.index.json"):
+                self._check_index(key, index)
         elif path.exists() or not is_hub_name(name):
             raise RecipeError(f"{self.where}.{key}: {name}: no such folder, and not a name that the hub could have.")
+
+    def _check_index(self, key: str, index: Path) -> None:
+        """The files of the weights' parts must lie beside their index."""
+        try:
+            names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+            outside = [name for name in names if name != Path(name).name]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise RecipeError(f"{self.where}.{key}: {index}: not an index of weights: {type(error).__name__}: {error}.") from None
+        if outside:
+            raise RecipeError(f"{self.where}.{key}: {index}: names {outside[0]!r}, which is not in its folder.")
 
     # -- configuration and tokenizer: before the data, because a missing model is quickly found --------------------------
 
@@ -152,7 +167,7 @@ class TextModel:
                     local_files_only=local,
                     **arguments,
                 )
-        except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError, SafetensorError) as error:
             instead = "model.name=FOLDER, or train from scratch with model.config" if key == "name" else "model.tokenizer=FOLDER"
             raise RecipeError(explain(f"{self.where}.{key}", name, folder, error, instead)) from None
 
@@ -206,6 +221,7 @@ class TextModel:
                 auto,
                 "name",
                 config=self.config,
+                use_safetensors=True,  # the other form is a pickle
                 dtype=torch.float32,
                 attn_implementation=self.options.attn_implementation,
                 ignore_mismatched_sizes=True,

@@ -110,7 +110,7 @@ def _remembered(entry: Path, data: TextData) -> dict[str, Split] | None:
                 raise ValueError(f"{name}: {len(labels)} labels of {len(flat[1])} texts")
             found[name] = Split(*flat, labels)
         data.classes, data.said = saved["classes"], saved["said"]
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, RecursionError) as error:
         logger.warning("data: %s is damaged (%s): the data is read again", entry, error)
         shutil.rmtree(entry, ignore_errors=True)
         return None

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastloop import Batch, DataLoaderDraft, Output, Plugin, PluginError, Win, hookimpl, option
 from fastloop_plugins._blocks import transformer_blocks
-from fastloop_plugins._cache import user_cache
+from fastloop_plugins._cache import private_cache
 from fastloop_plugins._compiling import compile_in_place, counts, seconds
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ class Compile(Plugin):
         if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # torch sets it too
             self.settings.callback(os.environ.pop, "TORCHINDUCTOR_CACHE_DIR", None)
         if self.config.cache:
-            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(user_cache("compiled")))
+            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(private_cache("compiled")))
         wanted = self.config.mode in ("reduce-overhead", "max-autotune")
         self.records = wanted and self.config.backend == "inductor" and run.device.type == "cuda"
         if wanted and not self.records:

@@ -15,7 +15,7 @@ import os
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Annotated, Any
 
-from fastloop import Plugin, hookimpl, option
+from fastloop import Plugin, hookimpl, option, secrets
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,7 +61,7 @@ class Log(Plugin):
         self.metrics.truncate(min(self.offset, path.stat().st_size))  # what a killed run wrote after its last checkpoint happens again
         self.metrics.seek(0, os.SEEK_END)
         self.handler = logging.FileHandler(run.folder / "log.txt")
-        self.handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        self.handler.setFormatter(secrets.Formatter("%(asctime)s %(levelname)s %(message)s"))
         logger.addHandler(self.handler)
         self.mark = (run.clock.read("train"), run.state.samples, run.state.tokens)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-from fastloop import Package, Plugin, hookimpl, option
+from fastloop import Package, Plugin, hookimpl, option, secrets
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,7 +47,7 @@ class TensorBoard(Plugin):
 
         # what a killed run wrote after its last checkpoint is hidden: it happens again
         self.writer = SummaryWriter(run.folder / "tensorboard", purge_step=run.state.step + 1 if run.state.step else None)
-        self.writer.add_text("recipe", f"```yaml\n{yaml.safe_dump(run.recipe.to_dict(), sort_keys=False)}```", 0)
+        self.writer.add_text("recipe", f"```yaml\n{yaml.safe_dump(secrets.hidden(run.recipe.to_dict()), sort_keys=False)}```", 0)
         self.mark = (run.clock.read("train"), run.state.samples)
 
     @hookimpl

@@ -157,7 +157,7 @@ def test_a_run_that_was_killed_is_shown_as_it_is(folders, monkeypatch):
     [
         (lambda: Path("plain/metrics.jsonl").write_text('{"step": 1}\n{"loss"'), "plain/metrics.jsonl, line 2: expected one JSON object"),
         (lambda: Path("plain/summary.json").write_text("{"), "plain/summary.json: cannot be read"),
-        (lambda: Path("plain/recipe.yaml").write_text("a: ]"), "plain/recipe.yaml: cannot be read"),
+        (lambda: Path("plain/recipe.yaml").write_text("a: ]"), "plain/recipe.yaml, line 1: not valid YAML"),
         (lambda: shutil.rmtree("plain"), "plain: no such folder"),
         (lambda: [path.unlink() for path in Path("plain").iterdir() if path.is_file()], "plain: holds no run, ladder or profile"),
     ],

@@ -85,7 +85,7 @@ def test_the_core_knows_no_plugin():
 
 LAYERS = [
     {"errors"},
-    {"source"},
+    {"plain", "secrets", "source"},
     {"options", "hookspecs", "launch", "plugin", "state"},
     {"machine", "recipe", "checkpoint", "clock", "importing", "data", "regions"},
     {"hooks"},

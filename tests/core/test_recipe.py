@@ -55,11 +55,11 @@ def test_the_output_is_named_after_the_file_when_it_is_not_given():
 UNREADABLE = {
     "indentation": ("train:\n  epochs: 2\n lr: 1\n", "r.yaml, line 3: not valid YAML: "),
     "a tab": ("train:\n\tepochs: 2\n", "r.yaml, line 2: not valid YAML: "),
-    "a key twice": ("train: {epochs: 2}\ntrain: {lr: 1}\n", "r.yaml, line 2: not valid YAML: found duplicate key train."),
-    "code": ("model: {name: !!python/object/apply:os.getcwd []}", "r.yaml, line 1: not valid YAML: could not determine a constructor"),
+    "a key twice": ("train: {epochs: 2}\ntrain: {lr: 1}\n", "r.yaml, line 2: the key 'train' is there twice, first in line 1."),
+    "code": ("model: {name: !!python/object/apply:os.getcwd []}", "r.yaml, line 1: found the tag !!python/object/apply:os.getcwd."),
     "nothing": ("", "r.yaml: expected a mapping with the sections model, data, train, plugins, output."),
     "a list": ("- train", "r.yaml: expected a mapping with the sections"),
-    "a number": ("3", "r.yaml: cannot be read"),
+    "a number": ("3", "r.yaml: expected a mapping with the sections"),
     "half an interpolation": ("output: ${train.", "r.yaml: not valid YAML: "),
 }
 

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from fastloop import secrets
 from fastloop.bench import parity
 from fastloop.bench.pairs import Workshop
 from fastloop.bench.plan import Ladder, Rung, with_only
@@ -198,12 +199,12 @@ def finite(value: Any) -> Any:
 
 
 def write(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
+    """Write a file whole or not at all, without secrets."""
     aside = path.with_name(f".{path.name}.partial")
-    aside.write_text(text, encoding="utf-8")
+    aside.write_text(secrets.hide(text), encoding="utf-8")
     aside.rename(path)
 
 
 def dump(record: dict[str, Any]) -> str:
     """The record as JSON."""
-    return json.dumps(record, indent=1, allow_nan=False) + "\n"
+    return json.dumps(secrets.hidden(record), indent=1, allow_nan=False) + "\n"

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from fastloop import __version__, launch
+from fastloop import __version__, launch, secrets
 from fastloop.cli import bench, doctor, new, plan, plugins, profile, recipes, report, schema, train, tune
 from fastloop.cli.commands import Commands
 from fastloop.errors import DataError, FastloopError, PluginCrash, ProcessLost, UsageError
@@ -56,8 +56,8 @@ def main() -> None:
         if isinstance(error, ProcessLost) or (launch.rank() and isinstance(error, UsageError)):
             time.sleep(LATE)  # another process was the first to fail, or says the same: its end ends this one
         if isinstance(error, PluginCrash | DataError) and error.__cause__ is not None:
-            traceback.print_exception(error.__cause__)
-        print(f"error: {error}", file=sys.stderr)
+            print(secrets.hide("".join(traceback.format_exception(error.__cause__))), end="", file=sys.stderr)
+        print(f"error: {secrets.hide(str(error))}", file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         if launch.rank() == 0:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from fastloop import launch
+from fastloop import launch, secrets
 
 
 class Messages(logging.Handler):
@@ -26,6 +26,8 @@ def show_messages() -> None:
         logger.propagate = False
         return
     if not any(isinstance(handler, Messages) for handler in logger.handlers):
-        logger.addHandler(Messages())
+        handler = Messages()
+        handler.setFormatter(secrets.Formatter())
+        logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     logger.propagate = False

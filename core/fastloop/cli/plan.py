@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fastloop import launch
+from fastloop import launch, secrets
 from fastloop.cli.arguments import Overrides, RecipeName, With, Without, names
 
 
@@ -51,7 +51,7 @@ def plan(
         facts = ", ".join(filter(None, (plugin.slot and f"slot {plugin.slot}", plugin.parity, why)))
         typer.echo(f"{number:>2}. {plugin.name}  ({facts})")
         chosen = [
-            f"{field.name}={value}"
+            f"{field.name}={secrets.hidden({field.name: value})[field.name]}"
             for field, default in zip(dataclasses.fields(plugin.config), describe(type(plugin).Config), strict=True)
             if (value := getattr(plugin.config, field.name)) is not None and str(value) != default.default
         ]
@@ -61,7 +61,7 @@ def plan(
         ]
         for line in (plugin.configures, ", ".join(chosen), ", ".join(changes) and "sets " + ", ".join(changes)):
             if line:
-                typer.echo(f"      {line}")
+                typer.echo(f"      {secrets.hide(line)}")
     typer.echo()
     typer.echo(f"recipe   {loaded.where}")
     typer.echo(f"device   {machine.device} ({machine.name}), computes in {', '.join(machine.dtypes)}")

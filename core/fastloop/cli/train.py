@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fastloop import launch
+from fastloop import launch, secrets
 from fastloop.cli.arguments import Overrides, RecipeName, With, Without, names
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def train(
         show_summary(summary, run.folder)
         if run.interrupted:
             again = " ".join(filter(None, ["fastloop", *command, launch.options(), "--resume"]))
-            typer.echo(f"Stopped and saved at step {run.state.step}. Go on with: {again}")
+            typer.echo(secrets.hide(f"Stopped and saved at step {run.state.step}. Go on with: {again}"))
     code = launch.INTERRUPTED if run.interrupted else 0
     if run.world_size > 1:
         launch.leave(code)
@@ -106,7 +106,7 @@ def show_summary(summary: dict[str, Any], folder: Path) -> None:
     def row(name: str, value: str) -> None:
         table.add_row(name, value)
 
-    row("status", summary["status"] + (f" ({summary['reason']})" if summary["reason"] else ""))
+    row("status", summary["status"] + (f" ({secrets.hide(summary['reason'])})" if summary["reason"] else ""))
     for split in ("evaluate", "test"):
         if summary[split]:
             row(split, ", ".join(f"{name} {value:.4f}" for name, value in summary[split].items()))

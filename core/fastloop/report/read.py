@@ -8,8 +8,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fastloop import plain
 from fastloop.errors import UsageError
 
+NUMBERS = (
+    *("steps", "peak_memory_bytes", "samples_per_second", "tokens_per_second"),
+    *(f"{part}_seconds" for part in ("train", "evaluate", "save", "startup", "compile")),
+)
+"""Keys of a summary that the page shows as numbers."""
 Points = list[tuple[float, float]]
 """Steps and values."""
 
@@ -65,15 +71,15 @@ def read(folders: Iterable[Path]) -> Found:
 
 
 def _run(folder: Path, name: str) -> Trained:
-    import yaml
-
     run = Trained(folder, name)
     if (folder / "summary.json").is_file():
         run.summary = _json(folder / "summary.json")
+        _check_summary(run.summary, folder / "summary.json")
     try:
-        run.recipe = yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8")) or {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        recipe = plain.load((folder / "recipe.yaml").read_text(encoding="utf-8"), str(folder / "recipe.yaml"))
+    except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{folder / 'recipe.yaml'}: cannot be read: {error}.") from None
+    run.recipe = recipe if isinstance(recipe, dict) else {}
     if (folder / "metrics.jsonl").is_file():
         try:
             content = (folder / "metrics.jsonl").read_text(encoding="utf-8")
@@ -82,19 +88,42 @@ def _run(folder: Path, name: str) -> Trained:
         for number, line in enumerate(content.splitlines(), start=1):
             try:
                 point = json.loads(line)
-                step, split = float(point.pop("step")), point.pop("split", None)
-            except (ValueError, KeyError, TypeError, AttributeError):
-                raise UsageError(f"{folder / 'metrics.jsonl'}, line {number}: expected one JSON object with a step.") from None
-            for key, value in point.items():
-                if isinstance(value, int | float) and not isinstance(value, bool):
-                    run.lines.setdefault(f"{split} {key}" if split else key, []).append((step, float(value)))
+                step, split = int(point.pop("step")), point.pop("split", None)
+                values = {key: float(value) for key, value in point.items() if _is_number(value)}
+            except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+                raise UsageError(f"{folder / 'metrics.jsonl'}, line {number}: expected one JSON object with a step, and numbers.") from None
+            for key, value in values.items():
+                run.lines.setdefault(f"{split} {key}" if split else key, []).append((step, value))
     return run
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _check_summary(summary: Mapping[str, Any], path: Path) -> None:
+    """Refuse values of other types than those that a page shows."""
+    numbers = {key: value for split in ("evaluate", "test") for key, value in _mapping(summary.get(split), path).items()}
+    numbers |= {key: summary.get(key) for key in NUMBERS}
+    wrong = [
+        f"{key}: found {value!r:.60}, expected a number" for key, value in numbers.items() if value is not None and not _is_number(value)
+    ]
+    if not isinstance(summary.get("plugins") or [], list):
+        wrong.append("plugins: expected a list")
+    if wrong:
+        raise UsageError(f"{path}: {wrong[0]}.")
+
+
+def _mapping(value: Any, path: Path) -> Mapping[str, Any]:
+    if not isinstance(value or {}, Mapping):
+        raise UsageError(f"{path}: found {value!r:.60}, expected metrics and their values.")
+    return value or {}
 
 
 def _json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{path}: cannot be read: {error}.") from None
     if not isinstance(found, dict):
         raise UsageError(f"{path}: expected one JSON object.")

@@ -1,0 +1,686 @@
+"""What others hand over (recipes, checkpoints, models, data, caches) is data: it runs nothing, reads nothing else, and tells no secrets.
+
+The hostile pickle of these tests writes a file when it is loaded; the first test shows that it does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import pickle
+import shutil
+import sys
+import warnings
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from omegaconf import OmegaConf
+
+from fastloop import CheckpointError, RecipeError, UsageError, checkpoint, secrets
+from fastloop.cli import main
+from fastloop.recipe import load_recipe, make_recipe
+from fastloop.registry import resolve
+from fastloop.run import Run
+
+TINY = {"model_type": "distilbert", "dim": 16, "n_layers": 1, "n_heads": 2, "hidden_dim": 32, "max_position_embeddings": 32}
+ROWS = [{"text": f"{('dull', 'fine')[i % 2]} film number {i}", "label": i % 2} for i in range(24)]
+
+
+def write(text: str, name: str = "r.yaml") -> str:
+    Path(name).write_text(text, encoding="utf-8")
+    return name
+
+
+def command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["fastloop", *arguments])
+    with pytest.raises(SystemExit) as exited:
+        main()
+    return int(exited.value.code or 0)
+
+
+# -- recipes -----------------------------------------------------------------------------------------------------------------
+
+BOMB = "".join(f"{name}: &{name} [{', '.join([f'*{last}'] * 9)}]\n" for last, name in zip("abcdefgh", "bcdefghi", strict=True))
+
+# name -> (recipe, the line that is to blame, what the message must say)
+HOSTILE: dict[str, tuple[str, int, str]] = {
+    "a call": ("train: {epochs: 1}\nmodel: !!python/object/apply:os.system ['touch pwned']\n", 2, "!!python/object/apply:os.system"),
+    "an object": ("model:\n  name: !!python/object:fastloop.run.Run {}\n", 2, "!!python/object:fastloop.run.Run"),
+    "a path object, which OmegaConf would make": ("model:\n\n  a: !!python/object/apply:pathlib.Path [x]\n", 3, "pathlib.Path"),
+    "a function by name": ("train: {epochs: 1}\nplugins:\n- !!python/name:os.system\n", 3, "!!python/name:os.system"),
+    "a tag of one's own": ("data: {a: !env HOME}\n", 1, "!env"),
+    "a key twice": ("train:\n  lr: 0.1\n  epochs: 1\n  lr: 0.2\n", 4, "'lr' is there twice, first in line 2"),
+    "a section twice": ("train: {lr: 0.1}\nmodel: {}\n\ntrain: {lr: 0.2}\n", 4, "'train' is there twice, first in line 1"),
+    "a number as a key twice": ("data:\n  arguments: {1: a, 2: b,\n    1: c}\n", 3, "'1' is there twice"),
+    "aliases in aliases": ("a: &a [x, x, x, x, x, x, x, x, x]\n" + BOMB, 5, "10,000 values"),
+    "an alias of itself": ("train: {}\nmodel: &m {again: *m}\n", 2, "recursive"),
+    "a hundred thousand lists": ("data:\n  a: " + "[" * 100_000 + "]" * 100_000, 2, "deeper than 32"),
+    "ten thousand mappings": ("data: " + "{a: " * 10_000 + "1" + "}" * 10_000, 1, "deeper than 32"),
+}
+
+
+@pytest.mark.parametrize(("text", "line", "said"), HOSTILE.values(), ids=HOSTILE.keys())
+def test_a_recipe_that_is_more_than_data_is_refused_with_its_line(text, line, said):
+    """a recipe with objects, repeated keys, bombs: refused, with file and line"""
+    with pytest.raises(RecipeError) as refused:
+        load_recipe(write(text))
+    assert str(refused.value).startswith(f"r.yaml, line {line}: ")
+    assert said in str(refused.value)
+    assert not Path("pwned").exists()
+    write("train: {epochs: 1}", "good.yaml")
+    write("extends: r.yaml\n", "child.yaml")
+    with pytest.raises(RecipeError, match=f"r.yaml, line {line}: "):  # what is inherited is no better trusted
+        load_recipe("child.yaml")
+
+
+@pytest.mark.parametrize("value", ["!!python/object/apply:os.system ['touch pwned']", "[" * 5000 + "]" * 5000, "{a: 1, a: 2}"])
+def test_an_override_is_data_too(value):
+    """a hostile value on the command line: refused"""
+    write("data: {arguments: {}}")
+    with pytest.raises(RecipeError, match=r"data\.arguments\.x="):
+        load_recipe("r.yaml", [f"data.arguments.x={value}"])
+    assert not Path("pwned").exists()
+
+
+def test_what_yaml_has_beside_that_is_still_there():
+    """a recipe with anchors, merged mappings and every scalar: read as before"""
+    tree = "data:\n  a: &a {x: 1, y: [1.5, true, null, 2020-01-01, 1e-4]}\n  b: *a\n  c: {<<: *a, x: 2}\n  d: '1'\n  e: !!str 1\n"
+    data = load_recipe(write(tree)).data
+    assert data["b"] == {"x": 1, "y": [1.5, True, None, "2020-01-01", 1e-4]}
+    assert data["c"] == data["b"] | {"x": 2}
+    assert data["d"] == data["e"] == "1"
+
+
+def test_a_bound_on_aliases_is_not_lifted_by_the_environment(monkeypatch):
+    """an environment variable that lifts OmegaConf's bounds: has no say"""
+    monkeypatch.setenv("OMEGACONF_MAX_YAML_EXPANDED_NODES", "none")
+    with pytest.raises(RecipeError, match="line 5"):
+        load_recipe(write(HOSTILE["aliases in aliases"][0]))
+
+
+@pytest.mark.parametrize(
+    "text", ["${oc.env:CANARY}", "x${oc.env:CANARY,none}", "${oc.decode:${oc.env:CANARY}}", "${oc.create:x}", "\\${oc.env:CANARY}"]
+)
+def test_no_resolver_is_called_and_no_environment_reaches_the_recipe(text, monkeypatch):
+    """a recipe that asks for an environment variable: refused, the value said nowhere"""
+    monkeypatch.setenv("CANARY", "yellow-bird")
+    for tree, overrides in (({"data": {"arguments": {"x": [text]}}}, []), ({"output": text}, []), ({"train": {}}, [f"output={text}"])):
+        with pytest.raises(RecipeError) as refused:
+            load_recipe(write(yaml.safe_dump(tree)), overrides)
+        assert "yellow-bird" not in str(refused.value)
+    recipe = load_recipe(write(yaml.safe_dump({"data": {"arguments": {text: 1}}})))  # a key is not resolved
+    assert "yellow-bird" not in OmegaConf.to_yaml(OmegaConf.create(recipe.to_dict()))
+
+
+@pytest.mark.parametrize("path", ["a\0b.py", "x" * 5000 + ".py", "~nobody-of-this-name/x.py"], ids=["null byte", "long", "no home"])
+def test_what_cannot_be_a_path_is_refused(path):
+    """a path that no file can have: a message, no traceback"""
+    for tree in ({"plugins": [path]}, {"extends": path}, {"output": path}):
+        with pytest.raises(RecipeError, match="cannot be a path"):
+            load_recipe(write(yaml.safe_dump(tree)))
+
+
+# -- pickles -----------------------------------------------------------------------------------------------------------------
+
+
+class Evil:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+@pytest.fixture
+def payload(tmp_path: Path) -> dict[str, bytes]:
+    """The pickle in the forms that libraries read: bare, and in torch's zip file."""
+    evil = {"weight": Evil(tmp_path / "pwned")}
+    torch.save(evil, "evil.pt")
+    forms = {"pickle": pickle.dumps(evil, protocol=2), "torch": Path("evil.pt").read_bytes()}
+    Path("evil.pt").unlink()
+    return forms
+
+
+@pytest.fixture(autouse=True)
+def _nothing_was_run(tmp_path: Path):
+    yield
+    assert not (tmp_path / "pwned").exists(), "the hostile pickle was executed"
+
+
+def test_the_hostile_pickle_is_hostile(payload, tmp_path):
+    """the pickle of these tests: does run where it is loaded carelessly"""
+    pickle.loads(payload["pickle"])
+    assert (tmp_path / "pwned").exists()
+    (tmp_path / "pwned").unlink()
+    Path("evil.pt").write_bytes(payload["torch"])
+    torch.load("evil.pt", weights_only=False)
+    assert (tmp_path / "pwned").exists()
+    (tmp_path / "pwned").unlink()
+
+
+@pytest.mark.parametrize("form", ["pickle", "torch"])
+def test_torch_itself_refuses_it(form, payload):
+    """torch >= 2.10: weights_only loading, which libraries of ours use, does not run it"""
+    assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 10)
+    Path("evil.pt").write_bytes(payload[form])
+    with pytest.raises(pickle.UnpicklingError):
+        torch.load("evil.pt", weights_only=True)
+
+
+def seal(folder: Path) -> None:
+    """Write a manifest that fits whatever files there are: what someone does who wants a checkpoint to be believed."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != checkpoint.MANIFEST]
+    facts = {
+        str(path.relative_to(folder)): {"bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+        for path in files
+    }
+    (folder / checkpoint.MANIFEST).write_text(json.dumps({"format": 1, "files": facts}))
+
+
+@pytest.mark.parametrize("form", ["pickle", "torch"])
+@pytest.mark.parametrize("name", ["model.safetensors", "state.safetensors", "state.json", "manifest.json"])
+def test_a_pickle_in_the_place_of_a_checkpoints_file(name, form, payload, tiny_run, tmp_path):
+    """a hostile pickle in the place of a checkpoint's file, its checksum made to fit: refused, not run"""
+    tiny_run([], max_steps=2, output=tmp_path / "run")
+    (folder,) = (tmp_path / "run" / "checkpoints").glob("step-*")
+    (folder / name).write_bytes(payload[form])
+    with pytest.raises(CheckpointError):
+        tiny_run([], max_steps=4, output=tmp_path / "run", resume=True)
+    if name != checkpoint.MANIFEST:
+        seal(folder)
+        with pytest.raises(CheckpointError, match="cannot be read"):
+            tiny_run([], max_steps=4, output=tmp_path / "run", resume=True)
+
+
+def test_a_pickle_beside_a_checkpoints_files(payload, tiny_run, tmp_path):
+    """hostile pickles under the names that other trainers use: not opened"""
+    tiny_run([], max_steps=2, output=tmp_path / "run")
+    (folder,) = (tmp_path / "run" / "checkpoints").glob("step-*")
+    for name in ("optimizer.pt", "optimizer.bin", "pytorch_model.bin", "scheduler.bin", "random_states_0.pkl", ".metadata", "state.pkl"):
+        (folder / name).write_bytes(payload["torch" if name.endswith(("pt", "bin")) else "pickle"])
+    seal(folder)
+    assert tiny_run([], max_steps=4, output=tmp_path / "run", resume=True).summary["steps"] == 4
+
+
+def test_a_pickle_among_the_shards(payload, tmp_path):
+    """hostile metadata among sharded tensors, where torch's own format has a pickle: not opened"""
+    from torch.distributed.checkpoint import state_dict_saver
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+
+    folder = checkpoint.write(Path("run/checkpoints/step-00000001"), {"a": torch.ones(3)}, {"step": 1})
+    writer = HuggingFaceStorageWriter(str(folder / "sharded"), save_distributed=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        state_dict_saver.save({"model.b": torch.full((4,), 2.0)}, storage_writer=writer, no_dist=True)
+    for name in (".metadata", "__0_0.distcp", "metadata.pkl"):
+        (folder / "sharded" / name).write_bytes(payload["pickle"])
+    assert "does not list sharded/" in (checkpoint.damage(folder) or "")
+    seal(folder)
+    assert checkpoint.damage(folder) is None
+    model, state = checkpoint.read(folder)
+    assert model["b"].tolist() == [2.0] * 4
+    assert state == {"step": 1}
+    (folder / "sharded" / "extra.safetensors").write_bytes(payload["pickle"])
+    seal(folder)
+    with pytest.raises(CheckpointError):
+        checkpoint.read(folder)
+
+
+def test_no_file_of_a_run_is_a_pickle(tiny_run, tmp_path):
+    """everything that a run leaves: safetensors, JSON, YAML and text"""
+    tiny_run(["checkpoint-best", "ema", {"lr-scheduler": {"warmup": 0.1}}], max_steps=4, output=tmp_path / "run")
+    left = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert {path.suffix for path in left} <= {".safetensors", ".json", ".jsonl", ".yaml", ".txt"}
+    for path in left:
+        if path.suffix == ".safetensors":
+            size = int.from_bytes(path.read_bytes()[:8], "little")
+            assert isinstance(json.loads(path.read_bytes()[8 : 8 + size]), dict)
+        else:
+            path.read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder as save_pretrained writes it."""
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    from fastloop_plugins._text_model import TrainedTokenizer, train_tokenizer
+
+    folder = tmp_path_factory.mktemp("pretrained")
+    tokenizer = train_tokenizer(TrainedTokenizer(kind="word"), [row["text"] for row in ROWS], True, 32)
+    config = AutoConfig.for_model(**TINY, vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def text_run(model: Any, data: Any = None, **more: Any) -> Run:
+    Path("train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    data = data or {"files": {"train": "train.jsonl"}, "text": "text", "label": "label", "max_length": 16}
+    train = {"epochs": 1, "batch_size": 8, "device": "cpu"}
+    recipe = make_recipe({"model": model, "data": data, "train": train, "output": "run", **more}, Path("r.yaml"))
+    return Run(recipe, resolve(recipe))
+
+
+@pytest.fixture
+def model_folder(pretrained: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(pretrained, tmp_path / "model"))
+
+
+def test_the_model_folder_of_these_tests_is_good(model_folder):
+    """an honest model folder: loaded"""
+    assert text_run({"name": "model"}).unwrapped().config.dim == 16
+
+
+@pytest.mark.parametrize("form", ["pickle", "torch"])
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors", "config.json", "tokenizer.json"])
+def test_a_pickle_in_a_model_folder(name, form, payload, model_folder):
+    """a hostile pickle as a model's weights, configuration or tokenizer: refused, not run"""
+    if name == "pytorch_model.bin":
+        (model_folder / "model.safetensors").unlink()
+    (model_folder / name).write_bytes(payload[form])
+    with pytest.raises(RecipeError, match=r"model\.name"):
+        text_run({"name": "model"})
+
+
+def test_a_pickle_beside_a_models_files(payload, model_folder):
+    """hostile pickles beside a good model: not opened"""
+    for name in ("pytorch_model.bin", "training_args.bin", "optimizer.pt", "tf_model.h5", "vocab.pkl"):
+        (model_folder / name).write_bytes(payload["torch"])
+    assert text_run({"name": "model"}).unwrapped().config.dim == 16
+
+
+def test_a_pickle_as_an_adapter(payload, model_folder):
+    """a hostile adapter in a model folder: not run"""
+    (model_folder / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "target_modules": ["q_lin"], "r": 2, "task_type": "SEQ_CLS"})
+    )
+    (model_folder / "adapter_model.bin").write_bytes(payload["torch"])
+    with pytest.raises(UsageError):
+        text_run({"name": "model"})
+
+
+def with_code(folder: Path, tmp_path: Path) -> None:
+    """Give a model a class of its own, in a file that leaves a trace when it is imported."""
+    config = json.loads((folder / "config.json").read_text())
+    config |= {
+        "model_type": "custom-thing",
+        "auto_map": {"AutoConfig": "configuring.Config", "AutoModelForSequenceClassification": "configuring.Model"},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    trace = tmp_path / "ran"
+    (folder / "configuring.py").write_text(
+        "from pathlib import Path\n"
+        "from transformers import DistilBertConfig, DistilBertForSequenceClassification\n"
+        f"Path({str(trace)!r}).touch()\n"
+        "class Config(DistilBertConfig):\n    model_type = 'custom-thing'\n"
+        "class Model(DistilBertForSequenceClassification):\n    config_class = Config\n"
+    )
+
+
+def test_code_that_comes_with_a_model_runs_only_when_the_recipe_says_so(model_folder, tmp_path, monkeypatch, caplog):
+    """a model with code of its own: run only with model.trust_remote_code: true, and said"""
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    with_code(model_folder, tmp_path)
+    with pytest.raises(RecipeError, match=r"model\.name"):
+        text_run({"name": "model"})
+    assert not (tmp_path / "ran").exists()
+    with caplog.at_level(logging.WARNING, logger="fastloop"):
+        make = text_run({"name": "model", "trust_remote_code": True})
+    assert "model.trust_remote_code: runs the Python code that comes with model" in caplog.text
+    assert (tmp_path / "ran").exists()
+    assert type(make.unwrapped()).__name__ == "Model"
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".json", ".jsonl", ".parquet", ".txt"])
+@pytest.mark.parametrize("form", ["pickle", "torch"])
+def test_a_pickle_as_a_data_file(form, suffix, payload):
+    """a hostile pickle under each suffix of data files: refused, not run"""
+    Path(f"hostile{suffix}").write_bytes(payload[form] + b"\x80\xff")
+    with pytest.raises(RecipeError):
+        text_run({"config": TINY}, {"files": {"train": f"hostile{suffix}"}, "text": "text", "label": "label", "max_length": 16})
+
+
+def test_a_pickle_in_a_parquet_files_types(payload):
+    """a parquet file with a column type that old readers unpickled: read as plain, or refused, not run"""
+    import pyarrow
+    from pyarrow import parquet
+
+    hostile = {b"ARROW:extension:name": b"arrow.py_extension_type", b"ARROW:extension:metadata": payload["pickle"]}
+    fields = [pyarrow.field("text", pyarrow.string(), metadata=hostile), pyarrow.field("label", pyarrow.int64())]
+    table = pyarrow.table([[row["text"] for row in ROWS], [row["label"] for row in ROWS]], schema=pyarrow.schema(fields))
+    parquet.write_table(table, "train.parquet")
+    data = {"files": {"train": "train.parquet"}, "text": "text", "label": "label", "max_length": 16}
+    assert text_run({"config": TINY}, data).datasets["train"] is not None
+
+
+def test_a_dataset_folder_with_pickles_and_a_script(payload, tmp_path):
+    """a dataset folder with a loading script and pickles: neither is run"""
+    folder = tmp_path / "reviews"
+    folder.mkdir()
+    (folder / "reviews.py").write_text(f"from pathlib import Path\nPath({str(tmp_path / 'pwned')!r}).touch()\n")
+    for name in ("train.pkl", "train.pickle", "dataset.pt"):
+        (folder / name).write_bytes(payload["pickle"])
+    with pytest.raises(RecipeError, match=r"data\.name"):
+        text_run({"config": TINY}, {"name": "reviews", "text": "text", "label": "label", "max_length": 16})
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    with contextlib.suppress(RecipeError):  # a library may refuse a folder with other files in it: all that counts is that none is run
+        text_run({"config": TINY}, {"name": "reviews", "text": "text", "label": "label", "max_length": 16})
+
+
+@pytest.mark.parametrize("form", ["pickle", "object array", "archive", "empty"])
+def test_a_pickle_in_the_cache_of_tokens(form, payload, tmp_path, caplog):
+    """a hostile or broken file in the cache of tokens: thrown away, made again, not run"""
+    from fastloop_plugins import _cache
+
+    _cache.kept(tmp_path, "key", [[1, 2], [3]])
+    lengths = tmp_path / "key" / "lengths.npy"
+    if form == "object array":
+        np.save(lengths, np.array([Evil(tmp_path / "pwned")], dtype=object), allow_pickle=True)
+    elif form == "archive":
+        with lengths.open("wb") as file:
+            np.savez(file, a=np.array([Evil(tmp_path / "pwned")], dtype=object))
+    else:
+        lengths.write_bytes(payload["pickle"] if form == "pickle" else b"")
+    with caplog.at_level(logging.WARNING, logger="fastloop"):
+        ids, found = _cache.kept(tmp_path, "key", [[1, 2], [3]])
+    assert "is damaged" in caplog.text
+    assert ids.tolist() == [1, 2, 3]
+    assert found.tolist() == [2, 1]
+
+
+def test_a_cache_of_compiled_code_that_others_may_write_to_is_not_used(tiny_run, tmp_path, monkeypatch, caplog):
+    """a folder of compiled code that others may write to: not used, and said"""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "x")  # so that the end of the test takes away what the plugin sets
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    folder = tmp_path / "cache" / "fastloop" / "compiled"
+    tiny_run([{"compile": {"backend": "eager"}}], max_steps=1)
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(folder)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o777)
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    with caplog.at_level(logging.WARNING, logger="fastloop"):
+        tiny_run([{"compile": {"backend": "eager"}}], max_steps=1)
+    assert f"others may write to {folder}" in caplog.text
+    elsewhere = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    assert elsewhere != folder
+    assert elsewhere.stat().st_mode & 0o077 == 0
+    elsewhere.rmdir()
+
+
+# -- paths -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["../outside.safetensors", "sharded/../../outside.safetensors", "{absolute}", "./sub/../../outside.safetensors"]
+)
+def test_a_manifest_does_not_lead_out_of_its_checkpoint(name, tmp_path):
+    """a manifest that names a file elsewhere: the checkpoint is not whole"""
+    folder = checkpoint.write(Path("run/checkpoints/step-00000001"), {"a": torch.ones(3)}, {"step": 1})
+    outside = tmp_path / "run" / "checkpoints" / "outside.safetensors"
+    shutil.copy(folder / "model.safetensors", outside)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"][name.format(absolute=outside)] = manifest["files"]["model.safetensors"]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    assert "is missing" in (checkpoint.damage(folder) or "")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "state.json", "sharded"])
+def test_a_link_in_a_checkpoint_is_not_followed(name, tmp_path):
+    """a link in the place of a checkpoint's file: the checkpoint is not whole"""
+    folder = checkpoint.write(Path("run/checkpoints/step-00000001"), {"a": torch.ones(3)}, {"step": 1})
+    (folder / "sharded").mkdir()
+    (folder / "sharded" / "one.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    seal(folder)
+    assert checkpoint.damage(folder) is None
+    (folder / name).rename(tmp_path / "elsewhere")
+    (folder / name).symlink_to(tmp_path / "elsewhere")
+    assert "is a link" in (checkpoint.damage(folder) or "")
+
+
+def test_an_index_of_weights_does_not_lead_out_of_its_folder(model_folder, tmp_path):
+    """a model's index that names files elsewhere: refused"""
+    weights = model_folder / "model.safetensors"
+    names = json.loads(weights.read_bytes()[8 : 8 + int.from_bytes(weights.read_bytes()[:8], "little")])
+    weights.rename(tmp_path / "outside.safetensors")
+    for place in ("../outside.safetensors", str(tmp_path / "outside.safetensors")):
+        index = {"metadata": {}, "weight_map": {name: place for name in names if name != "__metadata__"}}
+        (model_folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        with pytest.raises(RecipeError, match="not in its folder"):
+            text_run({"name": "model"})
+
+
+# -- secrets -----------------------------------------------------------------------------------------------------------------
+
+TOKEN, KEY, PASSWORD = "hf_DoNotShowThisToken", "sk-DoNotShow\"This'Key", "DoNotShowThisPassword"
+
+CODE = """
+import logging, os
+import torch
+from torch import nn
+from fastloop import Plugin, hookimpl
+from dataclasses import dataclass
+
+def data(api_key, deep):
+    assert api_key and deep["password"]
+    inputs = torch.randn(32, 8)
+    return {"train": torch.utils.data.TensorDataset(inputs, inputs[:, :3].argmax(1))}
+
+class Net(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(8, 3))
+
+class Chatty(Plugin):
+    name = "chatty"
+    runs_after = ("log",)
+
+    @dataclass(kw_only=True)
+    class Config:
+        auth_token: str = ""
+        fail: bool = False
+
+    @hookimpl
+    def before_fit(self, run):
+        log = logging.getLogger("fastloop")
+        log.info("token %s", os.environ["HF_TOKEN"])
+        log.warning("recipe %s", run.recipe.data)
+        try:
+            raise ValueError(os.environ["HF_TOKEN"])
+        except ValueError:
+            log.exception("caught")
+
+    @hookimpl
+    def save_state(self, run):
+        return None
+
+    @hookimpl
+    def write_summary(self, summary):
+        summary["chatty"] = [os.environ["HF_TOKEN"], {self.config.auth_token: 1}]
+
+    @hookimpl
+    def after_fit(self, run):
+        if self.config.fail:
+            raise ValueError(f"cannot log in as {os.environ['HF_TOKEN']} with {run.recipe.data}")
+"""
+
+
+def secret_recipe() -> str:
+    write(CODE, "code.py")
+    tree = {
+        "model": {"module": "code.py:Net"},
+        "data": {"module": "code.py:data", "arguments": {"api_key": KEY, "deep": {"password": PASSWORD}}},
+        "train": {"epochs": 1, "batch_size": 8, "device": "cpu"},
+        "plugins": [{"module": {"loss": "cross_entropy"}}, {"./code.py": {"auth_token": TOKEN[::-1]}}, "tensorboard"],
+        "output": "run",
+    }
+    return write(yaml.safe_dump(tree))
+
+
+def leaks(text: str) -> list[str]:
+    secret = (TOKEN, TOKEN[::-1], KEY, json.dumps(KEY)[1:-1], PASSWORD, "DoNotShow")
+    return [value for value in secret if value in text]
+
+
+@pytest.mark.parametrize("fail", [False, True], ids=["completed", "failed"])
+def test_secrets_reach_no_file_and_no_console(fail, monkeypatch, capfd):
+    """tokens in the environment and the recipe, logged, raised and summed up by a plugin: in nothing that a run writes or shows"""
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    name = secret_recipe()
+    arguments = [name, f"plugins.chatty.fail={str(fail).lower()}"]
+    assert command(monkeypatch, "train", *arguments) == int(fail)
+    shown = capfd.readouterr()
+    assert not leaks(shown.out + shown.err)
+    assert secrets.HIDDEN in shown.out + shown.err
+    left = [path for path in Path("run").rglob("*") if path.is_file()]
+    assert any("tensorboard" in str(path) for path in left)
+    for path in left:
+        assert not leaks(path.read_bytes().decode("latin-1")), path
+    assert secrets.HIDDEN in Path("run/log.txt").read_text()
+    assert secrets.HIDDEN in Path("run/summary.json").read_text()
+    saved = yaml.safe_load(Path("run/recipe.yaml").read_text())
+    assert saved["data"]["arguments"] == {"api_key": secrets.HIDDEN, "deep": {"password": secrets.HIDDEN}}
+    assert command(monkeypatch, "plan", *arguments) == 0
+    assert command(monkeypatch, "report", "run", "--output", "page.html") == 0
+    shown = capfd.readouterr()
+    assert not leaks(shown.out + shown.err + Path("page.html").read_text())
+
+
+def test_a_saved_recipe_asks_for_its_secrets_again_and_a_run_goes_on_with_them(monkeypatch, capfd):
+    """a saved recipe without its secrets: says what to set, and resumes when it is set"""
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    name = secret_recipe()
+    assert command(monkeypatch, "train", name, "train.max_steps=2") == 0
+    assert command(monkeypatch, "train", name, "--resume") == 0
+    capfd.readouterr()
+    assert command(monkeypatch, "train", "run/recipe.yaml") == 2
+    assert "data.arguments.api_key: found (hidden)" in capfd.readouterr().err
+
+
+def test_a_wrong_option_that_is_a_secret_is_not_said(monkeypatch, capfd):
+    """a mistake in a recipe beside a secret: the message is without it"""
+    write(yaml.safe_dump({"plugins": [{"amp": {"hf_token": PASSWORD, "dtype": PASSWORD}}]}))
+    assert command(monkeypatch, "train", "r.yaml") == 2
+    error = capfd.readouterr().err
+    assert "plugins.amp.hf_token" in error
+    assert not leaks(error)
+
+
+@pytest.mark.parametrize(
+    "key", ["token", "hf_token", "api_key", "apikey", "secret", "client_secret", "db_password", "access-key", "credentials"]
+)
+def test_names_of_secrets(key):
+    """keys that are called like secrets: hidden"""
+    assert secrets.hidden({"a": [{key: "x"}]}) == {"a": [{key: secrets.HIDDEN}]}
+
+
+@pytest.mark.parametrize(
+    "key", ["pad_token", "pad_token_id", "tokens", "tokenizer", "key", "monkey", "label_key", "max_tokens", "secretary"]
+)
+def test_names_of_no_secrets(key):
+    """keys of tokenizers and the like: left as they are"""
+    tree = {"a": [{key: "x"}], "b": {key: 3}}
+    assert secrets.hidden(tree) == tree
+
+
+def test_short_values_and_other_variables_stay(monkeypatch):
+    """variables that are no secrets, or too short to be told from words: left in text"""
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "parallel")
+    monkeypatch.setenv("SOME_KEY", "abc")
+    monkeypatch.setenv("SOME_TOKEN", "abcdef")
+    assert secrets.hide("abc parallel abcdef abcdefg") == "abc parallel (hidden) (hidden)g"
+
+
+# -- the report --------------------------------------------------------------------------------------------------------------
+
+EVIL = "\"'><script>alert(1)</script><img src=x onerror=alert(1)>&lt;b onclick=x()>{{ 7*7 }}{% raw %}</title></style></svg>"
+KNOWN = (
+    "html head meta title style body a main h1 h2 h3 section div table thead tbody tr th td figure svg line text g path circle ul ol li i "
+    "details summary span p small code footer"
+)
+
+
+class Markup(HTMLParser):
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.attributes: set[str] = set()
+        self.words: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.attributes |= {name for name, _ in attrs}
+        self.words += [value or "" for _, value in attrs]
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+
+def test_the_report_escapes_every_field(tmp_path, monkeypatch):
+    """hostile text in every field of run, ladder and profile: text on the page, and no markup"""
+    numbers = dict.fromkeys(("train_seconds", "samples_per_second", "tokens_per_second"), 1.0) | {"steps": 3, "peak_memory_bytes": 2**20}
+    for number in range(2):
+        run = tmp_path / f"{EVIL.replace('/', '|')}{number}"
+        run.mkdir()
+        summary = numbers | dict.fromkeys(("status", "reason", "device", "world_size"), EVIL)
+        summary |= {"plugins": [EVIL], "evaluate": {EVIL: 0.5 + number}, "test": {EVIL: 0.5}, "best": {"path": EVIL}}
+        (run / "summary.json").write_text(json.dumps(summary))
+        recipe = {"model": {EVIL: f"{EVIL}{number}"}, "plugins": [{EVIL: {EVIL: f"{EVIL}{number}"}}], "data": {"x": [EVIL, number]}}
+        (run / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+        (run / "metrics.jsonl").write_text("".join(json.dumps({"step": s, "split": EVIL, EVIL: s, "loss": s}) + "\n" for s in (1, 2)))
+    rate = {"median": 1.0, "low": 0.5, "high": 2.0}
+    results = {"unit": EVIL, f"{EVIL}_per_second": rate, "over_before": {"verdict": EVIL}, "over_baseline": None, "peak_memory_bytes": 1}
+    rungs = [{"title": EVIL, "results": results}, {"title": EVIL, "results": None, "why_not": EVIL}]
+    (tmp_path / "ladder").mkdir()
+    (tmp_path / "ladder" / "bench.json").write_text(json.dumps({"command": EVIL, "rungs": rungs}))
+    (tmp_path / "profile").mkdir()
+    verdicts = [{"edit": EVIL, "seconds": 0.1, "why": EVIL}]
+    (tmp_path / "profile" / "profile.json").write_text(json.dumps({"seen": {"regions": {EVIL: 0.1}, "seconds": 0.2}, "verdicts": verdicts}))
+    folders = [str(path) for path in sorted(tmp_path.iterdir()) if path.is_dir()]
+    assert command(monkeypatch, "report", *folders, "--output", "page.html", "--title", EVIL) == 0
+    text = Path("page.html").read_text()
+    page = Markup(text)
+    assert page.tags <= set(KNOWN.split())
+    assert not [name for name in page.attributes if name.startswith("on") or name in ("src", "formaction")]
+    assert "49" not in text.partition("</style>")[2].partition("<svg")[0]
+    words = "".join(page.words)
+    assert words.count("<script>alert(1)</script>") >= 12
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("recipe.yaml", HOSTILE["a call"][0]),
+        ("recipe.yaml", HOSTILE["aliases in aliases"][0]),
+        ("recipe.yaml", HOSTILE["a hundred thousand lists"][0]),
+        ("recipe.yaml", "- 1\n"),
+        ("summary.json", "[" * 100_000),
+        ("summary.json", '{"steps": "many", "peak_memory_bytes": []}'),
+        ("summary.json", '{"evaluate": 3, "plugins": 5}'),
+        ("metrics.jsonl", "[" * 100_000),
+        ("metrics.jsonl", '{"step": 1e999, "loss": 1}'),
+        ("metrics.jsonl", '{"step": 1, "loss": 1' + "0" * 400 + "}"),
+    ],
+)
+def test_a_broken_run_folder_is_no_traceback(file, text, monkeypatch, capfd):
+    """a run folder with hostile or broken files: a page without them, or a message that names the file"""
+    Path("run").mkdir()
+    write("train: {epochs: 1}\n", "run/recipe.yaml")
+    write("{}", "run/summary.json")
+    write('{"step": 1, "loss": 1}\n', "run/metrics.jsonl")
+    write(text, f"run/{file}")
+    code = command(monkeypatch, "report", "run", "--output", "page.html")
+    error = capfd.readouterr().err
+    assert code == 0 or (code == 2 and "run" in error), error
+    assert "Traceback" not in error
+    assert not Path("pwned").exists()

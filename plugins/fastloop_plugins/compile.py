@@ -115,9 +115,10 @@ class Compile(Plugin):
     @hookimpl(wrapper=True)
     def evaluate(self) -> Generator[None, Any, Any]:
         before = self._seconds()
-        result = yield
-        self.while_evaluating += self._seconds() - before
-        return result
+        try:
+            return (yield)
+        finally:
+            self.while_evaluating += self._seconds() - before
 
     @hookimpl
     def write_summary(self, summary: dict[str, Any]) -> None:

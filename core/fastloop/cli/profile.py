@@ -102,7 +102,7 @@ def look(recipe: Recipe, folder: Path, scratch: Path, steps: int, seconds: float
     with run.interruptible():
         run.execute()
     run.close()
-    if run.interrupted:
+    if run.interrupted is not None:
         raise KeyboardInterrupt
     if not run.is_main:
         return 0

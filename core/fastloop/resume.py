@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import re
-from concurrent import futures
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any

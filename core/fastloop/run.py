@@ -84,6 +84,7 @@ class Run:
         self.state, self.folder = State(), Path(recipe.output)
         self.trained, self.world_size = False, 1
         self.signalled: str | None = None
+        self._told = threading.Event()
         self.writing: futures.Future[None] | None = None
         self.writing_step = 0
         self.saved_at: int | None = None
@@ -263,6 +264,8 @@ class Run:
                 raise SaveError(f"{failure}. Make room, and go on with --resume.")
             log.warning("%s. Training goes on; what was saved before is whole", failure)
         if signalled is not None and not self.trained:
+            if self.signalled is not None:
+                self._told.wait(1)
             state.stop_reason = f"{INTERRUPTED} by {signalled}"
             state.request_save()
 
@@ -412,6 +415,7 @@ class Run:
         """In a thread, once a signal came: say what it does, and see that the process ends."""
         what = "training is over, what is left of the run is finished" if self.trained else "saving at the end of this step"
         log.warning("%s by %s: %s (once more to stop at once)", INTERRUPTED, self.signalled, what)
+        self._told.set()
         if not over.wait(launch.STOP_WITHIN) and not self.trained:
             print(f"error: process {self.rank} did not stop within {launch.STOP_WITHIN:g} seconds: ended.", file=sys.stderr, flush=True)
             os._exit(launch.STOPPED)

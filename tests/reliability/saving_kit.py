@@ -18,8 +18,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch._dynamo
+import torchmetrics
 import yaml
 
+import fastloop.cli
+import fastloop.run
+
+LOADED = (fastloop.cli, fastloop.run, torch._dynamo, torchmetrics)
+"""What a run needs, before processes are forked."""
 TIMES = ("samples_per_second", "tokens_per_second", "memory_bytes")
 REMEMBERED = ("status", "steps", "epochs", "samples", "evaluate", "test", "best")
 

@@ -11,7 +11,9 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Iterator
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -52,16 +54,10 @@ class Fills(Plugin):
 
 def fill(path: Path) -> None:
     """Until nothing goes in any more."""
-    file = os.open(path, os.O_WRONLY | os.O_CREAT)
-    try:
+    with path.open("wb", buffering=0) as file:
         for size in (65536, 1):
-            try:
-                while True:
-                    os.write(file, b"x" * size)
-            except OSError as error:
-                assert error.errno == errno.ENOSPC
-    finally:
-        os.close(file)
+            with pytest.raises(OSError, match="No space left on device"):
+                deque(map(file.write, repeat(b"x" * size)), maxlen=0)
 
 
 def save(step: int, run: str = "run") -> Path:
@@ -330,7 +326,7 @@ def test_flipped_bits_are_found(record_property):
         else:
             del data[place:]
         path.write_bytes(data)
-        found, skipped = find(Path("run"))
+        _, skipped = find(Path("run"))
         if damage(original) is None:
             assert path.name == MANIFEST  # white space, or a name that nobody reads
             survived += whole() == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -25,11 +26,21 @@ def code(name: str) -> int:
     return INTERRUPTED if name == "SIGINT" else STOPPED
 
 
+@pytest.fixture(scope="module")
+def left_alone(tmp_path_factory):
+    """A folder with the recipe, and a run of it that was left alone."""
+    folder = tmp_path_factory.mktemp("left-alone")
+    with contextlib.chdir(folder):
+        write_recipe()
+        assert train("output=whole") == 0
+        Path("said.txt").unlink()
+    return folder
+
+
 @pytest.fixture
-def whole():
-    """The recipe, and a run of it that was left alone."""
-    write_recipe()
-    assert train("output=whole") == 0
+def whole(left_alone):
+    """The same, here."""
+    shutil.copytree(left_alone, ".", dirs_exist_ok=True)
 
 
 # -- once ------------------------------------------------------------------------------------------------------------------------
@@ -45,8 +56,9 @@ MOMENTS = {  # what FAULT says, the step at which the run stops, and whether the
 }
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(
+    ("moment", "name"), [*((moment, "SIGTERM") for moment in MOMENTS), ("in an evaluation", "SIGUSR1"), ("in a step", "SIGINT")]
+)
 @pytest.mark.usefixtures("whole")
 def test_a_signal_saves_and_stops(moment, name):
     """A signal in a step, an evaluation or a save: saved at the step's end, exit code 75 or 130, and resumed to the same numbers."""

@@ -70,7 +70,8 @@ def fit(run: Run) -> None:
     if run.interrupted and state.save_requested:  # the signal came in that evaluation
         resume.save(run)
     run.trained = True  # from here on there is nothing to go on with: a signal lets the run end
-    resume.settle(run)
+    resume.wait_for_writing(run)
+    run.agree()
     if run.interrupted:
         return
     hooks.after_fit(run=run)

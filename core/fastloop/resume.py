@@ -37,7 +37,7 @@ def save(run: Run) -> None:
         PluginError: A plugin's state holds what cannot be saved.
         SaveError: It cannot be written, and ``train.on_save_error`` says stop.
     """
-    settle(run)
+    wait_for_writing(run)
     accelerator, scheduler = run.accelerator, run.scheduler
     with run.clock("save"), region("save"):
         state = {
@@ -73,28 +73,25 @@ def write(run: Run, path: Path, model: dict[str, Tensor], state: dict[str, Any])
         checkpoint.rotate(run.folder, run.recipe.train.keep_checkpoints, int(path.name.removeprefix("step-")))
 
 
-def settle(run: Run) -> None:
-    """Wait for the checkpoint that is being written. Every process must come by.
-
-    Raises:
-        SaveError: As ``save``.
-    """
+def wait_for_writing(run: Run) -> None:
+    """Wait for the checkpoint that this process is writing; ``run.agree`` acts on a failure."""
     if run.writing is not None:
         with run.clock("save"):
             futures.wait([run.writing])
-    run.agree()
+        look(run)
 
 
-def outcome(run: Run) -> str | None:
-    """What went wrong with the checkpoint that was being written on this process, when that is over; counts it when it is there."""
+def look(run: Run) -> None:
+    """See what came of the checkpoint that this process was writing, when that is over."""
     if run.writing is None or not run.writing.done():
-        return None
+        return
     error, run.writing = run.writing.exception(), None
     if error is None:
         run.saved_at = run.writing_step
-    elif not isinstance(error, SaveError):
+    elif isinstance(error, SaveError):
+        run.save_failure = str(error)
+    else:
         raise error
-    return str(error) if error else None
 
 
 def find(run: Run, path: Path) -> tuple[Path, list[str]] | None:

@@ -68,7 +68,7 @@ class Run:
         signalled: The signal that asked this process to end; ``agree`` acts on it.
         writing: The checkpoint being written on this process; ``agree`` acts on its failure.
         saved_at: Step of the newest checkpoint that is known to be there; None: there is none.
-        save_failure: What else could not be saved, until ``agree`` acts on it.
+        save_failure: What could not be saved, until ``agree`` acts on it.
         save_errors: How many saves failed, on any process.
         host_group: The processes' group for what is on the CPU; None: the default one, or there is one process.
         total_steps: Optimizer steps of the whole run; None for data of unknown length without ``max_steps``.
@@ -251,7 +251,8 @@ class Run:
             SaveError: A save failed on one of them, and ``train.on_save_error`` says stop.
         """
         state, signalled = self.state, self.signalled
-        failure, self.save_failure = resume.outcome(self) or self.save_failure, None
+        resume.look(self)
+        failure, self.save_failure = self.save_failure, None
         if self.world_size > 1:
             reasons = (signalled, failure, state.stop_reason)
             wishes = torch.tensor([*(reason is not None for reason in reasons), state.evaluate_requested, state.save_requested])

@@ -9,7 +9,8 @@
 
 Sharded tensors go through torch.distributed.checkpoint, in its safetensors form: any number of processes, or one, reads them back.
 
-The newest checkpoint is found by looking, not by a pointer that could name a half-written one.
+The newest checkpoint is found by looking, not by a pointer that could name a half-written one. What cannot be written (a full disk)
+leaves what was there before, and nothing of its own.
 """
 
 from __future__ import annotations
@@ -29,11 +30,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from fastloop.errors import CheckpointError
+from fastloop.errors import CheckpointError, NoCheckpoint, SaveError
 
 MANIFEST = "manifest.json"
 
@@ -137,6 +139,18 @@ def restore_random_states(states: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state_all(states["cuda"])
 
 
+def snapshot(model: Mapping[str, Tensor], state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """A copy of both on the CPU, which later steps do not change.
+
+    Raises:
+        TypeError: ``state`` holds what cannot be saved.
+    """
+    tensors: dict[str, Tensor] = {}
+    packed = pack(state, tensors, "state")
+    copies = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in model.items()}, unpack(packed, copies)
+
+
 def write(folder: Path, model: Mapping[str, Tensor], state: Mapping[str, Any], is_main: bool = True) -> Path:
     """Write a checkpoint at ``folder``; whenever the process is killed, ``find`` finds the new one or what was there before.
 
@@ -145,30 +159,46 @@ def write(folder: Path, model: Mapping[str, Tensor], state: Mapping[str, Any], i
     Args:
         model: The model's state dict.
         state: Anything ``pack`` takes.
+
+    Raises:
+        TypeError: ``state`` holds what cannot be saved.
+        SaveError: The files cannot be written. Where there are shards, on every process; else on the main one.
     """
     aside = folder.with_name(f".{folder.name}.partial")
     tensors: dict[str, Tensor] = {}
     packed = pack(state, tensors, "state")
-    if is_main:
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-        save_tensors({name: tensor for name, tensor in model.items() if not isinstance(tensor, DTensor)}, aside / "model.safetensors")
-        save_tensors({name: tensor for name, tensor in tensors.items() if not isinstance(tensor, DTensor)}, aside / "state.safetensors")
-        (aside / "state.json").write_text(json.dumps(packed))
     named = {**{f"model.{name}": tensor for name, tensor in model.items()}, **tensors}
     sharded: dict[str, Any] = {name: tensor for name, tensor in named.items() if isinstance(tensor, DTensor)}
-    if sharded:
-        places = set()
-        for name, tensor in sharded.items():
-            place = tensor.to_local().data_ptr()
-            if place in places:  # tied weights: safetensors refuses two names for one
-                sharded[name] = tensor.clone()
-            places.add(place)
-        torch.distributed.barrier()  # the folder is there
-        state_dict_saver.save(sharded, storage_writer=HuggingFaceStorageWriter(str(aside / "sharded"), save_distributed=True))
-    if is_main:
-        _finish(aside, folder)
+    try:
+        if is_main:
+            shutil.rmtree(aside, ignore_errors=True)
+        if sharded:  # first: what fails on one process fails here on all
+            _write_shards(sharded, aside / "sharded")
+        if is_main:
+            aside.mkdir(parents=True, exist_ok=True)
+            save_tensors({name: tensor for name, tensor in model.items() if not isinstance(tensor, DTensor)}, aside / "model.safetensors")
+            save_tensors({name: tensor for name, tensor in tensors.items() if not isinstance(tensor, DTensor)}, aside / "state.safetensors")
+            (aside / "state.json").write_text(json.dumps(packed))
+            _finish(aside, folder)
+    except (OSError, SafetensorError, CheckpointException) as error:
+        if is_main:
+            shutil.rmtree(aside, ignore_errors=True)  # on a full disk its room is needed
+        why = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+        if not isinstance(why, OSError | SafetensorError):
+            raise
+        raise SaveError(f"{folder} was not saved: {why}") from error
     return folder
+
+
+def _write_shards(sharded: dict[str, Any], folder: Path) -> None:
+    places = set()
+    for name, tensor in sharded.items():
+        place = tensor.to_local().data_ptr()
+        if place in places:  # tied weights: safetensors refuses two names for one
+            sharded[name] = tensor.clone()
+        places.add(place)
+    torch.distributed.barrier()  # what a cut-off save left there is gone
+    state_dict_saver.save(sharded, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
 
 
 def _finish(aside: Path, folder: Path) -> None:
@@ -186,7 +216,8 @@ def _finish(aside: Path, folder: Path) -> None:
         shutil.rmtree(old)
     else:
         aside.rename(folder)
-    _sync(folder.parent)
+    for parent in (folder.parent, folder.parent.parent):
+        _sync(parent)
 
 
 def _sync(path: Path) -> None:
@@ -239,22 +270,30 @@ def find(path: Path) -> tuple[Path, list[str]]:
         The folder, and what was passed over on the way, to be said aloud.
 
     Raises:
-        CheckpointError: There is none, or none that is whole.
+        NoCheckpoint: There is none.
+        CheckpointError: None is whole.
     """
-    candidates = [path] if (path / MANIFEST).exists() or path.name.startswith("step-") else checkpoints(path)[::-1]
+    candidates = [path] if (path / MANIFEST).exists() or path.name.startswith("step-") else _newest_first(path)
     skipped: list[str] = []
     for candidate in candidates:
         wrong = damage(candidate)
         if wrong is None:
             return candidate, skipped
-        skipped.append(f"{candidate}: damaged ({wrong})")
-    for candidate in sorted(leftovers(path), reverse=True):  # killed while a step's checkpoint took the place of the same step's
-        if damage(candidate) is None:
-            return candidate, skipped
+        if not candidate.name.startswith("."):  # a save that was cut off is no loss
+            skipped.append(f"{candidate}: damaged ({wrong})")
     if skipped:
         listed = "\n  ".join(skipped)
         raise CheckpointError(f"No checkpoint to resume from is whole:\n  {listed}")
-    raise CheckpointError(f"{path}: no checkpoint to resume from. Expected a run folder, or one of its checkpoints/step-*.")
+    raise NoCheckpoint(f"{path}: no checkpoint to resume from. Expected a run folder, or one of its checkpoints/step-*.")
+
+
+def _newest_first(folder: Path) -> list[Path]:
+    """A run's checkpoints, and behind each what was left when one of its step took its place: that may be whole, and it may not."""
+
+    def age(path: Path) -> tuple[int, bool, bool]:
+        return int(path.name.partition("step-")[2].partition(".")[0]), not path.name.startswith("."), ".old." not in path.name
+
+    return sorted([*checkpoints(folder), *leftovers(folder)], key=age, reverse=True)
 
 
 def read(
@@ -308,4 +347,4 @@ def rotate(folder: Path, keep: int, step: int) -> None:
 
 def leftovers(folder: Path) -> Iterator[Path]:
     """Folders of saves that were cut off."""
-    yield from (folder / "checkpoints").glob(".step-*.partial")
+    yield from (folder / "checkpoints").glob(".step-[0-9]*.partial")

@@ -8,7 +8,10 @@ draws from the global random state: dropout sees the same numbers with and witho
 
 from __future__ import annotations
 
+import os
 import random
+import signal
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -142,6 +145,22 @@ class _Alone:
         torch.set_rng_state(states[2])
 
 
+def _leave_signals(worker: int) -> None:
+    """In a worker: what asks a run to end is for the process that it reads for, and often reaches a whole group or job of processes.
+    SIGTERM counts only from that process, which ends its workers by it."""
+    for number in (signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    if hasattr(signal, "sigwaitinfo"):  # Linux
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+        threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    while signal.sigwaitinfo([signal.SIGTERM]).si_pid != os.getppid():
+        pass
+    os._exit(0)
+
+
 class _Samples(Dataset[Any]):
     """A map-style dataset read a draw at a time. In a worker, each draw seeds the random state: it does not matter which worker."""
 
@@ -254,6 +273,7 @@ class Loader:
         self.dataset = dataset
         self.batch_size, self.device_batch_size, self.world_size = batch_size, device_batch_size, world_size
         self.micro_steps = batch_size // (device_batch_size * world_size)
+        self.in_step = not getattr(dataset, "shards_itself", False)  # else processes may have different numbers of batches
         self.stream: _Stream | None = None
         self.sampler: StepSampler | None = None
         arguments: dict[str, Any] = {
@@ -262,6 +282,7 @@ class Loader:
             "pin_memory": draft.pin_memory,
             "timeout": draft.timeout,
             "generator": torch.Generator().manual_seed(seed),  # else each epoch would draw from the global state
+            "worker_init_fn": _leave_signals,
         }
         if draft.num_workers:
             arguments |= {

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 
-from fastloop import loop
+from fastloop import loop, resume
 from fastloop.checkpoint import save_tensors, shaped_like, whole
-from fastloop.errors import RecipeError, did_you_mean
+from fastloop.errors import RecipeError, SaveError, did_you_mean
 from fastloop.importing import import_object
 from fastloop.plugin import hookimpl
 
@@ -125,6 +126,18 @@ def load_optimizer_state(run: Run, state: dict[str, Any]) -> bool:
     }
     run.optimizer.load_state_dict(state | {"state": sharded})
     return True
+
+
+@hookimpl
+def write_checkpoint(run: Run, folder: Path, model: dict[str, torch.Tensor], state: dict[str, Any]) -> Future[None]:
+    """Written before training goes on."""
+    written: Future[None] = Future()
+    try:
+        resume.write(run, folder, model, state)
+        written.set_result(None)
+    except SaveError as error:
+        written.set_exception(error)
+    return written
 
 
 @hookimpl

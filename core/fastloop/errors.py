@@ -33,6 +33,14 @@ class CheckpointError(UsageError):
     """A checkpoint is missing, damaged, or belongs to another run."""
 
 
+class NoCheckpoint(CheckpointError):
+    """There is no checkpoint where one was looked for, not even a damaged one."""
+
+
+class SaveError(FastloopError):
+    """Something could not be written: the disk is full, a quota is used up, the folder is read-only. What was there before is whole."""
+
+
 class DataError(FastloopError):
     """A batch could not be read while training. ``__cause__`` is what the dataset, the collator or a worker raised."""
 

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
+import fcntl
 import json
 import logging
+import os
+import socket
 import tempfile
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastloop import secrets
+import psutil
+
+from fastloop import launch, secrets
 from fastloop.clock import peak_memory
-from fastloop.errors import RecipeError
+from fastloop.errors import RecipeError, SaveError
 from fastloop.recipe import anchored
 
 if TYPE_CHECKING:
@@ -20,8 +28,57 @@ if TYPE_CHECKING:
 log = logging.getLogger("fastloop")
 
 
-def check(run: Run, resume: Path | None) -> None:
-    """Refuse a run folder that cannot be made, or that holds somebody's other files.
+class Lock:
+    """Holds a run folder for this process: ``.lock`` in it, which says who has it.
+
+    The operating system lets go of it when the process ends, however that ends, and no child inherits it (as it would one of
+    ``flock``). On a file system without locks the process that the file names is looked for.
+
+    Raises:
+        RecipeError: Another process has it.
+        OSError: The file cannot be made.
+    """
+
+    def __init__(self, folder: Path, where: str) -> None:
+        self.file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            taken = not os.path.samestat(os.fstat(self.file), (folder / ".lock").stat())  # moved aside by another run just now
+        except OSError as error:
+            taken = error.errno in (errno.EACCES, errno.EAGAIN) or self._owner_may_live()
+        if taken:
+            owner = self._owner()
+            os.close(self.file)
+            who = "process {pid} on {host}, since {since}".format(**owner) if owner else "another process"
+            raise RecipeError(
+                f"{where}: output: {folder} is in use by {who}. Wait for it to end, or set another output. "
+                f"If it is surely gone, remove {folder / '.lock'}."
+            )
+        with contextlib.suppress(OSError):  # a full disk: the lock holds all the same
+            owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+            os.ftruncate(self.file, 0)
+            os.pwrite(self.file, json.dumps(owner).encode(), 0)
+
+    def _owner(self) -> dict[str, Any] | None:
+        try:
+            owner: dict[str, Any] = json.loads(os.pread(self.file, 1000, 0))
+            return owner if {"pid", "host", "since"} <= owner.keys() else None
+        except (OSError, ValueError, AttributeError):
+            return None
+
+    def _owner_may_live(self) -> bool:
+        owner = self._owner()
+        return owner is not None and (owner["host"] != socket.gethostname() or psutil.pid_exists(owner["pid"]))
+
+    def release(self) -> None:
+        """Let others have it."""
+        with contextlib.suppress(OSError):
+            os.ftruncate(self.file, 0)
+        os.close(self.file)
+
+
+def check(run: Run) -> None:
+    """Refuse a run folder that cannot be made, that another process trains into, or that holds somebody's other files.
 
     Raises:
         RecipeError: Names the folder.
@@ -31,34 +88,51 @@ def check(run: Run, resume: Path | None) -> None:
         raise RecipeError(
             f"{run.recipe.where}: output: {run.folder} cannot be written: {existing} is not a folder that this user may write to."
         )
-    if resume is None and existing == run.folder and any(existing.iterdir()) and not (existing / "recipe.yaml").is_file():
+    if existing == run.folder and (existing / ".lock").exists() and launch.rank() == 0:
+        Lock(existing, run.recipe.where).release()
+    if run.found is None and existing == run.folder and _files(existing) and not (existing / "recipe.yaml").is_file():
         raise RecipeError(  # an earlier run would be moved aside: this may be a home folder
             f"{run.recipe.where}: output: {run.folder} holds other files than a run's. Expected a new or empty folder, or a run's."
         )
 
 
 def make(run: Run) -> None:
-    """Make the run folder. Another run's is moved aside: nothing of it is lost."""
+    """Make the run folder, and lock it. Another run's is moved aside: nothing of it is lost.
+
+    Raises:
+        RecipeError: Another process has it, or it cannot be written.
+    """
     if not run.is_main:
         return
-    goes_on = run.found is not None and run.found[0].resolve().is_relative_to(run.folder.resolve())
-    if not goes_on and run.folder.exists() and any(run.folder.iterdir()):
-        number = 1
-        while (aside := run.folder.with_name(f"{run.folder.name}.{number}")).exists():
-            number += 1
-        run.folder.rename(aside)
-        log.info("an earlier run was in %s: moved to %s", run.folder, aside)
     from omegaconf import OmegaConf
 
-    run.folder.mkdir(parents=True, exist_ok=True)
     recipe = run.recipe
     if recipe.source is not None:  # plugins' files are found from the run folder too
         recipe = dataclasses.replace(recipe, references=anchored(recipe.references, recipe.source.parent))
-    OmegaConf.save(OmegaConf.create(secrets.hidden(recipe.to_dict())), run.folder / "recipe.yaml")
+    goes_on = run.found is not None and run.found[0].resolve().is_relative_to(run.folder.resolve())
+    try:
+        run.folder.mkdir(parents=True, exist_ok=True)
+        run.lock = Lock(run.folder, run.recipe.where)
+        if not goes_on and _files(run.folder):
+            number = 1
+            while (aside := run.folder.with_name(f"{run.folder.name}.{number}")).exists():
+                number += 1
+            run.folder.rename(aside)
+            log.info("an earlier run was in %s: moved to %s", run.folder, aside)
+            run.lock.release()
+            run.folder.mkdir()
+            run.lock = Lock(run.folder, run.recipe.where)
+        OmegaConf.save(OmegaConf.create(secrets.hidden(recipe.to_dict())), run.folder / "recipe.yaml")
+    except OSError as error:
+        raise RecipeError(f"{run.recipe.where}: output: {run.folder} cannot be written: {error}.") from error
 
 
 def summarise(run: Run, status: str, reason: str | None) -> dict[str, Any]:
-    """The summary of a run, as it stands; the main process writes it too. Nothing here waits for other processes: they may be gone."""
+    """The summary of a run, as it stands; the main process writes it too. Nothing here waits for other processes: they may be gone.
+
+    Raises:
+        SaveError: It cannot be written.
+    """
     state, seconds = run.state, run.clock.seconds
     summary: dict[str, Any] = {
         "status": status,
@@ -79,6 +153,7 @@ def summarise(run: Run, status: str, reason: str | None) -> dict[str, Any]:
         "evaluate": state.metrics.get("evaluate"),
         "test": state.metrics.get("test"),
         "best": state.best,
+        "save_errors": run.save_errors,
     }
     run.hooks.write_summary(run=run, summary=summary)
     summary["plugin_seconds"] = run.resolution.plugin_seconds()
@@ -87,9 +162,17 @@ def summarise(run: Run, status: str, reason: str | None) -> dict[str, Any]:
         summary[f"{name}_per_second"] = count / summary["train_seconds"] if summary["train_seconds"] else 0.0
     if run.is_main and run.folder.exists():
         aside = run.folder / ".summary.json.partial"
-        aside.write_text(json.dumps(secrets.hidden(summary), indent=2) + "\n")
-        aside.rename(run.folder / "summary.json")
+        try:
+            aside.write_text(json.dumps(secrets.hidden(summary), indent=2) + "\n")
+            aside.rename(run.folder / "summary.json")
+        except OSError as error:
+            raise SaveError(f"{run.folder / 'summary.json'} cannot be written: {error}.") from error
     return summary
+
+
+def _files(folder: Path) -> list[Path]:
+    """What is in a folder, but for a lock."""
+    return [path for path in folder.iterdir() if path.name != ".lock"]
 
 
 def _writable(folder: Path) -> bool:

@@ -26,7 +26,7 @@
             (optimizer, scheduler, zero_grad)
             after_step
             when evaluation is due: before_evaluate, evaluate, after_evaluate
-            when saving is due:     optimizer_state, save_state, model_state
+            when saving is due:     optimizer_state, save_state, model_state, write_checkpoint
         after_epoch
         when due at the epoch's end: the same evaluation and saving
     after_fit                                       # a plugin may put other weights in place here
@@ -60,6 +60,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pluggy
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     from torch import Tensor, nn
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
@@ -249,7 +251,10 @@ def before_evaluate(run: Run, split: str) -> None:
 
 @first
 def evaluate(run: Run, split: str) -> dict[str, float] | None:
-    """First; the core answers. Wrap it to evaluate other weights than those in training; innermost (``trylast=True``), to add metrics."""
+    """First; the core answers. Wrap it to evaluate other weights than those in training; innermost (``trylast=True``), to add metrics.
+
+    An exception that passes through cuts an evaluation off when the run is asked to end, and the run is saved after it: put back what
+    you changed in a ``finally``."""
 
 
 @hookspec
@@ -283,6 +288,12 @@ def load_optimizer_state(run: Run, state: dict[str, Any]) -> bool | None:
 @hookspec
 def save_state(run: Run) -> dict[str, Any] | None:
     """What this plugin needs to go on: tensors, numbers, strings, lists, tuples and dicts of them. Kept by plugin name."""
+
+
+@first
+def write_checkpoint(run: Run, folder: Path, model: dict[str, Tensor], state: dict[str, Any]) -> Future[None] | None:
+    """First; the core does it at once. Write both to ``folder`` with ``resume.write``, now or while training goes on: then from a copy,
+    since the tensors are those in training. The future is waited for before the next save and at the run's end."""
 
 
 @hookspec

@@ -7,6 +7,8 @@ for each epoch:
         clip, step the optimizer, step the scheduler
         evaluate and save when due
     evaluate and save when due
+
+A signal that asks the run to end counts at a step's end, and within an evaluation, which is then done again by the run that goes on.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fastloop import resume
+from fastloop import checkpoint, resume
 from fastloop.regions import region
 from fastloop.state import Batch
 
@@ -25,6 +27,13 @@ if TYPE_CHECKING:
     from fastloop.run import Run
 
 log = logging.getLogger("fastloop")
+
+LOOK = 8
+"""Batches of an evaluation between two looks, on several processes, at whether one of them was asked to end."""
+
+
+class CutOff(Exception):
+    """The run is asked to end, and an evaluation with it."""
 
 
 def fit(run: Run) -> None:
@@ -58,10 +67,12 @@ def fit(run: Run) -> None:
                 resume.save(run)
     if not run.interrupted and state.evaluated_at != state.step and "evaluate" in run.eval_loaders:
         evaluate(run, "evaluate")
-    run.trained = True  # from here on there is nothing to go on with: Ctrl-C lets the run end
+    if run.interrupted and state.save_requested:  # the signal came in that evaluation
+        resume.save(run)
+    run.trained = True  # from here on there is nothing to go on with: a signal lets the run end
+    resume.wait_for_writing(run)
+    run.agree()
     if run.interrupted:
-        if run.saving_due():
-            resume.save(run)
         return
     hooks.after_fit(run=run)
 
@@ -105,36 +116,52 @@ def train_step(run: Run, batches: list[Batch]) -> Tensor:
     return step_loss
 
 
-def evaluate(run: Run, split: str) -> dict[str, float]:
-    """Evaluate a split with all that plugins wrap around it."""
+def evaluate(run: Run, split: str) -> None:
+    """Evaluate a split with all that plugins wrap around it. Cut off by a signal, it is due again, and drew no random numbers."""
     with run.clock("evaluate"), region("evaluate"):
+        random_states = checkpoint.random_states()
         run.hooks.before_evaluate(run=run, split=split)
-        metrics: dict[str, float] = run.hooks.evaluate(run=run, split=split)
+        try:
+            metrics: dict[str, float] = run.hooks.evaluate(run=run, split=split)
+        except CutOff:
+            checkpoint.restore_random_states(random_states)
+            run.state.request_evaluate()
+            return
         run.state.metrics[split] = metrics
         if split == "evaluate":
             run.state.evaluated_at = run.state.step
         run.hooks.after_evaluate(run=run, split=split, metrics=metrics)
         run.agree()
         log.info("step %d, %s: %s", run.state.step, split, ", ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
-    return metrics
 
 
 @torch.no_grad()
 def evaluation_loop(run: Run, split: str) -> dict[str, float]:
-    """Mean loss and the task's metrics over every sample of a split, each once, over all processes."""
+    """Mean loss and the task's metrics over every sample of a split, each once, over all processes.
+
+    Raises:
+        CutOff: The run was asked to end meanwhile, on every process.
+    """
     modes = [(module, module.training) for module in run.model.modules()]
     run.model.eval()
     if run.metrics is not None:
         run.metrics.reset()
     losses = torch.zeros(2, dtype=torch.float64)  # sum of loss x weight, sum of weights
-    for (batch,) in run.placed([batch] for batch in run.eval_loaders[split].batches()):
-        with region("loss"):
-            output = run.hooks.compute_loss(run=run, model=run.model, batch=batch.inputs)
-        losses += torch.tensor([output.loss.item() * batch.weight, batch.weight], dtype=torch.float64)
-        if run.metrics is not None and output.predictions is not None and batch.samples:  # none: only here to compute along
-            run.metrics.update(output.predictions, output.targets)
-    for module, training in modes:
-        module.training = training
+    loader = run.eval_loaders[split]
+    try:
+        for number, (batch,) in enumerate(run.placed([batch] for batch in loader.batches())):
+            if run.world_size == 1 or (number % LOOK == 0 and loader.in_step):
+                run.agree()
+                if run.interrupted:
+                    raise CutOff
+            with region("loss"):
+                output = run.hooks.compute_loss(run=run, model=run.model, batch=batch.inputs)
+            losses += torch.tensor([output.loss.item() * batch.weight, batch.weight], dtype=torch.float64)
+            if run.metrics is not None and output.predictions is not None and batch.samples:  # none: only here to compute along
+                run.metrics.update(output.predictions, output.targets)
+    finally:
+        for module, training in modes:
+            module.training = training
     total, weight = run.sum_over_processes(losses).tolist()
     metrics = {"loss": total / weight if weight else float("nan")}
     if run.metrics is not None:

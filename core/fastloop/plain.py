@@ -43,7 +43,8 @@ def check(text: str, where: str) -> None:
     count = 0
     token: Any
     for token in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
-        place = f"{where}, line {token.start_mark.line + 1}"
+        line = token.start_mark.line + 1
+        place = f"{where}, line {line}"
         if isinstance(token, yaml.CollectionEndEvent):
             ended = inside.pop()
             if ended.anchor:
@@ -51,7 +52,7 @@ def check(text: str, where: str) -> None:
             continue
         if not isinstance(token, yaml.NodeEvent):
             continue
-        count += sizes.get(token.anchor, 1) if isinstance(token, yaml.AliasEvent) else 1
+        count += sizes.get(str(token.anchor), 1) if isinstance(token, yaml.AliasEvent) else 1
         if count > LARGEST:
             raise RecipeError(
                 f"{place}: more than {LARGEST:,} values, with what aliases stand for. Write ${{key}} for another key's value."
@@ -61,7 +62,7 @@ def check(text: str, where: str) -> None:
             if inside[-1].parts % 2 and isinstance(token, yaml.ScalarEvent) and token.value != "<<":
                 if token.value in keys:
                     raise RecipeError(f"{place}: the key {token.value!r} is there twice, first in line {keys[token.value]}. Remove one.")
-                keys[token.value] = token.start_mark.line + 1
+                keys[token.value] = line
         tag = getattr(token, "tag", None)
         if tag and tag not in TAGS:
             shown = tag.replace("tag:yaml.org,2002:", "!!")

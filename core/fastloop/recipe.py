@@ -70,6 +70,10 @@ class Train:
         option("When to save what --resume needs: 'epoch', a number of steps, or null: only when asked (Ctrl-C)."),
     ] = "epoch"
     keep_checkpoints: Annotated[int, option("Newest checkpoints kept.", ge=1)] = 1
+    on_save_error: Annotated[
+        Literal["continue", "stop"],
+        option("When a checkpoint cannot be written (disk full, quota): say so, train on and try again at the next save, or end the run."),
+    ] = "continue"
     device: Annotated[Literal["auto", "cpu"], option("'auto' takes the accelerator when there is one.")] = "auto"
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,9 +17,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fastloop import checkpoint, secrets
-from fastloop.errors import CheckpointError, PluginError
+from fastloop.errors import CheckpointError, NoCheckpoint, PluginError, SaveError
 from fastloop.regions import region
-from fastloop.state import INTERRUPTED, State
+from fastloop.state import State
 
 if TYPE_CHECKING:
     from fastloop.run import Run
@@ -28,12 +30,14 @@ SAME = ("seed", "batch_size", "lr", "optimizer", "weight_decay", "clip_norm")
 """Keys of ``train`` that a resumed run cannot change: its checkpoint's numbers come from them."""
 
 
-def save(run: Run) -> Path:
+def save(run: Run) -> None:
     """Write a checkpoint of everything that going on needs, and remove the oldest beyond ``train.keep_checkpoints``.
 
     Raises:
         PluginError: A plugin's state holds what cannot be saved.
+        SaveError: It cannot be written, and ``train.on_save_error`` says stop.
     """
+    wait_for_writing(run)
     accelerator, scheduler = run.accelerator, run.scheduler
     with run.clock("save"), region("save"):
         state = {
@@ -49,13 +53,66 @@ def save(run: Run) -> Path:
         }
         path = run.folder / "checkpoints" / f"step-{run.state.step:08d}"
         try:
-            checkpoint.write(path, run.hooks.model_state(run=run), state, run.is_main)
+            run.writing = run.hooks.write_checkpoint(run=run, folder=path, model=run.hooks.model_state(run=run), state=state)
         except TypeError as error:
             raise PluginError(f"save_state: {error}") from error
-        if run.is_main:
-            checkpoint.rotate(run.folder, run.recipe.train.keep_checkpoints, run.state.step)
-        run.wait()
-    return path
+        run.writing_step = run.state.step
+    run.agree()
+    run.state.save_requested = False  # by a signal that came meanwhile: it is done
+
+
+def write(run: Run, path: Path, model: dict[str, Tensor], state: dict[str, Any]) -> None:
+    """Write a checkpoint, and then remove the oldest.
+
+    Raises:
+        SaveError: It cannot be written; the oldest stay.
+        TypeError: ``state`` holds what cannot be saved.
+    """
+    checkpoint.write(path, model, state, run.is_main)
+    if run.is_main:
+        checkpoint.rotate(run.folder, run.recipe.train.keep_checkpoints, int(path.name.removeprefix("step-")))
+
+
+def wait_for_writing(run: Run) -> None:
+    """Wait for the checkpoint that this process is writing; ``run.agree`` acts on a failure."""
+    if run.writing is not None:
+        with run.clock("save"):
+            futures.wait([run.writing])
+        look(run)
+
+
+def look(run: Run) -> None:
+    """See what came of the checkpoint that this process was writing, when that is over."""
+    if run.writing is None or not run.writing.done():
+        return
+    error, run.writing = run.writing.exception(), None
+    if error is None:
+        run.saved_at = run.writing_step
+    elif isinstance(error, SaveError):
+        run.save_failure = str(error)
+    else:
+        raise error
+
+
+def find(run: Run, path: Path) -> tuple[Path, list[str]] | None:
+    """What ``--resume PATH`` goes on from, and what was passed over; None: the run's own folder holds no checkpoint yet, so it begins.
+
+    Raises:
+        CheckpointError: ``PATH`` is another folder and holds none; none is whole; or the run is over and kept none.
+    """
+    try:
+        return checkpoint.find(path)
+    except NoCheckpoint:
+        if path.resolve() != run.folder.resolve():
+            raise
+        try:
+            over = json.loads((path / "summary.json").read_text())["status"] == "completed"
+        except (OSError, ValueError, KeyError, TypeError):
+            over = False
+        if over:
+            raise CheckpointError(f"{path}: no checkpoint, and the run is complete. Train it anew without --resume.") from None
+    log.warning("%s: no checkpoint yet: the run begins at the beginning", path)
+    return None
 
 
 def load(run: Run, path: Path, skipped: list[str]) -> None:
@@ -86,8 +143,9 @@ def load(run: Run, path: Path, skipped: list[str]) -> None:
         if part is not None:
             part.load_state_dict(saved[name])
     run.state = State(**saved["state"])
-    if run.state.stop_reason == INTERRUPTED or any(saved["recipe"][key] != recipe[key] for key in ("train", "plugins")):
+    if run.interrupted or any(saved["recipe"][key] != recipe[key] for key in ("train", "plugins")):
         run.state.stop_reason = None  # other epochs or plugins: what stopped it then may not stop it now
+    run.saved_at = run.state.step
     run.clock.seconds |= saved["clock"] | {"startup": run.clock.seconds["startup"]}
     for plugin, call in run.resolution.each("load_state"):
         if plugin.name not in saved["plugins"]:

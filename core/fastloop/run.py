@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import _thread
 import logging
+import os
 import signal
+import sys
+import threading
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent import futures
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from time import perf_counter
@@ -12,14 +17,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from accelerate.utils import send_to_device, set_seed
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
-from fastloop import checkpoint, folder, loop, resume
+from fastloop import checkpoint, folder, launch, loop, resume
 from fastloop.accelerator import build_accelerator, micro_batches
 from fastloop.clock import Clock
 from fastloop.data import Loader
-from fastloop.errors import PluginError, ProcessLost, RecipeError
+from fastloop.errors import PluginError, ProcessLost, RecipeError, SaveError
 from fastloop.hooks import Resolution
 from fastloop.recipe import Recipe
 from fastloop.regions import each, region
@@ -59,7 +65,11 @@ class Run:
         scheduler: Stepped by the loop, never prepared by Accelerate (which would step it once a process).
         metrics: The task's metrics, or None.
         trained: Whether training is over, and plugins may put other weights in place.
-        asked_to_end: Whether Ctrl-C was pressed; ``agree`` acts on it.
+        signalled: The signal that asked this process to end; ``agree`` acts on it.
+        writing: The checkpoint being written on this process; ``agree`` acts on its failure.
+        saved_at: Step of the newest checkpoint that is known to be there; None: there is none.
+        save_failure: What could not be saved, until ``agree`` acts on it.
+        save_errors: How many saves failed, on any process.
         host_group: The processes' group for what is on the CPU; None: the default one, or there is one process.
         total_steps: Optimizer steps of the whole run; None for data of unknown length without ``max_steps``.
         clock: Seconds by what they were spent on.
@@ -72,11 +82,19 @@ class Run:
         started = perf_counter()
         self.recipe, self.resolution, self.hooks = recipe, resolution, resolution.hooks
         self.state, self.folder = State(), Path(recipe.output)
-        self.trained, self.asked_to_end, self.world_size = False, False, 1
+        self.trained, self.world_size = False, 1
+        self.signalled: str | None = None
+        self._told: threading.Event | None = None
+        self.writing: futures.Future[None] | None = None
+        self.writing_step = 0
+        self.saved_at: int | None = None
+        self.save_failure: str | None = None
+        self.save_errors = 0
+        self.lock: folder.Lock | None = None
         with resolution.blaming(), self._connected():
             self.hooks.check_recipe(recipe=recipe)
-            folder.check(self, resume_from)
-            self.found = checkpoint.find(resume_from) if resume_from is not None else None
+            self.found = resume.find(self, resume_from) if resume_from is not None else None
+            folder.check(self)
             self._build_accelerator()
             set_seed(recipe.train.seed)
             self._build_loaders()
@@ -227,15 +245,29 @@ class Run:
             torch.distributed.barrier(group=self.host_group)
 
     def agree(self) -> None:
-        """Make requests the same on all processes: what one was asked for, all do. Ctrl-C counts from here on."""
-        state, asked = self.state, self.asked_to_end
+        """Make requests the same on all processes: what one was asked for, all do. Signals, and saves that failed, count from here on.
+
+        Raises:
+            SaveError: A save failed on one of them, and ``train.on_save_error`` says stop.
+        """
+        state, signalled = self.state, self.signalled
+        resume.look(self)
+        failure, self.save_failure = self.save_failure, None
         if self.world_size > 1:
-            wishes = torch.tensor([asked, state.stop_reason is not None, state.evaluate_requested, state.save_requested], dtype=torch.int64)
-            asked, stop, state.evaluate_requested, state.save_requested = map(bool, self.sum_over_processes(wishes).tolist())
-            if stop:
-                state.stop_reason = next(reason for reason in self.gather(state.stop_reason) if reason is not None)
-        if asked and not self.trained:
-            state.stop_reason = INTERRUPTED
+            reasons = (signalled, failure, state.stop_reason)
+            wishes = torch.tensor([*(reason is not None for reason in reasons), state.evaluate_requested, state.save_requested])
+            *any_reason, state.evaluate_requested, state.save_requested = map(bool, self.sum_over_processes(wishes.long()).tolist())
+            if any(any_reason):
+                signalled, failure, state.stop_reason = (next(filter(None, each), None) for each in zip(*self.gather(reasons), strict=True))
+        if failure is not None:
+            self.save_errors += 1
+            if self.recipe.train.on_save_error == "stop":
+                raise SaveError(f"{failure}. Make room, and go on with --resume.")
+            log.warning("%s. Training goes on; what was saved before is whole", failure)
+        if signalled is not None and not self.trained:
+            if self._told is not None:
+                self._told.wait(1)
+            state.stop_reason = f"{INTERRUPTED} by {signalled}"
             state.request_save()
 
     def step_was_skipped(self) -> bool:
@@ -256,9 +288,10 @@ class Run:
         return not self.stopping() if sampler is None else self.state.epoch_samples >= sampler.size
 
     @property
-    def interrupted(self) -> bool:
-        """Whether the run was asked to end at once: no further evaluation, no export."""
-        return self.state.stop_reason == INTERRUPTED
+    def interrupted(self) -> str | None:
+        """The signal by which the run was asked to end: no further evaluation, no export. None: it was not."""
+        reason = self.state.stop_reason or ""
+        return reason.rpartition(" ")[2] if reason.startswith(INTERRUPTED) else None
 
     def stopping(self) -> bool:
         """Whether training ends after this step."""
@@ -297,22 +330,35 @@ class Run:
         Raises:
             FastloopError: The run failed; the summary says so too.
         """
-        with self.resolution.blaming(), self._connected():
-            if self.found is not None:
-                resume.load(self, *self.found)
-            folder.make(self)
-            self.wait()
+        try:
+            with self.resolution.blaming(), self._connected():
+                if self.found is not None:
+                    resume.load(self, *self.found)
+                folder.make(self)
+                self.wait()
+            return self._execute()
+        finally:
+            if self.lock is not None:
+                self.lock.release()
+
+    def _execute(self) -> dict[str, Any]:
         try:
             with self.resolution.blaming(), self._connected():
                 loop.fit(self)
                 if not self.interrupted:
                     if "test" in self.eval_loaders:
                         loop.evaluate(self, "test")
-                    self.hooks.export_model(run=self, folder=self.folder / "model")
+                    self._export()
                 self._tell_disabled()  # no process ends while another still needs it
         except BaseException as error:
+            at_once = isinstance(error, KeyboardInterrupt | SystemExit)
+            if self.writing is not None and not at_once:
+                futures.wait([self.writing])  # the run can go on from it
             self.hooks.on_exception(run=self, error=error)
-            folder.summarise(self, "failed", str(error) or type(error).__name__)
+            try:
+                folder.summarise(self, "stopped" if at_once else "failed", str(error) or type(error).__name__)
+            except SaveError as another:
+                log.error("%s", another)  # what came first counts for more
             raise
         finally:
             for loader in (self.train_loader, *self.eval_loaders.values()):
@@ -327,6 +373,12 @@ class Run:
                 if name not in known:
                     known[name] = f"process {rank}: {why}"
                     log.warning("%s. It was disabled there", known[name])
+
+    def _export(self) -> None:
+        try:
+            self.hooks.export_model(run=self, folder=self.folder / "model")
+        except (OSError, SafetensorError) as error:
+            raise SaveError(f"{self.folder / 'model'} was not written: {error}. Make room, and go on with --resume.") from error
 
     def close(self) -> None:
         """Leave the group of processes, when nothing is to be run in it any more."""
@@ -345,29 +397,39 @@ class Run:
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """While inside, Ctrl-C saves at the step's end and stops; a second one stops at once.
+        """While inside, Ctrl-C, SIGTERM and SIGUSR1 save at the step's end and stop; the same one once more stops at once.
 
         When training is over there is nothing left to save, so the first one lets the test and the export end.
         """
-        first = 0.0
+        first: dict[int, float] = {}
+        over = threading.Event()
+        launched = self.world_size > 1 or "LOCAL_RANK" in os.environ
 
         def ask(signum: int, frame: Any) -> None:
-            nonlocal first
-            if self.asked_to_end and (self.world_size == 1 or perf_counter() - first > 1):  # launchers pass on what a terminal sent already
-                raise KeyboardInterrupt
-            if self.asked_to_end:
-                return
-            self.asked_to_end, first = True, perf_counter()
-            if self.trained:
-                log.warning("interrupted: training is over, what is left of the run is finished (once more to stop at once)")
-            else:
-                log.warning("interrupted: saving at the end of this step (once more to stop at once)")
+            if signum in first and launched and perf_counter() - first[signum] < 1:
+                return  # launchers pass on what a terminal or a scheduler sent to all already
+            if signum in first:
+                launch.stop_now(signum, frame)
+            first[signum] = perf_counter()
+            if self.signalled is None:
+                self._told = told = threading.Event()
+                self.signalled = signal.Signals(signum).name
+                _thread.start_new_thread(self._stop_in_time, (told, over))  # a handler may neither print nor wait for a lock
 
-        previous = signal.signal(signal.SIGINT, ask)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, previous)
+        with launch.on_signals(ask):
+            try:
+                yield
+            finally:
+                over.set()
+
+    def _stop_in_time(self, told: threading.Event, over: threading.Event) -> None:
+        """In a thread, once a signal came: say what it does, and see that the process ends."""
+        what = "training is over, what is left of the run is finished" if self.trained else "saving at the end of this step"
+        log.warning("%s by %s: %s (once more to stop at once)", INTERRUPTED, self.signalled, what)
+        told.set()
+        if not over.wait(launch.STOP_WITHIN) and not self.trained:
+            print(f"error: process {self.rank} did not stop within {launch.STOP_WITHIN:g} seconds: ended.", file=sys.stderr, flush=True)
+            os._exit(launch.STOPPED)
 
 
 def _train_mode(model: nn.Module) -> None:

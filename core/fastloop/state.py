@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torch import Generator, Tensor
 
 INTERRUPTED = "interrupted"
-"""The ``stop_reason`` of a run that is to go on later."""
+"""What the ``stop_reason`` of a run begins with that is to go on later; the signal's name follows."""
 
 
 @dataclass

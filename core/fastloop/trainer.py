@@ -104,7 +104,7 @@ class Trainer:
         loss: ``loss(predictions, targets)``, such as ``torch.nn.functional.cross_entropy``.
         metrics: Name -> torchmetrics metric, updated with ``(predictions, targets)``.
         output: The run folder.
-        resume: A run folder or checkpoint to go on from; True means ``output``.
+        resume: A run folder or checkpoint to go on from; True means ``output``, and the beginning where that holds no checkpoint yet.
         train: Any key of a recipe's ``train``: ``epochs``, ``lr``, ``seed``, ``clip_norm``, ...
 
     Raises:

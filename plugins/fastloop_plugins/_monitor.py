@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from fastloop import UsageError
@@ -10,6 +12,8 @@ from fastloop.errors import did_you_mean
 
 if TYPE_CHECKING:
     from fastloop import Run
+
+logger = logging.getLogger("fastloop")
 
 FALLING = ("loss", "perplexity", "error", "mae", "mse", "rmse")
 """Metrics that are better when smaller, for ``mode: auto``; a name that ends in one of them counts too."""
@@ -34,9 +38,17 @@ class Monitor:
         if self.name not in (names := run.metric_names()):
             raise UsageError(f"{where}: the evaluation has no metric {self.name!r}.{did_you_mean(self.name, names)}")
 
+    def read(self, metrics: Mapping[str, float]) -> float:
+        """The metric of an evaluation; NaN, and said, where that has none."""
+        value = metrics.get(self.name, math.nan)
+        if not math.isfinite(value):
+            found = metrics.get(self.name, "missing")
+            logger.warning("%s: the evaluation's %s is %s, which counts for nothing", self.plugin, self.name, found)
+        return value
+
     def better(self, new: float, old: float | None, by: float = 0.0) -> bool:
-        """Whether ``new`` beats ``old`` by more than ``by``. NaN beats nothing, and anything else beats None."""
-        if math.isnan(new):
+        """Whether ``new`` beats ``old`` by more than ``by``. NaN and infinities beat nothing, and any number beats None."""
+        if not math.isfinite(new):
             return False
         if old is None:
             return True

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastloop import Plugin, UsageError, hookimpl, option
+from fastloop.errors import SaveError
 from fastloop_plugins._monitor import Monitor
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class CheckpointBest(Plugin):
         super().__init__(**options)
         self.monitor = Monitor(self.name, self.config.monitor, self.config.mode)
         self.kept: list[tuple[int, float]] = []  # (step, value), best first
-        self.saved: list[tuple[int, float]] = []  # the same as of the newest resume checkpoint, which must find its folders
+        self.saved: dict[int, list[int]] = {}  # step of a resume checkpoint -> steps of the best then: it must find their folders
 
     @hookimpl
     def check_run(self, run: Run) -> None:
@@ -57,13 +58,14 @@ class CheckpointBest(Plugin):
             if wrong := checkpoint.damage(run.folder / self.path(step)):
                 logger.warning("checkpoint-best: %s is lost: %s", self.path(step), wrong)
                 self.kept.remove((step, value))
+                run.state.best = self.best()
         self.tidy(run)  # a killed run may have kept more than its newest checkpoint knows
 
     @hookimpl(wrapper=True)
     def evaluate(self, run: Run, split: str) -> Generator[None, dict[str, float], dict[str, float]]:
         metrics = yield
         if split == "evaluate":
-            self.consider(run, metrics[self.monitor.name])
+            self.consider(run, self.monitor.read(metrics))
         return metrics
 
     @hookimpl
@@ -78,18 +80,18 @@ class CheckpointBest(Plugin):
         if wrong := checkpoint.damage(path):
             raise UsageError(f"{path}: the best weights cannot be used: {wrong}.")
         run.hooks.load_model_state(run=run, state=checkpoint.read(path)[0])
-        self.saved = []
+        self.saved = {}
         self.tidy(run)
 
     @hookimpl
-    def save_state(self) -> dict[str, Any]:
-        self.saved = list(self.kept)
-        return {"kept": self.kept}
+    def save_state(self, run: Run) -> dict[str, Any]:
+        if run.is_main:
+            self.saved[run.state.step] = [*self.saved.get(run.state.step, ()), *(step for step, _ in self.kept)]
+        return {"kept": self.kept, "saved": self.saved}
 
     @hookimpl
     def load_state(self, run: Run, state: dict[str, Any]) -> None:
-        self.kept = state["kept"]
-        self.saved = list(self.kept)
+        self.kept, self.saved = state["kept"], state["saved"]
 
     @staticmethod
     def path(step: int) -> str:
@@ -106,18 +108,33 @@ class CheckpointBest(Plugin):
             return
         weights = run.weights()
         if run.is_main:
-            checkpoint.write(run.folder / self.path(step), weights, {"step": step, "value": value})
+            try:
+                checkpoint.write(run.folder / self.path(step), weights, {"step": step, "value": value})
+            except SaveError as error:
+                run.save_failure = str(error)
+        if any(run.gather(run.save_failure)):  # it is not kept: on all processes
+            return
         place = next((index for index, (_, old) in enumerate(self.kept) if self.monitor.better(value, old)), len(self.kept))
         self.kept.insert(place, (step, value))
         del self.kept[self.config.keep :]
         self.tidy(run)
-        run.state.best = {"step": self.kept[0][0], "value": self.kept[0][1], "path": self.path(self.kept[0][0])}
+        run.state.best = self.best()
+
+    def best(self) -> dict[str, Any] | None:
+        """For ``run.state``."""
+        return {"step": self.kept[0][0], "value": self.kept[0][1], "path": self.path(self.kept[0][0])} if self.kept else None
 
     def tidy(self, run: Run) -> None:
         """Remove what is no longer among the best; only after the new one is whole."""
         if not run.is_main:
             return
-        names = {self.path(step).rpartition("/")[2] for step, _ in (*self.kept, *self.saved)}
-        for folder in (run.folder / "checkpoints").glob("*best-*"):
-            if folder.name not in names:
-                shutil.rmtree(folder)
+        from fastloop import checkpoint
+
+        there = [int(path.name.removeprefix("step-")) for path in checkpoint.checkpoints(run.folder)]
+        self.saved = {step: best for step, best in self.saved.items() if step in there or step > max(there, default=-1)}  # or under way
+        wanted = {step for step, _ in self.kept}.union(*self.saved.values())
+        folders = run.folder / "checkpoints"
+        numbered = [folder for folder in folders.glob("best-*") if folder.name.removeprefix("best-").isdecimal()]
+        unwanted = [folder for folder in numbered if int(folder.name.removeprefix("best-")) not in wanted]
+        for folder in (*unwanted, *folders.glob(".best-*.partial")):
+            shutil.rmtree(folder, ignore_errors=True)

@@ -156,9 +156,10 @@ class Compile(Plugin):
     @hookimpl(wrapper=True)
     def evaluate(self) -> Generator[None, Any, Any]:
         before = seconds()
-        result = yield
-        self.while_evaluating += seconds() - before
-        return result
+        try:
+            return (yield)
+        finally:
+            self.while_evaluating += seconds() - before
 
     @hookimpl
     def write_summary(self, summary: dict[str, Any]) -> None:

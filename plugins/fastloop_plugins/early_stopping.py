@@ -8,6 +8,7 @@ It ends with the weights that it has then; ``checkpoint-best`` puts the best one
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -49,8 +50,8 @@ class EarlyStopping(Plugin):
     def after_evaluate(self, run: Run, split: str, metrics: dict[str, float]) -> None:
         if split != "evaluate":
             return
-        value, threshold = metrics[self.monitor.name], self.config.threshold
-        if threshold is not None and not self.monitor.better(threshold, value):
+        value, threshold = self.monitor.read(metrics), self.config.threshold
+        if threshold is not None and math.isfinite(value) and not self.monitor.better(threshold, value):
             run.state.request_stop(f"early-stopping: {self.monitor.name} {value:.6g} reached {threshold:g}")
         if self.monitor.better(value, self.best, by=self.config.min_delta):
             self.best, self.waited = value, 0

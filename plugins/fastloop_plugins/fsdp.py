@@ -122,11 +122,12 @@ class FSDP(Plugin):
     def evaluate(self, run: Run) -> Generator[None, Any, Any]:
         from torch.distributed.fsdp import FSDPModule
 
-        result = yield
-        for module in run.unwrapped().modules():  # no backward pass let the gathered weights go, and others may be put in place now
-            if isinstance(module, FSDPModule):
-                module.reshard()
-        return result
+        try:
+            return (yield)
+        finally:
+            for module in run.unwrapped().modules():  # no backward pass let the gathered weights go, and others may be put in place now
+                if isinstance(module, FSDPModule):
+                    module.reshard()
 
 
 @contextmanager

@@ -8,6 +8,7 @@ A log point has the mean loss of the steps since the last one. A resumed run goe
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -24,6 +25,13 @@ if TYPE_CHECKING:
     from fastloop.recipe import Recipe
 
 logger = logging.getLogger("fastloop")
+
+
+class _LogFile(logging.FileHandler):
+    """Stays quiet when the disk is full: that is said on the console."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        pass
 
 
 class Log(Plugin):
@@ -43,8 +51,9 @@ class Log(Plugin):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.losses: list[Tensor] = []  # of the steps since the last log point; read together, so the device is waited for once
-        self.offset = 0
-        self.metrics: IO[str] | None = None
+        self.offset = 0  # where the last line that was written ends
+        self.lost = False
+        self.metrics: IO[bytes] | None = None
         self.handler: logging.Handler | None = None
 
     @classmethod
@@ -57,10 +66,10 @@ class Log(Plugin):
             return
         path = run.folder / "metrics.jsonl"
         path.touch()
-        self.metrics = path.open("r+")
+        self.metrics = path.open("r+b")
         self.metrics.truncate(min(self.offset, path.stat().st_size))  # what a killed run wrote after its last checkpoint happens again
-        self.metrics.seek(0, os.SEEK_END)
-        self.handler = logging.FileHandler(run.folder / "log.txt")
+        self.offset = self.metrics.seek(0, os.SEEK_END)
+        self.handler = _LogFile(run.folder / "log.txt")
         self.handler.setFormatter(secrets.Formatter("%(asctime)s %(levelname)s %(message)s"))
         logger.addHandler(self.handler)
         self.mark = (run.clock.read("train"), run.state.samples, run.state.tokens)
@@ -93,7 +102,7 @@ class Log(Plugin):
 
     @hookimpl
     def save_state(self, run: Run) -> dict[str, Any]:
-        return {"offset": self.metrics.tell() if self.metrics else 0, "losses": [float(loss) for loss in self.losses]}
+        return {"offset": self.offset, "losses": [float(loss) for loss in self.losses]}
 
     @hookimpl
     def load_state(self, run: Run, state: dict[str, Any]) -> None:
@@ -112,13 +121,20 @@ class Log(Plugin):
             return
         epoch = run.state.epoch + (run.state.epoch_samples > 0)
         finite = {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in values.items()}
-        self.metrics.write(json.dumps({"step": run.state.step, "epoch": epoch} | finite) + "\n")
-        self.metrics.flush()
+        try:
+            self.metrics.write((json.dumps({"step": run.state.step, "epoch": epoch} | finite) + "\n").encode())
+            self.metrics.flush()  # what a full disk does not take is tried again with the next line
+            self.offset = self.metrics.tell()
+        except OSError as error:
+            if not self.lost:
+                logger.warning("log: %s cannot be written: %s. Lines may be lost", run.folder / "metrics.jsonl", error)
+            self.lost = True
 
     def close(self) -> None:
         """Let go of both files."""
         if self.metrics is not None:
-            self.metrics.close()
+            with contextlib.suppress(OSError):
+                self.metrics.close()
             self.metrics = None
         if self.handler is not None:
             logger.removeHandler(self.handler)

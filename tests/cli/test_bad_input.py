@@ -106,7 +106,6 @@ RECIPES: dict[str, tuple[list[tuple[str, Any]], list[str], list[str]]] = {
     "an override of a plugin that is not listed": ([], ["plugins.amp.dtype=bf16"], ["amp", "--with amp"]),
     "with an unknown plugin": ([], ["--with", "ampp"], ["ampp", "Did you mean 'amp'?"]),
     "without an unknown plugin": ([], ["--without", "ampp"], ["ampp", "Did you mean 'amp'?"]),
-    "resume without a checkpoint": ([], ["--resume"], ["out/run", "no checkpoint"]),
     "resume from nowhere": ([], ["--resume", "nowhere"], ["nowhere", "no checkpoint"]),
     "extends a recipe that is not there": ([("extends", "base.yaml")], [], ["base.yaml", "no such file"]),
     "a hub model without a hub": ([("model", {"name": "distilbert-base-uncased"})], [], ["distilbert-base-uncased", "model.name"]),

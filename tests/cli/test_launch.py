@@ -174,7 +174,7 @@ def test_a_killed_process_ends_all_and_the_run_goes_on_to_the_same_bits():
 def test_ctrl_c_saves_once_and_says_how_to_go_on():
     done = do(*FASTLOOP, *TRAIN, "data.arguments={fault: launcher interrupt0}", "--nproc", "2")
     assert done.returncode == 130, done.stderr
-    assert done.stdout.count("interrupted: saving at the end of this step") == 1
+    assert done.stdout.count("interrupted by SIGINT: saving at the end of this step") == 1
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("Stopped and saved at step ")]
     assert line.endswith("--nproc 2 --resume")
     step = int(line.split()[5].rstrip("."))

@@ -97,6 +97,7 @@ SAVE = """
         optimizer_state
         save_state
         model_state
+        write_checkpoint
 """
 EPOCH = f"""
     before_epoch

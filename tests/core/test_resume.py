@@ -288,10 +288,10 @@ def test_saved_and_evaluated_by_epoch(train):
     assert record(Path("run"), Path("run.ledger")) == record(Path("whole"), Path("whole.ledger"))
 
 
-def test_killed_before_the_first_checkpoint_there_is_nothing_to_resume(train):
+def test_killed_before_the_first_checkpoint_it_begins_again(train, caplog):
     train("run", [], Dies("in a step", 2))
-    with pytest.raises(CheckpointError, match="run: no checkpoint to resume from"):
-        train("run", [], resume=True)
+    assert len(train("run", [], resume=True).losses) == 27
+    assert "run: no checkpoint yet: the run begins at the beginning" in caplog.text
 
 
 # -- Ctrl-C ---------------------------------------------------------------------------------------------------------------
@@ -358,7 +358,7 @@ def test_ctrl_c_saves_at_the_end_of_the_step_and_the_resumed_run_is_the_same(tra
     arguments = {"evaluate_every": every, "save_every": None}
     train("whole", ["checkpoint-best"], **arguments)
     stopped = train("run", ["checkpoint-best", Interrupts(moment, step)], **arguments)
-    assert (stopped.summary["status"], stopped.summary["reason"]) == ("stopped", "interrupted")
+    assert (stopped.summary["status"], stopped.summary["reason"]) == ("stopped", "interrupted by SIGINT")
     assert stopped.summary["steps"] == step + (moment == "in a step")
     assert not Path("run/model").exists()
     train("run", ["checkpoint-best"], resume=True, **arguments)
@@ -394,7 +394,7 @@ def test_a_second_ctrl_c_stops_at_once(train, interruptible):
     with pytest.raises(KeyboardInterrupt):
         train("run", [Interrupts("in a step", 13, times=2)])
     summary = json.loads(Path("run/summary.json").read_text())
-    assert (summary["status"], summary["reason"], summary["steps"]) == ("failed", "KeyboardInterrupt", 13)
+    assert (summary["status"], summary["reason"], summary["steps"]) == ("stopped", "KeyboardInterrupt", 13)
     train("run", [], resume=True)
     train("whole", [])
     assert record(Path("run"), Path("run.ledger")) == record(Path("whole"), Path("whole.ledger"))

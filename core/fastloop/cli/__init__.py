@@ -48,7 +48,7 @@ app.add_typer(new.new, name="new")
 
 
 def main() -> None:
-    """Run the command line. Exit codes: 0 done, 1 the run failed, 2 what was asked is wrong, 130 interrupted."""
+    """Run the command line. Exit codes: 0 done, 1 the run failed, 2 what was asked is wrong, 75 stopped by a signal, 130 interrupted."""
     arguments = train.with_resume_value(sys.argv[1:])
     try:
         app(arguments)
@@ -59,6 +59,12 @@ def main() -> None:
             print(secrets.hide("".join(traceback.format_exception(error.__cause__))), end="", file=sys.stderr)
         print(f"error: {secrets.hide(str(error))}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except launch.Stopped as stop:
+        if launch.rank() == 0:
+            print(f"stopped by {stop}", file=sys.stderr)
+        if launch.world_size() > 1:
+            launch.leave(launch.STOPPED)
+        raise
     except KeyboardInterrupt:
         if launch.rank() == 0:
             print("interrupted", file=sys.stderr)

@@ -105,7 +105,7 @@ def look(recipe: Recipe, folder: Path, window: Window, never: list[str]) -> None
         with run.interruptible():
             run.execute()
         run.close()
-    if run.interrupted:
+    if run.interrupted is not None:
         raise KeyboardInterrupt
     if not run.is_main:
         return

@@ -32,7 +32,11 @@ def train(
     without: Without = "",
     resume: Annotated[
         str | None,
-        typer.Option(metavar="[PATH]", help="Go on from the newest checkpoint of the output folder, of PATH, or from PATH itself."),
+        typer.Option(
+            metavar="[PATH]",
+            help="Go on from the newest checkpoint of PATH, or from PATH itself. Without PATH: of the output folder, "
+            "and from the beginning where that has none yet.",
+        ),
     ] = None,
     nproc: Annotated[int | None, typer.Option(min=1, metavar="N", help="Start N processes on this machine.")] = None,
     nnodes: Annotated[int, typer.Option(min=1, metavar="K", help="Machines that start N processes each.")] = 1,
@@ -42,7 +46,11 @@ def train(
         bool, typer.Option("--trace-hooks", help="Print which plugin did what, how often, and how long it took.")
     ] = False,
 ) -> None:
-    """Train a recipe: writes the run folder and prints its summary."""
+    """Train a recipe: writes the run folder and prints its summary.
+
+    SIGTERM, SIGUSR1 and Ctrl-C save at the end of the step and stop; a second one stops at once. Exit codes: 0 done; 1 the run failed;
+    2 what was asked is wrong; 75 stopped by SIGTERM or SIGUSR1, to be started again with --resume; 130 stopped by Ctrl-C.
+    """
     from fastloop.cli.messages import show_messages
     from fastloop.recipe import load_recipe
     from fastloop.registry import resolve, select
@@ -55,25 +63,28 @@ def train(
         resumed = [] if resume is None else [f"--resume={resume}"]
         raise typer.Exit(launch.launch([*command, *resumed], nproc, nnodes, node_rank, master, Path(loaded.output)))
     launch.end_with_launcher()
-    show_messages()
-    launch.start_again(select(loaded).environment(loaded))
-    resolution = resolve(loaded)
-    from fastloop.run import Run  # here, so that what is wrong with a recipe is said before torch is loaded
+    with launch.on_signals(launch.stop_now):
+        show_messages()
+        launch.start_again(select(loaded).environment(loaded))
+        resolution = resolve(loaded)
+        from fastloop.run import Run  # here, so that what is wrong with a recipe is said before torch is loaded
 
-    run = Run(loaded, resolution, Path(resume or loaded.output) if resume is not None else None)
-    with run.interruptible():
-        summary = run.execute()
-    run.close()
-    if run.is_main:
-        if trace_hooks:
-            show_calls(resolution)
-        show_summary(summary, run.folder)
-        if run.interrupted:
-            again = " ".join(filter(None, ["fastloop", *command, launch.options(), "--resume"]))
-            typer.echo(secrets.hide(f"Stopped and saved at step {run.state.step}. Go on with: {again}"))
-    code = launch.INTERRUPTED if run.interrupted else 0
-    if run.world_size > 1:
-        launch.leave(code)
+        run = Run(loaded, resolution, Path(resume or loaded.output) if resume is not None else None)
+        with run.interruptible():
+            summary = run.execute()
+            if run.is_main:
+                if trace_hooks:
+                    show_calls(resolution)
+                show_summary(summary, run.folder)
+                if run.interrupted:
+                    again = " ".join(filter(None, ["fastloop", *command, launch.options(), "--resume"]))
+                    saved = "and saved" if run.saved_at == run.state.step else f"(newest checkpoint: {run.saved_at})"
+                    typer.echo(secrets.hide(f"Stopped {saved} at step {run.state.step}. Go on with: {again}"))
+            run.wait()  # launchers end the others when the first leaves with a code other than 0
+            run.close()
+            code = launch.stop_code(run.interrupted) if run.interrupted else 0
+            if run.world_size > 1:
+                launch.leave(code)
     raise typer.Exit(code)
 
 

@@ -140,7 +140,8 @@ class Stops(Plugin):
 
     @hookimpl
     def after_step(self, run: Run) -> None:
-        run.asked_to_end |= run.state.step == STOPS_AT
+        if run.state.step == STOPS_AT:
+            run.signalled = "SIGINT"
 
 
 class Dies(Plugin):

@@ -1,0 +1,534 @@
+"""Whatever happens to a save, the checkpoint before it is whole, and what is not whole never passes for it."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Iterator
+from itertools import repeat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import tiny_model
+from saving_kit import Forked, mounted, record, said, steps, summary, times, together, train, until, write_recipe
+
+from fastloop import Plugin, RecipeError, hookimpl
+from fastloop.checkpoint import MANIFEST, damage, find, read, write
+from fastloop.errors import CheckpointError, SaveError
+from fastloop.folder import Lock
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 3 MB."""
+    with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "size=3m", "none") as folder:
+        yield folder
+
+
+class Fills(Plugin):
+    """Fills a disk to the last byte after one step, and makes room after another."""
+
+    name = "fills"
+
+    def __init__(self, folder: Path, full: int, room: int) -> None:
+        super().__init__()
+        self.file, self.full, self.room = folder / "filler", full, room
+
+    @hookimpl
+    def before_step(self, run: Any) -> None:
+        if run.state.step == self.full:
+            fill(self.file)
+        if run.state.step == self.room:
+            self.file.unlink()
+
+
+def fill(path: Path) -> None:
+    """Until nothing goes in any more."""
+    with path.open("wb", buffering=0) as file:
+        for size in (65536, 1):
+            with pytest.raises(OSError, match="No space left on device"):
+                deque(map(file.write, repeat(b"x" * size)), maxlen=0)
+
+
+def save(step: int, run: str = "run") -> Path:
+    """A checkpoint of which every number is ``step``."""
+    value = torch.full((20000,), float(step))
+    return write(Path(run) / "checkpoints" / f"step-{step:08d}", {"weight": value}, {"step": step, "moment": value})
+
+
+def whole(run: str = "run") -> int:
+    """The step of the checkpoint that is found; all of it is of that step."""
+    model, state = read(find(Path(run))[0])
+    assert model["weight"].eq(state["step"]).all()
+    assert state["moment"].eq(state["step"]).all()
+    return state["step"]
+
+
+# -- kills -----------------------------------------------------------------------------------------------------------------------
+
+KILLS = """
+import os, random, signal, sys, time
+from pathlib import Path
+import torch
+from fastloop.checkpoint import find, read, rotate, write
+
+torch.set_num_threads(1)
+kills, processes, background = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "async"
+run, chance, step = Path("run"), random.Random(int(sys.argv[4])), 0
+
+
+def save_for_ever(rank, step, said):
+    shards = lambda value: value
+    if processes > 1:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import distribute_tensor, Shard
+        torch.distributed.init_process_group("gloo", init_method=f"file://{os.getcwd()}/meeting", rank=rank, world_size=processes)
+        mesh = init_device_mesh("cpu", (processes,))
+        shards = lambda value: distribute_tensor(value, mesh, [Shard(0)], src_data_rank=None)
+    while True:
+        step += 1
+        value = shards(torch.full((20000,), float(step)))
+        for again in range(1 + step % 2):  # every other step twice, as at the end of an epoch
+            write(run / "checkpoints" / f"step-{step:08d}", {"weight": value}, {"step": step, "moment": value}, rank == 0)
+            if rank == 0:
+                rotate(run, 1, step)
+                os.write(said, b"~")
+
+
+def save_in_the_background(step, said):
+    import threading
+    while True:
+        step += 1
+        value = torch.full((20000,), float(step))
+        path = run / "checkpoints" / f"step-{step:08d}"
+        thread = threading.Thread(target=write, args=(path, {"weight": value}, {"step": step, "moment": value}))
+        thread.start()
+        thread.join()
+        rotate(run, 1, step)
+        os.write(said, b"~")
+
+
+survived = 0
+for trial in range(kills):
+    Path("meeting").unlink(missing_ok=True)
+    pipe, said = os.pipe()
+    began, children = step, []
+    for rank in range(processes):
+        child = os.fork()
+        if child == 0:
+            try:
+                save_in_the_background(step, said) if background else save_for_ever(rank, step, said)
+            finally:
+                os._exit(1)
+        children.append(child)
+    os.close(said)
+    finished = 0
+    while finished < 1 + trial % 3:
+        assert os.read(pipe, 1), "nobody saves"
+        finished += 1
+    time.sleep(chance.random() * (0.1 if processes > 1 else 0.03))
+    first = chance.randrange(processes)
+    for child in children[first:] + children[:first] if trial % 2 else children[first:first + 1]:
+        os.kill(child, signal.SIGKILL)
+    if processes > 1:
+        time.sleep(chance.random() * 0.05)  # the others go on for a while, or fail
+    for child in children:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    os.close(pipe)
+    found, skipped = find(run)
+    model, state = read(found)
+    assert not skipped, skipped
+    assert state["step"] > began, (state["step"], began)
+    assert model["weight"].eq(state["step"]).all() and state["moment"].eq(state["step"]).all(), found
+    step, survived = state["step"], survived + 1
+print(survived)
+"""
+
+
+@pytest.mark.parametrize(("processes", "how", "short"), [(1, "plain", 25), (1, "async", 15), (2, "plain", 8)])
+def test_killed_at_any_moment_of_a_save(processes, how, short, record_property):
+    """A process is killed at a random moment of a save: the checkpoint before it, or the new one, is found and is whole."""
+    count = times(short)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+    Path("kills.py").write_text(KILLS)
+    command = [sys.executable, "kills.py", str(count), str(processes), how, str(random.randrange(10**6))]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, f"{command}: {done.stderr}"
+    survived = int(done.stdout)
+    record_property("faults", count)
+    record_property("survived", survived)
+    record_property("lost", count - survived)
+    assert survived == count
+
+
+def test_the_newest_is_found_when_a_kill_came_between_two_renames():
+    """A kill between the renames that put a step's checkpoint in its own place: that step is found, and not one before it."""
+    save(1)
+    newest = save(2)
+    newest.rename(newest.with_name(f".{newest.name}.old.partial"))
+    assert whole() == 2
+    save(3)
+    assert whole() == 3
+
+
+# -- no room ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_leaves_the_checkpoint_before(disk):
+    """A disk that is full: the save says so, nothing of it stays, the one before is whole; with room again, saving goes on."""
+    run = str(disk / "run")
+    save(1, run)
+    for room in (0, 1, 50_000, 100_000, 165_000, 169_000):  # it is full at the first byte, and in each of the files
+        fill(disk / "filler")
+        with (disk / "filler").open("r+b") as file:
+            file.truncate(max(file.seek(0, os.SEEK_END) - room, 0))
+        with pytest.raises(SaveError, match=r"step-00000002 was not saved: .*No space left on device"):
+            save(2, run)
+        assert sorted(path.name for path in Path(run, "checkpoints").iterdir()) == ["step-00000001"]
+        assert whole(run) == 1
+        (disk / "filler").unlink()
+    save(2, run)
+    assert whole(run) == 2
+
+
+def same(left: Any, right: Any) -> bool:
+    """Two runs of the tiny model: the same losses and weights."""
+    return left.losses == right.losses and all(left.weights[name].equal(tensor) for name, tensor in right.weights.items())
+
+
+@pytest.mark.parametrize("plugins", [[], ["async-save"]], ids=["plain", "async"])
+def test_a_full_disk_is_said_and_training_goes_on(disk, tiny_run, plugins, caplog):
+    """A disk that is full for a while, on_save_error: continue: said at each save, and the run ends as one on an empty disk."""
+    arguments: dict[str, Any] = {"save_every": 2, "evaluate_every": 3}
+    undisturbed = tiny_run(["checkpoint-best", {"log": {"every": 1}}], **arguments)
+    run = tiny_run(
+        ["checkpoint-best", {"log": {"every": 1}}, *plugins, Fills(disk, 5, 14)], output=disk / "run", model=tiny_model(), **arguments
+    )
+    assert same(run, undisturbed)
+    assert run.summary["status"] == "completed"
+    assert run.summary["save_errors"] >= 3
+    assert run.summary["best"] is not None
+    assert "step-00000006 was not saved" in caplog.text
+    assert "Training goes on; what was saved before is whole" in caplog.text
+    assert damage(find(disk / "run")[0]) is None
+    assert [path.name for path in (disk / "run" / "checkpoints").glob(".*")] == []
+    lines = [json.loads(line) for line in (disk / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line and "split" not in line] == list(range(1, 19)), "late, but all there"
+
+
+def test_a_full_disk_stops_the_run_when_that_is_chosen(disk, tiny_run):
+    """A full disk, on_save_error: stop: the run fails at once, and with room again goes on to the same numbers."""
+    arguments: dict[str, Any] = {"save_every": 4, "on_save_error": "stop"}
+    undisturbed = tiny_run(["checkpoint-best"], **arguments)
+    with pytest.raises(SaveError, match=r"step-00000008 was not saved: .*No space left on device.* Make room, and go on with --resume"):
+        tiny_run(["checkpoint-best", Fills(disk, 6, 99)], output=disk / "run", model=tiny_model(), **arguments)
+    assert steps(str(disk / "run")) == [4]
+    (disk / "filler").unlink()
+    resumed = tiny_run(["checkpoint-best"], output=disk / "run", model=tiny_model(), resume=True, **arguments)
+    assert resumed.losses == undisturbed.losses[4:]
+    assert all(resumed.weights[name].equal(tensor) for name, tensor in undisturbed.weights.items())
+
+
+def test_a_disk_that_is_full_at_the_end_fails_the_run_and_loses_nothing(disk):
+    """A full disk when the model is exported: exit code 1, and with room again --resume does the rest."""
+    write_recipe()
+    assert train("output=whole") == 0
+    shutil.copytree("whole", disk / "run")
+    shutil.rmtree(disk / "run" / "model")
+    fill(disk / "filler")
+    assert train(f"output={disk / 'run'}", "--resume") in (1, 2)
+    assert "No space left on device" in said()
+    (disk / "filler").unlink()
+    assert train(f"output={disk / 'run'}", "--resume") == 0
+    assert record(str(disk / "run"))["model"] == record("whole")["model"]
+
+
+class Locks(Plugin):
+    """Mounts the folder of checkpoints read-only after one step, and writable again after another."""
+
+    name = "locks"
+
+    def __init__(self, folder: Path, shut: int, opened: int) -> None:
+        super().__init__()
+        self.folder, self.at = str(folder), {shut: "ro", opened: "rw"}
+
+    @hookimpl
+    def before_step(self, run: Any) -> None:
+        if mode := self.at.get(run.state.step):
+            subprocess.run(["mount", "-o", f"remount,bind,{mode}", self.folder], check=True)
+
+
+def test_a_folder_that_becomes_read_only_is_said_and_training_goes_on(tmp_path, tiny_run, caplog):
+    """A folder that is read-only for a while: said at each save, and the run ends as one that could write."""
+    arguments: dict[str, Any] = {"save_every": 2}
+    undisturbed = tiny_run(["checkpoint-best"], **arguments)
+    tiny_run(["checkpoint-best"], epochs=1, output="run", save_every=9)
+    checkpoints = tmp_path / "run" / "checkpoints"
+    with mounted(checkpoints, "--bind", str(checkpoints)):
+        run = tiny_run(["checkpoint-best", Locks(checkpoints, 10, 15)], model=tiny_model(), output="run", resume=True, **arguments)
+    assert run.losses == undisturbed.losses[9:]
+    assert run.summary["save_errors"] >= 2
+    assert "Read-only file system" in caplog.text
+    assert steps() == [18]
+
+
+QUOTA = "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))"
+
+
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("choice", ["continue", "stop"])
+def test_a_quota_error_counts_on_all_processes(choice, count):
+    """A limit on the size of files on the process that writes: all go on together, or all stop, as on_save_error says."""
+    write_recipe(train={"on_save_error": choice}, model={"module": "code.py:Net", "arguments": {"hidden": 4000}})
+    strategy = ["--with", "ddp"] if count > 1 else []
+    assert [each.wait() for each in together("output=whole", *strategy, count=count)] == [0] * count
+    quota = {"FAULT": f"step 6 0 {QUOTA}"}
+    codes = [each.wait() for each in together("output=run", *strategy, count=count, environment=quota)]
+    assert codes[0] == 1, said()
+    assert "File too large" in said()
+    if choice == "stop":
+        assert codes == [1] * count
+        assert steps() == [4]
+    else:
+        assert summary()["save_errors"] >= 3, "it trained to the end, where the model could not be written either"
+        assert summary()["steps"] == 27
+    assert find(Path("run"))[0].name == "step-00000004"
+    assert [each.wait() for each in together("output=run", *strategy, "--resume", count=count)] == [0] * count
+    assert record() == record("whole")
+
+
+# -- damage ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_flipped_bits_are_found(record_property):
+    """A bit flips, or a file is cut, anywhere in a checkpoint: found (or without effect); the one before is used, and that is said."""
+    save(1)
+    original, count, chance = save(2), times(30), random.Random(times(30))
+    survived = 0
+    for _ in range(count):
+        shutil.copytree(original, "kept")
+        path = chance.choice(sorted(original.iterdir()))
+        data = bytearray(path.read_bytes())
+        place = chance.randrange(len(data))
+        if chance.random() < 0.7:
+            data[place] ^= 1 << chance.randrange(8)
+        else:
+            del data[place:]
+        path.write_bytes(data)
+        _, skipped = find(Path("run"))
+        if damage(original) is None:
+            assert path.name == MANIFEST  # white space, or a name that nobody reads
+            survived += whole() == 2
+        else:
+            assert skipped[0].startswith(f"{original}: damaged (")
+            survived += whole() == 1
+            with pytest.raises(CheckpointError, match="damaged"):
+                find(original)
+        shutil.rmtree(original)
+        Path("kept").rename(original)
+    record_property("faults", count)
+    record_property("survived", survived)
+    record_property("lost", count - survived)
+    assert survived == count
+
+
+def test_when_all_are_corrupt_the_run_does_not_start_anew():
+    """Every checkpoint is corrupt: exit code 2, each is named, nothing is touched, and no step is trained."""
+    write_recipe(train={"keep_checkpoints": 3})
+    assert train("output=run", environment={"FAULT": "step 14 0 me('SIGKILL')"}) == -signal.SIGKILL
+    for folder in Path("run/checkpoints").glob("step-*"):
+        with (folder / "state.safetensors").open("r+b") as file:
+            file.truncate(40)
+    before = {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}
+    assert train("output=run", "--resume") == 2
+    assert said().count("damaged (state.safetensors is not what was written)") == 3
+    assert {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()} == before
+
+
+# -- the best and the last ---------------------------------------------------------------------------------------------------------
+
+
+def test_rotation_keeps_the_last_and_the_best_of_every_checkpoint_that_is_kept():
+    """The newest checkpoint is corrupt, and the best has changed since the one before: the best of then is still there."""
+    write_recipe(train={"keep_checkpoints": 3, "evaluate_every": 2})
+    assert train("output=whole") == 0
+    assert train("output=run", environment={"FAULT": "step 23 0 me('SIGKILL')"}) == -signal.SIGKILL
+    assert steps() == [12, 16, 20]
+    for step in (20, 16):
+        (Path("run/checkpoints") / f"step-{step:08d}" / MANIFEST).unlink()
+    assert train("output=run", "--resume") == 0
+    assert "is lost" not in said()
+    assert record() == record("whole")
+
+
+class Scores(Plugin):
+    """Gives evaluations a metric of their own: ``values`` in turn; None is missing."""
+
+    name = "scores"
+    adds_metrics = ("score",)
+
+    def __init__(self, *values: float | None) -> None:
+        super().__init__()
+        self.values = iter(values)
+
+    @hookimpl(wrapper=True, trylast=True)
+    def evaluate(self, split: str):
+        metrics = yield
+        value = next(self.values) if split == "evaluate" else None
+        return metrics if value is None else metrics | {"score": value}
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf"), None], ids=["nan", "inf", "-inf", "missing"])
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_a_metric_that_is_no_number_is_never_the_best(bad, mode, tiny_run, caplog):
+    """A metric that is missing, NaN or infinite: never the best, and it does not stop the run; said."""
+    best = {"checkpoint-best": {"monitor": "score", "mode": mode}}
+    stops = {"early-stopping": {"monitor": "score", "mode": mode, "patience": 9, "threshold": 0.0 if mode == "min" else 9.0}}
+    run = tiny_run([Scores(bad, 2.0, bad, 3.0 if mode == "min" else 1.0, bad), best, stops], epochs=5, evaluate_every="epoch")
+    assert run.summary["best"] == {"step": 18, "value": 2.0, "path": "checkpoints/best-00000018"}
+    assert run.summary["status"] == "completed"
+    assert "which counts for nothing" in caplog.text
+
+
+def test_the_best_is_found_when_the_run_folder_moved():
+    """A run folder that is moved between a kill and the resume: the best path is relative to it, and the run ends as if it had stayed."""
+    write_recipe()
+    assert train("output=whole") == 0
+    assert train("output=run", environment={"FAULT": "step 22 0 me('SIGKILL')"}) == -signal.SIGKILL
+    Path("far/away").mkdir(parents=True)
+    shutil.move("run", "far/away/moved")
+    assert train("output=far/away/moved", "--resume") == 0
+    assert record("far/away/moved") == record("whole")
+    assert (Path("far/away/moved") / summary("far/away/moved")["best"]["path"] / "model.safetensors").is_file()
+
+
+# -- two runs in one folder ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("resume", [[], ["--resume"]], ids=["anew", "resume"])
+def test_a_second_run_in_the_same_folder_is_refused(resume):
+    """A second run is started in the folder of one that is under way: exit code 2 before data is read; the first is not disturbed."""
+    write_recipe()
+    assert train("output=whole") == 0
+    first = Forked("output=run", environment={"FAULT": "step 15 0 time.sleep(6)"})
+    until(lambda: steps() == [12])
+    second = Forked("output=run", *resume, environment={"FAULT": "data 1 0 Path('read').touch()"})
+    assert second.wait() == 2
+    assert f"output: run is in use by process {first.pid} on" in said()
+    assert not Path("read").exists()
+    assert first.wait() == 0
+    assert record() == record("whole")
+    assert not Path("run.1").exists()
+    assert train("output=run") == 0, "when the first is over, the folder is free"
+    assert Path("run.1").exists()
+
+
+def test_a_killed_run_leaves_no_lock():
+    """A run is killed while its data workers live on: the folder is free at once."""
+    write_recipe(data={"module": "code.py:rows", "arguments": {"slow": 0.001}})
+    first = Forked("output=run", "--with", "dataloader-workers", environment={"FAULT": "step 15 0 me('SIGKILL')"})
+    assert first.wait() == -signal.SIGKILL
+    assert json.loads(Path("run/.lock").read_text())["pid"] == first.pid
+    assert train("output=run", "--resume") == 0, said()
+    assert Path("run/.lock").read_text() == ""
+
+
+def test_where_there_are_no_locks_the_process_is_looked_for(monkeypatch):
+    """A file system without locks: refused while the process lives that the file names; stale when it is dead on this host."""
+
+    def no_locks(*arguments: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", no_locks)  # there is no such file system to be had here
+    Path("run").mkdir()
+    child = os.fork()
+    if child == 0:
+        Lock(Path("run"), "recipe.yaml")
+        os.write(1, b"")
+        signal.pause()
+    until(lambda: Path("run/.lock").exists() and Path("run/.lock").read_text())
+    with pytest.raises(RecipeError, match=f"run is in use by process {child} on"):
+        Lock(Path("run"), "recipe.yaml")
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    Lock(Path("run"), "recipe.yaml").release()
+    Path("run/.lock").write_text(json.dumps({"pid": os.getpid(), "host": "elsewhere", "since": "today"}))
+    with pytest.raises(RecipeError, match=r"on elsewhere, since today.* If it is surely gone, remove run/\.lock"):
+        Lock(Path("run"), "recipe.yaml")
+
+
+# -- in the background ---------------------------------------------------------------------------------------------------------------
+
+
+class Big(torch.nn.Sequential):
+    """Ten million weights, of which a sample meets a few: a step takes far less than a save."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(1)
+        super().__init__(torch.nn.Linear(8, 16), torch.nn.Linear(16, 3))
+        self.register_buffer("ballast", torch.randn(10_000_000))
+
+
+class Watches(Plugin):
+    """Whether a checkpoint was being written while a step was done."""
+
+    name = "watches"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.busy = 0
+
+    @hookimpl
+    def after_step(self, run: Any) -> None:
+        self.busy += run.writing is not None
+
+
+def test_saved_in_the_background_it_is_the_same(tiny_run):
+    """Saving in the background: steps go on meanwhile, the files are the same to the byte, and the run's end waits for the last."""
+    arguments: dict[str, Any] = {"save_every": 4, "keep_checkpoints": 9, "epochs": 1}
+    plugins: list[Any] = ["lr-scheduler", {"ema": {"decay": 0.9}}, {"log": False}]
+    plain = tiny_run(plugins, model=Big(), output="plain", **arguments)
+    watches = Watches()
+    tiny_run([*plugins, "async-save", watches], model=Big(), output="async", **arguments)
+    assert watches.busy
+    assert steps("async") == steps("plain") == [4, 8, 9]
+    for step in steps("plain"):
+        for name in ("model.safetensors", "state.safetensors"):
+            ours, theirs = (Path(run, "checkpoints", f"step-{step:08d}", name).read_bytes() for run in ("async", "plain"))
+            assert ours == theirs, (step, name)
+        assert damage(Path("async", "checkpoints", f"step-{step:08d}")) is None
+    assert plain.summary["evaluate"] is not None
+
+
+def test_killed_while_saving_in_the_background_and_resumed(record_property):
+    """A run that saves in the background is killed at random moments: resumed, it ends with the same numbers."""
+    write_recipe()
+    assert train("output=whole") == 0
+    count, chance = times(4), random.Random(5)
+    for index in range(count):
+        shutil.rmtree("run", ignore_errors=True)
+        fault = {"FAULT": f"step {chance.randrange(5, 27)} 0 time.sleep({chance.random() * 0.02}); me('SIGKILL')"}
+        assert train("output=run", "--with", "async-save", environment=fault) == -signal.SIGKILL
+        assert train("output=run", "--with", "async-save", "--resume") == 0, index
+        assert record()["model"] == record("whole")["model"]
+        assert record()["metrics"] == record("whole")["metrics"]
+    record_property("faults", count)
+    record_property("survived", count)
+    record_property("lost", 0)
+
+
+def test_a_failure_in_the_background_stops_the_run_when_that_is_chosen(disk, tiny_run):
+    """A disk that is full when the background thread writes: the run fails at the end of that step."""
+    with pytest.raises(SaveError, match="step-00000004 was not saved"):
+        tiny_run(["async-save", Fills(disk, 3, 99)], output=disk / "run", save_every=4, on_save_error="stop")

@@ -1,0 +1,318 @@
+"""Asked to end, a run saves, says so and ends in time; started again and again, it reaches the end, with the numbers of one left alone."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from saving_kit import FASTLOOP, ONE_THREAD, Forked, free_port, record, said, steps, summary, times, together, train, until, write_recipe
+
+from fastloop import launch
+
+STOPPED, INTERRUPTED = 75, 130
+
+
+def code(name: str) -> int:
+    return INTERRUPTED if name == "SIGINT" else STOPPED
+
+
+@pytest.fixture(scope="module")
+def left_alone(tmp_path_factory):
+    """A folder with the recipe, and a run of it that was left alone."""
+    folder = tmp_path_factory.mktemp("left-alone")
+    with contextlib.chdir(folder):
+        write_recipe()
+        assert train("output=whole") == 0
+        Path("said.txt").unlink()
+    return folder
+
+
+@pytest.fixture
+def whole(left_alone):
+    """The same, here."""
+    shutil.copytree(left_alone, ".", dirs_exist_ok=True)
+
+
+# -- once ------------------------------------------------------------------------------------------------------------------------
+
+MOMENTS = {  # what FAULT says, the step at which the run stops, and whether the evaluation of that step is still to come
+    "in a step": ("step 14", 14, False),
+    "in the step before a save": ("step 16", 16, False),
+    "in a step with an evaluation": ("step 15", 15, True),
+    "in an evaluation": ("evaluation 40", 15, True),
+    "in a save": ("save 1", 4, False),
+    "in the last step": ("step 27", 27, True),
+    "in the last evaluation": ("evaluation 90", 27, True),
+}
+
+
+@pytest.mark.parametrize(
+    ("moment", "name"), [*((moment, "SIGTERM") for moment in MOMENTS), ("in an evaluation", "SIGUSR1"), ("in a step", "SIGINT")]
+)
+@pytest.mark.usefixtures("whole")
+def test_a_signal_saves_and_stops(moment, name):
+    """A signal in a step, an evaluation or a save: saved at the step's end, exit code 75 or 130, and resumed to the same numbers."""
+    place, step, evaluates = MOMENTS[moment]
+    began = time.monotonic()
+    assert train("output=run", environment={"FAULT": f"{place} 0 me('{name}')"}) == code(name), said()
+    assert time.monotonic() - began < 20
+    found = summary()
+    assert (found["status"], found["reason"], found["steps"]) == ("stopped", f"interrupted by {name}", step)
+    assert step in steps()
+    state = json.loads(Path(f"run/checkpoints/step-{step:08d}/state.json").read_text())["state"]
+    assert not evaluates or state["evaluated_at"] < step
+    assert f"interrupted by {name}: saving at the end of this step" in said()
+    assert f"Stopped and saved at step {step}. Go on with: fastloop train recipe.yaml output=run --resume" in said()
+    assert not Path("run/model").exists()
+    assert train("output=run", "--resume") == 0
+    assert record() == record("whole")
+
+
+@pytest.mark.usefixtures("whole")
+def test_a_signal_in_the_background_of_a_save():
+    """A signal while a checkpoint is written in the background: the run waits for it and saves once more."""
+    assert train("output=run", "--with", "async-save", environment={"FAULT": "step 13 0 me('SIGTERM')"}) == STOPPED
+    assert steps() == [13]
+    assert train("output=run", "--with", "async-save", "--resume") == 0
+    assert record()["model"] == record("whole")["model"]
+
+
+def test_a_signal_before_training():
+    """A signal while data is loaded: exit code 75, nothing is written; --resume then begins at the beginning."""
+    write_recipe()
+    assert train("output=run", "--resume", environment={"FAULT": "data 1 0 me('SIGTERM')"}) == STOPPED
+    assert "stopped by SIGTERM, at once" in said()
+    assert not Path("run").exists()
+    assert train("output=run", "--resume") == 0
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("whole")
+def test_a_signal_in_compilation():
+    """A signal while the model is compiled: saved after the step that compiles, and resumed to the end."""
+    compiled = ["--with", "compile", "plugins.compile.backend=aot_eager"]
+    assert train("output=run", *compiled, environment={"FAULT": "step 1 0 me('SIGTERM')"}) == STOPPED
+    assert summary()["steps"] == 1
+    assert train("output=run", *compiled, "--resume") == 0
+    assert summary()["status"] == "completed"
+
+
+def test_a_signal_to_a_whole_group_of_processes_spares_data_workers():
+    """SIGTERM to the whole process group, as init systems and SLURM send it: data workers do not die of it, and the run is saved."""
+    write_recipe(data={"module": "code.py:rows", "arguments": {"slow": 0.003}})
+    options = ["--with", "dataloader-workers", "plugins.dataloader-workers.num_workers=2"]
+    assert train("output=whole", *options) == 0
+    for number, expected in ((signal.SIGTERM, STOPPED), (signal.SIGUSR1, STOPPED), (signal.SIGINT, INTERRUPTED)):
+        shutil.rmtree("run", ignore_errors=True)
+        run = Forked("output=run", *options, first=os.setsid)
+        until(lambda: steps())
+        os.killpg(run.pid, number)
+        assert run.wait() == expected, said()
+        assert summary()["status"] == "stopped"
+        assert train("output=run", *options, "--resume") == 0
+        assert record() == record("whole")
+
+
+def test_a_save_that_fails_when_the_run_is_stopped_is_said():
+    """A signal, and a disk quota that is used up: exit code 75, and it is said which checkpoint is the newest."""
+    write_recipe(model={"module": "code.py:Net", "arguments": {"hidden": 4000}})
+    quota = "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY)); me('SIGTERM')"
+    assert train("output=run", environment={"FAULT": f"step 7 0 {quota}"}) == STOPPED
+    assert "Stopped (newest checkpoint: 4) at step 7" in said()
+    assert summary()["save_errors"] == 1
+    assert train("output=run", "--resume") == 0
+
+
+# -- twice, and in time --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
+@pytest.mark.usefixtures("whole")
+def test_twice_means_now(name):
+    """A step that hangs, and the same signal twice: the run ends at once, and goes on from the checkpoint before."""
+    run = Forked("output=run", environment={"FAULT": f"step 14 0 me('{name}'); time.sleep(60)"})
+    until(lambda: "once more to stop at once" in said())
+    run.send(getattr(signal, name))
+    assert run.wait(10) == code(name)
+    assert summary()["status"] == "stopped"
+    assert steps() == [12]
+    assert train("output=run", "--resume") == 0
+    assert record() == record("whole")
+
+
+@pytest.mark.usefixtures("whole")
+def test_two_different_signals_are_one_request():
+    """SLURM's warning, and then SIGTERM while the step is done: the run is saved all the same."""
+    assert train("output=run", environment={"FAULT": "step 14 0 me('SIGUSR1', 'SIGTERM')"}) == STOPPED
+    assert steps() == [14]
+
+
+@pytest.mark.usefixtures("whole")
+def test_what_does_not_stop_is_ended_in_time():
+    """A step that hangs, and one signal: the run ends when its time is up, and goes on from the checkpoint before."""
+
+    def hurry() -> None:
+        launch.STOP_WITHIN = 1.5
+
+    began = time.monotonic()
+    assert train("output=run", environment={"FAULT": "step 14 0 me('SIGTERM'); time.sleep(60)"}, first=hurry) == STOPPED
+    assert time.monotonic() - began < 20
+    assert "did not stop within 1.5 seconds" in said()
+    assert steps() == [12]
+    assert train("output=run", "--resume") == 0
+    assert record() == record("whole")
+
+
+# -- several processes ---------------------------------------------------------------------------------------------------------------
+
+
+def command(*arguments: str, environment: dict[str, str] | None = None) -> subprocess.Popen[str]:
+    """A launcher, in a process of its own."""
+    variables = os.environ | ONE_THREAD | (environment or {})
+    with Path("said.txt").open("a") as file:
+        return subprocess.Popen(arguments, stdout=file, stderr=subprocess.STDOUT, text=True, env=variables)
+
+
+@pytest.fixture
+def pair():
+    """A run of two processes that was left alone, and the forms of starting one."""
+    write_recipe(train={"eval_batch_size": 1})
+    assert [each.wait() for each in together("output=pair", "--with", "ddp")] == [0, 0]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", free_port(), "-m", "fastloop"]
+    return {"ours": FASTLOOP, "torchrun": [*torchrun, "train"]}
+
+
+RUN = ["recipe.yaml", "output=run", "--with", "ddp"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["step 14", "evaluation 12"])
+def test_a_signal_to_one_process_of_two_stops_both(pair, place):
+    """SIGTERM on rank 1 alone, in a step or an evaluation: both save and stop; resumed, they end with the same numbers."""
+    codes = [each.wait() for each in together("output=run", "--with", "ddp", environment={"FAULT": f"{place} 1 me('SIGTERM')"})]
+    assert codes == [STOPPED, STOPPED], said()
+    assert summary()["reason"] == "interrupted by SIGTERM"
+    assert [each.wait() for each in together("output=run", "--with", "ddp", "--resume")] == [0, 0]
+    assert record() == record("pair")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["ours", "torchrun"])
+@pytest.mark.parametrize("whom", ["rank 1", "the launcher"])
+def test_a_signal_under_a_launcher(pair, launcher, whom):
+    """SIGTERM on rank 1 alone, or on the launcher: the run is saved by both processes and stops, with the code of the launcher's own."""
+    options = ["--nproc", "2"] if launcher == "ours" else []
+    fault = {"FAULT": "step 14 1 me('SIGTERM')" if whom == "rank 1" else "step 14 1 os.kill(os.getppid(), signal.SIGTERM); time.sleep(0.5)"}
+    with command(*pair[launcher], *RUN, *options, environment=fault) as run:
+        assert run.wait(90) == (STOPPED if launcher == "ours" else 1), said()  # torchrun's own
+    assert (summary()["status"], summary()["reason"]) == ("stopped", "interrupted by SIGTERM")
+    assert steps()[-1] >= 14
+    assert "did not stop" not in said()
+    with command(*pair["ours"], *RUN, "--nproc", "2", "--resume") as run:
+        assert run.wait(90) == 0, said()
+    assert record() == record("pair")
+
+
+@pytest.mark.slow
+def test_a_process_that_hangs_does_not_keep_the_launcher(whole):
+    """Rank 1 hangs, and SIGTERM comes twice to the launcher: all end within its patience."""
+    fault = {"FAULT": "step 14 1 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]); time.sleep(600)"}
+    with command(*FASTLOOP, *RUN, "--nproc", "2", environment=fault) as run:
+        until(lambda: steps() == [12], 90)
+        time.sleep(1)
+        run.send_signal(signal.SIGTERM)
+        time.sleep(1.5)
+        run.send_signal(signal.SIGTERM)
+        assert run.wait(launch.PATIENCE + 10) == STOPPED, said()
+    assert "not all processes stopped in time" in said()
+    assert steps() == [12]
+
+
+# -- again and again -------------------------------------------------------------------------------------------------------------------
+
+
+def killed_until_done(folder: str, kills: int, chance: random.Random, count: int, *options: str) -> int:
+    """``--resume`` in a loop, killed at random moments until there were so many kills; returns how many."""
+    done = 0
+    while True:
+        runs = together(f"output={folder}", *options, "--resume", count=count)
+        if done < kills:
+            time.sleep(chance.random() * (1.2 if count == 1 else 4))
+            for run in chance.sample(runs, len(runs)):
+                if not run.over():
+                    run.send(signal.SIGKILL)
+                    done += run is runs[0]
+        codes = [run.wait() for run in runs]
+        if codes == [0] * count:
+            return done
+        assert all(each in (0, 1, -signal.SIGKILL) for each in codes), said()[-3000:]
+
+
+@pytest.mark.parametrize(("count", "short"), [(1, 5), pytest.param(2, 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("options", [[], ["--with", "async-save"]], ids=["plain", "async"])
+def test_resume_in_a_loop_reaches_the_end_whatever_is_killed_when(count, short, options, record_property):
+    """A run is killed at random moments, from its start on, and started again with --resume: it ends with the bits of one left alone."""
+    write_recipe(data={"module": "code.py:rows", "arguments": {"slow": 0.001}}, train={"epochs": 8})
+    strategy = [*options, *(["--with", "ddp"] if count > 1 else [])]
+    if count > 1 and options:
+        strategy = ["--with", "async-save,ddp"]
+    assert [each.wait() for each in together("output=whole", *strategy, count=count)] == [0] * count
+    wanted, killed, chance, number, same = times(short), 0, random.Random(), 0, 0
+    while killed < wanted:
+        killed += killed_until_done(f"run-{number}", wanted - killed, chance, count, *strategy)
+        assert record(f"run-{number}") == record("whole")
+        same, number = same + 1, number + 1
+    record_property("faults", killed)
+    record_property("survived", killed)
+    record_property("lost", 0)
+
+
+# -- what --resume means where there is nothing ----------------------------------------------------------------------------------------
+
+
+def test_resume_begins_where_the_runs_own_folder_holds_no_checkpoint_yet():
+    """--resume on a folder that does not exist, or whose run was killed before its first save: the run begins, and that is said."""
+    write_recipe()
+    assert train("output=whole") == 0
+    assert train("output=run", "--resume", environment={"FAULT": "step 3 0 me('SIGKILL')"}) == -signal.SIGKILL
+    assert "run: no checkpoint yet: the run begins at the beginning" in said()
+    assert train("output=run", "--resume") == 0
+    assert record() == record("whole")
+    assert Path("run.1/recipe.yaml").is_file(), "what was there is not lost"
+
+
+def test_resume_refuses_another_folder_without_a_checkpoint():
+    """--resume PATH where PATH holds no checkpoint: a slip, exit code 2."""
+    write_recipe()
+    assert train("output=run", "--resume", "elsewhere") == 2
+    assert "elsewhere: no checkpoint to resume from" in said()
+    assert not Path("run").exists()
+
+
+def test_resume_does_not_train_a_complete_run_anew():
+    """--resume on a complete run that kept no checkpoint: exit code 2, and it is left as it is."""
+    write_recipe(train={"save_every": None})
+    assert train("output=run") == 0
+    before: dict[str, Any] = record()
+    assert train("output=run", "--resume") == 2
+    assert "no checkpoint, and the run is complete" in said()
+    assert record() == before
+
+
+def test_resume_leaves_other_peoples_files_alone():
+    """--resume on a folder that holds other files than a run's: exit code 2, and they stay where they are."""
+    write_recipe()
+    Path("run").mkdir()
+    Path("run/thesis.tex").write_text("years of work")
+    assert train("output=run", "--resume") == 2
+    assert Path("run/thesis.tex").read_text() == "years of work"

@@ -73,6 +73,8 @@ def summarise(run: Run, status: str, reason: str | None) -> dict[str, Any]:
         "test": state.metrics.get("test"),
         "best": state.best,
     }
+    if state.unreadable:
+        summary["unreadable_samples"] = state.unreadable
     run.hooks.write_summary(run=run, summary=summary)
     summary["train_seconds"] = max(summary["train_seconds"] - summary["compile_seconds"], 0.0)  # compiling happens inside steps
     for name, count in (("samples", state.samples), ("tokens", state.tokens)):

@@ -55,6 +55,9 @@ class Train:
         option("When to save what --resume needs: 'epoch', a number of steps, or null: only when asked (Ctrl-C)."),
     ] = "epoch"
     keep_checkpoints: Annotated[int, option("Newest checkpoints kept.", ge=1)] = 1
+    on_data_change: Annotated[
+        Literal["stop", "warn"], option("With --resume, when the data is not the checkpoint's: stop, or warn and go on.")
+    ] = "stop"
     device: Annotated[Literal["auto", "cpu"], option("'auto' takes the accelerator when there is one.")] = "auto"
 
 

@@ -11,11 +11,13 @@ from __future__ import annotations
 import logging
 import random
 import signal
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from itertools import count, islice
+from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -35,6 +37,8 @@ ENDED = {
     "": "To see what happens in it, read the data in the training process (no workers).",
 }
 """Signal -> what to do about a worker that it ended; none: any other end."""
+LOOK = 5.0
+"""Seconds between two looks at whether workers live, while a batch is waited for."""
 NEARBY = 100
 """Samples that are tried for one to compute along with, where a whole micro-batch cannot be read."""
 SAID = 10
@@ -306,8 +310,9 @@ class Loader:
         pieces: int = 1,
     ) -> None:
         self.dataset = dataset
-        self.unreadable = 0
+        self.unreadable, self.timeout = 0, draft.timeout
         self.workers: list[Any] = []  # of the newest pass
+        self.since = 0.0  # when a batch was asked for
         self.batch_size, self.device_batch_size, self.world_size = batch_size, device_batch_size, world_size
         self.micro_steps = batch_size // (device_batch_size * world_size)
         self.stream: _Stream | None = None
@@ -316,7 +321,6 @@ class Loader:
             "collate_fn": _Collate(collator),
             "num_workers": draft.num_workers,
             "pin_memory": draft.pin_memory,
-            "timeout": draft.timeout,
             "generator": torch.Generator().manual_seed(seed),  # else each epoch would draw from the global state
         }
         if draft.num_workers:
@@ -354,13 +358,17 @@ class Loader:
             self.sampler.epoch, self.sampler.start = epoch, start
         elif self.stream is not None:
             self.stream.position[0], self.stream.position[1] = epoch, start
-        batches = iter(self.loader)
-        self.workers = getattr(batches, "_workers", [])
+        batches: Iterator[Batch] | None = None
         while True:
+            self.since = monotonic()
             try:
+                if batches is None:
+                    batches = self._begin()
                 batch = next(batches)
             except StopIteration:
                 return
+            except DataError:
+                raise
             except Exception as error:
                 raise self._explain(error) from error
             for index, why in batch.unreadable:
@@ -369,12 +377,24 @@ class Loader:
                     log.warning("sample %d cannot be read and is left out: %s", index, why)
             yield batch
 
+    def _begin(self) -> Iterator[Batch]:
+        """A pass over the loader, which looks every few seconds whether its workers live: torch with a timeout does so at its end only."""
+        batches: Any = iter(self.loader)
+        self.workers = getattr(batches, "_workers", [])
+        if self.workers and self.timeout and "_try_get_data" not in vars(batches):
+            look: Any = weakref.WeakMethod(batches._try_get_data)  # a circle would keep the workers
+
+            def within_timeout() -> tuple[bool, Any]:
+                found: tuple[bool, Any] = look()(min(self.timeout, LOOK))
+                if not found[0] and monotonic() - self.since > self.timeout:
+                    raise DataError(f"no batch in {self.timeout:g} seconds: a worker that reads data hangs, or the limit is too low for it.")
+                return found
+
+            batches._try_get_data = within_timeout
+        return iter(batches)
+
     def _explain(self, error: Exception) -> DataError:
         text = str(error).strip()
-        if text.startswith("DataLoader timed out"):
-            return DataError(
-                f"no batch in {self.loader.timeout:g} seconds: a worker of the data loader hangs, or the limit is too low for it."
-            )
         if (lost := self.lost_worker(error)) is not None:
             return lost
         return DataError(f"reading a batch failed: {type(error).__name__}: {text.splitlines()[-1] if text else ''}")

@@ -8,14 +8,18 @@ draws from the global random state: dropout sees the same numbers with and witho
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import signal
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from itertools import count, islice
+from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -26,6 +30,21 @@ from torch.utils.data._utils import worker
 
 from fastloop.errors import CheckpointError, DataError
 from fastloop.state import Batch, DataLoaderDraft
+
+log = logging.getLogger("fastloop")
+
+ENDED = {
+    "SIGKILL": "The system does that when memory runs out (dmesg tells): use fewer workers, or let them read less ahead.",
+    "SIGBUS": "Shared memory is full: use fewer workers, or make /dev/shm larger.",
+    "": "To see what happens in it, read the data in the training process (no workers).",
+}
+"""Signal -> what to do about a worker that it ended; none: any other end."""
+LOOK = 5.0
+"""Seconds between two looks at whether workers live, while a batch is waited for."""
+NEARBY = 100
+"""Samples that are tried for one to compute along with, where a whole micro-batch cannot be read."""
+SAID = 10
+"""Samples that could not be read which are named; the others are only counted."""
 
 
 class Draw(list[int]):
@@ -41,6 +60,7 @@ class _Read(list[Any]):
 
     ids: tuple[int, ...] = ()
     last: bool = False
+    unreadable: tuple[tuple[int, str], ...] = ()
 
 
 class _Numbered(tuple[int, Any]):
@@ -62,6 +82,7 @@ class StepSampler(Sampler[Draw]):
         shuffle: Whether to permute; otherwise the ids count up.
         arrange: Gives ids another order; see ``DataLoaderDraft``, less its first argument.
         split: Makes micro-batches of a step's ids; see there too.
+        pieces: How many further ones each of those is cut into.
     """
 
     def __init__(
@@ -75,8 +96,10 @@ class StepSampler(Sampler[Draw]):
         shuffle: bool,
         arrange: Callable[[list[int], int, torch.Generator | None], list[int]] | None = None,
         split: Callable[[list[int], int], list[list[int]]] | None = None,
+        pieces: int = 1,
     ) -> None:
         self.size, self.batch_size, self.device_batch_size, self.arrange, self.split = size, batch_size, device_batch_size, arrange, split
+        self.pieces = pieces
         self.rank, self.world_size, self.seed, self.shuffle = rank, world_size, seed, shuffle
         self.epoch = self.start = 0
 
@@ -89,7 +112,8 @@ class StepSampler(Sampler[Draw]):
     def micro_batches(self, ids: list[int]) -> list[list[int]]:
         """A step's ids as micro-batches of all processes."""
         if self.split is not None:
-            return self.split(ids, self.world_size)
+            parts = [(part, -(-len(part) // self.pieces)) for part in self.split(ids, self.world_size)]
+            return [part[first : first + size] for part, size in parts for first in range(0, len(part), size)]
         return [ids[first : first + self.device_batch_size] for first in range(0, len(ids), self.device_batch_size)]
 
     def __iter__(self) -> Iterator[Draw]:
@@ -164,8 +188,8 @@ def _end_with_parent() -> None:
 class _Samples(Dataset[Any]):
     """A map-style dataset read a draw at a time. In a worker, each draw seeds the random state: it does not matter which worker."""
 
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
+    def __init__(self, dataset: Any, skip_unreadable: bool = False) -> None:
+        self.dataset, self.skip_unreadable = dataset, skip_unreadable
         self.read: Callable[[list[int]], list[Any]] = getattr(dataset, "__getitems__", None) or self._one_by_one
 
     def _one_by_one(self, ids: list[int]) -> list[Any]:
@@ -174,11 +198,32 @@ class _Samples(Dataset[Any]):
     def __getitems__(self, draw: Draw) -> list[Any]:
         if get_worker_info() is not None:
             _seed(draw.seed)
-        samples = _Read(self.read(draw))
-        samples.ids = tuple(draw)
+        samples = self._readable(draw) if self.skip_unreadable else _Read(self.read(draw))
+        if not samples.unreadable:
+            samples.ids = tuple(draw)
         if draw.fills:
-            samples = _Read([_Filler(samples)])
+            samples = _Read([samples[0] if isinstance(samples[0], _Filler) else _Filler(samples)])
         samples.last = draw.last
+        return samples
+
+    def _readable(self, draw: Draw) -> _Read:
+        """The samples of a draw without those that cannot be read; where none is left, one that counts for nothing."""
+        with suppress(Exception):
+            return _Read(self.read(draw))
+        found, why = {}, {}
+        for index in draw:
+            try:
+                (found[index],) = self.read([index])
+            except Exception as error:
+                why[index] = f"{type(error).__name__}: {error}"
+        samples = _Read(found.values())
+        samples.ids, samples.unreadable = tuple(found), tuple(why.items())
+        for index in range(draw[0] + 1, draw[0] + NEARBY) if not found else ():
+            with suppress(Exception):
+                samples.append(_Filler(self.read([index % len(self.dataset)])))
+                break
+        if not samples:
+            raise DataError(f"none of {NEARBY} samples from {draw[0]} on can be read: {why[draw[0]]}")
         return samples
 
 
@@ -234,18 +279,25 @@ class _Collate:
 
     def __call__(self, samples: list[Any]) -> Batch:
         fills = bool(samples) and isinstance(samples[0], _Filler)
-        ids, last = (samples.ids, samples.last) if isinstance(samples, _Read) else ((), False)
+        ids, last, unreadable = (samples.ids, samples.last, samples.unreadable) if isinstance(samples, _Read) else ((), False, ())
         if samples and isinstance(samples[0], _Numbered):
             ids, samples = tuple(number for number, _ in samples), [sample for _, sample in samples]
         result = self.collator(samples[0] if fills else samples)
         batch = result if isinstance(result, Batch) else Batch(result)
-        batch.samples, batch.ids, batch.last = len(samples), ids, last
+        batch.samples, batch.ids, batch.last, batch.unreadable = len(samples), ids, last, unreadable
         batch.weight = batch.weight or batch.samples
         if fills:
             batch.samples = batch.weight = batch.tokens = 0
         info = get_worker_info()
         batch.worker = info.id if info is not None else -1
         return batch
+
+
+def fingerprint(dataset: Any) -> str:
+    """What a dataset is known again by: how many samples it has, where that is known, and what its ``fingerprint()`` says."""
+    size = f"{len(dataset)} samples" if hasattr(dataset, "__len__") else ""
+    own = getattr(dataset, "fingerprint", None)
+    return f"{size} {own()}".strip() if callable(own) else size
 
 
 class Loader:
@@ -255,6 +307,10 @@ class Loader:
         dataset: Map-style (``len`` and ``[]``) or iterable.
         batch_size: Samples an optimizer step, over all processes; for evaluation, what all processes hold at once.
         device_batch_size: Samples a micro-batch of one process.
+        pieces: See ``StepSampler``.
+
+    Attributes:
+        unreadable: Samples that could not be read so far, and are not in their batches.
     """
 
     def __init__(
@@ -269,8 +325,12 @@ class Loader:
         world_size: int,
         seed: int,
         shuffle: bool,
+        pieces: int = 1,
     ) -> None:
         self.dataset = dataset
+        self.unreadable, self.timeout = 0, draft.timeout
+        self.workers: list[Any] = []  # of the newest pass
+        self.since = 0.0  # when a batch was asked for
         self.batch_size, self.device_batch_size, self.world_size = batch_size, device_batch_size, world_size
         self.micro_steps = batch_size // (device_batch_size * world_size)
         self.in_step = not getattr(dataset, "shards_itself", False)  # else processes may have different numbers of batches
@@ -280,7 +340,6 @@ class Loader:
             "collate_fn": _Collate(collator),
             "num_workers": draft.num_workers,
             "pin_memory": draft.pin_memory,
-            "timeout": draft.timeout,
             "generator": torch.Generator().manual_seed(seed),  # else each epoch would draw from the global state
             "worker_init_fn": _leave_signals,
         }
@@ -296,8 +355,8 @@ class Loader:
         else:
             arrange = partial(draft.arrange, dataset) if draft.arrange is not None else None
             split = partial(draft.split, dataset) if draft.split is not None else None
-            self.sampler = StepSampler(len(dataset), batch_size, device_batch_size, rank, world_size, seed, shuffle, arrange, split)
-            self.loader = DataLoader(_Samples(dataset), batch_sampler=self.sampler, **arguments)
+            self.sampler = StepSampler(len(dataset), batch_size, device_batch_size, rank, world_size, seed, shuffle, arrange, split, pieces)
+            self.loader = DataLoader(_Samples(dataset, draft.skip_unreadable), batch_sampler=self.sampler, **arguments)
 
     def steps_per_epoch(self) -> int | None:
         """Optimizer steps an epoch; None for a dataset of unknown length."""
@@ -319,25 +378,63 @@ class Loader:
             self.sampler.epoch, self.sampler.start = epoch, start
         elif self.stream is not None:
             self.stream.position[0], self.stream.position[1] = epoch, start
-        batches = iter(self.loader)
+        batches: Iterator[Batch] | None = None
         while True:
+            self.since = monotonic()
             try:
+                if batches is None:
+                    batches = self._begin()
                 batch = next(batches)
             except StopIteration:
                 return
+            except DataError:
+                raise
             except Exception as error:
                 raise self._explain(error) from error
+            for index, why in batch.unreadable:
+                self.unreadable += 1
+                if self.unreadable <= SAID:
+                    log.warning("sample %d cannot be read and is left out: %s", index, why)
             yield batch
+
+    def _begin(self) -> Iterator[Batch]:
+        """A pass over the loader, which looks every few seconds whether its workers live: torch with a timeout does so at its end only."""
+        batches: Any = iter(self.loader)
+        self.workers = getattr(batches, "_workers", [])
+        if self.workers and self.timeout and "_try_get_data" not in vars(batches):
+            look: Any = weakref.WeakMethod(batches._try_get_data)  # a circle would keep the workers
+
+            def within_timeout() -> tuple[bool, Any]:
+                found: tuple[bool, Any] = look()(min(self.timeout, LOOK))
+                if not found[0] and monotonic() - self.since > self.timeout:
+                    raise DataError(
+                        f"no batch in {self.timeout:g} seconds: a worker that reads data hangs, or the limit is too low for it."
+                    )
+                return found
+
+            batches._try_get_data = within_timeout
+        return iter(batches)
 
     def _explain(self, error: Exception) -> DataError:
         text = str(error).strip()
-        if text.startswith("DataLoader timed out"):
-            return DataError(
-                f"no batch in {self.loader.timeout:g} seconds: a worker of the data loader hangs, or the limit is too low for it."
-            )
-        if text.startswith("DataLoader worker"):
-            return DataError(f"a worker process of the data loader died, as for want of memory or in native code: {text.splitlines()[0]}")
+        if (lost := self.lost_worker(error)) is not None:
+            return lost
         return DataError(f"reading a batch failed: {type(error).__name__}: {text.splitlines()[-1] if text else ''}")
+
+    def lost_worker(self, error: Exception) -> DataError | None:
+        """What to say when a worker ended: torch raises at the next batch, or wherever this process is when it learns of it."""
+        if not str(error).startswith("DataLoader worker (pid"):
+            return None
+        ended = [(number, worker) for number, worker in enumerate(self.workers) if worker.exitcode not in (None, 0)]
+        if not ended:
+            return None
+        number, worker = ended[0]
+        name = signal.Signals(-worker.exitcode).name if worker.exitcode < 0 else ""
+        how = f"was ended by {name}" if name else f"ended with exit code {worker.exitcode}"
+        return DataError(
+            f"worker {number} of the {len(self.workers)} that read data (pid {worker.pid}) {how}. "
+            f"{ENDED.get(name, ENDED[''])} Go on from the newest checkpoint with --resume."
+        )
 
     def close(self) -> None:
         """End the worker processes that are kept between epochs."""

@@ -155,6 +155,8 @@ def summarise(run: Run, status: str, reason: str | None) -> dict[str, Any]:
         "best": state.best,
         "save_errors": run.save_errors,
     }
+    if state.unreadable:
+        summary["unreadable_samples"] = state.unreadable
     run.hooks.write_summary(run=run, summary=summary)
     summary["plugin_seconds"] = run.resolution.plugin_seconds()
     summary["train_seconds"] = max(summary["train_seconds"] - summary["compile_seconds"], 0.0)  # compiling happens inside steps

@@ -34,6 +34,7 @@
     export_model, model_state                       # into the run folder's model/
     write_summary
 
+    recover                                         # when training or an evaluation raises
     on_exception                                    # instead of the rest, when anything above raises
 
 Kinds. *Draft* hooks change the draft they get; two plugins that write one field is an error. *First* hooks return the first result
@@ -134,7 +135,8 @@ def configure_optimizer(draft: OptimizerDraft) -> None:
 
 @first
 def build_datasets(run: Run) -> Mapping[str, Any] | None:
-    """First. ``train``, and where they exist ``evaluate`` and ``test``: torch datasets, map-style or iterable."""
+    """First. ``train``, and where they exist ``evaluate`` and ``test``: torch datasets, map-style or iterable. One with a method
+    ``fingerprint()`` (a string that changes with its samples) is known again at --resume by it; another by its length."""
 
 
 @first
@@ -298,7 +300,7 @@ def write_checkpoint(run: Run, folder: Path, model: dict[str, Tensor], state: di
 
 @hookspec
 def load_state(run: Run, state: dict[str, Any]) -> None:
-    """What this plugin's ``save_state`` returned, on the CPU."""
+    """What this plugin's ``save_state`` returned, on the CPU. Also while a run trains, when a plugin has it go back to a checkpoint."""
 
 
 @first
@@ -309,6 +311,13 @@ def export_model(run: Run, folder: Path) -> Path | None:
 @hookspec
 def write_summary(run: Run, summary: dict[str, Any]) -> None:
     """Add to ``summary.json``: JSON values."""
+
+
+@first
+def recover(run: Run, error: Exception, split: str | None) -> bool | None:
+    """First. Training, or the evaluation of ``split``, raised. Returns True where the run can go on: training then does so from where
+    ``run.state`` stands, reading the epoch under way from there, and an evaluation begins again. The step's gradients are dropped then.
+    With several processes all must come to the same answer, and none may be inside an exchange with the others."""
 
 
 @hookspec

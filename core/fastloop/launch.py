@@ -203,6 +203,17 @@ def _wait(processes: list[subprocess.Popen[bytes]]) -> int | None:
                 process.wait()
 
 
+def resume_from(asked: str | None, output: Path) -> Path | None:
+    """What to go on from: ``asked`` is the value of ``--resume``, None without it.
+
+    torchrun with ``--max-restarts`` starts all processes again when one has failed, with the same arguments: from then on it is the run
+    folder's newest checkpoint, if there is one yet.
+    """
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0):
+        return output
+    return None if asked is None else Path(asked or output)
+
+
 def start_again(environment: Mapping[str, str]) -> None:
     """Where this process lacks variables of ``environment``: start it again with them. One that is set stays as it is."""
     own = sys.orig_argv[len(sys.orig_argv) - len(sys.argv) + 1 :] == sys.argv[1:]  # else the command line is called from within a program

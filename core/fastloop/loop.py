@@ -9,12 +9,14 @@ for each epoch:
     evaluate and save when due
 
 A signal that asks the run to end counts at a step's end, and within an evaluation, which is then done again by the run that goes on.
+Where training or an evaluation raises and a plugin recovers from it, training goes on from the run's counters, an evaluation begins again.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from fastloop.run import Run
 
 log = logging.getLogger("fastloop")
+T = TypeVar("T")
 
 LOOK = 8
 """Batches of an evaluation between two looks, on several processes, at whether one of them was asked to end."""
@@ -38,43 +41,61 @@ class CutOff(Exception):
 
 def fit(run: Run) -> None:
     """Train until the epochs or ``max_steps`` are done, or a plugin asks to stop; then evaluate what is not yet evaluated."""
-    state, hooks = run.state, run.hooks
     with resume.same_random_states(run.found is not None):
-        hooks.before_fit(run=run)
+        run.hooks.before_fit(run=run)
     with run.clock("train"):
         if run.evaluation_due():  # an interrupted run was saved before it
             evaluate(run, "evaluate")
-        while state.epoch < run.recipe.train.epochs and not run.stopping():
-            with resume.same_random_states(state.epoch_samples > 0):
-                hooks.before_epoch(run=run)
-            for batches in run.placed(run.train_loader.steps(state.epoch, state.epoch_samples)):
-                loss = train_step(run, batches)
-                hooks.after_step(run=run, loss=loss)
-                run.agree()
-                if run.evaluation_due():
-                    evaluate(run, "evaluate")
-                if run.saving_due():
-                    resume.save(run)
-                if run.stopping():
-                    break
-            if run.interrupted or not run.epoch_done():
-                break
-            state.epoch, state.epoch_samples = state.epoch + 1, 0
-            hooks.after_epoch(run=run)
-            if run.evaluation_due(epoch_ended=True):
-                evaluate(run, "evaluate")
-            if run.saving_due(epoch_ended=True):
-                resume.save(run)
-    if not run.interrupted and state.evaluated_at != state.step and "evaluate" in run.eval_loaders:
+        recovering(run, lambda: train(run))
+    if not run.interrupted and run.state.evaluated_at != run.state.step and "evaluate" in run.eval_loaders:
         evaluate(run, "evaluate")
-    if run.interrupted and state.save_requested:  # the signal came in that evaluation
+    if run.interrupted and run.state.save_requested:  # the signal came in that evaluation
         resume.save(run)
     run.trained = True  # from here on there is nothing to go on with: a signal lets the run end
     resume.wait_for_writing(run)
     run.agree()
     if run.interrupted:
         return
-    hooks.after_fit(run=run)
+    run.hooks.after_fit(run=run)
+
+
+def train(run: Run) -> None:
+    """The epochs that are left, from where the run's counters stand."""
+    state, hooks = run.state, run.hooks
+    while state.epoch < run.recipe.train.epochs and not run.stopping():
+        with resume.same_random_states(state.epoch_samples > 0):
+            hooks.before_epoch(run=run)
+        for batches in run.placed(run.train_loader.steps(state.epoch, state.epoch_samples)):
+            if run.leaves_out(batches):
+                continue
+            loss = train_step(run, batches)
+            hooks.after_step(run=run, loss=loss)
+            run.agree()
+            if run.evaluation_due():
+                evaluate(run, "evaluate")
+            if run.saving_due():
+                resume.save(run)
+            if run.stopping():
+                break
+        if run.interrupted or not run.epoch_done():
+            break
+        state.epoch, state.epoch_samples = state.epoch + 1, 0
+        hooks.after_epoch(run=run)
+        if run.evaluation_due(epoch_ended=True):
+            evaluate(run, "evaluate")
+        if run.saving_due(epoch_ended=True):
+            resume.save(run)
+
+
+def recovering(run: Run, part: Callable[[], T], split: str | None = None) -> T:
+    """Do a part of the run, again when a plugin has recovered from what it raised. ``split``: what is evaluated; None: training."""
+    while True:
+        try:
+            return part()
+        except Exception as error:
+            if not run.hooks.recover(run=run, error=error, split=split):
+                raise
+        run.optimizer.zero_grad()  # of the step that failed
 
 
 def train_step(run: Run, batches: list[Batch]) -> Tensor:
@@ -89,7 +110,7 @@ def train_step(run: Run, batches: list[Batch]) -> Tensor:
     hooks, optimizer = run.hooks, run.optimizer
     hooks.before_step(run=run, batches=batches)
     totals = run.totals(batches)
-    total = totals.weight / run.world_size  # gradients are averaged over processes, whose shares may differ
+    total = (totals.weight or 1) / run.world_size  # gradients are averaged over processes, whose shares may differ
     step_loss: Tensor | None = None
     for index, batch in enumerate(batches):
         with run.gradient_sync(last=index == len(batches) - 1):
@@ -122,7 +143,7 @@ def evaluate(run: Run, split: str) -> None:
         random_states = checkpoint.random_states()
         run.hooks.before_evaluate(run=run, split=split)
         try:
-            metrics: dict[str, float] = run.hooks.evaluate(run=run, split=split)
+            metrics: dict[str, float] = recovering(run, lambda: run.hooks.evaluate(run=run, split=split), split)
         except CutOff:
             checkpoint.restore_random_states(random_states)
             run.state.request_evaluate()

@@ -45,6 +45,7 @@ def save(run: Run) -> None:
             "recipe": secrets.hidden(run.recipe.to_dict()),
             "state": run.state.to_dict(),
             "clock": dict(run.clock.seconds),
+            "data": run.fingerprints,
             "random": run.gather(checkpoint.random_states()),
             "optimizer": run.hooks.optimizer_state(run=run),
             "scheduler": scheduler and scheduler.state_dict(),
@@ -126,6 +127,7 @@ def load(run: Run, path: Path, skipped: list[str]) -> None:
     model, saved = checkpoint.read(path, _sharded_now(run))
     recipe = secrets.hidden(run.recipe.to_dict())
     check_same(path, saved["recipe"], recipe)
+    check_data(run, path, saved["data"])
     try:
         run.hooks.load_model_state(run=run, state=model)
     except RuntimeError as error:
@@ -160,6 +162,48 @@ def load(run: Run, path: Path, skipped: list[str]) -> None:
     else:
         log.info("saved by %d processes, resumed on %d: dropout goes on with other random numbers", len(saved["random"]), run.world_size)
         set_seed(run.recipe.train.seed + run.state.step * run.world_size + run.rank)
+
+
+def go_back(run: Run, leave_out: list[int]) -> bool:
+    """Load the newest checkpoint while the run trains. The step at ``leave_out`` (epoch, samples of it before) is not done again.
+
+    Returns:
+        Whether there was a checkpoint to go back to.
+    """
+    wait_for_writing(run)
+    newest: Any = None
+    if run.is_main:  # which may be writing one: all must take the same
+        try:
+            newest = checkpoint.find(run.folder)
+        except CheckpointError as nothing:
+            log.warning("there is nothing to go back to: %s", nothing)
+    newest = run.gather(newest)[0]
+    if newest is None:
+        return False
+    given_up = [*run.state.left_out, leave_out]
+    load(run, *newest)
+    run.state.left_out = given_up
+    log.warning("went back to step %d: goes on without the step that failed", run.state.step)
+    return True
+
+
+def check_data(run: Run, path: Path, saved: dict[str, str]) -> None:
+    """Refuse to go on with other data than the checkpoint's, or say so, as ``train.on_data_change`` has it.
+
+    Raises:
+        CheckpointError: Names the splits that changed, and how.
+    """
+    now = run.fingerprints
+    changed = [split for split in {**saved, **now} if saved.get(split) != now.get(split)]
+    if not changed:
+        return
+    listed = "; ".join(f"{split}: {saved.get(split, 'none')}, now {now.get(split, 'none')}" for split in changed)
+    message = f"{path}: was saved with other data ({listed})."
+    if run.recipe.train.on_data_change == "stop":
+        raise CheckpointError(
+            f"{message} Resume with the same data, start anew, or go on with what is there now: train.on_data_change=warn."
+        )
+    log.warning("%s The run goes on with what is there now: of this epoch, samples may come twice or not at all", message)
 
 
 def _sharded_now(run: Run) -> Callable[[str, torch.Size], Tensor | None]:

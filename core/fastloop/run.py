@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent import futures
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,7 +25,7 @@ from torch.utils.data import IterableDataset
 from fastloop import checkpoint, folder, launch, loop, resume
 from fastloop.accelerator import build_accelerator, micro_batches
 from fastloop.clock import Clock
-from fastloop.data import Loader
+from fastloop.data import Loader, fingerprint
 from fastloop.errors import PluginError, ProcessLost, RecipeError, SaveError
 from fastloop.hooks import Resolution
 from fastloop.recipe import Recipe
@@ -45,6 +46,7 @@ class Totals(NamedTuple):
     weight: int
     samples: int
     tokens: int
+    unreadable: int
 
 
 class Run:
@@ -91,6 +93,7 @@ class Run:
         self.save_failure: str | None = None
         self.save_errors = 0
         self.lock: folder.Lock | None = None
+        self.loaders: list[Loader] = []
         with resolution.blaming(), self._connected():
             self.hooks.check_recipe(recipe=recipe)
             self.found = resume.find(self, resume_from) if resume_from is not None else None
@@ -130,27 +133,46 @@ class Run:
             if not isinstance(dataset, IterableDataset) and hasattr(dataset, "__len__") and len(dataset) == 0:
                 raise RecipeError(f"{self.recipe.where}: data: the {split} split is empty. Expected at least one sample.")
         self.collator = self.hooks.build_collator(run=self)
-        common: dict[str, Any] = {"rank": self.rank, "world_size": self.world_size, "seed": train.seed}
-        self.train_loader = Loader(
-            self.datasets["train"],
-            self.collator,
-            self.loading,
-            batch_size=train.batch_size,
-            device_batch_size=self.device_batch_size,
-            shuffle=True,
-            **common,
-        )
+        self.train_loader = self.loader("train", self.device_batch_size)
         size = train.eval_batch_size or self.device_batch_size
-        self.eval_loaders = {
-            split: Loader(
-                dataset, self.collator, self.loading, batch_size=size * self.world_size, device_batch_size=size, shuffle=False, **common
-            )
-            for split, dataset in self.datasets.items()
-            if split != "train"
-        }
+        self.eval_loaders = {split: self.loader(split, size) for split in self.datasets if split != "train"}
         steps = self.train_loader.steps_per_epoch()
         limits = [limit for limit in (train.max_steps, steps and steps * train.epochs) if limit is not None]
         self.total_steps: int | None = min(limits) if limits else None
+
+    def loader(self, split: str, size: int, pieces: int = 1) -> Loader:
+        """A loader of a split in micro-batches of ``size`` samples; those that a plugin splits are cut into ``pieces`` further ones."""
+        train = self.recipe.train
+        loader = Loader(
+            self.datasets[split],
+            self.collator,
+            self.loading,
+            batch_size=train.batch_size if split == "train" else size * self.world_size,
+            device_batch_size=size,
+            pieces=pieces,
+            rank=self.rank,
+            world_size=self.world_size,
+            seed=train.seed,
+            shuffle=split == "train",
+        )
+        self.loaders.append(loader)
+        return loader
+
+    def divide(self, split: str, size: int, pieces: int = 1) -> None:
+        """From here on read a split in other micro-batches. A step keeps its samples; see ``loader``."""
+        old = self.train_loader if split == "train" else self.eval_loaders[split]
+        old.close()
+        self.loaders.remove(old)
+        loader = self.loader(split, size, pieces)
+        if split == "train":
+            self.train_loader, self.device_batch_size, self.micro_steps = loader, size, loader.micro_steps
+        else:
+            self.eval_loaders[split] = loader
+
+    @cached_property
+    def fingerprints(self) -> dict[str, str]:
+        """Split -> what its dataset is known again by at --resume."""
+        return {split: fingerprint(dataset) for split, dataset in self.datasets.items()}
 
     def _task(self) -> str:
         return next((plugin.name for plugin in self.resolution.plugins if plugin.slot == "task"), "none")
@@ -205,7 +227,8 @@ class Run:
 
     def totals(self, batches: list[Batch]) -> Totals:
         """What a step's micro-batches add up to, over all processes."""
-        sums = [sum(getattr(batch, name) for batch in batches) for name in Totals._fields]
+        sums = [sum(getattr(batch, name) for batch in batches) for name in ("weight", "samples", "tokens")]
+        sums.append(sum(len(batch.unreadable) for batch in batches))
         if self.world_size == 1:
             return Totals(*sums)
         return Totals(*map(int, self.sum_over_processes(torch.tensor(sums, dtype=torch.int64)).tolist()))
@@ -279,8 +302,18 @@ class Run:
         state = self.state
         state.step += 1
         state.samples += totals.samples
-        state.epoch_samples += totals.samples
+        state.epoch_samples += totals.samples + totals.unreadable
         state.tokens += totals.tokens
+        state.unreadable += totals.unreadable
+
+    def leaves_out(self, batches: list[Batch]) -> bool:
+        """Whether the step that begins here is not to be trained. Its samples count as drawn."""
+        state = self.state
+        if [state.epoch, state.epoch_samples] not in state.left_out:
+            return False
+        totals = self.totals(batches)
+        state.epoch_samples += totals.samples + totals.unreadable
+        return True
 
     def epoch_done(self) -> bool:
         """Whether every sample of the epoch under way was drawn. Data of unknown length is done when the loader ends."""
@@ -361,7 +394,7 @@ class Run:
                 log.error("%s", another)  # what came first counts for more
             raise
         finally:
-            for loader in (self.train_loader, *self.eval_loaders.values()):
+            for loader in self.loaders:
                 loader.close()
         return folder.summarise(self, "stopped" if self.state.stop_reason else "completed", self.state.stop_reason)
 
@@ -391,6 +424,9 @@ class Run:
         try:
             yield
         except (RuntimeError, torch.distributed.DistError) as error:
+            for loader in self.loaders:
+                if (lost := loader.lost_worker(error)) is not None:
+                    raise lost from error
             if self.world_size == 1 or not (isinstance(error, torch.distributed.DistError) or "gloo" in str(error)):
                 raise
             raise ProcessLost(f"process {self.rank} of {self.world_size} lost the connection to another, which ended first.") from error

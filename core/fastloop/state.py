@@ -29,6 +29,8 @@ class State:
         best: ``{"step", "value", "path"}`` of the best checkpoint, when a plugin keeps one.
         evaluate_requested: Whether an evaluation is asked for and not yet done.
         stop_reason: Why training ends before its time; None while it goes on.
+        left_out: ``[epoch, epoch_samples]`` where steps begin that are not to be trained: the run failed there and went back.
+        unreadable: Samples so far that could not be read and were left out of their batches, over all processes.
     """
 
     step: int = 0
@@ -41,6 +43,8 @@ class State:
     best: dict[str, Any] | None = None
     evaluate_requested: bool = False
     stop_reason: str | None = None
+    left_out: list[list[int]] = field(default_factory=list)
+    unreadable: int = 0
 
     def __post_init__(self) -> None:
         self.save_requested = False
@@ -74,6 +78,7 @@ class Batch:
         ids: Sample ids, filled in by the loader: indices of a map-style dataset, positions in an iterable one.
         worker: The worker that read it; -1: the process itself.
         last: Whether it is its step's last on this process; filled in by the loader, for map-style datasets.
+        unreadable: Sample ids that could not be read, and are not in it, each with why; see ``DataLoaderDraft.skip_unreadable``.
     """
 
     inputs: Any
@@ -83,6 +88,7 @@ class Batch:
     ids: tuple[int, ...] = ()
     worker: int = -1
     last: bool = False
+    unreadable: tuple[tuple[int, str], ...] = ()
 
     def pin_memory(self) -> Batch:
         """Called by torch's DataLoader when ``pin_memory`` is on."""
@@ -170,6 +176,8 @@ class DataLoaderDraft(Draft):
     """``arrange(dataset, ids, batch_size, generator)``: the order in which a map-style dataset's samples come. To train, ``ids`` are the
     epoch's in random order and the generator is for further draws: the same on all processes. To evaluate, they count up and there is
     none. An optimizer step takes the next ``batch_size`` samples, and its processes and micro-steps consecutive shares of them."""
+    skip_unreadable: bool = False
+    """Leave a sample of a map-style dataset that cannot be read out of its batch, instead of ending the run."""
     placing: Callable[[Iterable[list[Batch]], Callable[[list[Batch]], list[Batch]]], Iterable[list[Batch]]] | None = None
     """``placing(steps, place)``: steps of batches on the host -> on the device; ``place`` takes one step there. None: each in its turn."""
     split: Callable[[Any, list[int], int], list[list[int]]] | None = None

@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+HASHED, PIECE = 2**24, 2**14
+"""How many token ids a fingerprint is made of at most, about, and in pieces of how many."""
+
+
 class Sequences:
     """A map-style dataset of token ids, kept in one array: reading a sample is a slice, and workers share the memory.
 
@@ -30,6 +34,17 @@ class Sequences:
 
     def __len__(self) -> int:
         return len(self.ends)
+
+    def fingerprint(self) -> str:
+        """A hash of lengths, labels and token ids; of many ids, of pieces evenly spread."""
+        import hashlib
+
+        found = hashlib.blake2b(self.lengths.tobytes(), digest_size=8)
+        if self.labels is not None:
+            found.update(self.labels.tobytes())
+        for start in range(0, len(self.ids), PIECE * -(-len(self.ids) // HASHED or 1)):
+            found.update(self.ids[start : start + PIECE].tobytes())
+        return found.hexdigest()
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         end = self.ends[index]

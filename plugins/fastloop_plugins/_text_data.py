@@ -104,6 +104,7 @@ class TextData:
         self.limit = parse(Limit, self.options.limit, f"{self.where}.limit")
         self.classes: list[str] = []
         self.said: list[str] = []
+        self.skip_unreadable, self.unreadable = False, 0  # whether rows that cannot be read are left out; how many were
         if labelled and self.options.label is None:
             raise RecipeError(f"{self.where}.label: missing. Name the column of labels, such as data.label=label.")
         if not labelled and self.options.label is not None:
@@ -166,8 +167,10 @@ class TextData:
         Raises:
             RecipeError: Files, columns or labels are not as they must be.
         """
-        self.said, parts = [], self._read()
+        self.said, self.unreadable, parts = [], 0, self._read()
         splits = {role: name for role, name in vars(self.splits).items() if name is not None}
+        if self.skip_unreadable:
+            parts = {name: [self._readable(part) for part in found] if name in splits.values() else found for name, found in parts.items()}
         for role, name in splits.items():
             if name not in parts and (role == "train" or role in (self.options.splits or {})):
                 raise RecipeError(f"{self.where}.splits.{role}: there is no split {name!r}. There are: {', '.join(parts) or 'none'}.")
@@ -193,6 +196,7 @@ class TextData:
     def identity(self) -> str:
         """A hash of the files that ``load`` reads, and of all that decides what it makes of them."""
         chosen = {"options": vars(self.options) | {"files": None}, "splits": vars(self.splits), "limit": vars(self.limit), "draw": DRAW}
+        chosen["skip_unreadable"] = self.skip_unreadable
         facts = [json.dumps(chosen, sort_keys=True)]
         for split, paths in self.files.items():
             for path in paths:
@@ -206,7 +210,7 @@ class TextData:
             return self._call(self.options.module)
         if self.options.name is not None:
             return self._dataset(self.options.name)
-        return {split: [read_file(path, self.options.text) for path in paths] for split, paths in self.files.items()}
+        return {split: [read_file(path, self.options.text, self.skip_unreadable) for path in paths] for split, paths in self.files.items()}
 
     def _call(self, reference: str) -> dict[str, list[Part]]:
         function = import_object(reference, self.recipe, "data.module")
@@ -236,6 +240,19 @@ class TextData:
         except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
             raise RecipeError(explain(f"{self.where}.name", name, folder, error, "data.files.train=FILE or data.name=FOLDER")) from None
         return {split: [make_part(f"dataset {name}, split {split}", rows, self.options.label)] for split, rows in found.items()}
+
+    def _readable(self, part: Part) -> Part:
+        """A part without the rows whose text is no text, or which have no label."""
+        keys = {"text": self.options.text} | ({} if self.options.label is None else {"label": self.options.label})
+        columns = {name: part.column(key, name) for key, name in keys.items()}
+        types: dict[str, Any] = {"text": str | None, "label": int | str}
+        bad = {index for key, name in keys.items() for index, value in enumerate(columns[name]) if not isinstance(value, types[key])}
+        bad |= {index for index, value in enumerate(columns[keys["label"]]) if value == ""} if "label" in keys else set()
+        if count := part.unreadable + len(bad):
+            self.said.append(f"{part.where}: {count} rows cannot be read, and are left out")
+            self.unreadable += count
+        kept = {name: [value for index, value in enumerate(column) if index not in bad] for name, column in columns.items()}
+        return Part(part.where, kept, part.classes)
 
     # -- checking --------------------------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ class Part:
     where: str
     columns: Mapping[str, Any]  # name -> list, or pyarrow's column
     classes: list[str] | None = None  # names of the labels, where a dataset's features say them
+    unreadable: int = 0  # rows that are not here because they could not be read
 
     def column(self, key: str, name: str) -> list[Any]:
         """The values of the column that ``data.<key>`` names."""
@@ -55,11 +56,12 @@ def make_part(where: str, rows: Any, label: str | None = None) -> Part:
     return Part(where, {name: [row.get(name) for row in rows] for name in columns})
 
 
-def read_file(path: Path, text: str) -> Part:
+def read_file(path: Path, text: str, skip_unreadable: bool = False) -> Part:
     """One file's rows. Read directly, not through a cache of converted copies; a cell that says NA is the text NA.
 
     Args:
         text: The column that is text even where it looks like numbers.
+        skip_unreadable: Leave out lines of csv, tsv and jsonl files that are none, and count them.
 
     Raises:
         RecipeError: It cannot be read as what its suffix says.
@@ -67,14 +69,19 @@ def read_file(path: Path, text: str) -> Part:
     import pyarrow  # type: ignore[import-untyped]
 
     try:
-        return _read_as(path, path.suffix.lower(), text)
+        return _read_as(path, path.suffix.lower(), text, skip_unreadable)
     except json.JSONDecodeError as error:
         raise RecipeError(f"{path}, line {error.lineno}: not valid JSON: {error.msg}.") from None
-    except (OSError, UnicodeDecodeError, pyarrow.ArrowException) as error:
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise RecipeError(
+            f"{path}, line {line}: not UTF-8 ({error.reason}). Convert it: iconv -f latin1 -t utf-8 (or what it is in)."
+        ) from None
+    except (OSError, pyarrow.ArrowException) as error:
         raise RecipeError(f"{path}: cannot be read as {path.suffix}: {str(error).splitlines()[0]}.") from None
 
 
-def _read_as(path: Path, suffix: str, text: str) -> Part:
+def _read_as(path: Path, suffix: str, text: str, skip_unreadable: bool) -> Part:
     import pyarrow
 
     if suffix in (".csv", ".tsv"):
@@ -82,11 +89,19 @@ def _read_as(path: Path, suffix: str, text: str) -> Part:
 
         if not path.stat().st_size:
             return Part(str(path), {text: []})
+        bad: list[Any] = []
         shape = csv.ParseOptions(delimiter="," if suffix == ".csv" else "\t", newlines_in_values=True)
+
+        def skip(row: Any) -> str:
+            bad.append(row)
+            return "skip"
+
+        if skip_unreadable:
+            shape.invalid_row_handler = skip
         whole = csv.ReadOptions(block_size=min(path.stat().st_size + 1, 2**31 - 1))  # a column's type then comes from all of its cells
         types = csv.ConvertOptions(column_types={text: pyarrow.string()})
         table = csv.read_csv(path, read_options=whole, parse_options=shape, convert_options=types)
-        return Part(str(path), dict(zip(table.column_names, table.columns, strict=True)))
+        return Part(str(path), dict(zip(table.column_names, table.columns, strict=True)), unreadable=len(bad))
     if suffix == ".parquet":
         from pyarrow import parquet
 
@@ -98,11 +113,15 @@ def _read_as(path: Path, suffix: str, text: str) -> Part:
         return Part(str(path), {text: [block for block in blocks if block.strip()]})
     if content.lstrip().startswith("["):
         return make_part(str(path), json.loads(content))
-    rows = []
+    rows, broken = [], 0
     for number, line in enumerate(content.split("\n"), 1):
         if line.strip():
             try:
                 rows.append(json.loads(line))
             except json.JSONDecodeError as error:
-                raise json.JSONDecodeError(error.msg, "\n" * (number - 1) + line, number - 1) from None
-    return make_part(str(path), rows) if rows else Part(str(path), {text: []})
+                if not skip_unreadable:
+                    raise json.JSONDecodeError(error.msg, "\n" * (number - 1) + line, number - 1) from None
+                broken += 1
+    part = make_part(str(path), rows) if rows else Part(str(path), {text: []})
+    part.unreadable = broken
+    return part

@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("fastloop")
 
 
+CHARACTERS = 50
+"""Of a text that is truncated, this many for each token to be kept are read first: a minute's work for one huge text otherwise."""
+
+
 @dataclass
 class Split:
     """One split: ids of all texts end to end, how many each text has, and the labels where the task has labels."""
@@ -76,10 +80,21 @@ def read(data: TextData, model: TextModel, documents: bool = False, **arguments:
 
 
 def encode(tokenizer: Any, texts: list[str], end: list[int], arguments: dict[str, Any]) -> Iterator[list[int]]:
-    """The ids of each text, with ``end`` behind them."""
+    """The ids of each text, with ``end`` behind them. Of a huge text that is truncated, only as much is read as can be kept."""
+    most: int = arguments["max_length"] if arguments.get("truncation") else 0
     for start in range(0, len(texts), 1000):
-        for ids in tokenizer(texts[start : start + 1000], return_attention_mask=False, **arguments)["input_ids"]:
+        whole = texts[start : start + 1000]
+        read = [beginning(text, CHARACTERS * most) for text in whole] if most else whole
+        for text, part, ids in zip(whole, read, tokenizer(read, return_attention_mask=False, **arguments)["input_ids"], strict=True):
+            if len(part) < len(text) and len(ids) < most:  # it was not enough
+                ids = tokenizer(text, return_attention_mask=False, **arguments)["input_ids"]
             yield ids + end
+
+
+def beginning(text: str, size: int) -> str:
+    """The first words of a text that is longer than ``size`` characters; all of it, where it has no words."""
+    end = max(text.rfind(space, 0, size) for space in " \n") if len(text) > size else -1
+    return text[:end] if end > 0 else text
 
 
 def _remember(entry: Path, data: TextData, splits: dict[str, Split], keys: dict[str, str]) -> None:
@@ -89,7 +104,8 @@ def _remember(entry: Path, data: TextData, splits: dict[str, Split], keys: dict[
         for name, split in splits.items():
             if split.labels is not None:
                 np.save(made / f"{name}.npy", split.labels, allow_pickle=False)
-        (made / "data.json").write_text(json.dumps({"splits": keys, "classes": data.classes, "said": data.said}), encoding="utf-8")
+        facts = {"splits": keys, "classes": data.classes, "said": data.said, "unreadable": data.unreadable}
+        (made / "data.json").write_text(json.dumps(facts), encoding="utf-8")
 
 
 def _remembered(entry: Path, data: TextData) -> dict[str, Split] | None:
@@ -109,7 +125,7 @@ def _remembered(entry: Path, data: TextData) -> dict[str, Split] | None:
             if labels is not None and len(labels) != len(flat[1]):
                 raise ValueError(f"{name}: {len(labels)} labels of {len(flat[1])} texts")
             found[name] = Split(*flat, labels)
-        data.classes, data.said = saved["classes"], saved["said"]
+        data.classes, data.said, data.unreadable = saved["classes"], saved["said"], saved["unreadable"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, RecursionError) as error:
         logger.warning("data: %s is damaged (%s): the data is read again", entry, error)
         shutil.rmtree(entry, ignore_errors=True)

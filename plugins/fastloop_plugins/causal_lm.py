@@ -52,10 +52,12 @@ class CausalLM(Plugin):
         self.data, self.text_model = TextData(recipe, labelled=False), TextModel(recipe, classify=False)
 
     @hookimpl
-    def build_datasets(self) -> Mapping[str, Sequences]:
+    def build_datasets(self, run: Run) -> Mapping[str, Sequences]:
         from fastloop_plugins import _text_tokens
 
+        self.data.skip_unreadable = run.loading.skip_unreadable
         splits = _text_tokens.read(self.data, self.text_model, documents=True, add_special_tokens=False, verbose=False)
+        run.state.unreadable += self.data.unreadable
         return {name: self._blocks(name, split.ids) for name, split in splits.items()}
 
     def _blocks(self, split: str, ids: NDArray[np.int32]) -> Sequences:

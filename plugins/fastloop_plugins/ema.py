@@ -81,8 +81,10 @@ class EMA(Plugin):
         return {"average": self.average, "updates": self.updates}
 
     @hookimpl
-    def load_state(self, state: dict[str, Any]) -> None:
-        self.average, self.updates = state["average"], state["updates"]
+    def load_state(self, run: Run, state: dict[str, Any]) -> None:
+        training, self.average, self.updates = bool(self.average), state["average"], state["updates"]
+        if training:  # it goes back to a checkpoint
+            self.before_fit(run)
 
     @contextmanager
     def swapped(self) -> Generator[None, None, None]:

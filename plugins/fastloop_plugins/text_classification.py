@@ -58,11 +58,13 @@ class TextClassification(Plugin):
         self.data, self.text_model = TextData(recipe, labelled=True), TextModel(recipe, classify=True)
 
     @hookimpl
-    def build_datasets(self) -> Mapping[str, Sequences]:
+    def build_datasets(self, run: Run) -> Mapping[str, Sequences]:
         from fastloop_plugins import _text_tokens
         from fastloop_plugins._text_batches import Sequences
 
+        self.data.skip_unreadable = run.loading.skip_unreadable
         splits = _text_tokens.read(self.data, self.text_model, truncation=True, max_length=self.data.options.max_length)
+        run.state.unreadable += self.data.unreadable
         return {name: Sequences(split.ids, split.lengths, split.labels) for name, split in splits.items()}
 
     @hookimpl

@@ -69,7 +69,7 @@ def train(
         resolution = resolve(loaded)
         from fastloop.run import Run  # here, so that what is wrong with a recipe is said before torch is loaded
 
-        run = Run(loaded, resolution, Path(resume or loaded.output) if resume is not None else None)
+        run = Run(loaded, resolution, launch.resume_from(resume, Path(loaded.output)))
         with run.interruptible():
             summary = run.execute()
             if run.is_main:

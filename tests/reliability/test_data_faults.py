@@ -1,0 +1,334 @@
+"""Data that cannot be read, has changed, or whose readers die."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import tiny_data
+from torch.utils.data import Dataset
+
+from fastloop import CheckpointError, Plugin, RecipeError, hookimpl
+from fastloop.errors import DataError
+from fastloop.recipe import make_recipe
+from fastloop.registry import resolve
+from fastloop.run import Run
+
+TIMES = max(1, round(6 * float(os.environ.get("FASTLOOP_RELIABILITY", "1"))))
+WORKERS: dict[str, Any] = {"dataloader-workers": {"num_workers": 2}}
+TINY = {"model_type": "distilbert", "dim": 16, "n_layers": 1, "n_heads": 2, "hidden_dim": 32, "max_position_embeddings": 32}
+SKIP = {"skip-unreadable": {}}
+
+
+class Rows(Dataset):
+    """67 samples, of which some cannot be read."""
+
+    def __init__(self, bad: tuple[int, ...] = (), size: int = 67) -> None:
+        self.data, self.bad, self.size = tiny_data(), bad, size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Any:
+        if index in self.bad:
+            raise ValueError(f"row {index} is spoilt")
+        return self.data[index]
+
+
+class Kills(Plugin):
+    """Ends a worker that reads data, by a signal, at some moment."""
+
+    name = "kills"
+
+    def __init__(self, moment: str, step: int, worker: int, signum: int) -> None:
+        super().__init__()
+        self.moment, self.step, self.worker, self.signum = moment, step, worker, signum
+
+    def here(self, moment: str, run: Any) -> None:
+        if moment == self.moment and run.state.step == self.step:
+            os.kill(run.train_loader.workers[self.worker].pid, self.signum)
+
+    @hookimpl
+    def before_step(self, run: Any) -> None:
+        self.here("before a step", run)
+
+    @hookimpl
+    def after_backward(self, run: Any) -> None:
+        self.here("in a step", run)
+        if self.moment == "in a step":
+            time.sleep(0.05)  # the signal that tells of it comes in here
+
+    @hookimpl
+    def before_evaluate(self, run: Any) -> None:
+        self.here("in an evaluation", run)
+
+
+# -- workers -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_killed_worker_is_named_with_its_signal_and_what_to_do(tiny_run, record_property):
+    """a worker killed at any moment: within seconds an error that names the worker, its signal and what to do; never a hang"""
+    draw, lost = random.Random(0), 0
+    for number in range(TIMES):
+        moment = ("before a step", "in a step", "in an evaluation")[number % 3]
+        worker, signum = draw.randrange(2), draw.choice([signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS])
+        step = 9 if moment == "in an evaluation" else draw.randrange(1, 6)
+        started = time.monotonic()
+        with pytest.raises(DataError) as raised:
+            tiny_run([WORKERS, Kills(moment, step, worker, signum)], data=Rows(), epochs=9)
+        lost += time.monotonic() - started > 20
+        message = str(raised.value)
+        assert message.startswith(f"worker {worker} of the 2 that read data (pid "), message
+        assert f"was ended by {signal.Signals(signum).name}." in message
+        assert "Go on from the newest checkpoint with --resume." in message
+        if signum == signal.SIGKILL:
+            assert "when memory runs out" in message
+    assert lost == 0
+    record_property("faults", TIMES)
+    record_property("survived", TIMES - lost)
+    record_property("lost", lost)
+
+
+def test_after_a_killed_worker_the_run_goes_on_to_the_same_bits(tiny_run, tmp_path):
+    """a worker killed, then --resume: the run ends bit for bit as the undisturbed one"""
+    whole = tiny_run([WORKERS], data=Rows(), save_every=4)
+    with pytest.raises(DataError):
+        tiny_run([WORKERS, Kills("before a step", 13, 1, signal.SIGKILL)], data=Rows(), save_every=4, output=tmp_path / "run")
+    ran = tiny_run([WORKERS], data=Rows(), save_every=4, output=tmp_path / "run", resume=True)
+    assert ran.losses == whole.losses[-len(ran.losses) :]
+    assert all(torch.equal(ran.weights[name], whole.weights[name]) for name in whole.weights)
+
+
+@pytest.mark.parametrize("plugins", [[], [WORKERS]], ids=["alone", "workers"])
+def test_a_row_that_raises_stops_the_run_and_is_said(tiny_run, plugins):
+    """a corrupt row: the run stops with the dataset's own words, also out of a worker"""
+    with pytest.raises(DataError, match="reading a batch failed: ValueError: row 17 is spoilt"):
+        tiny_run(plugins, data=Rows((17,)))
+
+
+# -- rows that are left out --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("plugins", [[], [WORKERS]], ids=["alone", "workers"])
+def test_rows_that_raise_are_left_out_and_counted(tiny_run, plugins, caplog, record_property):
+    """corrupt rows with skip-unreadable: each is left out of its batch, the count is in the summary, all others come once"""
+    bad, seen = (3, 17, 40), []
+
+    class Sees(Plugin):
+        name = "sees"
+
+        @hookimpl
+        def before_step(self, batches: Any) -> None:
+            seen.extend(index for batch in batches for index in batch.ids)
+
+    ran = tiny_run([*plugins, SKIP, Sees()], data=Rows(bad))
+    assert ran.summary["unreadable_samples"] == 6
+    assert (ran.summary["steps"], ran.summary["samples"]) == (18, 2 * 64)
+    assert sorted(seen) == sorted(2 * [index for index in range(67) if index not in bad])
+    assert "sample 17 cannot be read and is left out: ValueError: row 17 is spoilt" in caplog.text
+    record_property("faults", 6)
+    record_property("survived", 6)
+    record_property("lost", 0)
+
+
+def test_whole_micro_batches_of_such_rows_count_for_nothing(tiny_run):
+    """a micro-batch, or a whole step, of corrupt rows: the others make the step; nothing becomes NaN"""
+    order = torch.randperm(67, generator=torch.Generator().manual_seed(123)).tolist()
+    one = tiny_run([SKIP], data=Rows(tuple(order[8:10])), device_batch_size=2, epochs=1)
+    assert one.summary["samples"] == 65
+    step = tiny_run([SKIP], data=Rows(tuple(order[8:16])), epochs=1)
+    assert (step.summary["samples"], step.summary["steps"]) == (59, 9)
+    assert all(bool(tensor.isfinite().all()) for tensor in step.weights.values())
+
+
+def test_without_corrupt_rows_nothing_changes(tiny_run):
+    """no fault: the same bits with skip-unreadable as without"""
+    plain, skipping = tiny_run([], data=Rows()), tiny_run([SKIP], data=Rows())
+    assert plain.losses == skipping.losses
+    assert "unreadable_samples" not in skipping.summary
+
+
+def test_leaving_out_resumes_in_its_place(tiny_run, tmp_path):
+    """corrupt rows, and a stop in the middle of an epoch: position and count go on"""
+    whole = tiny_run([SKIP], data=Rows((3, 17, 40)))
+    tiny_run([SKIP], data=Rows((3, 17, 40)), max_steps=5, output=tmp_path / "run")
+    ran = tiny_run([SKIP], data=Rows((3, 17, 40)), output=tmp_path / "run", resume=True)
+    assert ran.losses == whole.losses[5:]
+    assert ran.summary["unreadable_samples"] == whole.summary["unreadable_samples"]
+
+
+def test_leaving_out_is_bounded(tiny_run):
+    """more corrupt rows than plugins.skip-unreadable.limit, or nothing but such: the run ends and says so"""
+    with pytest.raises(DataError, match=r"samples could not be read; plugins.skip-unreadable.limit is 5"):
+        tiny_run([{"skip-unreadable": {"limit": 5}}], data=Rows(tuple(range(0, 67, 3))))
+    with pytest.raises(DataError, match=r"none of 100 samples from \d+ on can be read: ValueError: row \d+ is spoilt"):
+        tiny_run([SKIP], data=Rows(tuple(range(67))))
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def text_run(plugins: tuple[Any, ...] = (), max_length: int = 16, **files: str) -> Run:
+    tree = {
+        "model": {"config": TINY, "tokenizer": {"kind": "word"}},
+        "data": {"files": files, "text": "text", "label": "label", "max_length": max_length},
+        "train": {"epochs": 1, "batch_size": 8, "device": "cpu"},
+        "plugins": ["text-classification", {"progress": False}, *plugins],
+        "output": "run",
+    }
+    recipe = make_recipe(tree, Path("recipe.yaml"))
+    return Run(recipe, resolve(recipe))
+
+
+def good(count: int = 40) -> list[dict[str, Any]]:
+    return [{"text": f"{('dull', 'fine')[i % 2]} film number {i}", "label": i % 2} for i in range(count)]
+
+
+def jsonl(name: str, rows: list[Any]) -> None:
+    Path(name).write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+
+
+BROKEN: list[Any] = ['{"text": "cut o', {"text": 7, "label": 1}, {"text": "no label", "label": None}, {"label": 0, "text": ["a list"]}]
+
+
+@pytest.mark.parametrize("row", BROKEN, ids=["no JSON", "no text", "no label", "a list"])
+def test_a_corrupt_row_of_a_file_is_named_before_training(row):
+    """a corrupt row in a file: refused with file and row before training, or left out and counted by choice"""
+    jsonl("train.jsonl", [*good()[:4], row, *good()[4:]])
+    with pytest.raises(RecipeError, match=r"train.jsonl, (row|line) 5: "):
+        text_run(train="train.jsonl")
+    summary = text_run((SKIP,), train="train.jsonl").execute()
+    assert summary["unreadable_samples"] == 1
+    assert summary["samples"] == 36  # a tenth of 40 is held out
+
+
+def test_corrupt_rows_of_a_csv_are_left_out_by_choice_too(tmp_path, caplog):
+    """rows of a csv with a cell too many: refused, or left out and counted; known again from the cache"""
+    lines = [f'"{row["text"]}",{row["label"]}' for row in good()]
+    Path("train.csv").write_text("\n".join(["text,label", *lines[:9], "a,b,c", *lines[9:], "d,e,f,g", ""]))
+    with pytest.raises(RecipeError, match=r"train.csv: cannot be read as .csv"):
+        text_run(train="train.csv")
+    for _ in range(2):
+        run = text_run((SKIP, {"prefetch": {"cache": str(tmp_path / "cache")}}), train="train.csv")
+        assert run.state.unreadable == 2
+    assert "train.csv: 2 rows cannot be read, and are left out" in caplog.text
+
+
+def test_a_truncated_parquet_is_refused_wherever_it_is_cut(record_property):
+    """a parquet file cut at any byte: refused with its name before training"""
+    import pyarrow
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.Table.from_pylist(good()), "whole.parquet")
+    assert len(text_run(train="whole.parquet").datasets["train"]) == 36
+    content = Path("whole.parquet").read_bytes()
+    for cut in random.Random(0).sample(range(len(content)), TIMES):
+        Path("cut.parquet").write_bytes(content[:cut])
+        with pytest.raises(RecipeError, match=r"cut.parquet: cannot be read as .parquet"):
+            text_run(train="cut.parquet")
+    record_property("faults", TIMES)
+    record_property("survived", TIMES)
+    record_property("lost", 0)
+
+
+@pytest.mark.parametrize("name", ["train.jsonl", "train.csv", "train.txt"])
+def test_a_wrong_encoding_is_refused_with_the_line_and_what_to_do(name):
+    """a file that is not UTF-8: refused with its name and what to do"""
+    rows = [b'{"text": "fine", "label": 0}', '{"text": "café", "label": 1}'.encode("latin1")]
+    if name.endswith("csv"):
+        rows = [b"text,label", b"fine,0", "café,1".encode("latin1")]
+    Path(name).write_bytes(b"\n".join(rows) + b"\n")
+    with pytest.raises(RecipeError) as refused:
+        text_run(train=name)
+    message = str(refused.value)
+    assert message.startswith(name)
+    assert "UTF-8" in message or "UTF8" in message
+    if not name.endswith("csv"):
+        assert "line 2: not UTF-8" in message
+        assert "iconv" in message
+
+
+def test_a_huge_text_is_cut_before_it_is_tokenised():
+    """a text of 4 million characters among others: the same tokens as read whole, from its first words alone"""
+    from fastloop_plugins import _text_tokens
+
+    long = " ".join(f"word{i % 977}" for i in range(500_000))
+    jsonl("train.jsonl", [*good(), {"text": long, "label": 0}])
+    run = text_run(train="train.jsonl")
+    tokenizer = run.resolution.plugins[0].text_model.tokenizer
+    read: list[int] = []
+
+    def counted(texts: Any, **arguments: Any) -> Any:
+        read.append(max(map(len, [texts] if isinstance(texts, str) else texts)))
+        return tokenizer(texts, **arguments)
+
+    texts = [long, "a b", long[:900], "x" * 5000, " " * 5000]
+    found = list(_text_tokens.encode(counted, texts, [], {"truncation": True, "max_length": 16}))
+    assert found == tokenizer(texts, truncation=True, max_length=16)["input_ids"]
+    assert read[0] == 5000
+    assert max(read) < 6000
+    assert run.execute()["status"] == "completed"
+
+
+def test_an_empty_text_is_trained_on_and_said(caplog):
+    """a text that is empty, or only spaces: said, and no failure"""
+    jsonl("train.jsonl", [*good(), {"text": "", "label": 0}, {"text": "  ", "label": 1}])
+    assert text_run(train="train.jsonl").execute()["status"] == "completed"
+    assert "2 of 42 texts are empty" in caplog.text
+
+
+# -- data that changed -------------------------------------------------------------------------------------------------
+
+
+def test_a_dataset_of_another_size_is_refused_at_resume_or_said(tiny_run, tmp_path, caplog):
+    """rows added since the checkpoint: --resume is refused with what changed, and goes on when told to"""
+    folder = tmp_path / "run"
+    tiny_run([], data=Rows(), max_steps=5, output=folder)
+    with pytest.raises(
+        CheckpointError, match=r"was saved with other data \(train: 67 samples, now 60 samples\).*train.on_data_change=warn"
+    ):
+        tiny_run([], data=Rows(size=60), output=folder, resume=True)
+    ran = tiny_run([], data=Rows(size=60), output=folder, resume=True, on_data_change="warn")
+    assert ran.summary["status"] == "completed"
+    assert "was saved with other data" in caplog.text
+
+
+def test_a_dataset_says_itself_what_it_is_known_by(tiny_run, tmp_path):
+    """rows changed since the checkpoint: a dataset's own fingerprint() tells"""
+
+    class Versioned(Rows):
+        def __init__(self, version: str) -> None:
+            super().__init__()
+            self.version = version
+
+        def fingerprint(self) -> str:
+            return self.version
+
+    tiny_run([], data=Versioned("a"), max_steps=5, output=tmp_path / "run")
+    with pytest.raises(CheckpointError, match=r"train: 67 samples a, now 67 samples b"):
+        tiny_run([], data=Versioned("b"), output=tmp_path / "run", resume=True)
+    assert tiny_run([], data=Versioned("a"), output=tmp_path / "run", resume=True).summary["status"] == "completed"
+
+
+@pytest.mark.parametrize("change", [{"text": "dull movie number 8"}, {"label": 1}], ids=["one word", "one label"])
+def test_a_file_with_one_word_changed_is_found(change):
+    """one word or label of a file changed since the checkpoint: refused at --resume"""
+    rows = good()
+    jsonl("train.jsonl", rows)
+    run = text_run(train="train.jsonl")
+    summary = run.execute()
+    assert summary["status"] == "completed"
+    checkpoint = next(Path("run/checkpoints").glob("step-*"))
+    jsonl("train.jsonl", [*rows[:8], rows[8] | change, *rows[9:]])
+    again = text_run(train="train.jsonl")
+    again.found = (checkpoint, [])
+    with pytest.raises(CheckpointError, match="was saved with other data"):
+        again.execute()

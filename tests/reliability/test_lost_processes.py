@@ -1,0 +1,246 @@
+"""Processes that die, hang or fall behind, and links between them that are cut: all ends in bounded time, and says who."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from safetensors.torch import load_file
+
+pytestmark = pytest.mark.slow
+
+TIMEOUT = 4.0
+CODE = """
+import ctypes, os, signal, socket, stat, time
+from pathlib import Path
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+class Net(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 3))
+
+def stuck_here(seconds=600.0):
+    time.sleep(seconds)
+
+def cut_links():
+    # both ends of each connection to another process see it closed
+    for name in os.listdir("/proc/self/fd"):
+        fd = int(name)
+        try:
+            if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(fd)) as link:
+                if link.family in (socket.AF_INET, socket.AF_INET6) and link.type == socket.SOCK_STREAM:
+                    link.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+
+FAULTS = {
+    "raise": lambda: 1 / 0,
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "sleep": stuck_here,
+    "late": lambda: stuck_here(LATE),
+    "native": lambda: ctypes.PyDLL(None).sleep(600),  # holds the interpreter
+    "cut": cut_links,
+}
+LATE = 3.0
+
+class Rows(Dataset):
+    def __init__(self, fault=None, rank="1", once=""):
+        self.x = torch.randn(96, 8, generator=torch.Generator().manual_seed(0))
+        self.fault, self.rank, self.once, self.read = fault, rank, once, 0
+        Path(f"pid{os.environ.get('RANK', 0)}").write_text(str(os.getpid()))
+    def __len__(self):
+        return 96
+    def __getitem__(self, index):
+        self.read += 1
+        if self.fault and self.read == 60 and os.environ.get("RANK", "0") == self.rank and not (self.once and Path(self.once).exists()):
+            if self.once:
+                Path(self.once).touch()
+            FAULTS[self.fault]()
+        return self.x[index], int(self.x[index, :3].argmax())
+
+def rows(fault=None, rank="1", once=""):
+    return {"train": Rows(fault, rank, once), "evaluate": Rows()}
+"""
+RECIPE: dict[str, Any] = {
+    "model": {"module": "code.py:Net"},
+    "data": {"module": "code.py:rows"},
+    "train": {"epochs": 3, "batch_size": 12, "lr": 1e-2, "save_every": 2, "device": "cpu"},
+    "plugins": [{"module": {"loss": "cross_entropy"}}, "ddp", {"watchdog": {"timeout": TIMEOUT}}],
+    "output": "run",
+}
+FASTLOOP = [sys.executable, "-m", "fastloop", "train", "recipe.yaml"]
+
+
+@pytest.fixture(autouse=True)
+def _recipe():
+    Path("code.py").write_text(CODE)
+    Path("recipe.yaml").write_text(yaml.safe_dump(RECIPE))
+
+
+def do(*command: str, fault: str = "", rank: int = 1, once: str = "") -> tuple[subprocess.CompletedProcess[str], float]:
+    """Run a command, with a fault in one of its processes; returns how many seconds it took, too."""
+    data = [f"data.arguments={{fault: {fault}, rank: '{rank}', once: '{once}'}}"] if fault else []
+    started = time.monotonic()
+    done = subprocess.run(
+        [*command[:1], *command[1:], *data],
+        capture_output=True,
+        text=True,
+        timeout=150,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    return done, time.monotonic() - started
+
+
+def errors(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("error: ")]
+
+
+def free_port() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
+
+
+# -- hangs -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_that_hangs_is_named_with_where_it_stands(rank, record_property):
+    """a rank that hangs in its data: within the timeout all end with an error that names it, with the stacks of all in the run folder"""
+    done, seconds = do(*FASTLOOP, "--nproc", "2", fault="sleep", rank=rank)
+    assert done.returncode not in (0, -signal.SIGKILL)
+    assert seconds < 60
+    assert any(f"process {rank} of 2 has not moved for" in line and "reading data" in line for line in errors(done.stderr)), done.stderr
+    assert f"watchdog: process {rank} of 2 has not moved for" in done.stdout
+    assert "stuck_here" in Path(f"run/watchdog/rank-{rank}.txt").read_text()
+    other = Path(f"run/watchdog/rank-{1 - rank}.txt").read_text()
+    assert "stuck_here" not in other
+    assert "sum_over_processes" in other, "it waits for the other"
+    record_property("faults", 1)
+    record_property("survived", 1)
+    record_property("lost", 0)
+
+
+def test_a_process_that_is_stopped_is_named_and_all_end(record_property):
+    """a rank stopped by SIGSTOP, as one behind a dead link looks: the others name it and end, and it is ended too"""
+    done, seconds = do(*FASTLOOP, "--nproc", "2", fault="stop", rank=1)
+    assert done.returncode == 1
+    assert seconds < 60
+    assert any("process 1 of 2 has not moved" in line and "does not answer" in line for line in errors(done.stderr)), done.stderr
+    assert not any(Path("/proc", Path(name).read_text()).exists() for name in ("pid0", "pid1"))
+    summary = json.loads(Path("run/summary.json").read_text())
+    assert (summary["status"], summary["reason"].startswith("process 1 of 2 has not moved")) == ("failed", True)
+    record_property("faults", 1)
+    record_property("survived", 1)
+    record_property("lost", 0)
+
+
+def test_one_process_alone_is_watched_too():
+    """a run of one process that hangs: it ends with exit code 1 and says where it stands"""
+    done, seconds = do(*FASTLOOP, "--without", "ddp", fault="sleep", rank=0)
+    assert done.returncode == 1
+    assert seconds < 60
+    assert any("process 0 of 1 has not moved" in line for line in errors(done.stderr)), done.stderr
+    assert "stuck_here" in Path("run/watchdog/rank-0.txt").read_text()
+
+
+def test_native_code_that_holds_the_interpreter_is_ended_too():
+    """a hang inside of native code, where no Python thread can run: the process ends with its stack"""
+    done, seconds = do(*FASTLOOP, "--without", "ddp", fault="native", rank=0)
+    assert done.returncode == 1
+    assert seconds < 60
+    assert "Timeout" in done.stderr
+    assert "__getitem__" in done.stderr
+
+
+def test_a_process_that_falls_behind_is_named_and_the_run_goes_on():
+    """a rank that is late, but comes: a warning names it, and the run ends well"""
+    done, _ = do(*FASTLOOP, "--nproc", "2", fault="late", rank=1)
+    assert done.returncode == 0, done.stderr
+    assert "watchdog: process 1 of 2 has not moved for" in done.stdout
+
+
+def test_a_run_that_moves_is_left_alone():
+    """no fault: the same bits as without the watchdog"""
+    for name, more in {"watched": [], "plain": ["--without", "watchdog"]}.items():
+        done, _ = do(*FASTLOOP, "--nproc", "2", f"output={name}", *more)
+        assert done.returncode == 0, done.stderr
+    watched, plain = (load_file(f"{name}/model/model.safetensors") for name in ("watched", "plain"))
+    assert all(watched[name].equal(plain[name]) for name in plain)
+
+
+# -- deaths and links --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", ["kill", "raise"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_that_dies_ends_all(fault, rank, record_property):
+    """a rank that is killed or raises: all end within seconds, with a code that is not 0 and the cause"""
+    done, seconds = do(*FASTLOOP, "--nproc", "2", fault=fault, rank=rank)
+    assert done.returncode == (137 if fault == "kill" else 1), done.stderr
+    assert seconds < 45
+    said = "was ended by SIGKILL" if fault == "kill" else "reading a batch failed: ZeroDivisionError"
+    assert any(said in line for line in errors(done.stderr)), done.stderr
+    record_property("faults", 1)
+    record_property("survived", 1)
+    record_property("lost", 0)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_link_that_is_cut_ends_all(rank, record_property):
+    """the sockets between two ranks cut: both end within seconds, with a code that is not 0, and say that the connection is lost"""
+    done, seconds = do(*FASTLOOP, "--nproc", "2", fault="cut", rank=rank, once="done")
+    assert done.returncode == 1, done.stderr
+    assert seconds < 45
+    assert any(re.search(r"process \d of 2 lost the connection to another", line) for line in errors(done.stderr)), done.stderr
+    again, _ = do(*FASTLOOP, "--nproc", "2", "--resume", fault="cut", rank=rank, once="done")
+    assert again.returncode == 0, again.stderr
+    record_property("faults", 1)
+    record_property("survived", 1)
+    record_property("lost", 0)
+
+
+# -- torchrun ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", ["kill", "raise", "sleep"])
+def test_torchrun_starts_again_and_the_run_resumes_by_itself(fault, record_property):
+    """a rank that dies or hangs under torchrun --max-restarts 1: all start again and go on from the newest checkpoint, to the same bits"""
+    undisturbed, _ = do(*FASTLOOP, "--nproc", "2", "output=undisturbed")
+    assert undisturbed.returncode == 0, undisturbed.stderr
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--max-restarts", "1", "--master_port", free_port()]
+    resume = ["--resume"] if fault == "kill" else []
+    done, _ = do(*torchrun, "-m", "fastloop", "train", "recipe.yaml", *resume, fault=fault, once="done")
+    assert done.returncode == 0, done.stderr
+    assert Path("done").exists()
+    assert "resumed from run/checkpoints/step-00000008" in done.stdout
+    ours, theirs = (load_file(f"{name}/model/model.safetensors") for name in ("run", "undisturbed"))
+    assert all(ours[name].equal(theirs[name]) for name in theirs)
+    assert json.loads(Path("run/summary.json").read_text())["status"] == "completed"
+    record_property("faults", 1)
+    record_property("survived", 1)
+    record_property("lost", 0)
+
+
+def test_killed_before_the_first_checkpoint_torchrun_starts_anew():
+    """a rank that dies before the first checkpoint under torchrun: the run begins again, and ends"""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--max-restarts", "1", "--master_port", free_port()]
+    done, _ = do(*torchrun, "-m", "fastloop", "train", "recipe.yaml", "train.save_every=epoch", "train.epochs=1", fault="kill", once="done")
+    assert done.returncode == 0, done.stderr
+    assert "resumed from" not in done.stdout

@@ -1,0 +1,193 @@
+"""Memory that runs out, for real: allocations that the system refuses to a process with a limit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+FASTLOOP = [sys.executable, "-m", "fastloop", "train", "recipe.yaml"]
+ROWS = 64
+WIDE = 2**19
+"""Activations of one sample: 2 MiB a layer in fp32."""
+
+CODE = f"""
+import os, resource
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 3)
+    def forward(self, x):
+        if torch.is_grad_enabled():
+            limit("TRAIN")
+        else:
+            limit("EVALUATE")
+        hidden = torch.relu(self.a(x))
+        wide = hidden.repeat(1, {WIDE} // 16)
+        wide = wide.sigmoid().sigmoid().sigmoid()
+        return self.c(self.b(hidden + wide.view(len(x), -1, 16).mean(1)))
+
+def limit(part):
+    # from its first such batch on, this process may take so many MiB more than it has
+    mib = os.environ.pop(part + os.environ.get("RANK", "0"), None) if part == "TRAIN" else os.environ.get(part)
+    if mib is None:
+        return
+    data = int(open("/proc/self/status").read().split("VmData:")[1].split()[0]) * 1024
+    resource.setrlimit(resource.RLIMIT_DATA, (data + int(mib) * 2**20, -1))
+
+class Rows(Dataset):
+    def __init__(self, seed, size={ROWS}):
+        self.x = torch.randn(size, 8, generator=torch.Generator().manual_seed(seed))
+    def __len__(self):
+        return len(self.x)
+    def __getitem__(self, index):
+        return self.x[index], int(self.x[index, :3].argmax())
+
+def rows():
+    return {{"train": Rows(0), "evaluate": Rows(1)}}
+"""
+RECIPE: dict[str, Any] = {
+    "model": {"module": "code.py:Net"},
+    "data": {"module": "code.py:rows"},
+    "train": {"epochs": 2, "batch_size": 32, "lr": 1e-2, "save_every": 1, "device": "cpu"},
+    "plugins": [{"module": {"loss": "cross_entropy"}}, "fit-memory", {"log": {"every": 1}}],
+}
+
+
+@pytest.fixture(autouse=True)
+def _recipe():
+    Path("code.py").write_text(CODE)
+    Path("recipe.yaml").write_text(yaml.safe_dump(RECIPE))
+
+
+def train(output: str, *more: str, **limits: str) -> subprocess.CompletedProcess[str]:
+    """A run in a process of its own, in which allocations fail beyond a limit."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1", "MALLOC_TRIM_THRESHOLD_": "0"} | limits
+    return subprocess.run([*FASTLOOP, f"output={output}", *more], capture_output=True, text=True, timeout=200, env=environment, check=False)
+
+
+def losses(output: str) -> list[float]:
+    lines = [json.loads(line) for line in Path(output, "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines]
+
+
+def same(one: str, other: str) -> None:
+    """Two runs have the same numbers, but for the order of sums."""
+    assert losses(one) == pytest.approx(losses(other), rel=1e-5)
+    ours, theirs = (load_file(f"{name}/model/model.safetensors") for name in (one, other))
+    for name in theirs:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-5)
+
+
+def summary(output: str) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads(Path(output, "summary.json").read_text())
+    return result
+
+
+def test_a_step_that_does_not_fit_is_done_again_in_halves(record_property):
+    """an allocation fails in a training step: halved micro-batches, the same global batch, the same numbers, a note in the summary"""
+    plain = train("plain")
+    assert plain.returncode == 0, plain.stderr
+    done = train("run", TRAIN0="150")
+    assert done.returncode == 0, done.stderr
+    assert "fit-memory: micro-batches of train do not fit into memory at step 1: 16 samples from here on" in done.stdout
+    same("run", "plain")
+    found = summary("run")
+    assert found["fit_memory"]["train"]["micro_batch"] in (4, 8, 16)
+    assert {key: found[key] for key in ("status", "steps", "samples")} == {"status": "completed", "steps": 4, "samples": 128}
+    (note,) = Path("run/out_of_memory").glob("step-1-*.txt")
+    assert "can't allocate memory" in note.read_text()
+    again = train("run", "--resume", "train.epochs=3")
+    assert again.returncode == 0, again.stderr
+    assert summary("run")["fit_memory"] == found["fit_memory"]
+    record_property("faults", 1)
+    record_property("survived", 1)
+    record_property("lost", 0)
+
+
+def test_without_the_plugin_the_run_is_lost():
+    """what the plugin is for: the same limit ends a run without it"""
+    done = train("run", "--without", "fit-memory", TRAIN0="150")
+    assert done.returncode == 1
+    assert "can't allocate memory" in done.stderr
+
+
+def test_an_evaluation_that_does_not_fit_leaves_the_training_batch_alone(record_property):
+    """an allocation fails in an evaluation: its own batches are halved, training's are not, and the metrics are the same"""
+    assert train("plain", "train.eval_batch_size=64").returncode == 0
+    done = train("run", "train.eval_batch_size=64", EVALUATE="250")
+    assert done.returncode == 0, done.stderr
+    assert "micro-batches of evaluate do not fit into memory" in done.stdout
+    assert "micro-batches of train" not in done.stdout
+    found = summary("run")["fit_memory"]
+    assert list(found) == ["evaluate"]
+    assert found["evaluate"]["micro_batch"] < 64
+    same("run", "plain")
+    assert summary("run")["evaluate"] == pytest.approx(summary("plain")["evaluate"], rel=1e-5)
+    record_property("faults", 1)
+    record_property("survived", 1)
+    record_property("lost", 0)
+
+
+def test_a_limit_of_its_own_makes_a_kill_into_an_error_that_is_recovered_from():
+    """limit_gib: the process limits itself, and goes on in halves"""
+    held = "import torch; print(int(open('/proc/self/status').read().split('VmData:')[1].split()[0]) / 2**20)"
+    base = float(subprocess.run([sys.executable, "-c", held], capture_output=True, text=True, check=True, timeout=100).stdout)
+    done = train("run", f"plugins.fit-memory.limit_gib={base + 0.35}")
+    assert done.returncode == 0, done.stderr
+    assert "do not fit into memory" in done.stdout
+
+
+def test_a_single_sample_that_does_not_fit_is_an_error():
+    """nothing left to halve: the error is the allocation's own, in bounded time"""
+    done = train("run", TRAIN0="1")
+    assert done.returncode == 1
+    assert "can't allocate memory" in done.stderr
+    assert summary("run")["status"] == "failed"
+
+
+def test_processes_agree_at_the_next_start(record_property):
+    """an allocation fails on one of two processes: all end, the next start takes the smaller batch on both, and the numbers are the same"""
+    two = ["--nproc", "2", "--with", "ddp"]
+    assert train("plain", *two).returncode == 0
+    failed = train("run", *two, TRAIN1="60")
+    assert failed.returncode == 1
+    assert "process 1: micro-batches of train do not fit into memory at step 1: 8 samples from here on" in failed.stderr
+    Path("run").rename("kept")  # a new run finds it too, as long as it has the same recipe
+    Path("run").mkdir()
+    for name in ("fit_memory.json", "recipe.yaml"):
+        Path("kept", name).rename(Path("run", name))
+    again = train("run", *two)
+    assert again.returncode == 0, again.stderr
+    assert "begins with what fitted before: 8 samples a micro-batch" in again.stdout
+    assert summary("run")["fit_memory"]["train"]["micro_batch"] == 8
+    same("run", "plain")
+    record_property("faults", 1)
+    record_property("survived", 1)
+    record_property("lost", 0)
+
+
+def test_micro_batches_that_a_plugin_makes_are_cut_too():
+    """a token budget makes the micro-batches: each is cut into pieces"""
+    from fastloop.data import StepSampler
+
+    def split(ids: list[int], processes: int) -> list[list[int]]:
+        return [ids[:5], ids[5:6], ids[6:]]
+
+    for pieces, expected in ((1, [5, 1, 2]), (2, [3, 2, 1, 1, 1]), (4, [2, 2, 1, 1, 1, 1])):
+        sampler = StepSampler(8, 8, 8, 0, 1, 0, False, split=split, pieces=pieces)
+        parts = sampler.micro_batches(list(range(8)))
+        assert [len(part) for part in parts] == expected
+        assert sorted(index for part in parts for index in part) == list(range(8))

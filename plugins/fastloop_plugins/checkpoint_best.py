@@ -86,7 +86,8 @@ class CheckpointBest(Plugin):
     @hookimpl
     def save_state(self, run: Run) -> dict[str, Any]:
         if run.is_main:
-            self.saved[run.state.step] = [*self.saved.get(run.state.step, ()), *(step for step, _ in self.kept)]
+            best = dict.fromkeys([*self.saved.get(run.state.step, ()), *(step for step, _ in self.kept)])
+            self.saved[run.state.step] = list(best)
         return {"kept": self.kept, "saved": self.saved}
 
     @hookimpl

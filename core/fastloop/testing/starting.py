@@ -139,6 +139,7 @@ def _work(
     os.dup2(log, 1)
     os.dup2(log, 2)
     faulthandler.enable()
+    multiprocessing.set_start_method(None, force=True)  # what this process starts, it starts in the platform's way
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import inspect
 import re
+import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 from torch import nn
 
-from fastloop import Output, Plugin, PluginCrash, Trainer, hookimpl, hookspecs
+from fastloop import Output, Plugin, PluginCrash, Trainer, checkpoint, hookimpl, hookspecs, resume
 from fastloop.registry import Resolution
 from fastloop.testing import tiny_data, tiny_model
 
@@ -38,7 +40,7 @@ def scribe(lines: list[str]) -> Plugin:
     def implementation(name: str) -> Any:
         parameters = list(inspect.signature(SPECS[name]).parameters)
         namespace: dict[str, Any] = {"lines": lines}
-        words = f"'{name} ' + split" if "split" in parameters else f"'{name}'"
+        words = f"f'{name} {{split or str()}}'.strip()" if "split" in parameters else f"'{name}'"
         returns = "; return {}" if name == "save_state" else ""
         exec(f"def {name}(self, {', '.join(parameters)}): lines.append({words}){returns}", namespace)
         return hookimpl(namespace[name])
@@ -172,7 +174,7 @@ def test_a_run_that_fails_tells_its_plugins_and_then_writes_its_summary():
     trainer.resolution = Resolution([*trainer.resolution.plugins, Broken()])
     with pytest.raises(Exception, match="broken"):
         trainer.fit()
-    assert lines[-3:] == ["after_backward", "on_exception", "write_summary"]
+    assert lines[-4:] == ["after_backward", "recover", "on_exception", "write_summary"]
 
 
 def test_every_hook_gets_what_its_specification_says(tmp_path):
@@ -330,3 +332,67 @@ def test_an_optimizer_argument_of_a_draft_reaches_the_optimizer_and_no_later_run
     with pytest.raises(PluginCrash, match="failed in configure_optimizer: TypeError"):
         tiny_run([InPlace()], epochs=1)
     assert tiny_run(epochs=1).trainer.run.optimizer.param_groups[0]["betas"] == (0.9, 0.999)
+
+
+def test_a_plugin_that_recovers_has_training_go_on_and_an_evaluation_begin_again(tiny_run):
+    class Fails(Plugin):
+        """In the third step, and in the second batch of the first evaluation; once each."""
+
+        name = "fails"
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.asked: list[tuple[str, str | None]] = []
+
+        @hookimpl
+        def before_step(self, run: Any) -> None:
+            if run.state.step == 2 and not self.asked:
+                raise OSError("in a step")
+
+        @hookimpl
+        def compute_loss(self, run: Any, model: Any, batch: Any) -> Output | None:
+            if not model.training and len(self.asked) == 1:
+                raise OSError("in an evaluation")
+            return None
+
+        @hookimpl
+        def recover(self, run: Any, error: Exception, split: str | None) -> bool:
+            self.asked.append((str(error), split))
+            return True
+
+    fails, plain = Fails(), tiny_run(epochs=1)
+    result = tiny_run([fails], epochs=1)
+    assert fails.asked == [("in a step", None), ("in an evaluation", "evaluate")]
+    assert result.losses == plain.losses
+    assert result.summary["evaluate"] == plain.summary["evaluate"]
+
+
+def test_a_plugin_that_writes_checkpoints_later_is_waited_for(tiny_run, tmp_path):
+    class Late(Plugin):
+        """Writes each checkpoint half a second later, in a thread."""
+
+        name = "late"
+        busy = 0
+
+        @hookimpl
+        def write_checkpoint(self, run: Any, folder: Path, model: Any, state: Any) -> Future[None]:
+            def write(copies: Any) -> None:
+                time.sleep(0.5)
+                resume.write(run, folder, *copies)
+
+            pool = ThreadPoolExecutor(1)
+            written = pool.submit(write, checkpoint.snapshot(model, state))
+            pool.shutdown(wait=False)
+            return written
+
+        @hookimpl
+        def after_step(self, run: Any) -> None:
+            self.busy += run.writing is not None
+
+    late = Late()
+    result = tiny_run([late], epochs=1, save_every=4, output=tmp_path / "run")
+    assert result.summary["status"] == "completed"
+    assert late.busy, "steps are done meanwhile"
+    found, passed_over = checkpoint.find(tmp_path / "run")
+    assert (found.name, passed_over) == ("step-00000009", [])
+    assert tiny_run([], epochs=2, save_every=4, output=tmp_path / "run", resume=True).summary["steps"] == 18

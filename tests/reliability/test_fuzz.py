@@ -1,6 +1,6 @@
 """Recipes, overrides, options, data and checkpoints that were changed at random: an answer, or one named error, and always soon.
 
-FASTLOOP_RELIABILITY multiplies the number of examples: 1 is 500 of each, and always the same; above that they differ from run to run.
+CI has 500 examples of each, always the same; more of them (FASTLOOP_RELIABILITY) differ from run to run.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ import yaml
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
+from saving_kit import times
 
 from fastloop import CheckpointError, FastloopError, PluginCrash, checkpoint, plain, secrets
 from fastloop.accelerator import micro_batches
@@ -30,15 +30,14 @@ from fastloop.recipe import load_recipe, make_recipe, shipped_recipes
 from fastloop.registry import installed, load, resolve
 from fastloop.state import AcceleratorDraft, DataLoaderDraft, OptimizerDraft
 
-FACTOR = int(os.environ.get("FASTLOOP_RELIABILITY", "1"))
 SECONDS = 10
 """What one example may take: much more than any does."""
 
 
 def fuzz(examples: int = 500) -> Callable[[Any], Any]:
     return settings(
-        max_examples=examples * FACTOR,
-        derandomize=FACTOR == 1,
+        max_examples=times(examples),
+        derandomize=times(1) == 1,
         deadline=None,
         database=None,
         suppress_health_check=list(HealthCheck),
@@ -79,12 +78,6 @@ def named_errors_only() -> Iterator[None]:
     assert said.strip()
     assert len(said) < 20_000
     assert code in (1, 2)
-
-
-def tell(record_property: Callable[[str, Any], None], examples: int = 500) -> None:
-    """For the table of faults; reached when all examples did well."""
-    for name, number in (("faults", examples * FACTOR), ("survived", examples * FACTOR), ("lost", 0)):
-        record_property(name, number)
 
 
 # -- what is changed at random --------------------------------------------------------------------------------------------------
@@ -249,7 +242,7 @@ def test_recipes(beside, record_property):
             check(load_recipe("r.yaml"))
 
     attempt()
-    tell(record_property)
+    record_property("faults", times(500))
 
 
 def test_bytes_as_a_recipe(record_property):
@@ -263,7 +256,7 @@ def test_bytes_as_a_recipe(record_property):
             load_recipe("r.yaml")
 
     attempt()
-    tell(record_property)
+    record_property("faults", times(500))
 
 
 def test_overrides(record_property):
@@ -299,7 +292,7 @@ def test_overrides(record_property):
             load_recipe("quickstart", overrides, with_plugins, without)
 
     attempt()
-    tell(record_property)
+    record_property("faults", times(500))
 
 
 # -- options of plugins -----------------------------------------------------------------------------------------------------------
@@ -332,7 +325,7 @@ def test_options_of_every_plugin(record_property):
             assert name in resolve(make_recipe({"plugins": [{name: options}]})).names()
 
     attempt()
-    tell(record_property)
+    record_property("faults", times(500))
 
 
 # -- data ------------------------------------------------------------------------------------------------------------------------
@@ -372,7 +365,7 @@ def test_rows_of_a_dataset(record_property):
             assert len(found.labels) == len(given_rows)
 
     attempt()
-    tell(record_property)
+    record_property("faults", times(500))
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".tsv", ".json", ".jsonl", ".parquet", ".txt"])
@@ -403,7 +396,7 @@ def test_damaged_data_files(suffix, record_property):
             read_data(str(path))
 
     attempt()
-    tell(record_property, 100)
+    record_property("faults", times(100))
 
 
 # -- checkpoints -----------------------------------------------------------------------------------------------------------------
@@ -467,7 +460,7 @@ def test_damaged_checkpoints(tiny_run, tmp_path, record_property):
         (folder / name).write_bytes(files[name])
 
     attempt()
-    tell(record_property)
+    record_property("faults", times(500))
 
 
 def test_checkpoints_of_somebody_who_seals_them(tiny_run, tmp_path, record_property):
@@ -495,4 +488,4 @@ def test_checkpoints_of_somebody_who_seals_them(tiny_run, tmp_path, record_prope
             checkpoint.read(folder)
 
     attempt_tree()
-    tell(record_property, 1000)
+    record_property("faults", times(1000))

@@ -24,7 +24,7 @@ import torch
 import yaml
 from omegaconf import OmegaConf
 
-from fastloop import CheckpointError, RecipeError, UsageError, checkpoint, secrets
+from fastloop import CheckpointError, Plugin, RecipeError, UsageError, checkpoint, hookimpl, secrets
 from fastloop.cli import main
 from fastloop.recipe import load_recipe, make_recipe
 from fastloop.registry import resolve
@@ -91,7 +91,7 @@ def test_an_override_is_data_too(value):
 
 
 def test_what_yaml_has_beside_that_is_still_there():
-    """a recipe with anchors, merged mappings and every scalar: read as before"""
+    """control: anchors, merged mappings and every scalar of a recipe are read as before"""
     tree = "data:\n  a: &a {x: 1, y: [1.5, true, null, 2020-01-01, 1e-4]}\n  b: *a\n  c: {<<: *a, x: 2}\n  d: '1'\n  e: !!str 1\n"
     data = load_recipe(write(tree)).data
     assert data["b"] == {"x": 1, "y": [1.5, True, None, "2020-01-01", 1e-4]}
@@ -156,7 +156,7 @@ def _nothing_was_run(tmp_path: Path):
 
 
 def test_the_hostile_pickle_is_hostile(payload, tmp_path):
-    """the pickle of these tests: does run where it is loaded carelessly"""
+    """control: the hostile pickle of these tests does run where it is loaded carelessly"""
     pickle.loads(payload["pickle"])
     assert (tmp_path / "pwned").exists()
     (tmp_path / "pwned").unlink()
@@ -168,7 +168,7 @@ def test_the_hostile_pickle_is_hostile(payload, tmp_path):
 
 @pytest.mark.parametrize("form", ["pickle", "torch"])
 def test_torch_itself_refuses_it(form, payload):
-    """torch >= 2.10: weights_only loading, which libraries of ours use, does not run it"""
+    """a hostile pickle, loaded by torch >= 2.10 with weights_only, as libraries of ours do: refused, not run"""
     assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 10)
     Path("evil.pt").write_bytes(payload[form])
     with pytest.raises(pickle.UnpicklingError):
@@ -235,10 +235,10 @@ def test_a_pickle_among_the_shards(payload, tmp_path):
 
 
 def test_no_file_of_a_run_is_a_pickle(tiny_run, tmp_path):
-    """everything that a run leaves: safetensors, JSON, YAML and text"""
+    """control: everything that a run leaves is safetensors, JSON, YAML or text"""
     tiny_run(["checkpoint-best", "ema", {"lr-scheduler": {"warmup": 0.1}}], max_steps=4, output=tmp_path / "run")
     left = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
-    assert {path.suffix for path in left} <= {".safetensors", ".json", ".jsonl", ".yaml", ".txt"}
+    assert {path.suffix or path.name for path in left} <= {".safetensors", ".json", ".jsonl", ".yaml", ".txt", ".lock"}
     for path in left:
         if path.suffix == ".safetensors":
             size = int.from_bytes(path.read_bytes()[:8], "little")
@@ -276,7 +276,7 @@ def model_folder(pretrained: Path, tmp_path: Path) -> Path:
 
 
 def test_the_model_folder_of_these_tests_is_good(model_folder):
-    """an honest model folder: loaded"""
+    """control: an honest model folder is loaded"""
     assert text_run({"name": "model"}).unwrapped().config.dim == 16
 
 
@@ -401,21 +401,27 @@ def test_a_pickle_in_the_cache_of_tokens(form, payload, tmp_path, caplog):
 def test_a_cache_of_compiled_code_that_others_may_write_to_is_not_used(tiny_run, tmp_path, monkeypatch, caplog):
     """a folder of compiled code that others may write to: not used, and said"""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "x")  # so that the end of the test takes away what the plugin sets
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    used: list[Path] = []
+
+    class Looks(Plugin):
+        name = "looks"
+
+        @hookimpl
+        def before_fit(self) -> None:
+            used.append(Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]))
+
     folder = tmp_path / "cache" / "fastloop" / "compiled"
-    tiny_run([{"compile": {"backend": "eager"}}], max_steps=1)
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(folder)
+    tiny_run([{"compile": {"backend": "eager"}}, Looks()], max_steps=1)
+    assert used == [folder]
     assert folder.stat().st_mode & 0o777 == 0o700
     folder.chmod(0o777)
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     with caplog.at_level(logging.WARNING, logger="fastloop"):
-        tiny_run([{"compile": {"backend": "eager"}}], max_steps=1)
+        tiny_run([{"compile": {"backend": "eager"}}, Looks()], max_steps=1)
     assert f"others may write to {folder}" in caplog.text
-    elsewhere = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
-    assert elsewhere != folder
-    assert elsewhere.stat().st_mode & 0o077 == 0
-    elsewhere.rmdir()
+    assert used[1] != folder
+    assert used[1].stat().st_mode & 0o077 == 0
+    used[1].rmdir()
 
 
 # -- paths -------------------------------------------------------------------------------------------------------------------
@@ -587,13 +593,13 @@ def test_names_of_secrets(key):
     "key", ["pad_token", "pad_token_id", "tokens", "tokenizer", "key", "monkey", "label_key", "max_tokens", "secretary"]
 )
 def test_names_of_no_secrets(key):
-    """keys of tokenizers and the like: left as they are"""
+    """control: keys of tokenizers and the like are left as they are"""
     tree = {"a": [{key: "x"}], "b": {key: 3}}
     assert secrets.hidden(tree) == tree
 
 
 def test_short_values_and_other_variables_stay(monkeypatch):
-    """variables that are no secrets, or too short to be told from words: left in text"""
+    """control: variables that are no secrets, or too short to be told from words, stay in text"""
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "parallel")
     monkeypatch.setenv("SOME_KEY", "abc")
     monkeypatch.setenv("SOME_TOKEN", "abcdef")

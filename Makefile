@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN     = $(VENV)/bin
 
-.PHONY: quickstart test lint docs matrix conformance audit clean
+.PHONY: quickstart test lint docs matrix conformance reliability audit clean
 
 quickstart: $(VENV)/ready
 	$(BIN)/fastloop train recipes/quickstart.yaml
@@ -28,10 +28,13 @@ matrix: $(VENV)/ready
 conformance: $(VENV)/ready
 	$(BIN)/python benchmarks/conformance.py
 
+# Every fault, the random ones ten times as often as in `make test`, into docs/reliability.md; ARGS='--times 20' for more of them.
+reliability: $(VENV)/ready
+	$(BIN)/python benchmarks/reliability.py $(ARGS)
+
 # Known weaknesses of the pinned versions. Advice: it needs a network, and what it finds does not fail a build.
 audit: $(VENV)/ready
-	-$(BIN)/pip install --quiet 'pip-audit>=2.9'
-	-timeout 300 $(BIN)/pip-audit --requirement constraints.txt --no-deps --disable-pip --progress-spinner off --timeout 15 \
+	-timeout 180 $(BIN)/pip-audit --requirement constraints.txt --no-deps --disable-pip --progress-spinner off --timeout 15 \
 	  || echo "audit: see above; or the database of weaknesses cannot be reached from here"
 
 # The constraints pin every package, and torch's CPU build: nothing here pulls gigabytes of CUDA.

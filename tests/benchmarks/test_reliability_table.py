@@ -1,0 +1,84 @@
+"""docs/reliability.md: it is made from a report of pytest's, and has a row for each test of tests/reliability, in that test's own words."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import reliability
+
+    return reliability
+
+
+def docstrings(file: Path) -> dict[str, str]:
+    """Test -> docstring."""
+    functions = [node for node in ast.parse(file.read_text(encoding="utf-8")).body if isinstance(node, ast.FunctionDef)]
+    return {node.name: ast.get_docstring(node) or "" for node in functions if node.name.startswith("test_")}
+
+
+def test_every_file_of_tests_has_its_group(script: Any) -> None:
+    assert {path.stem for path in script.SUITE.glob("test_*.py")} == set(script.GROUPS)
+
+
+def test_every_docstring_is_a_fault_and_a_promise(script: Any) -> None:
+    for path in script.SUITE.glob("test_*.py"):
+        wrong = {name: words for name, words in docstrings(path).items() if not re.fullmatch(r"[^:\n]+: [^\n]*[^.\n]", words)}
+        assert not wrong, path.name
+
+
+def test_every_test_has_a_row_and_every_row_a_test(script: Any) -> None:
+    text = script.TABLE.read_text(encoding="utf-8")
+    for file, title in script.GROUPS.items():
+        part = text.partition(f"## {title}\n")[2].partition("\n## ")[0]
+        rows = {cells[2].strip("`"): cells for line in part.splitlines() if "`test_" in line for cells in [line[2:-2].split(" | ")]}
+        expected = docstrings(script.SUITE / f"{file}.py")
+        assert rows.keys() == expected.keys(), title
+        for name, words in expected.items():
+            assert f"{rows[name][0]}: {rows[name][1]}".replace("\\|", "|").startswith(words), f"{name}: `make reliability` again"
+            assert rows[name][5] in ("", "0"), f"{name} lost something"
+
+
+def case(file: str, name: str, fault: str, promise: str, inside: str = "", **more: int) -> str:
+    """A test's case in a report."""
+    said = {"fault": fault, "promise": promise, "times": 10, **more}
+    properties = "".join(f'<property name="{key}" value="{value}" />' for key, value in said.items())
+    return f'<testcase classname="tests.reliability.{file}" name="{name}"><properties>{properties}</properties>{inside}</testcase>'
+
+
+CASES = [
+    case("test_saving", "test_kills[1-plain]", "a kill", "nothing | all", faults=1200),
+    case("test_saving", "test_kills[2-plain]", "a kill", "nothing | all", '<skipped message="cannot&#10;fork" />'),
+    case("test_saving", "test_disk", "a full disk", "said", '<failure message="E" />'),
+    case("test_soak", "test_same", "control", "the same"),
+]
+
+
+def test_a_report_becomes_a_table(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "report.xml").write_text(f"<testsuites><testsuite>{''.join(CASES)}</testsuite></testsuites>")
+    monkeypatch.setattr(script, "TABLE", tmp_path / "page.md")
+    monkeypatch.setattr("sys.argv", ["reliability.py", "--report", "report.xml"])
+    with pytest.raises(SystemExit) as ended:
+        script.main()
+    assert ended.value.code, "something was lost"
+    lines = (tmp_path / "page.md").read_text().splitlines()
+    assert "| a kill | nothing \\| all (skipped 1 of 2 cases: cannot fork) | `test_kills` | 1,200 | 1,200 | 0 |" in lines
+    assert "| a full disk | said | `test_disk` | 1 | 0 | **1** |" in lines
+    assert "| control | the same | `test_same` |  |  |  |" in lines
+    assert "| **all** | 3 | 1,201 | 1,200 | 1 | 1 |" in lines
+    assert "**1,201 faults tried, 1,200 survived, 1 lost.**" in "\n".join(lines)
+
+
+def test_what_was_collected_without_its_words_is_refused(script: Any, tmp_path: Path) -> None:
+    (tmp_path / "report.xml").write_text('<testsuites><testcase classname="tests.core.test_data" name="test_order" /></testsuites>')
+    with pytest.raises(SystemExit, match=r"test_data.test_order"):
+        script.read(tmp_path / "report.xml")

@@ -85,10 +85,12 @@ class CheckpointBest(Plugin):
 
     @hookimpl
     def save_state(self, run: Run) -> dict[str, Any]:
+        stay: list[int] = []  # the checkpoints that are there once this one is
         if run.is_main:
-            best = dict.fromkeys([*self.saved.get(run.state.step, ()), *(step for step, _ in self.kept)])
-            self.saved[run.state.step] = list(best)
-        return {"kept": self.kept, "saved": self.saved}
+            now = run.state.step
+            self.saved[now] = list(dict.fromkeys([*self.saved.get(now, ()), *(step for step, _ in self.kept)]))
+            stay = sorted(self.saved.keys() & {now, *self.there(run)})[-run.recipe.train.keep_checkpoints :]
+        return {"kept": self.kept, "saved": {step: self.saved[step] for step in stay}}
 
     @hookimpl
     def load_state(self, run: Run, state: dict[str, Any]) -> None:
@@ -98,6 +100,13 @@ class CheckpointBest(Plugin):
     def path(step: int) -> str:
         """Where a step's weights are, from the run folder."""
         return f"checkpoints/best-{step:08d}"
+
+    @staticmethod
+    def there(run: Run) -> list[int]:
+        """The steps of the checkpoints to resume from."""
+        from fastloop import checkpoint
+
+        return [int(path.name.removeprefix("step-")) for path in checkpoint.checkpoints(run.folder)]
 
     def consider(self, run: Run, value: float) -> None:
         """Keep the weights in place when they are among the best."""
@@ -129,9 +138,7 @@ class CheckpointBest(Plugin):
         """Remove what is no longer among the best; only after the new one is whole."""
         if not run.is_main:
             return
-        from fastloop import checkpoint
-
-        there = [int(path.name.removeprefix("step-")) for path in checkpoint.checkpoints(run.folder)]
+        there = self.there(run)
         self.saved = {step: best for step, best in self.saved.items() if step in there or step > max(there, default=-1)}  # or under way
         wanted = {step for step, _ in self.kept}.union(*self.saved.values())
         folders = run.folder / "checkpoints"

@@ -28,7 +28,7 @@ matrix: $(VENV)/ready
 conformance: $(VENV)/ready
 	$(BIN)/python benchmarks/conformance.py
 
-# Every fault, the random ones ten times as often as in `make test`, into docs/reliability.md; ARGS='--times 20' for more of them.
+# Every fault, the random ones eight times as often as in `make test`, into docs/reliability.md; ARGS='--times 20' for more of them.
 reliability: $(VENV)/ready
 	$(BIN)/python benchmarks/reliability.py $(ARGS)
 

@@ -59,6 +59,7 @@ CASES = [
     case("test_saving", "test_kills[1-plain]", "a kill", "nothing | all", faults=1200),
     case("test_saving", "test_kills[2-plain]", "a kill", "nothing | all", '<skipped message="cannot&#10;fork" />'),
     case("test_saving", "test_disk", "a full disk", "said", '<failure message="E" />'),
+    case("test_saving", "test_disk", "a full disk", "said", '<error message="when it is torn down" />'),
     case("test_soak", "test_same", "control", "the same"),
 ]
 

@@ -10,7 +10,7 @@ from saving_kit import times
 
 from fastloop import Plugin, hookimpl
 
-STEPS = times(10_000)
+STEPS = times(12_500)
 LOOKS = 40
 
 

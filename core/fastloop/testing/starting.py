@@ -72,12 +72,22 @@ def start(count: int, function: Callable[..., Any], *arguments: Any, folder: Pat
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     world = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    world["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or "1"  # as launchers do: accelerate warns where it is not set
     context, folder = _context(), Path(folder or Path.cwd())
     with tempfile.TemporaryDirectory() as aside:
         processes = []
         for rank in range(count):
             environment = dict(os.environ) | (world | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if count > 1 else {})
-            given = (function, arguments, environment, folder, Path(aside, str(rank)), [*warnings.filters], limit)
+            given = (
+                function,
+                arguments,
+                environment,
+                folder,
+                Path(aside, str(rank)),
+                [*warnings.filters],
+                multiprocessing.get_start_method(),
+                limit,
+            )
             processes.append(context.Process(target=_work, args=given))
         try:
             for process in processes:
@@ -129,6 +139,7 @@ def _work(
     folder: Path,
     report: Path,
     filters: list[Any],
+    start_method: str,
     limit: float,
 ) -> None:
     """What a started process does."""
@@ -139,6 +150,7 @@ def _work(
     os.dup2(log, 1)
     os.dup2(log, 2)
     faulthandler.enable()
+    multiprocessing.set_start_method(start_method, force=True)  # of data workers; else they would start as this process did
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)

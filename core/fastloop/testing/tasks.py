@@ -121,7 +121,9 @@ def write_texts(folder: Path) -> None:
         chance, rows = random.Random(split), []
         for index in range(size):
             telling = (("fine", "lovely"), ("dull", "dreadful"))[index % 2]
-            words = [chance.choice(telling) if chance.random() < 0.3 else f"word{chance.randrange(50)}" for _ in range(chance.randrange(2, 20))]
+            words = [
+                chance.choice(telling) if chance.random() < 0.3 else f"word{chance.randrange(50)}" for _ in range(chance.randrange(2, 20))
+            ]
             words.insert(chance.randrange(len(words) + 1), chance.choice(telling))
             rows.append({"text": " ".join(words), "label": index % 2})
         (folder / "texts" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

@@ -140,7 +140,7 @@ def test_processes_that_mpi_started_are_one_run():
 def test_a_process_that_raises_is_shown_first_and_ends_all():
     started = time.monotonic()
     done = do(*FASTLOOP, *TRAIN, "data.arguments={fault: raise1}", "--nproc", "2")
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 90
     assert done.returncode == 1
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert errors == ["error: reading a batch failed: ValueError: row 7 is spoilt"]
@@ -155,7 +155,7 @@ def test_a_killed_process_ends_all_and_the_run_goes_on_to_the_same_bits():
     assert undisturbed.returncode == 0, undisturbed.stderr
     started = time.monotonic()
     killed = do(*FASTLOOP, *TRAIN, "data.arguments={fault: kill1}", "--nproc", "2")
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 90
     assert killed.returncode == 128 + signal.SIGKILL
     (line,) = [line for line in killed.stderr.splitlines() if line.startswith("error: ")]
     assert line.startswith(

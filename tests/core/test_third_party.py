@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import tiny_data, tiny_model
 from torch import nn
 
 import fastloop
@@ -22,6 +21,7 @@ from fastloop.profile.verdicts import candidates
 from fastloop.recipe import load_recipe, make_recipe
 from fastloop.registry import load, resolve, select
 from fastloop.run import Run
+from fastloop.testing import tiny_data, tiny_model
 from fastloop.tune.write import text
 
 pytest_plugins = ["installing"]

@@ -72,6 +72,7 @@ def start(count: int, function: Callable[..., Any], *arguments: Any, folder: Pat
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     world = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    world["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or "1"  # as launchers do: accelerate warns where it is not set
     context, folder = _context(), Path(folder or Path.cwd())
     with tempfile.TemporaryDirectory() as aside:
         processes = []

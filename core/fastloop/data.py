@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
-from torch.utils.data._utils import worker
+from torch.utils.data._utils import signal_handling, worker
 
 from fastloop.errors import CheckpointError, DataError
 from fastloop.state import Batch, DataLoaderDraft
@@ -384,7 +384,7 @@ class Loader:
             try:
                 if batches is None:
                     batches = self._begin()
-                batch = next(batches)
+                batch = self._next(batches)
             except StopIteration:
                 return
             except DataError:
@@ -401,6 +401,9 @@ class Loader:
         """A pass over the loader, which looks every few seconds whether its workers live: torch with a timeout does so at its end only."""
         batches: Any = iter(self.loader)
         self.workers = getattr(batches, "_workers", [])
+        if self.workers and batches._worker_pids_set:
+            signal_handling._remove_worker_pids(id(batches))  # see ``_next``
+            batches._worker_pids_set = False
         if self.workers and self.timeout and "_try_get_data" not in vars(batches):
             look: Any = weakref.WeakMethod(batches._try_get_data)  # a circle would keep the workers
 
@@ -415,19 +418,24 @@ class Loader:
             batches._try_get_data = within_timeout
         return iter(batches)
 
-    def _explain(self, error: Exception) -> DataError:
-        text = str(error).strip()
-        if (lost := self.lost_worker(error)) is not None:
-            return lost
-        return DataError(f"reading a batch failed: {type(error).__name__}: {text.splitlines()[-1] if text else ''}")
+    def _next(self, batches: Iterator[Batch]) -> Batch:
+        """The next micro-batch. Only here counts that a worker ended: torch's signal handler would raise wherever training is then, out of
+        a save, with a lock held, or in a plugin that is blamed for it."""
+        if not self.workers:
+            return next(batches)
+        signal_handling._set_worker_pids(id(self), tuple(process.pid for process in self.workers))
+        try:
+            signal_handling._error_if_any_worker_fails()  # before this
+            return next(batches)
+        finally:
+            signal_handling._remove_worker_pids(id(self))
 
-    def lost_worker(self, error: Exception) -> DataError | None:
-        """What to say when a worker ended: torch raises at the next batch, or wherever this process is when it learns of it."""
-        if not str(error).startswith("DataLoader worker (pid"):
-            return None
-        ended = [(number, worker) for number, worker in enumerate(self.workers) if worker.exitcode not in (None, 0)]
-        if not ended:
-            return None
+    def _explain(self, error: Exception) -> DataError:
+        said = str(error).strip().splitlines() or [""]
+        ended = [(number, worker) for number, worker in enumerate(self.workers) if worker.exitcode is not None]
+        if not (ended and said[0].startswith("DataLoader worker (pid")):
+            why = said[-1].removeprefix(f"{type(error).__name__}: ")  # a worker's ends with its traceback's last line
+            return DataError(f"reading a batch failed: {type(error).__name__}: {why}")
         number, worker = ended[0]
         name = signal.Signals(-worker.exitcode).name if worker.exitcode < 0 else ""
         how = f"was ended by {name}" if name else f"ended with exit code {worker.exitcode}"
@@ -437,11 +445,14 @@ class Loader:
         )
 
     def close(self) -> None:
-        """End the worker processes that are kept between epochs."""
+        """End the worker processes."""
         workers = getattr(self.loader, "_iterator", None)
         if workers is not None:
             workers._shutdown_workers()
             self.loader._iterator = None
+        for process in self.workers:
+            if process.exitcode is None:
+                process.kill()  # it hangs, maybe in native code where it takes no signal: the interpreter's end would wait for it
 
     def steps(self, epoch: int = 0, start: int = 0) -> Iterator[list[Batch]]:
         """The same, grouped into the micro-batches of each optimizer step."""

@@ -20,6 +20,7 @@ from fastloop.cli.plan import plan
 from fastloop.cli.schema import schema as command
 from fastloop.errors import UsageError
 from fastloop.options import describe
+from fastloop.plugin import Observer
 from fastloop.recipe import SECTIONS, Train, shipped_recipes
 from fastloop.registry import installed, load
 from fastloop.schema import recipe_schema
@@ -57,7 +58,8 @@ def test_it_is_a_schema_of_its_draft_and_names_what_there_is(schema):
 @pytest.mark.parametrize("name", OURS)
 def test_it_has_every_option_of_every_plugin(schema, name):
     options = schema["$defs"][f"plugins.{name}"]["properties"]
-    assert {row.name: row.help for row in describe(load(name).Config)} == {key: value["description"] for key, value in options.items()}
+    rows = [*describe(load(name).Config), *(describe(Observer) if load(name).observes else ())]
+    assert {row.name: row.help for row in rows} == {key: value["description"] for key, value in options.items()}
 
 
 @pytest.mark.parametrize("name", [name for name in OURS if load(name).slot == "task"])

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import tiny_data
 from torch.utils.data import Dataset
 
 from fastloop import CheckpointError, Plugin, RecipeError, hookimpl
@@ -20,6 +19,7 @@ from fastloop.errors import DataError
 from fastloop.recipe import make_recipe
 from fastloop.registry import resolve
 from fastloop.run import Run
+from fastloop.testing import tiny_data
 
 TIMES = max(1, round(6 * float(os.environ.get("FASTLOOP_RELIABILITY", "1"))))
 WORKERS: dict[str, Any] = {"dataloader-workers": {"num_workers": 2}}

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import tiny_data, tiny_model
 from torch import nn
 from torch.utils.data import Dataset
 
 from fastloop import Plugin, PluginError, hookimpl
+from fastloop.testing import tiny_data, tiny_model
 from fastloop_plugins._numbers import Spikes
 from fastloop_plugins.finite import NotFinite
 

@@ -19,13 +19,13 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import tiny_model
 from saving_kit import Forked, mounted, record, said, steps, summary, times, together, train, until, write_recipe
 
 from fastloop import Plugin, RecipeError, hookimpl
 from fastloop.checkpoint import MANIFEST, damage, find, read, write
 from fastloop.errors import CheckpointError, SaveError
 from fastloop.folder import Lock
+from fastloop.testing import tiny_model
 
 
 @pytest.fixture

@@ -237,7 +237,7 @@ UNSURE = """
 parity = "about right"
 """
 BAD = {
-    "scales": (SCALES, "parity", "promises parity 'exact': the losses that there are without it, to the bit. Found: from step 2 on"),
+    "scales": (SCALES, "parity", "promises parity 'exact': the losses that there are without it, to the bit. Found: from step "),
     "draws": (DRAWS, "parity", "promises parity 'exact': the losses that there are without it, to the bit. Found: from step 1 on"),
     "diverges": (DIVERGES, "parity", "promises a training that learns. Found: the losses"),
     "forgets": (

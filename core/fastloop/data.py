@@ -19,14 +19,15 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from itertools import count, islice
+from multiprocessing import connection
 from time import monotonic
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import _C, Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
-from torch.utils.data._utils import signal_handling, worker
+from torch.utils.data._utils import worker
 
 from fastloop.errors import CheckpointError, DataError
 from fastloop.state import Batch, DataLoaderDraft
@@ -402,7 +403,7 @@ class Loader:
         batches: Any = iter(self.loader)
         self.workers = getattr(batches, "_workers", [])
         if self.workers and batches._worker_pids_set:
-            signal_handling._remove_worker_pids(id(batches))  # see ``_next``
+            _C._remove_worker_pids(id(batches))  # see ``_next``
             batches._worker_pids_set = False
         if self.workers and self.timeout and "_try_get_data" not in vars(batches):
             look: Any = weakref.WeakMethod(batches._try_get_data)  # a circle would keep the workers
@@ -423,24 +424,26 @@ class Loader:
         a save, with a lock held, or in a plugin that is blamed for it."""
         if not self.workers:
             return next(batches)
-        signal_handling._set_worker_pids(id(self), tuple(process.pid for process in self.workers))
+        _C._set_worker_pids(id(self), tuple(process.pid for process in self.workers))
         try:
-            signal_handling._error_if_any_worker_fails()  # before this
+            _C._error_if_any_worker_fails()  # before this
             return next(batches)
         finally:
-            signal_handling._remove_worker_pids(id(self))
+            _C._remove_worker_pids(id(self))
 
     def _explain(self, error: Exception) -> DataError:
         said = str(error).strip().splitlines() or [""]
-        ended = [(number, worker) for number, worker in enumerate(self.workers) if worker.exitcode is not None]
-        if not (ended and said[0].startswith("DataLoader worker (pid")):
+        if self.workers and isinstance(error, OSError | EOFError):  # one that ended breaks its connections, before it is over
+            connection.wait([process.sentinel for process in self.workers], 1.0)
+        ended = [(number, process) for number, process in enumerate(self.workers) if process.exitcode]
+        if not ended:
             why = said[-1].removeprefix(f"{type(error).__name__}: ")  # a worker's ends with its traceback's last line
             return DataError(f"reading a batch failed: {type(error).__name__}: {why}")
-        number, worker = ended[0]
-        name = signal.Signals(-worker.exitcode).name if worker.exitcode < 0 else ""
-        how = f"was ended by {name}" if name else f"ended with exit code {worker.exitcode}"
+        number, process = ended[0]
+        name = signal.Signals(-process.exitcode).name if process.exitcode < 0 else ""
+        how = f"was ended by {name}" if name else f"ended with exit code {process.exitcode}"
         return DataError(
-            f"worker {number} of the {len(self.workers)} that read data (pid {worker.pid}) {how}. "
+            f"worker {number} of the {len(self.workers)} that read data (pid {process.pid}) {how}. "
             f"{ENDED.get(name, ENDED[''])} Go on from the newest checkpoint with --resume."
         )
 

@@ -19,12 +19,13 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from itertools import count, islice
+from multiprocessing import connection
 from time import monotonic
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import _C, Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
 from torch.utils.data._utils import worker
 
@@ -384,7 +385,7 @@ class Loader:
             try:
                 if batches is None:
                     batches = self._begin()
-                batch = next(batches)
+                batch = self._next(batches)
             except StopIteration:
                 return
             except DataError:
@@ -401,6 +402,9 @@ class Loader:
         """A pass over the loader, which looks every few seconds whether its workers live: torch with a timeout does so at its end only."""
         batches: Any = iter(self.loader)
         self.workers = getattr(batches, "_workers", [])
+        if self.workers and batches._worker_pids_set:
+            _C._remove_worker_pids(id(batches))  # see ``_next``
+            batches._worker_pids_set = False
         if self.workers and self.timeout and "_try_get_data" not in vars(batches):
             look: Any = weakref.WeakMethod(batches._try_get_data)  # a circle would keep the workers
 
@@ -415,33 +419,43 @@ class Loader:
             batches._try_get_data = within_timeout
         return iter(batches)
 
-    def _explain(self, error: Exception) -> DataError:
-        text = str(error).strip()
-        if (lost := self.lost_worker(error)) is not None:
-            return lost
-        return DataError(f"reading a batch failed: {type(error).__name__}: {text.splitlines()[-1] if text else ''}")
+    def _next(self, batches: Iterator[Batch]) -> Batch:
+        """The next micro-batch. Only here counts that a worker ended: torch's signal handler would raise wherever training is then, out of
+        a save, with a lock held, or in a plugin that is blamed for it."""
+        if not self.workers:
+            return next(batches)
+        _C._set_worker_pids(id(self), tuple(process.pid for process in self.workers))
+        try:
+            _C._error_if_any_worker_fails()  # before this
+            return next(batches)
+        finally:
+            _C._remove_worker_pids(id(self))
 
-    def lost_worker(self, error: Exception) -> DataError | None:
-        """What to say when a worker ended: torch raises at the next batch, or wherever this process is when it learns of it."""
-        if not str(error).startswith("DataLoader worker (pid"):
-            return None
-        ended = [(number, worker) for number, worker in enumerate(self.workers) if worker.exitcode not in (None, 0)]
+    def _explain(self, error: Exception) -> DataError:
+        said = str(error).strip().splitlines() or [""]
+        if self.workers and isinstance(error, OSError | EOFError):  # one that ended breaks its connections, before it is over
+            connection.wait([process.sentinel for process in self.workers], 1.0)
+        ended = [(number, process) for number, process in enumerate(self.workers) if process.exitcode]
         if not ended:
-            return None
-        number, worker = ended[0]
-        name = signal.Signals(-worker.exitcode).name if worker.exitcode < 0 else ""
-        how = f"was ended by {name}" if name else f"ended with exit code {worker.exitcode}"
+            why = said[-1].removeprefix(f"{type(error).__name__}: ")  # a worker's ends with its traceback's last line
+            return DataError(f"reading a batch failed: {type(error).__name__}: {why}")
+        number, process = ended[0]
+        name = signal.Signals(-process.exitcode).name if process.exitcode < 0 else ""
+        how = f"was ended by {name}" if name else f"ended with exit code {process.exitcode}"
         return DataError(
-            f"worker {number} of the {len(self.workers)} that read data (pid {worker.pid}) {how}. "
+            f"worker {number} of the {len(self.workers)} that read data (pid {process.pid}) {how}. "
             f"{ENDED.get(name, ENDED[''])} Go on from the newest checkpoint with --resume."
         )
 
     def close(self) -> None:
-        """End the worker processes that are kept between epochs."""
+        """End the worker processes."""
         workers = getattr(self.loader, "_iterator", None)
         if workers is not None:
             workers._shutdown_workers()
             self.loader._iterator = None
+        for process in self.workers:
+            if process.exitcode is None:
+                process.kill()  # it hangs, maybe in native code where it takes no signal: the interpreter's end would wait for it
 
     def steps(self, epoch: int = 0, start: int = 0) -> Iterator[list[Batch]]:
         """The same, grouped into the micro-batches of each optimizer step."""

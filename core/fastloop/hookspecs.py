@@ -14,6 +14,7 @@
     load_model_state, load_optimizer_state, load_state   # only with --resume
 
     before_fit
+    when a signal cut one off: the evaluation that is due
     for each epoch:
         before_epoch
         for each optimizer step:
@@ -29,6 +30,7 @@
             when saving is due:     optimizer_state, save_state, model_state, write_checkpoint
         after_epoch
         when due at the epoch's end: the same evaluation and saving
+    when the last weights are not evaluated yet: the same evaluation
     after_fit                                       # a plugin may put other weights in place here
     before_evaluate, evaluate, after_evaluate       # on the test split
     export_model, model_state                       # into the run folder's model/
@@ -295,7 +297,8 @@ def save_state(run: Run) -> dict[str, Any] | None:
 @first
 def write_checkpoint(run: Run, folder: Path, model: dict[str, Tensor], state: dict[str, Any]) -> Future[None] | None:
     """First; the core does it at once. Write both to ``folder`` with ``resume.write``, now or while training goes on: then from a copy,
-    since the tensors are those in training. The future is waited for before the next save and at the run's end."""
+    since the tensors are those in training. The future is waited for before the next save, before the run goes back to a checkpoint, and
+    at its end."""
 
 
 @hookspec

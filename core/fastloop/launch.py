@@ -209,9 +209,19 @@ def resume_from(asked: str | None, output: Path) -> Path | None:
     torchrun with ``--max-restarts`` starts all processes again when one has failed, with the same arguments: from then on it is the run
     folder's newest checkpoint, if there is one yet.
     """
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0):
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) and _made_by_an_attempt(output):
         return output
     return None if asked is None else Path(asked or output)
+
+
+def _made_by_an_attempt(output: Path) -> bool:
+    """Whether the run folder is of this start of torchrun. When processes die before they make it, an older run may still be there."""
+    told = os.environ.get("TORCHELASTIC_ERROR_FILE")  # .../attempt_1/0/error.json
+    try:
+        first = Path(told).parents[1].with_name("attempt_0").stat().st_mtime if told else 0.0
+        return (output / "recipe.yaml").stat().st_mtime >= first
+    except OSError:
+        return False
 
 
 def start_again(environment: Mapping[str, str]) -> None:

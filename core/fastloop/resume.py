@@ -127,7 +127,8 @@ def load(run: Run, path: Path, skipped: list[str]) -> None:
     model, saved = checkpoint.read(path, _sharded_now(run))
     recipe = secrets.hidden(run.recipe.to_dict())
     check_same(path, saved["recipe"], recipe)
-    check_data(run, path, saved["data"])
+    if "data" in saved:  # else written before there were fingerprints
+        check_data(run, path, saved["data"])
     try:
         run.hooks.load_model_state(run=run, state=model)
     except RuntimeError as error:

@@ -424,9 +424,6 @@ class Run:
         try:
             yield
         except (RuntimeError, torch.distributed.DistError) as error:
-            for loader in self.loaders:
-                if (lost := loader.lost_worker(error)) is not None:
-                    raise lost from error
             if self.world_size == 1 or not (isinstance(error, torch.distributed.DistError) or "gloo" in str(error)):
                 raise
             raise ProcessLost(f"process {self.rank} of {self.world_size} lost the connection to another, which ended first.") from error

@@ -1,11 +1,14 @@
-"""What the plugin ``finite`` reads and writes, and which losses it takes for spikes."""
+"""What the plugin ``finite`` reads, writes and raises, how a step changes nothing, and which losses are spikes."""
 
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections import deque
 from typing import TYPE_CHECKING, Any
+
+from fastloop import FastloopError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,6 +19,14 @@ NORMAL = 1.4826
 """The median distance from the median, times this, is the standard deviation of normally distributed numbers."""
 LEAST = 20
 """Losses that must be known before one can be a spike."""
+
+
+class NotFinite(FastloopError):
+    """A step's loss or gradients are NaN or infinite. ``place``: its epoch, and how many samples of it came before."""
+
+    def __init__(self, message: str, place: list[int]) -> None:
+        super().__init__(message)
+        self.place = place
 
 
 class Spikes:
@@ -37,12 +48,42 @@ class Spikes:
         return spike
 
 
+def of_step(run: Run, loss: Tensor, grad_norm: Tensor | None) -> Tensor:
+    """A step's loss and the norm of its gradients, on the device."""
+    import torch
+
+    if run.accelerator.scaler is not None:  # gradients overflow now and then: that is how the scale is found
+        grad_norm = torch.zeros(())
+    elif grad_norm is None:
+        grad_norm = run.hooks.clip_gradients(run=run, max_norm=math.inf)
+    assert grad_norm is not None
+    return torch.stack([loss.float(), grad_norm.float().to(run.device)])
+
+
 def read(numbers: list[Tensor]) -> list[list[float]]:
     """Tensors of several steps on the host, together: the device is waited for once."""
     import torch
 
     found: list[list[float]] = torch.stack(numbers).tolist() if numbers else []
     return found
+
+
+def unchanged(run: Run, bad: Tensor, buffers: list[tuple[Tensor, Tensor]], by_itself: bool) -> None:
+    """Have the optimizer's step that comes change nothing, if it is ``bad``. With loss scaling it does so by itself.
+
+    Args:
+        bad: 0-dim bool on the device; the host waits for it only where it must.
+        buffers: The model's, each with what it was before the step.
+        by_itself: Whether the optimizer can skip a step on the device.
+    """
+    import torch
+
+    for buffer, before in buffers:
+        buffer.copy_(torch.where(bad, before, buffer))
+    if by_itself:
+        run.optimizer.found_inf = bad.float()
+    elif run.accelerator.scaler is None and bad:
+        run.optimizer.zero_grad()  # weights without gradients are left alone
 
 
 def write(run: Run, number: int, place: list[int], **found: Any) -> None:

@@ -20,8 +20,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from fastloop import FastloopError, Plugin, PluginError, hookimpl, option
-from fastloop_plugins._numbers import LEAST, Spikes, read, write
+from fastloop import Plugin, PluginError, hookimpl, option
+from fastloop_plugins._numbers import LEAST, NotFinite, Spikes, of_step, read, unchanged, write
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,14 +29,6 @@ if TYPE_CHECKING:
     from fastloop import Run
 
 logger = logging.getLogger("fastloop")
-
-
-class NotFinite(FastloopError):
-    """A step's loss or gradients are NaN or infinite. ``place``: its epoch, and how many samples of it came before."""
-
-    def __init__(self, message: str, place: list[int]) -> None:
-        super().__init__(message)
-        self.place = place
 
 
 class Finite(Plugin):
@@ -86,30 +78,12 @@ class Finite(Plugin):
 
     @hookimpl
     def before_optimizer_step(self, run: Run, grad_norm: Tensor | None) -> None:
-        import torch
-
-        scaled = run.accelerator.scaler is not None
-        if scaled:  # gradients overflow now and then: that is how the scale is found
-            grad_norm = torch.zeros(())
-        elif grad_norm is None:
-            grad_norm = run.hooks.clip_gradients(run=run, max_norm=math.inf)
-        numbers = torch.stack([self.loss.float(), grad_norm.float().to(run.device)])
+        numbers = of_step(run, self.loss, grad_norm)
         self.waiting.append((run.state.step + 1, self.place, numbers))
         if self.config.action == "skip":
-            self.skip(run, ~numbers.isfinite().all(), scaled)
+            unchanged(run, ~numbers.isfinite().all(), self.buffers, self.by_itself)
         if run.device.type == "cpu" or (run.state.step + 1) % self.config.every == 0:
             self.look(run)
-
-    def skip(self, run: Run, bad: Tensor, scaled: bool) -> None:
-        """Have the optimizer change nothing in this step, if it is ``bad``. With loss scaling it does so by itself."""
-        import torch
-
-        for buffer, before in self.buffers:
-            buffer.copy_(torch.where(bad, before, buffer))
-        if self.by_itself:
-            run.optimizer.found_inf = bad.float()
-        elif not scaled and bad:
-            run.optimizer.zero_grad()  # weights without gradients are left alone
 
     @hookimpl
     def after_step(self, run: Run) -> None:

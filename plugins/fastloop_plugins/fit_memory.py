@@ -15,14 +15,13 @@ A CPU's system kills a process that takes too much: with ``limit_gib`` the alloc
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
-import traceback
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastloop import FastloopError, Plugin, hookimpl, option
+from fastloop_plugins._out_of_memory import is_out_of_memory, let_go, post_mortem
 
 if TYPE_CHECKING:
     from fastloop import Run
@@ -102,14 +101,13 @@ class FitMemory(Plugin):
         if pieces >= whole if by_plugin else size == 1:
             return None  # a single sample does not fit
         if self.config.snapshot:
-            self.post_mortem(run, error, where)
+            post_mortem(run, error, where)
         if by_plugin:
             pieces *= 2
         else:
             size = max(part for part in range(1, size // 2 + 1) if split or whole % part == 0)
         self.sizes[where] = [size, pieces]
-        traceback.clear_frames(error.__traceback__)  # what failed holds its tensors
-        gc.collect()
+        let_go(error)
         now = f"cut into {pieces}" if by_plugin else f"{size} samples"
         said = f"micro-batches of {where} do not fit into memory at step {run.state.step + 1}: {now} from here on"
         self.write(run)
@@ -141,21 +139,6 @@ class FitMemory(Plugin):
         aside.write_text(json.dumps({"recipe": self.recipe(run), "sizes": self.sizes}, indent=1) + "\n")
         aside.rename(run.folder / "fit_memory.json")
 
-    def post_mortem(self, run: Run, error: Exception, where: str) -> None:
-        """What the memory holds, for people."""
-        import psutil
-        import torch
-
-        folder = run.folder / "out_of_memory"
-        folder.mkdir(exist_ok=True)
-        name = f"step-{run.state.step + 1}-rank-{run.rank}"
-        held = "\n".join(f"{key}: {value}" for key, value in psutil.Process().memory_info()._asdict().items())
-        if run.device.type == "cuda":
-            held = torch.cuda.memory_summary(run.device)
-            torch.cuda.memory._dump_snapshot(str(folder / f"{name}.pickle"))  # type: ignore[no-untyped-call]
-        stack = "".join(traceback.format_tb(error.__traceback__))
-        (folder / f"{name}.txt").write_text(f"{where}, step {run.state.step + 1}: {error}\n\n{held}\n\n{stack}")
-
     @hookimpl
     def write_summary(self, run: Run, summary: dict[str, Any]) -> None:
         if self.sizes:
@@ -164,10 +147,3 @@ class FitMemory(Plugin):
             import resource
 
             resource.setrlimit(resource.RLIMIT_DATA, self.before)
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether an allocation failed: on a device, or on the host, which has no exception of its own."""
-    import torch
-
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)

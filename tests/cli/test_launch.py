@@ -17,6 +17,7 @@ import yaml
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+from fastloop import launch
 from fastloop.cli import app
 
 pytestmark = pytest.mark.slow
@@ -258,3 +259,20 @@ def test_accelerates_own_configuration_file_is_held_against_the_recipe():
     taken = do(*accelerate, "-m", "fastloop", *TRAIN, "--without", "ddp", "--with", "fsdp")
     assert taken.returncode == 0, taken.stderr
     assert numbers("run")["world_size"] == 2
+
+
+def test_torchrun_goes_on_with_a_run_of_its_own_alone(tmp_path, monkeypatch):
+    """An attempt that died before it made its folder left another run's there, which nobody asked to go on with."""
+    run, first = tmp_path / "run", tmp_path / "log" / "attempt_0"
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "log" / "attempt_1" / "0" / "error.json"))
+    run.mkdir()
+    (run / "recipe.yaml").touch()
+    os.utime(run / "recipe.yaml", (1e9, 1e9))
+    first.mkdir(parents=True)
+    assert launch.resume_from(None, run) is None
+    assert launch.resume_from("elsewhere", run) == Path("elsewhere")
+    (run / "recipe.yaml").touch()
+    assert launch.resume_from(None, run) == launch.resume_from("elsewhere", run) == run
+    (run / "recipe.yaml").unlink()
+    assert launch.resume_from(None, run) is None

@@ -40,7 +40,7 @@ def scribe(lines: list[str]) -> Plugin:
     def implementation(name: str) -> Any:
         parameters = list(inspect.signature(SPECS[name]).parameters)
         namespace: dict[str, Any] = {"lines": lines}
-        words = f"f'{name} {{split or str()}}'.strip()" if "split" in parameters else f"'{name}'"
+        words = f"' '.join(filter(None, ('{name}', split)))" if "split" in parameters else f"'{name}'"
         returns = "; return {}" if name == "save_state" else ""
         exec(f"def {name}(self, {', '.join(parameters)}): lines.append({words}){returns}", namespace)
         return hookimpl(namespace[name])
@@ -172,7 +172,7 @@ def test_a_run_that_fails_tells_its_plugins_and_then_writes_its_summary():
 
     trainer = short_run(scribe(lines), "run")
     trainer.resolution = Resolution([*trainer.resolution.plugins, Broken()])
-    with pytest.raises(Exception, match="broken"):
+    with pytest.raises(PluginCrash, match=r"plugin 'broken' \(test_hooks\) failed in after_backward: ValueError: broken"):
         trainer.fit()
     assert lines[-4:] == ["after_backward", "recover", "on_exception", "write_summary"]
 

@@ -649,3 +649,14 @@ def test_other_trained_parameters_are_refused(train):
     model[0].weight.requires_grad = False
     with pytest.raises(CheckpointError, match="not a checkpoint of this optimizer"):
         train("run", [], resume=True, model=model)
+
+
+def test_a_checkpoint_from_before_data_had_fingerprints_is_gone_on_from(tiny_run):
+    from fastloop import checkpoint
+
+    tiny_run(output="run", max_steps=3)
+    path, _ = checkpoint.find(Path("run"))
+    model, state = checkpoint.read(path)
+    del state["data"]
+    checkpoint.write(path, model, state)
+    assert tiny_run(output="run", resume=True).summary["steps"] == 18

@@ -280,7 +280,7 @@ def test_texts_that_are_no_text_are_refused():
         ("bad.json", b'["a", "b"]', "bad.json, row 1: found 'a' (str), expected a mapping of columns."),
         ("bad.parquet", b"not parquet at all", "bad.parquet: cannot be read as .parquet"),
         ("bad.csv", b"text,label\na,0\nb,1,2\n", "bad.csv: cannot be read as .csv"),
-        ("bad.txt", b"\xff\xfe\x00bad", "bad.txt: cannot be read as .txt"),
+        ("bad.txt", b"\xff\xfe\x00bad", "bad.txt, line 1: not UTF-8"),
     ],
 )
 def test_a_file_that_is_not_what_its_suffix_says_is_refused(name, content, message):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import multiprocessing
 import os
 import random
 import signal
@@ -64,7 +66,7 @@ class Kills(Plugin):
     def after_backward(self, run: Any) -> None:
         self.here("in a step", run)
         if self.moment == "in a step":
-            time.sleep(0.05)  # the signal that tells of it comes in here
+            time.sleep(0.05)  # SIGCHLD comes in here, and is not this plugin's fault
 
     @hookimpl
     def before_evaluate(self, run: Any) -> None:
@@ -75,6 +77,7 @@ class Kills(Plugin):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # torch's handler may raise within a finaliser: found later
 def test_a_killed_worker_is_named_with_its_signal_and_what_to_do(tiny_run, record_property):
     """a worker killed at any moment: within seconds an error that names the worker, its signal and what to do; never a hang"""
     draw, lost = random.Random(0), 0
@@ -104,6 +107,25 @@ def test_after_a_killed_worker_the_run_goes_on_to_the_same_bits(tiny_run, tmp_pa
     ran = tiny_run([WORKERS], data=Rows(), save_every=4, output=tmp_path / "run", resume=True)
     assert ran.losses == whole.losses[-len(ran.losses) :]
     assert all(torch.equal(ran.weights[name], whole.weights[name]) for name in whole.weights)
+
+
+class Stuck(Rows):
+    """Hangs inside of native code that holds the interpreter, where a process takes no signal but SIGKILL."""
+
+    def __getitem__(self, index: int) -> Any:
+        ctypes.PyDLL(None).sleep(600)
+
+
+@pytest.mark.slow
+def test_a_worker_that_hangs_ends_with_its_run(tiny_run):
+    """a worker that hangs in native code: an error after dataloader-workers.timeout, and the worker does not keep the process"""
+    started = time.monotonic()
+    with pytest.raises(DataError, match=r"no batch in 1 seconds: a worker that reads data hangs"):
+        tiny_run([{"dataloader-workers": {"num_workers": 1, "timeout": 1.0}}], data=Stuck())
+    for worker in multiprocessing.active_children():
+        worker.join(5)
+        assert not worker.is_alive()
+    assert time.monotonic() - started < 30
 
 
 @pytest.mark.parametrize("plugins", [[], [WORKERS]], ids=["alone", "workers"])

@@ -43,6 +43,7 @@ def cut_links():
                 continue
             with socket.socket(fileno=os.dup(fd)) as link:
                 if link.family in (socket.AF_INET, socket.AF_INET6) and link.type == socket.SOCK_STREAM:
+                    link.getpeername()  # not one that waits for others to connect
                     link.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass

@@ -43,6 +43,8 @@ def limit(part):
     # from its first such batch on, this process may take so many MiB more than it has
     mib = os.environ.pop(part + os.environ.get("RANK", "0"), None) if part == "TRAIN" else os.environ.get(part)
     if mib is None:
+        if "EVALUATE" in os.environ:
+            resource.setrlimit(resource.RLIMIT_DATA, (-1, -1))  # it is for evaluations alone
         return
     data = int(open("/proc/self/status").read().split("VmData:")[1].split()[0]) * 1024
     resource.setrlimit(resource.RLIMIT_DATA, (data + int(mib) * 2**20, -1))

@@ -13,8 +13,7 @@ from torch.utils.data import Dataset
 
 from fastloop import Plugin, PluginError, hookimpl
 from fastloop.testing import tiny_data, tiny_model
-from fastloop_plugins._numbers import Spikes
-from fastloop_plugins.finite import NotFinite
+from fastloop_plugins._numbers import NotFinite, Spikes
 
 
 class Rows(Dataset):
@@ -181,7 +180,8 @@ def test_skipping_is_bounded(tiny_run):
 # -- rollback ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_run_goes_back_and_on_without_the_batch(tiny_run, tmp_path):
+@pytest.mark.parametrize("saving", [[], ["async-save"]], ids=["plain", "async"])
+def test_the_run_goes_back_and_on_without_the_batch(tiny_run, tmp_path, saving):
     """NaN with action rollback: the newest checkpoint is loaded in the same process; the run ends as if that batch had not been there"""
     plugins = ["checkpoint-best", {"ema": {"decay": 0.9}}, {"lr-scheduler": {"schedule": "cosine"}}]
 
@@ -196,7 +196,7 @@ def test_the_run_goes_back_and_on_without_the_batch(tiny_run, tmp_path):
 
     arguments = {"save_every": 4, "epochs": 3}
     control = tiny_run([*plugins, LeavesOut()], **arguments)
-    ran = tiny_run([{"finite": {"action": "rollback"}}, *plugins, BadBatch((1, 32))], output=tmp_path / "run", **arguments)
+    ran = tiny_run([{"finite": {"action": "rollback"}}, *plugins, *saving, BadBatch((1, 32))], output=tmp_path / "run", **arguments)
     assert ran.summary["status"] == "completed"
     assert ran.summary["finite"]["acted"] == 1
     assert all(torch.equal(ran.weights[name], control.weights[name]) for name in control.weights)

@@ -67,8 +67,8 @@ def stop_now(signum: int, frame: Any) -> NoReturn:
 
 @contextmanager
 def on_signals(handler: Callable[[int, Any], Any]) -> Iterator[None]:
-    """While inside, ``handler`` takes all of ``SIGNALS``."""
-    previous = {number: signal.signal(number, handler) for number in SIGNALS}
+    """While inside, ``handler`` takes all of ``SIGNALS`` but those that are ignored: a shell has its background jobs ignore Ctrl-C."""
+    previous = {number: signal.signal(number, handler) for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN}
     try:
         yield
     finally:

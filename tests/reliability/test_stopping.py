@@ -158,6 +158,14 @@ def test_two_different_signals_are_one_request():
 
 
 @pytest.mark.usefixtures("whole")
+def test_ctrl_c_of_a_job_in_the_foreground():
+    """Ctrl-C while the run is a script's background job, which its shell has ignore it: the run trains on"""
+    ignored = {"first": lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)}
+    assert train("output=run", environment={"FAULT": "step 14 0 me('SIGINT')"}, **ignored) == 0
+    assert record() == record("whole")
+
+
+@pytest.mark.usefixtures("whole")
 def test_what_does_not_stop_is_ended_in_time():
     """a step that hangs, and one signal: the run ends when its time is up, and goes on from the checkpoint before"""
 

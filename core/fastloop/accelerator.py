@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastloop.errors import PluginError, RecipeError
-from fastloop.launch import world_size
+from fastloop.launch import rank, restarts, world_size
 from fastloop.machine import this_machine
 from fastloop.recipe import Recipe
 from fastloop.state import AcceleratorDraft
@@ -33,8 +33,19 @@ def build_accelerator(recipe: Recipe, resolution: Resolution) -> Accelerator:
     cpu = this_machine(recipe.train.device).device == "cpu"  # said outright: else Accelerate would not join processes on CPUs
     if AcceleratorState._shared_state and AcceleratorState().mixed_precision != draft.mixed_precision:
         AcceleratorState._reset_state(reset_partial_state=False)  # an earlier run of this process had another precision
-    PartialState(cpu=cpu, **(draft.init_handler.to_kwargs() if draft.init_handler else {}))
+    PartialState(cpu=cpu, **(draft.init_handler.to_kwargs() if draft.init_handler else {}), **_own_store())
     return Accelerator(mixed_precision=draft.mixed_precision, cpu=cpu, kwargs_handlers=draft.handlers())
+
+
+def _own_store() -> dict[str, Any]:
+    """After a restart by torchrun: for the group of processes, a part of the store that torchrun keeps (torch 2.13) from start to start. In
+    the other one the addresses of the processes before still stand, and who reads them first waits for the dead."""
+    if not (number := restarts()):
+        return {}
+    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    return {"store": PrefixStore(f"restart {number}", store), "rank": rank(), "world_size": world_size()}
 
 
 STRATEGIES = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_MEGATRON_LM")

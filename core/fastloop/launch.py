@@ -203,13 +203,19 @@ def _wait(processes: list[subprocess.Popen[bytes]]) -> int | None:
                 process.wait()
 
 
+def restarts() -> int:
+    """How often torchrun has started these processes again (``--max-restarts``). 0 on several machines, each of which counts its own."""
+    alone = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) if alone else 0
+
+
 def resume_from(asked: str | None, output: Path) -> Path | None:
     """What to go on from: ``asked`` is the value of ``--resume``, None without it.
 
-    torchrun with ``--max-restarts`` starts all processes again when one has failed, with the same arguments: from then on it is the run
-    folder's newest checkpoint, if there is one yet.
+    torchrun on one machine with ``--max-restarts`` starts all processes again when one has failed, with the same arguments: from then on it
+    is the run folder's newest checkpoint, if there is one yet. On several machines ``--resume`` says so from the beginning.
     """
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) and _made_by_an_attempt(output):
+    if restarts() and _made_by_an_attempt(output):
         return output
     return None if asked is None else Path(asked or output)
 

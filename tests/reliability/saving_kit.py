@@ -128,7 +128,7 @@ def ranks(count: int) -> list[dict[str, str]]:
     """The environments of processes that are one run."""
     if count == 1:
         return [{}]
-    world = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    world = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), **ONE_THREAD}
     return [world | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
 
 

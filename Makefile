@@ -8,8 +8,9 @@ BIN     = $(VENV)/bin
 quickstart: $(VENV)/ready
 	$(BIN)/fastloop train recipes/quickstart.yaml
 
+# Conformance on two processes under one strategy; `make conformance` has all of them.
 test: $(VENV)/ready
-	$(BIN)/python -m pytest -n auto --dist loadgroup -q
+	FASTLOOP_TEST_STRATEGIES=ddp $(BIN)/python -m pytest -n auto --dist loadgroup -q
 
 lint: $(VENV)/ready
 	$(BIN)/ruff format --check .

@@ -96,6 +96,7 @@ class Watchdog(Plugin):
             self.over.set()
             self.thread.join()
             self.thread = None
+            self.stacks.close()
             faulthandler.cancel_dump_traceback_later()
 
     @property

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from fastloop.testing import VECTORS, Call, HookCalls, start, train
+from fastloop.testing.conformance import strategies
 
 # -- fixtures ----------------------------------------------------------------------------------------------------------
 
@@ -324,7 +325,7 @@ class TestConformanceItself:
         assert {"declared", "options", "documented", "parity", "saved_and_loaded", "killed", "off", "cost"} < by_outcome(
             outcomes["good"], "passed"
         )
-        assert {"processes[ddp]", "processes[fsdp]"} < by_outcome(outcomes["good"], "passed")
+        assert {f"processes[{name}]" for name in strategies() if name != "deepspeed"} < by_outcome(outcomes["good"], "passed")
 
     @pytest.mark.parametrize("name", BAD)
     def test_a_bad_plugin_fails_with_what_it_promised(self, outcomes, name):

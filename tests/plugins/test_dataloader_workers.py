@@ -130,7 +130,7 @@ class Breaks(Dataset):
     ("how", "message"),
     [
         ("raises", "sample 13 is broken"),
-        ("is killed", "a worker process of the data loader died"),
+        ("is killed", "of the 2 that read data .* was ended by SIGKILL"),
         ("hangs", "no batch in 2 seconds"),
     ],
 )

@@ -139,6 +139,7 @@ def _work(
     log = os.open(report.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # what it says stands before why it failed
     faulthandler.enable()
     multiprocessing.set_start_method(None, force=True)  # what this process starts, it starts in the platform's way
     os.environ.clear()

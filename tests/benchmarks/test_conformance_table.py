@@ -1,4 +1,4 @@
-"""docs/conformance.md: it is made from a report of pytest's, and has a row for each of our plugins."""
+"""docs/conformance.md: it is made from a report of pytest's, and has a row for each of our plugins and those of the examples."""
 
 from __future__ import annotations
 
@@ -23,15 +23,18 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_every_plugin_of_ours_has_a_row_and_breaks_no_promise() -> None:
     text = (ROOT / "docs" / "conformance.md").read_text(encoding="utf-8")
     rows = [line.split(" | ")[0].removeprefix("| ") for line in text.splitlines() if line.startswith("| ")][1:]
-    assert rows == sorted(name for name, point in installed().items() if point.dist is not None and point.dist.name == "fastloop")
+    ours = [name for name, point in installed().items() if point.dist is not None and point.dist.name == "fastloop"]
+    assert rows == sorted([*ours, *(path.parent.name for path in ROOT.glob("examples/*/pyproject.toml"))])
     assert "FAILED" not in text
 
 
-REPORT = """<testsuites><testsuite>
-<testcase classname="tests.test_conformance.Test_ema" name="test_declared@conformance of ema" />
-<testcase classname="tests.test_conformance.Test_ema" name="test_parity"><failure message="promised and not kept" /></testcase>
-<testcase classname="tests.test_conformance.Test_ema" name="test_processes[ddp]"><skipped message="declared: not with it" /></testcase>
-<testcase classname="tests.test_conformance.Test_ema" name="test_cost"><properties>
+EMA = '<properties><property name="plugin" value="ema" /></properties>'
+REPORT = f"""<testsuites><testsuite>
+<testcase name="test_of_something_else" />
+<testcase name="test_declared@conformance of ema">{EMA}</testcase>
+<testcase name="test_parity">{EMA}<failure message="promised and not kept" /></testcase>
+<testcase name="test_processes[ddp]">{EMA}<skipped message="declared: not with it" /></testcase>
+<testcase name="test_cost"><properties><property name="plugin" value="ema" />
 <property name="seconds a step without it" value="0.001" /><property name="seconds a step with it" value="0.0025" />
 </properties></testcase>
 </testsuite></testsuites>"""

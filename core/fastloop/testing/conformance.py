@@ -195,6 +195,11 @@ class Conformance:
         super().__init_subclass__()
         cls.pytestmark = [*getattr(cls, "pytestmark", ()), pytest.mark.xdist_group(f"conformance of {cls.plugin}")]  # type: ignore[attr-defined]
 
+    @pytest.fixture(autouse=True)
+    def _named(self, request: pytest.FixtureRequest) -> None:
+        """For tables that are made of reports."""
+        request.node.user_properties.append(("plugin", self.plugin))
+
     def test_declared(self, findings: Findings) -> None:
         """Name, entry point, parity class, what it configures; and it resolves with what it requires."""
         cls = findings.plugin

@@ -30,7 +30,10 @@ class Part:
             hint = did_you_mean(name, map(str, self.columns)).partition(" Expected")[0]
             raise RecipeError(f"{self.where}: there is no column {name!r}, which data.{key} names. Its columns: {have}.{hint}")
         values = self.columns[name]
-        return values.to_pylist() if hasattr(values, "to_pylist") else list(values)
+        try:
+            return values.to_pylist() if hasattr(values, "to_pylist") else list(values)
+        except UnicodeDecodeError as error:  # parquet's text is not checked where it is read
+            raise RecipeError(f"{self.where}: the column {name!r}, which data.{key} names, is not UTF-8 ({error.reason}).") from None
 
     def row(self, number: int) -> str:
         """How messages name a row; the first is 1."""

@@ -273,6 +273,19 @@ def test_a_wrong_encoding_is_refused_with_the_line_and_what_to_do(name):
         assert "iconv" in message
 
 
+def test_a_parquet_whose_text_is_not_utf8_is_refused():
+    """a parquet file whose text is not UTF-8, which its reader does not check: refused with file and column"""
+    import pyarrow
+    from pyarrow import parquet
+
+    parquet.write_table(
+        pyarrow.table({"text": ["fine", "no cafe"], "label": [0, 1]}), "train.parquet", compression="none", use_dictionary=False
+    )
+    Path("train.parquet").write_bytes(Path("train.parquet").read_bytes().replace(b"no cafe", b"no caf\xe9"))
+    with pytest.raises(RecipeError, match=r"^train.parquet: the column 'text', which data.text names, is not UTF-8"):
+        text_run(train="train.parquet")
+
+
 def test_a_huge_text_is_cut_before_it_is_tokenised():
     """a text of 4 million characters among others: the same tokens as read whole, from its first words alone"""
     from fastloop_plugins import _text_tokens

@@ -30,6 +30,7 @@ from fastloop.recipe import load_recipe, make_recipe, shipped_recipes
 from fastloop.registry import installed, load, resolve
 from fastloop.state import AcceleratorDraft, DataLoaderDraft, OptimizerDraft
 
+pytestmark = pytest.mark.filterwarnings("ignore:Generating overly large repr")  # hypothesis' own, of a huge text
 SECONDS = 10
 """What one example may take: much more than any does."""
 

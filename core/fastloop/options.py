@@ -120,7 +120,7 @@ def _expected(cls: type, name: str) -> str:
 
 
 def _show(value: Any) -> str:
-    return f"{value!r} ({type(value).__name__})"
+    return f"{value!r:.300} ({type(value).__name__})"
 
 
 def describe(cls: type) -> list[OptionInfo]:

@@ -327,5 +327,5 @@ class TextData:
 
 
 def _list(labels: set[Any]) -> str:
-    shown = [repr(label) for label in sorted(labels, key=str)]
+    shown = [f"{label!r:.60}" for label in sorted(labels, key=str)]
     return ", ".join(shown[:8]) + f" and {len(shown) - 8} more" * (len(shown) > 8)

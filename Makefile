@@ -10,7 +10,7 @@ quickstart: $(VENV)/ready
 
 # Conformance on two processes under one strategy; `make conformance` has all of them.
 test: $(VENV)/ready
-	FASTLOOP_TEST_STRATEGIES=ddp $(BIN)/python -m pytest -n auto --dist loadgroup -q
+	FASTLOOP_TEST_STRATEGIES=ddp $(BIN)/python -m pytest -n auto --dist loadscope -q
 
 lint: $(VENV)/ready
 	$(BIN)/ruff format --check .

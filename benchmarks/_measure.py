@@ -15,10 +15,24 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from xml.etree.ElementTree import Element
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "benchmarks.md"
+
+
+def run_suite(tests: Path, report: Path, *arguments: str, **variables: str) -> None:
+    """Run tests into a report of pytest's; that something in them fails is for the report to tell."""
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "auto", "--dist", "loadscope", f"--junitxml={report}", *arguments, str(tests)]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"} | variables, check=False)
+    if done.returncode not in (0, 1):
+        sys.exit(f"error: pytest ended with {done.returncode}")
+
+
+def said_of(case: Element) -> dict[str, str]:
+    """What a test recorded, of its ``testcase`` in a report."""
+    return {item.get("name", ""): item.get("value", "") for item in case.iter("property")}
 
 
 def rounds(arms: Sequence[str], repeats: int) -> Iterator[tuple[int, str]]:

@@ -16,7 +16,8 @@ import tempfile
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+from _measure import ROOT, run_suite, said_of
+
 SUITE = ROOT / "tests" / "plugins" / "test_conformance.py"
 EXAMPLES = sorted(path.parent for path in ROOT.glob("examples/*/pyproject.toml"))
 TABLE = ROOT / "docs" / "conformance.md"
@@ -41,24 +42,14 @@ def install(folder: Path) -> None:
     os.environ["PYTHONPATH"] = str(folder)
 
 
-def run(tests: Path, report: Path) -> None:
-    """Run tests that hold the suite, a file's or a package's; that something in it fails is part of the table."""
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "auto", "--dist", "loadgroup", f"--junitxml={report}"]
-    if tests.is_dir():
-        command += ["-c", str(tests / "pyproject.toml"), "-k", "Conformance"]
-    done = subprocess.run([*command, str(tests)], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False)
-    if done.returncode not in (0, 1):
-        sys.exit(f"error: pytest ended with {done.returncode}")
-
-
 def read(*reports: Path) -> dict[str, dict[str, tuple[str, str]]]:
     """Plugin -> check -> what became of it and why; ``cost`` has the seconds of a step without and with it."""
     found: dict[str, dict[str, tuple[str, str]]] = {}
     for case in (case for report in reports for case in ElementTree.parse(report).iter("testcase")):
-        said = {item.get("name"): item.get("value", "") for item in case.iter("property")}
+        said = said_of(case)
         if "plugin" not in said:
             continue
-        row, check = found.setdefault(said["plugin"], {}), case.get("name", "").removeprefix("test_").partition("@")[0]
+        row, check = found.setdefault(said["plugin"], {}), case.get("name", "").removeprefix("test_")
         outcome = next((child for child in case if child.tag in OUTCOMES), None)
         row[check] = ("passed", "") if outcome is None else (OUTCOMES[outcome.tag], outcome.get("message", ""))
         if check == "cost":
@@ -95,7 +86,7 @@ def main() -> None:
         install(Path(folder, "examples"))
         suites = {Path(folder, f"{tests.stem}.xml"): tests for tests in (SUITE, *EXAMPLES)}
         for report, tests in () if options.report else suites.items():
-            run(tests, report)
+            run_suite(tests, report, *(["-c", str(tests / "pyproject.toml"), "-k", "Conformance"] if tests.is_dir() else []))
         text = table(found := read(*(options.report or suites)))
     TABLE.write_text(
         "# What plugins promise, and whether they keep it\n\n"

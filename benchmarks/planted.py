@@ -7,7 +7,7 @@
 * padding: texts of about 20 tokens, padded to 256.
 * precision: matrices of 1024 in fp32 on a machine that multiplies bf16 faster.
 * allocator: texts of 20 to 400 tokens, so that every step has other shapes, and the system's allocator.
-* dropout: a transformer with torch's dropout.
+* dropout: a transformer with torch's dropout, and texts of 250 to 400 tokens.
 * graph break: a compiled model that reads a number off a tensor in its forward, so that it runs uncompiled.
 * lagging process: two processes, one of which reads slowly, so that the other waits for it.
 
@@ -110,12 +110,18 @@ PLANTED: dict[str, tuple[dict[str, Any], set[str], list[str]]] = {
     ),
     "precision": (numbers(2048, ["memory", "fused-optimizer"], {"width": 1024, "depth": 8}, width=1024), {"amp"}, []),
     "allocator": (
-        texts(CALM, {"max_length": 400}, [*BF16, "packing", "first-token", "fused-optimizer"], shortest=20, longest=400),
+        texts(CALM, {"max_length": 400}, [*BF16, "packing", "attention", "first-token", "fused-optimizer"], shortest=20, longest=400),
         {"memory"},
         [],
     ),
     "dropout": (
-        texts(TRANSFORMER, {"max_length": 256}, [*BF16, "packing", "memory", "first-token", "fused-optimizer"], shortest=100, longest=250),
+        texts(
+            TRANSFORMER,
+            {"max_length": 400},
+            [*BF16, "packing", "attention", "memory", "first-token", "fused-optimizer"],
+            shortest=250,
+            longest=400,
+        ),
         {"fast-dropout"},
         [],
     ),
@@ -149,7 +155,7 @@ def run(name: str, folder: Path) -> dict[str, Any]:
     )
     if done.returncode:
         sys.exit(f"{name} failed:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
-    found = json.loads((folder / "seen" / "profile.json").read_text())
+    found = json.loads((folder / "seen" / "profile.json").read_text().replace(f"{folder}/", ""))  # the folder is gone afterwards
     record = json.loads((folder / "seen" / "receipt.json").read_text())
     first = found["verdicts"][0]["plugin"] if found["verdicts"] else ""
     page = (folder / "seen" / "profile.md").read_text()
@@ -206,7 +212,7 @@ def main() -> None:
     shown = table(["planted", "said first, then tried", "the cause", "x forecast", "x measured", ""], lines, 3)
     print(shown)
     if options.results == RESULTS and rows.keys() == PLANTED.keys():
-        about = (__doc__ or "").partition("padding\n\n")[2]
+        about = (__doc__ or "").partition("padding\n\n")[2].strip()
         pairs = "Factors: median of five pairs, with their range; of seven where one was slower, and of fewer where two were."
         raw = f"{pairs} Raw figures: `benchmarks/results/planted.json`."
         write_section("Planted slow runs", "\n\n".join([show_machine(facts), about, shown, raw]))

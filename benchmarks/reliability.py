@@ -10,15 +10,14 @@ A row a test, with all of its cases. Fault and promise are its docstring's.
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
 from dataclasses import dataclass, field
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+from _measure import ROOT, run_suite, said_of
+
 SUITE = ROOT / "tests" / "reliability"
 TABLE = ROOT / "docs" / "reliability.md"
 GROUPS = {
@@ -65,15 +64,6 @@ class Row:
     skipped: list[str] = field(default_factory=list)
 
 
-def run(report: Path, times: str) -> None:
-    """Run the suite; that something in it fails is part of the table."""
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "auto", "--dist", "loadgroup", f"--junitxml={report}", str(SUITE)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "FASTLOOP_RELIABILITY": times}
-    done = subprocess.run(command, cwd=ROOT, env=environment, check=False)
-    if done.returncode not in (0, 1):
-        sys.exit(f"error: pytest ended with {done.returncode}")
-
-
 def read(*reports: Path) -> tuple[dict[str, dict[str, Row]], set[str]]:
     """File -> test -> its row; and how often random faults were tried, as a multiple of CI's."""
     found: dict[str, dict[str, Row]] = {file: {} for file in GROUPS}
@@ -85,7 +75,7 @@ def read(*reports: Path) -> tuple[dict[str, dict[str, Row]], set[str]]:
             cases[key] = case
     for (file, name), case in cases.items():
         test = name.partition("[")[0]
-        said = {item.get("name"): item.get("value", "") for item in case.iter("property")}
+        said = said_of(case)
         if file not in GROUPS or "fault" not in said:
             sys.exit(f"error: {file}.{test} ({said}): not of tests/reliability, or it was not collected")
         row = found[file].setdefault(test, Row(said["fault"], said["promise"]))
@@ -143,7 +133,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         reports = options.report or [Path(folder, "report.xml")]
         if not options.report:
-            run(*reports, options.times)
+            run_suite(SUITE, *reports, FASTLOOP_RELIABILITY=options.times)
         found, times = read(*reports)
     rows = [row for group in found.values() for row in group.values()]
     tried, lost = sum(row.tried for row in rows), sum(row.lost for row in rows)

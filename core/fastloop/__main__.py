@@ -1,5 +1,5 @@
 """``python -m fastloop`` is the command line."""
 
-from fastloop.cli import main
+from fastloop.cli import process
 
-main()
+process()

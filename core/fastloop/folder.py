@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from fastloop import launch, secrets
+from fastloop import files, launch, secrets
 from fastloop.clock import peak_memory
 from fastloop.errors import RecipeError, SaveError
 from fastloop.recipe import anchored
@@ -114,11 +114,7 @@ def make(run: Run) -> None:
         run.folder.mkdir(parents=True, exist_ok=True)
         run.lock = Lock(run.folder, run.recipe.where)
         if not goes_on and _files(run.folder):
-            number = 1
-            while (aside := run.folder.with_name(f"{run.folder.name}.{number}")).exists():
-                number += 1
-            run.folder.rename(aside)
-            log.info("an earlier run was in %s: moved to %s", run.folder, aside)
+            log.info("an earlier run was in %s: moved to %s", run.folder, files.move_aside(run.folder))
             run.lock.release()
             run.folder.mkdir()
             run.lock = Lock(run.folder, run.recipe.where)
@@ -163,10 +159,8 @@ def summarise(run: Run, status: str, reason: str | None) -> dict[str, Any]:
     for name, count in (("samples", state.samples), ("tokens", state.tokens)):
         summary[f"{name}_per_second"] = count / summary["train_seconds"] if summary["train_seconds"] else 0.0
     if run.is_main and run.folder.exists():
-        aside = run.folder / ".summary.json.partial"
         try:
-            aside.write_text(json.dumps(secrets.hidden(summary), indent=2) + "\n")
-            aside.rename(run.folder / "summary.json")
+            files.write(run.folder / "summary.json", json.dumps(secrets.hidden(summary), indent=2) + "\n")
         except OSError as error:
             raise SaveError(f"{run.folder / 'summary.json'} cannot be written: {error}.") from error
     return summary

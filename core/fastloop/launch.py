@@ -251,7 +251,7 @@ def end_with_launcher() -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """End one of several processes without tearing the interpreter down: threads of torch's may still wait for it then, and abort."""
+    """End this process without tearing the interpreter down: threads of torch's may still wait for it then, and abort."""
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

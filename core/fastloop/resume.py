@@ -38,6 +38,7 @@ def save(run: Run) -> None:
         SaveError: It cannot be written, and ``train.on_save_error`` says stop.
     """
     wait_for_writing(run)
+    run.agree()  # on what became of the last one, before this one can fail too
     accelerator, scheduler = run.accelerator, run.scheduler
     with run.clock("save"), region("save"):
         state = {

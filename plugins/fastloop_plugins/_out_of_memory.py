@@ -6,6 +6,8 @@ import gc
 import traceback
 from typing import TYPE_CHECKING
 
+from fastloop import secrets
+
 if TYPE_CHECKING:
     from fastloop import Run
 
@@ -30,7 +32,7 @@ def post_mortem(run: Run, error: Exception, where: str) -> None:
         held = torch.cuda.memory_summary(run.device)
         torch.cuda.memory._dump_snapshot(str(folder / f"{name}.pickle"))  # type: ignore[no-untyped-call]
     stack = "".join(traceback.format_tb(error.__traceback__))
-    (folder / f"{name}.txt").write_text(f"{where}, step {run.state.step + 1}: {error}\n\n{held}\n\n{stack}")
+    (folder / f"{name}.txt").write_text(secrets.hide(f"{where}, step {run.state.step + 1}: {error}\n\n{held}\n\n{stack}"))
 
 
 def let_go(error: Exception) -> None:

@@ -7,6 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from fastloop import files
+
 
 class Places:
     """Where this process stands, and, from what the others tell, who holds up the run.
@@ -32,9 +34,7 @@ class Places:
         """Write it down for the others."""
         now = time.time()
         place = {"moves": self.moves, "step": step, "where": self.where, "since": now - self.stood(), "told": now}
-        aside = self.folder / f".rank-{self.rank}.json"
-        aside.write_text(json.dumps(place))
-        aside.rename(self.folder / f"rank-{self.rank}.json")
+        files.write(self.folder / f"rank-{self.rank}.json", json.dumps(place))
 
     def verdict(self) -> str:
         """Who holds up the run: a process that does not even tell its place, else the one that came least far."""

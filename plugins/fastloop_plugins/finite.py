@@ -102,6 +102,7 @@ class Finite(Plugin):
 
     @hookimpl
     def load_state(self, state: dict[str, Any]) -> None:
+        self.spikes.losses.clear()  # when it goes back: those of steps that are done again
         self.spikes.losses.extend(state["losses"])
         self.counts = dict(state["counts"])
 

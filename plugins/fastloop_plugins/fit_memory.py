@@ -20,7 +20,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-from fastloop import FastloopError, Plugin, hookimpl, option
+from fastloop import FastloopError, Plugin, files, hookimpl, option, secrets
 from fastloop_plugins._out_of_memory import is_out_of_memory, let_go, post_mortem
 
 if TYPE_CHECKING:
@@ -130,14 +130,14 @@ class FitMemory(Plugin):
     @staticmethod
     def recipe(run: Run) -> dict[str, Any]:
         """What sizes are kept for, as JSON gives it back."""
-        recipe: dict[str, Any] = json.loads(json.dumps(run.recipe.to_dict() | {"output": None, "processes": run.world_size}))
+        recipe: dict[str, Any] = json.loads(
+            json.dumps(secrets.hidden(run.recipe.to_dict()) | {"output": None, "processes": run.world_size})
+        )
         return recipe
 
     def write(self, run: Run) -> None:
         """Keep the sizes. A process that ran out of memory does it itself: the main one may wait for it."""
-        aside = run.folder / f".fit_memory.{run.rank}.partial"
-        aside.write_text(json.dumps({"recipe": self.recipe(run), "sizes": self.sizes}, indent=1) + "\n")
-        aside.rename(run.folder / "fit_memory.json")
+        files.write(run.folder / "fit_memory.json", json.dumps({"recipe": self.recipe(run), "sizes": self.sizes}, indent=1) + "\n")
 
     @hookimpl
     def write_summary(self, run: Run, summary: dict[str, Any]) -> None:

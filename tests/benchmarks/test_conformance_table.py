@@ -31,7 +31,7 @@ def test_every_plugin_of_ours_has_a_row_and_breaks_no_promise() -> None:
 EMA = '<properties><property name="plugin" value="ema" /></properties>'
 REPORT = f"""<testsuites><testsuite>
 <testcase name="test_of_something_else" />
-<testcase name="test_declared@conformance of ema">{EMA}</testcase>
+<testcase name="test_declared">{EMA}</testcase>
 <testcase name="test_parity">{EMA}<failure message="promised and not kept" /></testcase>
 <testcase name="test_processes[ddp]">{EMA}<skipped message="declared: not with it" /></testcase>
 <testcase name="test_cost"><properties><property name="plugin" value="ema" />

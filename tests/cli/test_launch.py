@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -79,19 +78,13 @@ def do(*command: str, environment: dict[str, str] | None = None) -> subprocess.C
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=variables, check=False)
 
 
-def free_port() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
-
-
 def numbers(output: str) -> dict[str, Any]:
     summary = json.loads(Path(output, "summary.json").read_text())
     return {key: summary[key] for key in ("status", "steps", "epochs", "samples", "world_size", "evaluate", "test", "best", "plugins")}
 
 
 def test_started_in_any_way_it_is_the_same_run():
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", free_port()]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(launch.free_port())]
     accelerate = [
         sys.executable,
         "-m",
@@ -100,7 +93,7 @@ def test_started_in_any_way_it_is_the_same_run():
         "--num_processes",
         "2",
         "--main_process_port",
-        free_port(),
+        str(launch.free_port()),
     ]
     ours = do(*FASTLOOP, *TRAIN, "output=ours", "--nproc", "2")
     assert ours.returncode == 0, ours.stderr
@@ -110,7 +103,7 @@ def test_started_in_any_way_it_is_the_same_run():
         done = do(*command, "-m", "fastloop", *TRAIN, f"output={name}")
         assert done.returncode == 0, done.stderr
         assert numbers(name) == numbers("ours")
-    master = ["--nproc", "1", "--nnodes", "2", "--master", f"127.0.0.1:{free_port()}"]
+    master = ["--nproc", "1", "--nnodes", "2", "--master", f"127.0.0.1:{launch.free_port()}"]
     with subprocess.Popen(
         [*FASTLOOP, *TRAIN, "output=nodes", *master, "--node-rank", "1"], env=os.environ | {"OMP_NUM_THREADS": "1"}
     ) as other:
@@ -121,7 +114,7 @@ def test_started_in_any_way_it_is_the_same_run():
 
 
 def test_processes_that_mpi_started_are_one_run():
-    port, started = free_port(), []
+    port, started = str(launch.free_port()), []
     for rank in ("0", "1"):
         mpi = {
             "OMPI_COMM_WORLD_SIZE": "2",
@@ -251,7 +244,7 @@ def test_accelerates_own_configuration_file_is_held_against_the_recipe():
         "--config_file",
         "accelerate.yaml",
         "--main_process_port",
-        free_port(),
+        str(launch.free_port()),
     ]
     refused = do(*accelerate, "-m", "fastloop", *TRAIN)
     assert refused.returncode != 0

@@ -4,31 +4,21 @@ from __future__ import annotations
 
 import ast
 import re
-import sys
 import tomllib
+from functools import partial
 from pathlib import Path
 
 import pytest
 from packaging.specifiers import SpecifierSet
 
 from fastloop import __version__
-from fastloop.cli import main
 from fastloop.cli.new import LICENSES, TAKEN, render
 
 
 @pytest.fixture
-def new(capsys, monkeypatch):
+def new(cli):
     """``new("night-watch")`` -> exit code, stdout, stderr."""
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["fastloop", "new", "plugin", *arguments])
-        with pytest.raises(SystemExit) as exited:
-            main()
-        captured = capsys.readouterr()
-        assert "Traceback" not in captured.out + captured.err
-        return int(exited.value.code or 0), captured.out, captured.err
-
-    return call
+    return partial(cli, "new", "plugin")
 
 
 def test_it_writes_the_package_and_says_how_to_go_on(new):

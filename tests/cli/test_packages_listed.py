@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 
-from fastloop.cli import main
-
 pytest_plugins = ["installing"]
 
 Cli = Callable[..., tuple[int, str, str]]
@@ -72,23 +70,6 @@ def recipe(path: str, *plugins: Any) -> str:
     }
     target.write_text(json.dumps(tree))
     return path
-
-
-@pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Cli:
-    """Run the command line in this process: ``cli("plan", "quickstart")`` -> exit code, stdout, stderr."""
-    monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr("rich._console", None)
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["fastloop", *arguments])
-        with pytest.raises(SystemExit) as exited:
-            main()
-        captured = capsys.readouterr()
-        assert "Traceback" not in captured.out + captured.err
-        return int(exited.value.code or 0), captured.out, captured.err
-
-    return call
 
 
 def summary(folder: str = "out") -> dict[str, Any]:

@@ -227,11 +227,10 @@ def test_an_edit_that_fails_is_a_line_and_the_search_goes_on(recipe, command):
     code, out = command("tune", recipe("fails", "brake"), "--budget", "30s", *SHORT)
     assert code == 0, out
     assert "plugins.fails.on=True: plugin 'fails' (planted 1.0) failed in before_fit: ValueError: planted" in out
-    assert load_recipe("tiny.tuned.yaml").plugins == {
-        "module": {"loss": "cross_entropy"},
-        "fails": {},
-        "brake": False,
-    } | {name: options for name, options in load_recipe("tiny.tuned.yaml").plugins.items() if name not in ("module", "fails", "brake")}
+    found = load_recipe("tiny.tuned.yaml").plugins
+    assert found["module"] == {"loss": "cross_entropy"}
+    assert found["brake"] is False
+    assert found["fails"] in ({}, False)  # by noise it may be left out, since it costs next to nothing
 
 
 def test_a_parity_class_that_is_not_accepted_is_not_tried(recipe, command):
@@ -245,7 +244,7 @@ def test_a_parity_class_that_is_not_accepted_is_not_tried(recipe, command):
 def test_without_time_nothing_is_tried(recipe, command):
     code, out = command("tune", recipe(sleep=0.005), "--budget", "1s", *SHORT)
     assert code == 0, out
-    assert "the time is over" in out
+    assert "the time is over before anything was tried: give at least --budget " in out
     assert json.loads(Path("tiny.tuned.json").read_text())["trials"] == []
 
 
@@ -339,22 +338,25 @@ def test_what_costs_more_once_than_it_wins_is_not_kept(recipe, command):
 
 
 @pytest.mark.parametrize(
-    ("ratios", "kept"),
+    ("ratios", "forecast", "kept"),
     [
-        ([1.4], True),
-        ([0.9], False),
-        ([1.2], None),
-        ([1.2, 1.1], True),
-        ([1.2, 1.01], None),
-        ([0.98, 0.99], False),
-        ([1.2, 1.01, 1.03], True),
-        ([1.2, 0.99, 1.3], False),
-        ([1.01, 1.01, 1.01], False),
+        ([1.4], 0.0, True),
+        ([0.9], 1.5, False),
+        ([1.2], 0.0, None),
+        ([1.2], 1.1, True),
+        ([1.2], 1.04, None),
+        ([1.04], 1.2, None),
+        ([1.2, 1.1], 0.0, True),
+        ([1.2, 1.01], 1.04, None),
+        ([0.98, 0.99], 1.5, False),
+        ([1.2, 1.01, 1.03], 0.0, True),
+        ([1.2, 0.99, 1.3], 1.04, False),
+        ([1.01, 1.01, 1.01], 1.5, False),
     ],
 )
-def test_a_close_case_gets_more_pairs(ratios, kept):
+def test_a_close_case_gets_more_pairs(ratios, forecast, kept):
     search = Search(make_recipe({}), {"exact"}, 1.0, None, None, print)  # type: ignore[arg-type] # nothing is measured
-    assert search.decide(ratios) is kept
+    assert search.decide(ratios, forecast) is kept
 
 
 def test_a_written_recipe_is_the_same_when_it_is_read():

@@ -87,7 +87,7 @@ LAYERS = [
     {"errors"},
     {"plain", "secrets", "source"},
     {"options", "hookspecs", "launch", "plugin", "state"},
-    {"machine", "recipe", "checkpoint", "clock", "importing", "data", "regions"},
+    {"machine", "recipe", "checkpoint", "clock", "files", "importing", "data", "regions"},
     {"hooks"},
     {"registry"},
     {"accelerator", "defaults", "folder", "loop", "resume", "schema"},

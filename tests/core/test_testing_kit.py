@@ -318,7 +318,6 @@ def by_outcome(found: dict[str, tuple[str, str]], wanted: str) -> set[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("bad plugins")
 class TestConformanceItself:
     def test_a_good_plugin_passes_all(self, outcomes):
         assert by_outcome(outcomes["good"], "failure") == by_outcome(outcomes["good"], "error") == set(), outcomes["good"]

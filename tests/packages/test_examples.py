@@ -12,8 +12,6 @@ from .kit import ROOT, CleanVenv, build_wheel
 
 NAMES = ("drawn-shapes", "energy-use", "layer-freezing")
 
-pytestmark = pytest.mark.xdist_group("examples")  # with --dist loadgroup one worker makes the venv, and not each
-
 
 @pytest.fixture(scope="module")
 def shelf(tmp_path_factory: pytest.TempPathFactory, fastloop_wheel: Path) -> tuple[CleanVenv, Path]:

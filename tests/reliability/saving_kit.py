@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -24,6 +23,7 @@ import yaml
 
 import fastloop.cli
 import fastloop.run
+from fastloop import launch
 
 LOADED = (fastloop.cli, fastloop.run, torch._dynamo, torchmetrics)
 """What a run needs, before processes are forked."""
@@ -117,19 +117,12 @@ def write_recipe(**changes: Any) -> None:
     Path("recipe.yaml").write_text(yaml.safe_dump(RECIPE | {"train": train} | changes))
 
 
-def free_port() -> str:
-    """A port on which nobody listens."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
-
-
 def ranks(count: int) -> list[dict[str, str]]:
     """The environments of processes that are one run."""
     if count == 1:
         return [{}]
-    world = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), **ONE_THREAD}
-    return [world | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+    port = str(launch.free_port())
+    return [launch.member(rank, count, "127.0.0.1", port) | ONE_THREAD for rank in range(count)]
 
 
 class Forked:

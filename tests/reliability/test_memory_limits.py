@@ -57,7 +57,7 @@ class Rows(Dataset):
     def __getitem__(self, index):
         return self.x[index], int(self.x[index, :3].argmax())
 
-def rows():
+def rows(api_key=None):
     return {{"train": Rows(0), "evaluate": Rows(1)}}
 """
 RECIPE: dict[str, Any] = {
@@ -102,8 +102,10 @@ def test_a_step_that_does_not_fit_is_done_again_in_halves():
     """an allocation fails in a training step: halved micro-batches, the same global batch, the same numbers, a note in the summary"""
     plain = train("plain")
     assert plain.returncode == 0, plain.stderr
-    done = train("run", TRAIN0="150")
+    key = "data.arguments={api_key: 'k7-very-secret'}"
+    done = train("run", key, TRAIN0="150")
     assert done.returncode == 0, done.stderr
+    assert "k7-very-secret" not in Path("run/fit_memory.json").read_text()
     assert "fit-memory: micro-batches of train do not fit into memory at step 1: 16 samples from here on" in done.stdout
     same("run", "plain")
     found = summary("run")
@@ -111,7 +113,7 @@ def test_a_step_that_does_not_fit_is_done_again_in_halves():
     assert {key: found[key] for key in ("status", "steps", "samples")} == {"status": "completed", "steps": 4, "samples": 128}
     (note,) = Path("run/out_of_memory").glob("step-1-*.txt")
     assert "can't allocate memory" in note.read_text()
-    again = train("run", "--resume", "train.epochs=3")
+    again = train("run", key, "--resume", "train.epochs=3")
     assert again.returncode == 0, again.stderr
     assert summary("run")["fit_memory"] == found["fit_memory"]
 

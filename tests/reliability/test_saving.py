@@ -11,8 +11,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -526,3 +528,24 @@ def test_a_failure_in_the_background_stops_the_run_when_that_is_chosen(disk, tin
     """a disk that is full when the background thread writes: the run fails at the end of that step"""
     with pytest.raises(SaveError, match="step-00000004 was not saved"):
         tiny_run(["async-save", Fills(disk, 3, 99)], output=disk / "run", save_every=4, on_save_error="stop")
+
+
+class FailsLate(Plugin):
+    """Writes nothing; of the save after step 4 that turns out when the next one is due."""
+
+    name = "fails-late"
+
+    @hookimpl
+    def write_checkpoint(self, run: Any, folder: Path) -> Future[None]:
+        written: Future[None] = Future()
+
+        late = threading.Timer(0.5, written.set_exception, [SaveError(f"{folder.name} was not saved: planted")])
+        late.start() if run.state.step == 4 else late.function(*late.args)
+        return written
+
+
+def test_a_failure_that_turns_out_when_the_next_save_is_due_is_not_lost(tiny_run):
+    """a save in the background that fails so late that the next one waits for it: each failure is counted, the first one stops the run"""
+    assert tiny_run([FailsLate()], epochs=1, save_every=4).summary["save_errors"] == 3  # after 4, 8 and 9 steps
+    with pytest.raises(SaveError, match="step-00000004 was not saved"):
+        tiny_run([FailsLate()], epochs=1, save_every=4, on_save_error="stop")

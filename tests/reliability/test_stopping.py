@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from saving_kit import FASTLOOP, ONE_THREAD, Forked, free_port, record, said, steps, summary, times, together, train, until, write_recipe
+from saving_kit import FASTLOOP, ONE_THREAD, Forked, record, said, steps, summary, times, together, train, until, write_recipe
 
 from fastloop import launch
 
@@ -206,7 +206,17 @@ def pair_left_alone(tmp_path_factory):
 def pair(pair_left_alone):
     """A run of two processes that was left alone, here, and the forms of starting one."""
     shutil.copytree(pair_left_alone, ".", dirs_exist_ok=True)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", free_port(), "-m", "fastloop"]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node",
+        "2",
+        "--master_port",
+        str(launch.free_port()),
+        "-m",
+        "fastloop",
+    ]
     return {"ours": FASTLOOP, "torchrun": [*torchrun, "train"]}
 
 

@@ -18,7 +18,6 @@ from fastloop.testing import Ended
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.xdist_group("deepspeed"),
     *COMPILER,
     pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed"),
 ]

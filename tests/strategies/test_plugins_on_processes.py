@@ -13,7 +13,7 @@ from plugin_runs import all_of
 
 from fastloop.testing import Ended
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("plugins on processes")]
+pytestmark = pytest.mark.slow
 
 SPLIT: dict[str, Any] = {"data": "lengths", "bucketing": {"window": 2, "max_tokens": 40}, "dropout": 0.0}
 SOURCES = {"map": {}, "stream": {"data": "stream"}, "stream, workers": {"data": "stream", "workers": 2}}

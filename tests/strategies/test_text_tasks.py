@@ -15,7 +15,7 @@ from runs import all_of
 
 from fastloop.testing import Ended
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("text tasks")]
+pytestmark = pytest.mark.slow
 
 STRATEGIES = ["ddp", "fsdp", *({"deepspeed": {"stage": stage}} for stage in (2, 3) if importlib.util.find_spec("deepspeed"))]
 BERT = {"model_type": "distilbert", "dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 32, "max_position_embeddings": 32}

@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from fastloop import secrets
@@ -196,13 +195,6 @@ def finite(value: Any) -> Any:
     if isinstance(value, Iterable) and not isinstance(value, str):
         return [finite(item) for item in value]
     return value
-
-
-def write(path: Path, text: str) -> None:
-    """Write a file whole or not at all, without secrets."""
-    aside = path.with_name(f".{path.name}.partial")
-    aside.write_text(secrets.hide(text), encoding="utf-8")
-    aside.rename(path)
 
 
 def dump(record: dict[str, Any]) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from fastloop import launch
+from fastloop import files, launch
 from fastloop.errors import FastloopError, ProcessLost, UsageError
 from fastloop.plugin import Plugin, hookimpl
 
@@ -278,9 +278,7 @@ def main() -> None:
     spec = Spec(**{name: value for name, value in given.items() if name in fields})
     spec.recipe["output"] = str(source.with_name("run"))  # gone with the result
     result = measure(spec, given["length"], own=True)
-    aside = target.with_suffix(".partial")
-    aside.write_text(json.dumps(result), encoding="utf-8")
-    aside.rename(target)
+    files.write(target, json.dumps(result))
     if launch.world_size() > 1:
         launch.leave(0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 import traceback
 from typing import Annotated
@@ -69,3 +70,14 @@ def main() -> None:
         if launch.rank() == 0:
             print("interrupted", file=sys.stderr)
         sys.exit(launch.INTERRUPTED)
+
+
+def process() -> None:
+    """``main`` in a process of its own, which once torch is loaded ends like ``launch.leave``: after a short run torch may abort else."""
+    try:
+        main()
+    except SystemExit as stop:
+        if "torch" not in sys.modules or not isinstance(stop.code, int | None):
+            raise
+        threading._shutdown()  # type: ignore[attr-defined] # threads that are no daemons have their time, as when the interpreter ends
+        launch.leave(stop.code or 0)

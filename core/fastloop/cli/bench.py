@@ -44,12 +44,13 @@ def bench(
     import tempfile
 
     from fastloop.bench import report
-    from fastloop.bench.ladder import Bench, Settings, dump, write
+    from fastloop.bench.ladder import Bench, Settings, dump
     from fastloop.bench.measure import LOUD
     from fastloop.bench.pairs import Workshop
     from fastloop.bench.plan import make_ladder
     from fastloop.cli.messages import show_messages
     from fastloop.errors import UsageError
+    from fastloop.files import write
     from fastloop.recipe import load_recipe
 
     if launch.world_size() > 1:
@@ -119,17 +120,14 @@ def make_folder(folder: Path) -> Path:
     Raises:
         UsageError: It cannot be made, or holds other things.
     """
+    from fastloop import files
     from fastloop.errors import UsageError
 
     try:
         if folder.is_dir() and any(folder.iterdir()):
             if not (folder / "bench.json").is_file():
                 raise UsageError(f"--output {folder}: holds other files than a ladder's. Expected a new or empty folder.")
-            number = 1
-            while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
-                number += 1
-            folder.rename(aside)
-            typer.echo(f"an earlier ladder was in {folder}: moved to {aside}")
+            typer.echo(f"an earlier ladder was in {folder}: moved to {files.move_aside(folder)}")
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"--output {folder}: cannot be made: {error}.") from None

@@ -82,8 +82,8 @@ def look(recipe: Recipe, folder: Path, window: Window, never: list[str]) -> None
     import rich
     from rich.markdown import Markdown
 
-    from fastloop.bench.ladder import write
     from fastloop.bench.worker import Said, Spec, whole_length
+    from fastloop.files import write
     from fastloop.hooks import Resolution
     from fastloop.profile import page
     from fastloop.profile.observe import Observer
@@ -121,8 +121,9 @@ def look(recipe: Recipe, folder: Path, window: Window, never: list[str]) -> None
 
 def measure_edits(recipe: Recipe, folder: Path, shop: Workshop, window: Window, accept: list[str], never: list[str]) -> None:
     """Every edit in five pairs, on top of those that were kept; the receipt, and the recipe with them."""
-    from fastloop.bench.ladder import dump, finite, write
+    from fastloop.bench.ladder import dump, finite
     from fastloop.bench.statistics import LEAST_PAIRS
+    from fastloop.files import write
     from fastloop.tune.search import Search
     from fastloop.tune.write import receipts, tuned
 

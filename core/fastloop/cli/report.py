@@ -17,8 +17,8 @@ def report(
 
     The page needs nothing else: no network, no scripts.
     """
-    from fastloop.bench.ladder import write
     from fastloop.errors import UsageError
+    from fastloop.files import write
     from fastloop.report.page import render
     from fastloop.report.read import read
 

@@ -21,7 +21,7 @@ def tune(
     without: Without = "",
     budget: Annotated[str, typer.Option(metavar="TIME", help="How long it may take: 90s, 10m, 1h.")] = "10m",
     accept: Annotated[str, typer.Option(metavar="A,B", help="What plugins may do to the numbers (parity classes).")] = ACCEPTED,
-    steps: Annotated[int, typer.Option(min=1, help="Steps of a measurement, at the least.")] = 4,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of a measurement, at the least.")] = 2,
     seconds: Annotated[float, typer.Option(min=0, help="And for at least so long.")] = 6.0,
     warmup: Annotated[int, typer.Option(min=1, help="Steps before them.")] = 2,
     nproc: Annotated[int, typer.Option(min=1, metavar="N", help="Measure with N processes on this machine.")] = 1,
@@ -33,11 +33,12 @@ def tune(
     held against what was given at the end, in speed and in losses, and never written when it is slower.
     """
     environment = dict(os.environ)  # as it is before plugins are resolved, which may set variables
-    from fastloop.bench.ladder import dump, finite, write
+    from fastloop.bench.ladder import dump, finite
     from fastloop.bench.pairs import Window, Workshop
     from fastloop.bench.plan import check
     from fastloop.cli.messages import show_messages
     from fastloop.errors import UsageError
+    from fastloop.files import write
     from fastloop.recipe import load_recipe
     from fastloop.tune import write as writing
     from fastloop.tune.search import Search

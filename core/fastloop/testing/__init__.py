@@ -16,7 +16,7 @@ Nothing else of fastloop imports this. It needs pytest: ``pip install 'fastloop[
 from __future__ import annotations
 
 try:
-    import pytest
+    import pytest  # noqa: F401
 except ModuleNotFoundError as error:
     if error.name != "pytest":
         raise
@@ -52,8 +52,3 @@ __all__ = [
     "train",
     "write_texts",
 ]
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """The mark that keeps what is measured once for a plugin on one worker of pytest-xdist, which may not be installed."""
-    config.addinivalue_line("markers", "xdist_group(name): with pytest-xdist's --dist loadgroup, the tests of a group run on one worker.")

@@ -191,10 +191,6 @@ class Conformance:
     device: ClassVar[str] = "cpu"
     """``auto`` for a plugin that needs an accelerator: it is then tried where there is one."""
 
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        cls.pytestmark = [*getattr(cls, "pytestmark", ()), pytest.mark.xdist_group(f"conformance of {cls.plugin}")]  # type: ignore[attr-defined]
-
     @pytest.fixture(autouse=True)
     def _named(self, request: pytest.FixtureRequest) -> None:
         """For tables that are made of reports."""

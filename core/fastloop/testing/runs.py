@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any, Literal
 
 import torch
@@ -30,6 +30,8 @@ from fastloop.testing.settings import changes, snapshot
 
 STOPS_AT, SAVES_EVERY, DIES_AT = 10, 5, 13
 """Steps of three epochs of nine: after which one run is interrupted; every so many another saves; and in which that is killed."""
+PATIENCE = 10.0
+"""Seconds that a checkpoint gets to be there."""
 TRAIN: dict[str, Any] = {"epochs": 3, "batch_size": 8, "device_batch_size": 4, "lr": 3e-3, "save_every": None, "seed": 1}
 SEEDS = (2, 3, 4)
 ROUNDS = 2
@@ -152,6 +154,10 @@ class Dies(Plugin):
     @hookimpl
     def after_backward(self, run: Run) -> None:
         if run.state.step == DIES_AT - 1:
+            newest = run.folder / "checkpoints" / f"step-{run.state.step // SAVES_EVERY * SAVES_EVERY:08d}"
+            deadline = perf_counter() + PATIENCE
+            while not newest.exists() and perf_counter() < deadline:  # it may be written in the background
+                sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -24,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from fastloop import launch
 
 PRELOADED = ["fastloop.testing.runs", "torchmetrics.classification", "datasets", "transformers.models.auto.modeling_auto", "torch._dynamo"]
 PATIENCE = 10.0
@@ -68,16 +69,11 @@ def start(count: int, function: Callable[..., Any], *arguments: Any, folder: Pat
     Returns:
         How each ended, by rank.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    world = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    world["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or "1"  # as launchers do: accelerate warns where it is not set
-    context, folder = _context(), Path(folder or Path.cwd())
+    port, context, folder = str(launch.free_port()), _context(), Path(folder or Path.cwd())
     with tempfile.TemporaryDirectory() as aside:
         processes = []
         for rank in range(count):
-            environment = dict(os.environ) | (world | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if count > 1 else {})
+            environment = dict(os.environ) | (launch.member(rank, count, "127.0.0.1", port) if count > 1 else {})
             given = (function, arguments, environment, folder, Path(aside, str(rank)), [*warnings.filters], limit)
             processes.append(context.Process(target=_work, args=given))
         try:

@@ -34,7 +34,7 @@ CLASSES = get_args(Parity)
 PAIRS, CHECKS = 3, 5
 """Pairs that a close case gets, and the last check, time allowing."""
 CLEAR, WORTH, LEAST = 1.3, 1.05, 1.02
-"""Factors from which one pair is enough, two that agree, and three."""
+"""Factors from which one pair is enough, two that agree or one and its forecast, and three."""
 LOSSES = 3
 """Steps of which the losses are compared."""
 MORE = 2
@@ -151,9 +151,12 @@ class Search:
         for proposal in self.proposals(here):
             again = proposal.trial.edit in tried or (proposal.trial.forecast is not None and proposal.trial.plugin in refused)
             if not again and proposal.trial.parity in self.accept:
-                if self.left() >= self.cost(self.best) + self.reserve():
+                hoped = max(proposal.trial.forecast or 1.0, 1.0)
+                missing = self.cost(self.best, hoped=hoped) + self.reserve(hoped) - self.left()
+                if missing <= 0:
                     return proposal
-                self.say("the time is over")
+                enough = "" if self.trials else f" before anything was tried: give at least --budget {self.budget + missing:.0f}s"
+                self.say(f"the time is over{enough}")
                 return None
         return None
 
@@ -210,7 +213,7 @@ class Search:
             trial.ratios.append(faster(there, base))
             trial.before.append(base["seconds_a_step"])
             trial.after.append(there["seconds_a_step"])
-            decision = self.decide(trial.ratios)
+            decision = self.decide(trial.ratios, trial.forecast or 0.0)
             pair = self.cost(self.best) + self.cost(proposal.recipe)
             if decision is None and self.pairs is None and self.left() < pair + self.reserve():
                 decision = False
@@ -233,7 +236,7 @@ class Search:
             self.best = proposal.recipe
         return there if decision else base
 
-    def decide(self, ratios: list[float]) -> bool | None:
+    def decide(self, ratios: list[float], forecast: float = 0.0) -> bool | None:
         """Whether to keep an edit with these ratios; None: another pair is needed."""
         if self.pairs is not None:
             slower = sum(ratio <= 1 for ratio in ratios)
@@ -241,7 +244,7 @@ class Search:
                 return False
             return None if len(ratios) < self.pairs + MORE * slower else verdict(ratios) == "faster"
         if len(ratios) == 1:
-            return True if ratios[0] >= CLEAR else False if ratios[0] <= 1 / WORTH else None
+            return True if ratios[0] >= CLEAR or min(ratios[0], forecast) >= WORTH else False if ratios[0] <= 1 / WORTH else None
         if len(ratios) < PAIRS:
             return True if min(ratios) >= WORTH else False if max(ratios) <= 1.0 else None
         return min(ratios) > 1.0 and median(ratios) >= LEAST
@@ -306,18 +309,22 @@ class Search:
         """Seconds of the budget."""
         return self.budget - (monotonic() - self.started)
 
-    def cost(self, recipe: Recipe, steps: int | None = None) -> float:
-        """Seconds that so many steps of a recipe take, in a process of their own; None: those of a measurement."""
+    def cost(self, recipe: Recipe, steps: int | None = None, hoped: float = 1.0) -> float:
+        """Seconds that so many steps of a recipe take, in a process of their own; None: those of a measurement.
+
+        Args:
+            hoped: How many times as fast as now its steps will be.
+        """
         start, step = self.costs[repr(recipe.to_dict())]
-        window = self.window
+        step, window = step / hoped, self.window
         return start + (
             max((window.warmup + window.steps) * step, window.warmup * step + window.seconds) if steps is None else steps * step
         )
 
-    def reserve(self) -> float:
-        """Seconds that the checks at the end need: losses, for which the given recipe is trained twice, and a pair."""
+    def reserve(self, hoped: float = 1.0) -> float:
+        """Seconds that the checks at the end need, should the best recipe become so much faster: losses, and a pair."""
         given, best = self.given, self.best
-        return 2 * self.cost(given, LOSSES) + self.cost(best, LOSSES) + self.cost(given) + self.cost(best)
+        return self.cost(given, LOSSES) + self.cost(best, LOSSES, hoped) + self.cost(given) + self.cost(best, hoped=hoped)
 
     def record(self) -> dict[str, Any]:
         """The receipt."""

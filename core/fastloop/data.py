@@ -42,6 +42,8 @@ ENDED = {
 """Signal -> what to do about a worker that it ended; none: any other end."""
 LOOK = 5.0
 """Seconds between two looks at whether workers live, while a batch is waited for."""
+ENDING = 5.0
+"""Seconds that a worker gets to be over, once its connections are broken."""
 NEARBY = 100
 """Samples that are tried for one to compute along with, where a whole micro-batch cannot be read."""
 SAID = 10
@@ -433,8 +435,11 @@ class Loader:
 
     def _explain(self, error: Exception) -> DataError:
         said = str(error).strip().splitlines() or [""]
-        if self.workers and isinstance(error, OSError | EOFError):  # one that ended breaks its connections, before it is over
-            connection.wait([process.sentinel for process in self.workers], 1.0)
+        if self.workers and isinstance(error, OSError | EOFError):  # one that ends breaks its connections, before it is over
+            ending = connection.wait([process.sentinel for process in self.workers], ENDING)
+            for process in self.workers:
+                if process.sentinel in ending:
+                    process.join(ENDING)  # else it may have no exit code yet
         ended = [(number, process) for number, process in enumerate(self.workers) if process.exitcode]
         if not ended:
             why = said[-1].removeprefix(f"{type(error).__name__}: ")  # a worker's ends with its traceback's last line

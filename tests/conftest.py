@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -32,6 +33,7 @@ def _in_its_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     level, propagate = logger.level, logger.propagate
     yield
     torch.set_num_threads(threads)
+    gc.unfreeze()  # the command line thinks that its process is its own
     logger.propagate = propagate  # the command line shows messages itself
     logger.setLevel(level)
     for handler in [handler for handler in logger.handlers if isinstance(handler, Messages)]:

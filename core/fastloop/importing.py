@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import importlib
 import importlib.util
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,6 +20,23 @@ from fastloop.source import split
 
 PREFIX = "fastloop_file_"
 """What the modules' names of files begin with."""
+MANY = 50_000
+"""New objects between two looks for garbage, while libraries are imported."""
+
+
+@contextmanager
+def libraries() -> Iterator[None]:
+    """While torch and others are imported and a run is built: they make a million objects that stay, and looking at them for garbage is an
+    eighth of a start. Later looks leave them out, and so do not copy them in the processes that read data."""
+    before = gc.get_threshold()
+    ours = (MANY, *before[1:])
+    gc.set_threshold(*ours)
+    try:
+        yield
+        gc.freeze()
+    finally:
+        if gc.get_threshold() == ours:  # else a plugin has chosen
+            gc.set_threshold(*before)
 
 
 def check_reference(reference: str, recipe: Recipe, key: str) -> None:

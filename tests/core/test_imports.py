@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import fastloop
+from fastloop.importing import MANY, libraries
 from fastloop.registry import installed
 
 CORE = Path(fastloop.__file__).parent
@@ -141,3 +143,17 @@ def test_every_public_name_is_there():
         assert getattr(fastloop, name).__doc__ or name in ("hookimpl",), name
     with pytest.raises(AttributeError, match="module 'fastloop' has no attribute 'Trainr'"):
         _ = fastloop.Trainr
+
+
+def test_garbage_is_looked_for_seldom_while_libraries_are_imported_and_a_plugins_choice_stays():
+    before = gc.get_threshold()
+    with libraries():
+        assert gc.get_threshold()[0] == MANY
+    assert gc.get_threshold() == before
+    assert gc.get_freeze_count() > 10_000
+    try:
+        with libraries():
+            gc.set_threshold(1234)
+        assert gc.get_threshold()[0] == 1234
+    finally:
+        gc.set_threshold(*before)

@@ -228,16 +228,18 @@ def start(spec: Spec, meter: Meter, own: bool) -> Run:
         own: Whether this process is there for the measurement alone, so that it may be started again with variables that plugins want.
     """
     from fastloop.hooks import Resolution
+    from fastloop.importing import libraries
     from fastloop.recipe import make_recipe
     from fastloop.registry import resolve, select
 
     recipe = make_recipe(spec.recipe, Path(spec.source) if spec.source else None)
-    if own:
-        launch.start_again(select(recipe).environment(recipe))
-    resolution = resolve(recipe)
-    from fastloop.run import Run
+    with libraries():
+        if own:
+            launch.start_again(select(recipe).environment(recipe))
+        resolution = resolve(recipe)
+        from fastloop.run import Run
 
-    return Run(recipe, Resolution([meter, *resolution.plugins], resolution.reasons))
+        return Run(recipe, Resolution([meter, *resolution.plugins], resolution.reasons))
 
 
 def measure(spec: Spec, length: Mapping[str, Any], own: bool = False) -> dict[str, Any]:

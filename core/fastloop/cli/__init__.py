@@ -63,8 +63,6 @@ def main() -> None:
     except launch.Stopped as stop:
         if launch.rank() == 0:
             print(f"stopped by {stop}", file=sys.stderr)
-        if launch.world_size() > 1:
-            launch.leave(launch.STOPPED)
         raise
     except KeyboardInterrupt:
         if launch.rank() == 0:
@@ -79,5 +77,6 @@ def process() -> None:
     except SystemExit as stop:
         if "torch" not in sys.modules or not isinstance(stop.code, int | None):
             raise
-        threading._shutdown()  # type: ignore[attr-defined] # threads that are no daemons have their time, as when the interpreter ends
+        if launch.world_size() == 1:  # else a thread may wait for another process
+            threading._shutdown()  # type: ignore[attr-defined] # threads that are no daemons have their time, as when the interpreter ends
         launch.leave(stop.code or 0)

@@ -70,8 +70,6 @@ def profile(
         show_messages()
         launch.start_again(select(loaded).environment(loaded))
         look(loaded, folder, window, names(without))
-    if launch.world_size() > 1:
-        launch.leave(0)
     if apply:
         with tempfile.TemporaryDirectory(prefix="fastloop-profile-") as cache:
             measure_edits(loaded, folder, Workshop(environment, Path(cache), typer.echo, nproc or 1), window, classes, names(without))

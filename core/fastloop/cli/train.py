@@ -52,6 +52,7 @@ def train(
     2 what was asked is wrong; 75 stopped by SIGTERM or SIGUSR1, to be started again with --resume; 130 stopped by Ctrl-C.
     """
     from fastloop.cli.messages import show_messages
+    from fastloop.importing import libraries
     from fastloop.recipe import load_recipe
     from fastloop.registry import resolve, select
 
@@ -65,11 +66,12 @@ def train(
     launch.end_with_launcher()
     with launch.on_signals(launch.stop_now):
         show_messages()
-        launch.start_again(select(loaded).environment(loaded))
-        resolution = resolve(loaded)
-        from fastloop.run import Run  # here, so that what is wrong with a recipe is said before torch is loaded
+        with libraries():
+            launch.start_again(select(loaded).environment(loaded))
+            resolution = resolve(loaded)
+            from fastloop.run import Run  # here, so that what is wrong with a recipe is said before torch is loaded
 
-        run = Run(loaded, resolution, launch.resume_from(resume, Path(loaded.output)))
+            run = Run(loaded, resolution, launch.resume_from(resume, Path(loaded.output)))
         with run.interruptible():
             summary = run.execute()
             if run.is_main:

@@ -18,9 +18,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from fastloop import launch
 from fastloop.cli.messages import Messages
 
 pytest_plugins = ["fastloop.testing"]
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """Three workers for two cores: tests wait for the processes that they started a third of the time."""
+    return max(1, launch.cores() * 3 // 2)
 
 
 @pytest.fixture(autouse=True)

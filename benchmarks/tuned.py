@@ -22,7 +22,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from _measure import RESULTS, ROOT, interval, machine, show_machine, table, write, write_section
+from _measure import RESULTS, ROOT, interval, machine, show_machine, show_ratio, table, write, write_section
 from peers import minilm
 
 PAIRS = 5
@@ -100,7 +100,7 @@ def report(results: dict[str, Any]) -> str:
             show_machine(results["machine"]),
             (__doc__ or "").partition("Protocol\n")[2].strip(),
             table(["edit", "parity", "x forecast", "x measured, pair by pair", ""], rows, 2),
-            f"Found in {minutes:.0f} minutes: {show(check['ratios'])} times as fast as given. Losses ({held['class']}): {held['verdict']}, "
+            f"Found in {minutes:.0f} minutes; speed over that of the recipe as given: {show(check['ratios'])}. Losses ({held['class']}): {held['verdict']}, "
             f"they differ by {held['difference']:.1e} at the most.",
             f"Speed over that of the recipe by hand (`recipes/distilbert_imdb_cpu.yaml`): {show(results['over_hand'])}.",
             "Medians with 95% intervals. Raw figures: `benchmarks/results/tuned.json`.",
@@ -110,8 +110,7 @@ def report(results: dict[str, Any]) -> str:
 
 def show(ratios: list[float]) -> str:
     """Their median and its interval."""
-    low, high = interval(ratios)
-    return f"{statistics.median(ratios):.2f} ({low:.2f} to {high:.2f}, {len(ratios)} pairs)"
+    return f"{show_ratio({'median': statistics.median(ratios), 'interval95': interval(ratios)})}, {len(ratios)} pairs"
 
 
 if __name__ == "__main__":

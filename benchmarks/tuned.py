@@ -100,8 +100,8 @@ def report(results: dict[str, Any]) -> str:
             show_machine(results["machine"]),
             (__doc__ or "").partition("Protocol\n")[2].strip(),
             table(["edit", "parity", "x forecast", "x measured, pair by pair", ""], rows, 2),
-            f"Found in {minutes:.0f} minutes; speed over that of the recipe as given: {show(check['ratios'])}. Losses ({held['class']}): {held['verdict']}, "
-            f"they differ by {held['difference']:.1e} at the most.",
+            f"Found in {minutes:.0f} minutes; speed over that of the recipe as given: {show(check['ratios'])}. "
+            f"Losses ({held['class']}): {held['verdict']}, they differ by {held['difference']:.1e} at the most.",
             f"Speed over that of the recipe by hand (`recipes/distilbert_imdb_cpu.yaml`): {show(results['over_hand'])}.",
             "Medians with 95% intervals. Raw figures: `benchmarks/results/tuned.json`.",
         ]

@@ -553,7 +553,7 @@ def test_ctrl_c_on_the_command_line_exits_130_and_says_how_to_resume():
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     wait_for(lambda: checkpoint_names("run"))
     process.send_signal(signal.SIGINT)
-    output, errors = process.communicate(timeout=90)
+    output, errors = process.communicate(timeout=30)
     assert process.returncode == 130, errors
     assert "Traceback" not in errors
     assert "Go on with: fastloop train run.yaml train.epochs=100000 --resume" in output

@@ -88,7 +88,7 @@ def test_a_killed_worker_is_named_with_its_signal_and_what_to_do(tiny_run, recor
         started = time.monotonic()
         with pytest.raises(DataError) as raised:
             tiny_run([WORKERS, Kills(moment, step, worker, signum)], data=Rows(), epochs=9)
-        lost += time.monotonic() - started > 60
+        lost += time.monotonic() - started > 20
         message = str(raised.value)
         assert message.startswith(f"worker {worker} of the 2 that read data (pid "), message
         assert f"was ended by {signal.Signals(signum).name}." in message
@@ -125,7 +125,7 @@ def test_a_worker_that_hangs_ends_with_its_run(tiny_run):
     for worker in multiprocessing.active_children():
         worker.join(5)
         assert not worker.is_alive()
-    assert time.monotonic() - started < 60
+    assert time.monotonic() - started < 30
 
 
 @pytest.mark.parametrize("plugins", [[], [WORKERS]], ids=["alone", "workers"])

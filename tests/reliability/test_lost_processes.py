@@ -134,7 +134,7 @@ def test_a_process_that_hangs_is_named_with_where_it_stands(rank):
     """a rank that hangs in its data: within the timeout all end with an error that names it, with the stacks of all in the run folder"""
     done, seconds = do(*FASTLOOP, "--nproc", "2", fault="sleep", rank=rank)
     assert done.returncode not in (0, -signal.SIGKILL)
-    assert seconds < 90
+    assert seconds < 60
     assert any(f"process {rank} of 2 has not moved for" in line and "reading data" in line for line in errors(done.stderr)), done.stderr
     assert f"watchdog: process {rank} of 2 has not moved for" in done.stdout
     assert "stuck_here" in Path(f"run/watchdog/rank-{rank}.txt").read_text()
@@ -147,7 +147,7 @@ def test_a_process_that_is_stopped_is_named_and_all_end():
     """a rank stopped by SIGSTOP, as one behind a dead link looks: the others name it and end, and it is ended too"""
     done, seconds = do(*FASTLOOP, "--nproc", "2", fault="stop", rank=1)
     assert done.returncode == 1
-    assert seconds < 90
+    assert seconds < 60
     assert any("process 1 of 2 has not moved" in line and "does not answer" in line for line in errors(done.stderr)), done.stderr
     assert not any(Path("/proc", Path(name).read_text()).exists() for name in ("pid0", "pid1"))
     summary = json.loads(Path("run/summary.json").read_text())
@@ -158,7 +158,7 @@ def test_one_process_alone_is_watched_too():
     """a run of one process that hangs: it ends with exit code 1 and says where it stands"""
     done, seconds = do(*FASTLOOP, "--without", "ddp", fault="sleep", rank=0)
     assert done.returncode == 1
-    assert seconds < 90
+    assert seconds < 60
     assert any("process 0 of 1 has not moved" in line for line in errors(done.stderr)), done.stderr
     assert "stuck_here" in Path("run/watchdog/rank-0.txt").read_text()
 
@@ -167,7 +167,7 @@ def test_native_code_that_holds_the_interpreter_is_ended_too():
     """a hang inside of native code, where no Python thread can run: the process ends with its stack"""
     done, seconds = do(*FASTLOOP, "--without", "ddp", fault="native", rank=0)
     assert done.returncode == 1
-    assert seconds < 90
+    assert seconds < 60
     assert "Timeout" in done.stderr
     assert "__getitem__" in done.stderr
 
@@ -196,7 +196,7 @@ def test_a_process_that_dies_ends_all(fault, rank):
     """a rank that is killed or raises: all end within seconds, with a code that is not 0 and the cause"""
     done, seconds = do(*FASTLOOP, "--nproc", "2", fault=fault, rank=rank)
     assert done.returncode == (137 if fault == "kill" else 1), done.stderr
-    assert seconds < 90
+    assert seconds < 45
     said = "was ended by SIGKILL" if fault == "kill" else "reading a batch failed: ZeroDivisionError"
     assert any(said in line for line in errors(done.stderr)), done.stderr
 
@@ -206,7 +206,7 @@ def test_a_link_that_is_cut_ends_all(rank):
     """the sockets between two ranks cut: both end within seconds, with a code that is not 0, and say that the connection is lost"""
     done, seconds = do(*FASTLOOP, "--nproc", "2", fault="cut", rank=rank, once="done")
     assert done.returncode == 1, done.stderr
-    assert seconds < 90
+    assert seconds < 45
     assert any(re.search(r"process \d of 2 lost the connection to another", line) for line in errors(done.stderr)), done.stderr
     again, _ = do(*FASTLOOP, "--nproc", "2", "--resume", fault="cut", rank=rank, once="done")
     assert again.returncode == 0, again.stderr

@@ -65,7 +65,7 @@ def test_a_signal_saves_and_stops(moment, name):
     place, step, evaluates = MOMENTS[moment]
     began = time.monotonic()
     assert train("output=run", environment={"FAULT": f"{place} 0 me('{name}')"}) == code(name), said()
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - began < 20
     found = summary()
     assert (found["status"], found["reason"], found["steps"]) == ("stopped", f"interrupted by {name}", step)
     assert step in steps()
@@ -174,7 +174,7 @@ def test_what_does_not_stop_is_ended_in_time():
 
     began = time.monotonic()
     assert train("output=run", environment={"FAULT": "step 14 0 me('SIGTERM'); time.sleep(60)"}, first=hurry) == STOPPED
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - began < 20
     assert "did not stop within 1.5 seconds" in said()
     assert steps() == [12]
     assert train("output=run", "--resume") == 0

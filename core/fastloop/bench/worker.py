@@ -90,12 +90,14 @@ class Meter(Plugin):
     @hookimpl
     def after_step(self, run: Run, loss: Tensor) -> None:
         self.losses.append(loss.detach().clone())  # a graph of CUDA's writes to the same place again
-        step, whole = run.state.step, self._whole(run)
-        self._lap(run, wait=whole or step in (1, self.spec.warmup, run.recipe.train.max_steps))
+        step = run.state.step
+        self._lap(run, wait=step in (1, self.spec.warmup, run.recipe.train.max_steps))
         if step == self.spec.warmup:
             self._open(run)
-        if whole:
+        if self._whole(run):
             self.whole = True
+            self.times.pop()  # read again, when the device is done
+            self._lap(run, wait=True)
             self._over(run)
 
     @hookimpl
@@ -124,7 +126,7 @@ class Meter(Plugin):
         spec = self.spec
         if self.whole or spec.steps is None or run.state.step < spec.warmup + spec.steps:
             return False
-        late = perf_counter() - self.times[spec.warmup] >= spec.seconds
+        late = self.times[-1] - self.times[spec.warmup] >= spec.seconds
         return int(run.sum_over_processes(torch.tensor(late, dtype=torch.int64))) == run.world_size
 
     def _open(self, run: Run) -> None:

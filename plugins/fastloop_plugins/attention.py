@@ -52,7 +52,7 @@ class Attention(Plugin):
 
     @classmethod
     def forecast(cls, seen: Seen, recipe: Recipe) -> Win | None:
-        seconds = seen.spent(name for name in seen.operations if "_scaled_dot_product" in name)
+        seconds = seen.spent(name for name in seen.operations if "attention" in name)
         if cls.name in recipe.plugins or seen.device != "cpu":  # on CUDA torch's choice is the same, but for a package
             return None
         return Win(seconds=0.5 * seconds, why=f"Attention is {seconds / seen.seconds:.0%} of a step; the blocked one trains twice as fast.")

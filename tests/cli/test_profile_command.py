@@ -18,7 +18,7 @@ from torch._C._autograd import DeviceType
 
 from fastloop.cli import main
 from fastloop.profile import page
-from fastloop.profile.observe import fault_seconds, idle, peaks, spans
+from fastloop.profile.observe import fault_seconds, peaks, spans
 from fastloop.profile.seen import Seen
 from fastloop.profile.verdicts import verdicts
 from fastloop.recipe import make_recipe
@@ -269,12 +269,6 @@ def test_a_region_has_what_is_in_no_region_inside_it():
     assert hooks == {"log.after_step": pytest.approx(5e-6)}
 
 
-def test_a_device_is_idle_between_its_kernels():
-    kernels = [event("a", 0, 10, DeviceType.CUDA), event("b", 5, 20, DeviceType.CUDA), event("c", 30, 40, DeviceType.CUDA)]
-    assert idle([*kernels, event("aten::mm", 0, 100)]) == pytest.approx(0.25)
-    assert idle([]) == 0.0
-
-
 def test_peaks_and_faults_are_measured():
     found = peaks(torch.device("cpu"), ("fp32",))
     assert 1e8 < found["fp32"] < 1e14
@@ -285,5 +279,8 @@ def test_the_page_says_whether_the_allocators_line_is_flat():
     seen = Seen(device="cuda", seconds=0.1, reserved=[100 * 2**20, 100 * 2**20], idle=0.3)
     assert any("flat" in line for line in page.facts(seen))
     assert any("30%" in line for line in page.facts(seen))
+    assert not any("launch" in line for line in page.facts(seen))
+    seen.regions = {"loss": 0.05, "launch": 0.05}
+    assert any("waits 50% of a step for the host to launch" in line for line in page.facts(seen))
     seen.reserved[1] *= 3
     assert any("a sawtooth, 100 to 300 MiB" in line for line in page.facts(seen))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
@@ -20,6 +21,7 @@ from fastloop.clock import page_faults
 from fastloop.errors import UsageError
 from fastloop.plugin import hookimpl
 from fastloop.profile.seen import Seen
+from fastloop.profile.timeline import DeviceTimeline, read_timeline
 from fastloop.regions import PREFIX, region
 
 if TYPE_CHECKING:
@@ -108,27 +110,36 @@ class Observer(Meter):
             raise UsageError(f"training ended after {run.state.step} steps: too few to look at. Lower the warm-up or the steps.")
         return self.timed | {"seen": self.seen.to_dict()}
 
+    def _export(self, device: torch.device) -> DeviceTimeline | None:
+        """Export the trace; on an accelerator, read its kernels from it."""
+        with tempfile.TemporaryDirectory(prefix="fastloop-trace-") as folder:
+            path = self.trace or Path(folder) / "trace.json"
+            if self.trace is None and device.type == "cpu":
+                return None
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.profiler.export_chrome_trace(str(path))
+            return None if device.type == "cpu" else read_timeline(path)
+
     @hookimpl
     def after_fit(self, run: Run) -> None:
         super().after_fit(run)
         self.looking.close()
         if not self.timed:
             return  # too short; ``read`` says so
-        if self.trace is not None:
-            self.trace.parent.mkdir(parents=True, exist_ok=True)
-            self.profiler.export_chrome_trace(str(self.trace))
-        events: Any = self.profiler.events()
-        profiled, regions, hooks = spans(events, self.spec.looks)
+        timeline = self._export(run.device)
+        profiled, regions, hooks = spans(self.profiler.events(), self.spec.looks)
         whole, waiting = self.timed["seconds_a_step"], regions.get("data", 0.0)  # which no profiler makes longer: the rest, it stretches
         rest = min(1.0, max(0.0, (whole - waiting) / (profiled - waiting))) if profiled > waiting else 1.0
         regions = {name: value if name == "data" else value * rest for name, value in regions.items()}
         drift = whole / sum(regions.values())
         regions = {name: value * drift for name, value in regions.items()}
+        averages = [event for event in self.profiler.key_averages() if "::" in event.key and event.device_type == DeviceType.CPU]
+        if timeline is not None:
+            regions = {name: value / self.spec.looks for name, value in timeline.regions(whole * self.spec.looks).items()}
+            operations = {name: value / self.spec.looks for name, value in timeline.operations.items()}
+        else:
+            operations = {event.key: 1e-6 * event.self_cpu_time_total / self.spec.looks * rest for event in averages}
         everyone = run.gather(regions)
-        averages: Any = self.profiler.key_averages()
-        device = any(event.self_device_time_total for event in averages)
-        own = {event.key: (event.self_device_time_total if device else event.self_cpu_time_total) for event in averages}
-        counts = {event.key: event.count / self.spec.looks for event in averages if _operation(event.key)}
         self.seen = Seen(
             device=run.device.type,
             precision={"no": "fp32"}.get(run.accelerator.mixed_precision, run.accelerator.mixed_precision),
@@ -145,11 +156,11 @@ class Observer(Meter):
             reading=self.timed["reading"],
             regions=regions,
             hooks={name: value * rest for name, value in hooks.items()},
-            operations={name: 1e-6 * value / self.spec.looks * rest for name, value in own.items() if value and _operation(name)},
-            counts=counts,
+            operations={name: value for name, value in operations.items() if value},
+            counts={event.key: event.count / self.spec.looks for event in averages},
             flops=sum(event.flops or 0 for event in averages) / self.spec.looks,
             peaks=peaks(run.device, ("fp32", "bf16") if run.device.type == "cpu" else tuple(DTYPES)),
-            idle=idle(events) if device else None,
+            idle=None if timeline is None else timeline.idle_share,
             page_faults=self.timed["page_faults"],
             fault_seconds=fault_seconds(),
             reserved=self.reserved,
@@ -159,10 +170,6 @@ class Observer(Meter):
             recompiles=recompiles(),
             ranks=everyone,
         )
-
-
-def _operation(name: str) -> bool:
-    return "::" in name or name.startswith(("void ", "sm", "ampere", "triton"))
 
 
 def spans(events: Iterable[Any], steps: int) -> tuple[float, dict[str, float], dict[str, float]]:
@@ -197,19 +204,6 @@ def spans(events: Iterable[Any], steps: int) -> tuple[float, dict[str, float], d
     own[OTHER] = whole - covered
     scale = 1e-6 / steps
     return whole * scale, {name: value * scale for name, value in own.items()}, {name: value * scale for name, value in hooks.items()}
-
-
-def idle(events: Iterable[Any]) -> float:
-    """Share of the time from the first kernel to the last in which none ran."""
-    kernels = sorted((event.time_range.start, event.time_range.end) for event in events if event.device_type == DeviceType.CUDA)
-    if not kernels:
-        return 0.0
-    busy, reached = 0.0, kernels[0][0]
-    for start, end in kernels:
-        busy += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    whole = reached - kernels[0][0]
-    return 1 - busy / whole if whole else 0.0
 
 
 def peaks(device: torch.device, dtypes: Iterable[str]) -> dict[str, float]:

@@ -7,12 +7,15 @@ from typing import Any
 
 from fastloop.bench.statistics import break_even
 from fastloop.profile.seen import Seen
+from fastloop.profile.timeline import LAUNCH
 from fastloop.profile.verdicts import Verdict
 
 OPERATIONS, HOOKS = 8, 5
 """Rows that are shown."""
 FLAT = 1.05
 """The allocator's line is flat when its most is no more than so many times its least."""
+LAUNCH_SHARE = 0.1
+"""Share of a step. Below it, launches of kernels are not worth a line."""
 LAG = 1.1
 """A process lags when its own work takes so many times the fastest's."""
 
@@ -79,6 +82,8 @@ def facts(seen: Seen) -> list[str]:
         lines.append(f"matrix products: {reached / 1e9:,.0f} GFLOP/s over the step, {share:.0%} of what this device reaches ({peaks})")
     if seen.idle is not None:
         lines.append(f"the device computed nothing for {seen.idle:.0%} of the time")
+        if (share := seen.region(LAUNCH) / seen.seconds) > LAUNCH_SHARE:
+            lines.append(f"the device waits {share:.0%} of a step for the host to launch kernels: compile or larger micro-batches help")
     if seen.page_faults:
         cost = seen.page_faults * seen.fault_seconds
         lines.append(f"allocator: {seen.page_faults:,.0f} pages of memory handed out a step, about {milliseconds(cost)}")

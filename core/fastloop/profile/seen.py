@@ -32,13 +32,14 @@ class Seen:
         longest: What they would be if batches were padded to their longest sample.
         real: Real ones among them.
         reading: Seconds of a processor that this process took for its batches; little where it only waits for them.
-        regions: Region of the loop -> seconds that were its own, those of regions inside taken off; together they are ``seconds``.
+        regions: Region of the loop -> its own seconds, without those of inner regions. Their sum is ``seconds``. On an accelerator: seconds
+            in which the device ran kernels of the region, ``data`` while it waited for batches, ``launch`` while it waited for the host.
         hooks: ``PLUGIN.hook`` -> seconds.
         operations: Operation -> seconds of its own, on the device that computes.
         counts: Operation -> calls.
         flops: Floating-point operations of matrix products.
         peaks: Dtype -> floating-point operations a second that matrix products of this device reach.
-        idle: Share of the time in which an accelerator computed nothing; None on a CPU.
+        idle: Share of the profiled time in which an accelerator ran no kernel; None on a CPU.
         page_faults: Pages that the system handed out.
         fault_seconds: What one of them costs.
         reserved: Bytes that CUDA's allocator held after each step; flat is good.

@@ -117,10 +117,8 @@ def test_a_dataset_that_sleeps_is_named_first_with_enough_workers(recipe, profil
 
 def test_with_the_edit_made_there_is_less_to_say(recipe, profile):
     workers = {"dataloader-workers": {"num_workers": CORES}}
-    _, _, before = profile(recipe(data={"sleep": 0.005}), *SHORT)
     code, out, record = profile(recipe(workers, data={"sleep": 0.005}), *SHORT, "--warmup", "4")
     assert code == 0, out
-    assert record["seen"]["seconds"] < before["seen"]["seconds"]
     assert "dataloader-workers" not in [found["plugin"] for found in record["verdicts"]], "it has as many as there are processors"
 
 

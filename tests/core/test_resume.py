@@ -514,9 +514,9 @@ def checkpoint_names(folder: str) -> set[str]:
 
 
 def wait_for(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not condition():
-        assert time.monotonic() < deadline, "it did not come to it in a minute"
+        assert time.monotonic() < deadline, "the condition never held"
         time.sleep(0.005)
 
 
@@ -553,7 +553,7 @@ def test_ctrl_c_on_the_command_line_exits_130_and_says_how_to_resume():
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     wait_for(lambda: checkpoint_names("run"))
     process.send_signal(signal.SIGINT)
-    output, errors = process.communicate(timeout=30)
+    output, errors = process.communicate(timeout=300)
     assert process.returncode == 130, errors
     assert "Traceback" not in errors
     assert "Go on with: fastloop train run.yaml train.epochs=100000 --resume" in output

@@ -121,7 +121,7 @@ class Breaks(Dataset):
             if self.how == "raises":
                 raise ValueError("sample 13 is broken")
             if self.how == "hangs":
-                time.sleep(60)
+                time.sleep(600)
             os.kill(os.getpid(), signal.SIGKILL)
         return tiny_data()[index]
 
@@ -135,10 +135,8 @@ class Breaks(Dataset):
     ],
 )
 def test_a_worker_that_fails_ends_the_run_with_its_error(tiny_run, how, message):
-    started = time.monotonic()
     with pytest.raises(FastloopError, match=message):
-        tiny_run([workers(2, timeout=2)], data=Breaks(how))
-    assert time.monotonic() - started < 20
+        tiny_run([workers(2, timeout=2 if how == "hangs" else 300)], data=Breaks(how))
 
 
 def test_no_worker_outlives_the_run(tiny_run):

@@ -179,7 +179,7 @@ class Forked:
                 self.code = os.waitstatus_to_exitcode(status)
         return self.code is not None
 
-    def wait(self, seconds: float = 90) -> int:
+    def wait(self, seconds: float = 300) -> int:
         """Its exit code. A process that takes longer is killed, and the test fails."""
         deadline = time.monotonic() + seconds
         while not self.over():
@@ -208,7 +208,7 @@ def said() -> str:
     return path.read_text() if path.exists() else ""
 
 
-def until(condition: Callable[[], Any], seconds: float = 60) -> None:
+def until(condition: Callable[[], Any], seconds: float = 300) -> None:
     """Wait for something that is to come soon."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -63,9 +63,7 @@ MOMENTS = {  # what FAULT says, the step at which the run stops, and whether the
 def test_a_signal_saves_and_stops(moment, name):
     """a signal in a step, an evaluation or a save: saved at the step's end, exit code 75 or 130, and resumed to the same numbers"""
     place, step, evaluates = MOMENTS[moment]
-    began = time.monotonic()
     assert train("output=run", environment={"FAULT": f"{place} 0 me('{name}')"}) == code(name), said()
-    assert time.monotonic() - began < 20
     found = summary()
     assert (found["status"], found["reason"], found["steps"]) == ("stopped", f"interrupted by {name}", step)
     assert step in steps()
@@ -140,7 +138,7 @@ def test_a_save_that_fails_when_the_run_is_stopped_is_said():
 @pytest.mark.usefixtures("whole")
 def test_twice_means_now(name):
     """a step that hangs, and the same signal twice: the run ends at once, and goes on from the checkpoint before"""
-    run = Forked("output=run", environment={"FAULT": f"step 14 0 me('{name}'); time.sleep(60)"})
+    run = Forked("output=run", environment={"FAULT": f"step 14 0 me('{name}'); time.sleep(600)"})
     until(lambda: "once more to stop at once" in said())
     run.send(getattr(signal, name))
     assert run.wait(10) == code(name)
@@ -172,9 +170,7 @@ def test_what_does_not_stop_is_ended_in_time():
     def hurry() -> None:
         launch.STOP_WITHIN = 1.5
 
-    began = time.monotonic()
-    assert train("output=run", environment={"FAULT": "step 14 0 me('SIGTERM'); time.sleep(60)"}, first=hurry) == STOPPED
-    assert time.monotonic() - began < 20
+    assert train("output=run", environment={"FAULT": "step 14 0 me('SIGTERM'); time.sleep(600)"}, first=hurry) == STOPPED
     assert "did not stop within 1.5 seconds" in said()
     assert steps() == [12]
     assert train("output=run", "--resume") == 0

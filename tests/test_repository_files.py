@@ -1,0 +1,39 @@
+"""Files that code hosts read: they parse, and agree with the project."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).parent.parent
+
+
+def load(path: str):
+    return yaml.safe_load((ROOT / path).read_text(encoding="utf-8"))
+
+
+def test_workflows_call_the_projects_own_script():
+    workflow = load(".github/workflows/ci.yml")
+    (job,) = workflow["jobs"].values()
+    assert job["steps"][-1] == {"run": "bash .ci/run"}
+    assert job["env"]["PYTHON"] == "python${{ matrix.python }}", "the Makefile makes its environment with it"
+    versions = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"]
+    assert versions == f">={min(job['strategy']['matrix']['python'])}"
+    assert load(".github/workflows/release.yml")["jobs"].keys() == {"build", "publish"}
+
+
+def test_the_citation_has_the_packages_version_and_license():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    citation = load("CITATION.cff")
+    assert (citation["version"], citation["license"]) == (project["version"], project["license"])
+
+
+def test_templates_and_hooks_parse():
+    for path in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml"):
+        form = yaml.safe_load(path.read_text(encoding="utf-8"))
+        assert {"name", "description", "body"} <= form.keys(), path
+    hooks = [hook["entry"] for repository in load(".pre-commit-config.yaml")["repos"] for hook in repository["hooks"]]
+    makefile = (ROOT / "Makefile").read_text()
+    assert all(entry.split()[0].removeprefix(".venv/bin/") in makefile for entry in hooks)

@@ -17,16 +17,26 @@ if TYPE_CHECKING:
     from fastloop.hooks import Resolution
 
 
+PRECISIONS = ("no", "bf16", "fp16")
+"""Accelerate's mixed precisions that keep the model's parameters. Its fp8 replaces them after the optimizer was built."""
+
+
 def build_accelerator(recipe: Recipe, resolution: Resolution) -> Accelerator:
     """The run's one ``Accelerator``, made of what plugins wrote into the draft.
 
     Raises:
-        PluginError: The launcher asks for what the recipe does not, or there are several processes and no plugin joins them.
+        PluginError: The launcher asks for what the recipe does not, or there are several processes and no plugin joins them, or a plugin
+            set a precision that is not in ``PRECISIONS``.
     """
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, PartialState
 
     draft: AcceleratorDraft = resolution.draft("configure_accelerator", AcceleratorDraft())
+    if draft.mixed_precision not in PRECISIONS:
+        raise PluginError(
+            f"{recipe.where}: plugin {draft.writers['mixed_precision']!r} set AcceleratorDraft.mixed_precision to "
+            f"{draft.mixed_precision!r}. Expected one of: {', '.join(PRECISIONS)}. For another precision, convert layers in before_prepare."
+        )
     check_launcher(recipe, resolution, draft.mixed_precision, world_size())
     for variable in STRATEGIES:
         os.environ.pop(variable, None)  # the same as the recipe's: fastloop sets it up

@@ -144,13 +144,11 @@ class AcceleratorDraft(Draft):
     """Arguments of Accelerate's ``Accelerator``; its handlers under the names that it keeps them by."""
 
     mixed_precision: str = "no"
-    """``no``, ``bf16``, ``fp16`` or ``fp8``."""
+    """``no``, ``bf16`` or ``fp16``."""
     ddp_handler: Any = None
     """``DistributedDataParallelKwargs``."""
     scaler_handler: Any = None
     """``GradScalerKwargs``."""
-    fp8_handler: Any = None
-    """A recipe of fp8, such as ``AORecipeKwargs``."""
     init_handler: Any = None
     """``InitProcessGroupKwargs``."""
 

@@ -3,8 +3,9 @@
     plugins:
       - amp: {dtype: auto}
 
-``auto`` takes bf16 where the device has it, else fp16. fp16 scales the loss and skips the steps that overflow. fp8 needs CUDA hardware
-that has it, and the extra: ``pip install 'fastloop[fp8]'``.
+``auto`` takes bf16 where the device has it, else fp16. fp16 scales the loss and skips the optimizer steps that overflow. A skipped step
+counts as a step and its samples count as trained, but the learning rate schedule does not advance. For fp8, list ``torchao-fp8`` beside
+``amp: {dtype: bf16}``.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from fastloop import AcceleratorDraft, Device, Dtype, Package, Plugin, When, Win, hookimpl, option
+from fastloop import AcceleratorDraft, Dtype, Plugin, RecipeError, When, Win, hookimpl, option
 
 if TYPE_CHECKING:
     from fastloop.profile.seen import Seen
@@ -28,7 +29,7 @@ def wants(dtype: str) -> Any:
 
 
 class Amp(Plugin):
-    """Forward pass in bf16, fp16 or fp8; fp32 master weights."""
+    """Forward pass in bf16 or fp16; fp32 master weights."""
 
     name = "amp"
     slot = "precision"
@@ -36,9 +37,6 @@ class Amp(Plugin):
     needs = (
         When(wants("bf16"), Dtype("bf16")),
         When(wants("fp16"), Dtype("fp16")),
-        When(wants("fp8"), Device("cuda")),
-        When(wants("fp8"), Dtype("fp8")),
-        When(wants("fp8"), Package("torchao", ">=0.10", extra="fp8")),
     )
     configures = "forward pass in a smaller dtype"
 
@@ -46,7 +44,7 @@ class Amp(Plugin):
     class Config:
         """Options."""
 
-        dtype: Annotated[Literal["auto", "bf16", "fp16", "fp8"], option("Dtype of the forward pass.")] = "auto"
+        dtype: Annotated[Literal["auto", "bf16", "fp16"], option("Dtype of the forward pass.")] = "auto"
         init_scale: Annotated[float, option("fp16: the first factor that the loss is scaled with.", gt=0)] = 65536.0
         growth_interval: Annotated[int, option("fp16: steps without overflow before the factor doubles.", ge=1)] = 2000
 
@@ -63,6 +61,9 @@ class Amp(Plugin):
         )
 
     def __init__(self, **options: Any) -> None:
+        if options.get("dtype") == "fp8":
+            where = options.get("_where") or self.name
+            raise RecipeError(f"{where}.dtype: fp8 is a plugin of its own. List 'torchao-fp8', and set dtype: bf16 here.")
         super().__init__(**options)
         self.dtype: str = self.config.dtype
 
@@ -83,7 +84,3 @@ class Amp(Plugin):
             from accelerate.utils import GradScalerKwargs
 
             draft.scaler_handler = GradScalerKwargs(init_scale=self.config.init_scale, growth_interval=self.config.growth_interval)
-        if self.dtype == "fp8":
-            from accelerate.utils import AORecipeKwargs
-
-            draft.fp8_handler = AORecipeKwargs()

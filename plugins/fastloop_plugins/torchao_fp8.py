@@ -1,6 +1,7 @@
 """Multiplies the matrices of large linear layers in fp8, forward and backward, by torchao; weights and optimizer stay in fp32.
 
     plugins:
+      - amp: {dtype: bf16}
       - torchao-fp8: {recipe: tensorwise}
       - compile
 
@@ -15,7 +16,7 @@ import logging
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from fastloop import Device, Dtype, Package, Plugin, PluginError, hookimpl, option
+from fastloop import Device, Dtype, Package, Plugin, hookimpl, option
 
 if TYPE_CHECKING:
     from torch import nn
@@ -48,8 +49,6 @@ class TorchaoFp8(Plugin):
         from torch import nn
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-        if run.accelerator.mixed_precision == "fp8":
-            raise PluginError(f"{run.recipe.where}: plugins.torchao-fp8: the precision is fp8 already. Set plugins.amp.dtype: bf16.")
         converted = []
 
         def suits(module: nn.Module, name: str) -> bool:

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from fastloop import Plugin, PluginError, Trainer, hookimpl
+from fastloop import Plugin, PluginError, RecipeError, Trainer, hookimpl
 from fastloop.machine import this_machine
 from fastloop.testing import tiny_data
+from fastloop_plugins.amp import Amp
 
 
 class Dtypes(Plugin):
@@ -70,10 +71,28 @@ def test_the_model_saved_is_fp32(tiny_run):
 
 
 @pytest.mark.skipif(this_machine().device != "cpu", reason="about machines without an accelerator")
-@pytest.mark.parametrize("dtype", ["fp16", "fp8"])
-def test_a_dtype_that_the_device_lacks_is_refused_with_those_it_has(dtype):
-    with pytest.raises(PluginError, match=rf"plugin 'amp' needs ({dtype}|a device of type cuda).* --without amp"):
-        Trainer(nn.Linear(8, 3), tiny_data(), batch_size=8, loss=nn.functional.cross_entropy, plugins=[{"amp": {"dtype": dtype}}])
+def test_a_dtype_that_the_device_lacks_is_refused_with_those_it_has():
+    with pytest.raises(PluginError, match=r"plugin 'amp' needs fp16, .*It has: fp32.* --without amp"):
+        Trainer(nn.Linear(8, 3), tiny_data(), batch_size=8, loss=nn.functional.cross_entropy, plugins=[{"amp": {"dtype": "fp16"}}])
+
+
+def test_fp8_is_refused_with_the_plugin_that_replaces_it(tiny_run):
+    with pytest.raises(RecipeError, match=r"plugins\.amp\.dtype: fp8 is .*List 'torchao-fp8', and set dtype: bf16 here"):
+        tiny_run([{"amp": {"dtype": "fp8"}}])
+    with pytest.raises(RecipeError, match=r"^amp\.dtype: fp8 is .*List 'torchao-fp8'"):
+        Amp(dtype="fp8")
+
+
+def test_a_precision_that_replaces_parameters_is_refused_with_the_plugin_that_set_it(tiny_run):
+    class Fp8(Plugin):
+        name = "fp8"
+
+        @hookimpl
+        def configure_accelerator(self, draft) -> None:
+            draft.mixed_precision = "fp8"
+
+    with pytest.raises(PluginError, match=r"plugin 'fp8' set AcceleratorDraft\.mixed_precision to 'fp8'\. Expected one of: no, bf16, fp16"):
+        tiny_run([Fp8()])
 
 
 @pytest.mark.gpu

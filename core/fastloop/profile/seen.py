@@ -20,7 +20,7 @@ class Seen:
 
     Attributes:
         device: ``cpu``, ``cuda``, ...
-        precision: ``fp32``, or what autocast computes in: ``bf16``, ``fp16``, ``fp8``.
+        precision: ``fp32``, or what autocast computes in: ``bf16``, ``fp16``.
         cores: Processors that this process may use.
         threads: That torch computes with.
         world_size: Processes.

@@ -13,7 +13,10 @@ from fastloop import PluginCrash, PluginError, Trainer, hookimpl
 from fastloop.testing import tiny_data, tiny_model
 from fastloop_plugins.compile import Compile
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # torch's own, inside inductor
+pytestmark = [  # torch's own, inside inductor
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores for float32 matrix multiplication available:UserWarning"),  # on CUDA
+]
 
 
 @pytest.fixture(autouse=True)

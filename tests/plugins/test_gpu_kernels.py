@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 
 import pytest
 import torch
 from text_kit import TINY_GPT
 from torch import nn
 
-from fastloop import PluginError
+from fastloop import PluginError, Trainer
 from fastloop.machine import Machine
+from fastloop.testing import Recorder
 from fastloop_plugins.liger import Liger
 from fastloop_plugins.torchao_fp8 import TorchaoFp8
 
@@ -78,6 +80,7 @@ def test_layers_can_be_left_out_by_name(tiny_run):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not CUDA or importlib.util.find_spec("torchao") is None, reason="needs CUDA with fp8 and the extra fp8")
+@pytest.mark.filterwarnings("ignore")
 def test_fp8_trains_on_its_device(tiny_run):
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("the device has no fp8 units")
@@ -86,23 +89,37 @@ def test_fp8_trains_on_its_device(tiny_run):
     assert sum(ours.losses[-9:]) == pytest.approx(sum(plain.losses[-9:]), rel=0.2)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not CUDA or importlib.util.find_spec("liger_kernel") is None, reason="needs CUDA and the extra liger")
-def test_liger_computes_what_transformers_does_and_leaves_other_models(tiny_run, caplog):
+SIZES = {
+    "llama": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 100},
+    "gpt2": {key: value for key, value in TINY_GPT.items() if key != "model_type"} | {"vocab_size": 100},
+}
+
+
+def train_decoder(kind: str, folder: Path, *plugins: str) -> list[float]:
+    """Train a tiny decoder on token ids, int64 of shape (batch, 16); losses of its four steps."""
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 100}
-    ids = torch.randint(0, 100, (32, 16), generator=torch.Generator().manual_seed(0))
+    ids = (torch.arange(16) + torch.arange(32)[:, None]) % 10  # each token tells the next
     data = [{"input_ids": row, "labels": row} for row in ids]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**SIZES[kind]))
+    recorder = Recorder()
+    Trainer(model, data, plugins=[*plugins, recorder], batch_size=8, epochs=1, lr=1e-2, output=folder).fit()
+    return recorder.losses
 
-    def train(plugins: list[str], kind: str = "llama", **config: int) -> list[float]:
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**config))
-        found: list[float] = tiny_run(plugins, model=model, data=data, epochs=1, evaluate_every=None).losses
-        return found
 
-    plain = train([], **sizes)
-    assert train(["liger"], **sizes) == pytest.approx(plain, rel=1e-3)
-    train(["liger"], "gpt2", **{key: value for key, value in TINY_GPT.items() if key != "model_type"}, vocab_size=100)
+@pytest.mark.parametrize("kind", SIZES)
+def test_the_decoders_that_liger_is_tried_on_train_without_it(tmp_path, kind):
+    losses = train_decoder(kind, tmp_path / kind)
+    assert len(losses) == 4
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA or importlib.util.find_spec("liger_kernel") is None, reason="needs CUDA and the extra liger")
+def test_liger_computes_what_transformers_does_and_leaves_other_models(tmp_path, caplog):
+    plain = train_decoder("llama", tmp_path / "plain")
+    assert train_decoder("llama", tmp_path / "liger", "liger") == pytest.approx(plain, rel=1e-3)
+    train_decoder("gpt2", tmp_path / "gpt2", "liger")
     assert "liger: there are no kernels for gpt2: it stays as it is" in caplog.text

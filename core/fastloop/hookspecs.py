@@ -169,12 +169,15 @@ def build_scheduler(run: Run, optimizer: Optimizer) -> LRScheduler | None:
 @first
 def prepare(run: Run, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Any] | None:
     """First; the core lets Accelerate do it. The model and the optimizer as the loop uses them. For strategies that Accelerate is not asked
-    for: the optimizer needs ``step``, ``zero_grad`` and ``param_groups``, the model's forward must keep its arguments."""
+    for: the optimizer needs ``step``, ``zero_grad`` and ``param_groups``, the model's forward must keep its arguments. The optimizer must
+    step each parameter that the model trains, or the run ends with an error. Where ``param_groups`` hold other tensors, such as flat
+    shards, its ``model_parameters()`` returns the parameters that it steps."""
 
 
 @hookspec
 def after_prepare(run: Run, model: nn.Module) -> nn.Module | None:
-    """Chain. Change or replace the model when it is prepared: compilation."""
+    """Chain. Change or replace the model when it is prepared: compilation. Its parameters stay those that the optimizer steps: replace
+    parameters in ``before_prepare``."""
 
 
 @first

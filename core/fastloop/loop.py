@@ -128,11 +128,15 @@ def train_step(run: Run, batches: list[Batch]) -> Tensor:
         with region("clip"):
             grad_norm = hooks.clip_gradients(run=run, max_norm=max_norm)
     hooks.before_optimizer_step(run=run, grad_norm=grad_norm)
+    if run.update_check is not None:
+        run.update_check.before_step(run)
     with region("optimizer"):
         optimizer.step()
         if run.scheduler is not None and not run.step_was_skipped():
             run.scheduler.step()
         optimizer.zero_grad()
+    if run.update_check is not None:
+        run.update_check.after_step(run)
     run.count(totals)
     return step_loss
 

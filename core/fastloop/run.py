@@ -28,9 +28,11 @@ from fastloop.clock import Clock
 from fastloop.data import Loader, fingerprint
 from fastloop.errors import PluginError, ProcessLost, RecipeError, SaveError
 from fastloop.hooks import Resolution
+from fastloop.optimizer_check import OptimizerCheck
 from fastloop.recipe import Recipe
 from fastloop.regions import each, region
 from fastloop.state import INTERRUPTED, Batch, DataLoaderDraft, OptimizerDraft, State
+from fastloop.update_check import UpdateCheck
 
 if TYPE_CHECKING:
     from torchmetrics import MetricCollection
@@ -75,6 +77,7 @@ class Run:
         host_group: The processes' group for what is on the CPU; None: the default one, or there is one process.
         total_steps: Optimizer steps of the whole run; None for data of unknown length without ``max_steps``.
         clock: Seconds by what they were spent on.
+        update_check: Examines the first optimizer steps; None once each trained parameter is known to change.
 
     Raises:
         UsageError: Anything wrong with what was asked; nothing is written then.
@@ -186,11 +189,14 @@ class Run:
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise PluginError(f"{self.recipe.where}: the model has no parameter that is trained.")
         optimizer = self.hooks.build_optimizer(run=self, model=model)
+        check = OptimizerCheck(self, model, optimizer)
         self.scheduler = self.hooks.build_scheduler(run=self, optimizer=optimizer)
         self.optimizer: Any
         self._built: nn.Module = model
         model, self.optimizer = self.hooks.prepare(run=self, model=model, optimizer=optimizer)
-        self.model: nn.Module = self.resolution.chain("after_prepare", model, run=self)
+        check.prepared(model)
+        self.model: nn.Module = self.resolution.chain("after_prepare", model, check.after_prepare, run=self)
+        self.update_check: UpdateCheck | None = UpdateCheck(check.accepted)
 
     def unwrapped(self) -> nn.Module:
         """The model as built, without what Accelerate, a strategy or a compiler put around it."""

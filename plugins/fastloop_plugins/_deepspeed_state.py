@@ -109,6 +109,13 @@ class Sharded:
             flats[self.zero.sub_group_to_group_id[index]].append(flat)
         return flats
 
+    def stepped(self) -> list[Tensor]:
+        """The model's parameters that DeepSpeed's optimizer steps."""
+        if self.zero is None:
+            return [parameter for group in self.base.param_groups for parameter in group["params"]]
+        groups = self.zero.fp16_groups if self.stage == 3 else self.zero.bit16_groups
+        return [parameter for group in groups for parameter in group]
+
     def _relink(self) -> None:
         """Tell stages 1 and 2 where each weight's optimizer state is: they look once, when only the first group has any."""
         if self.stage < 3:
@@ -207,6 +214,10 @@ class Stepper:
     def param_groups(self) -> list[dict[str, Any]]:
         """Torch's own, with the live learning rates."""
         return self.sharded.groups
+
+    def model_parameters(self) -> list[Tensor]:
+        """The model's parameters behind the flat partitions in ``param_groups``, as DeepSpeed holds them."""
+        return self.sharded.stepped()
 
     def step(self) -> None:
         """Unscale, clip, step, exchange weights, and let the gradients go."""

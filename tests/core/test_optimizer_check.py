@@ -1,0 +1,224 @@
+"""The optimizer steps the parameters that the model trains, or the run is refused with the plugin that broke it."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fastloop import Plugin, PluginError, hookimpl
+from fastloop.optimizer_check import by_module
+from fastloop.testing import tiny_model
+
+
+def replace_weight(module: nn.Module) -> None:
+    """Put a new Parameter with the same values in place of the weight."""
+    module.weight = nn.Parameter(module.weight.detach().clone())
+
+
+class Replaces(Plugin):
+    """A conversion of layers that comes after the optimizer was built."""
+
+    name = "replaces"
+
+    @hookimpl
+    def after_prepare(self, model: Any) -> None:
+        replace_weight(model[0])
+
+
+class ReplacesInPrepare(Plugin):
+    """A strategy that converts layers in place."""
+
+    name = "replaces-in-prepare"
+
+    @hookimpl
+    def prepare(self, model: Any, optimizer: Any) -> Any:
+        replace_weight(model[3])
+        return model, optimizer
+
+
+class Copies(Plugin):
+    """A strategy that returns another model."""
+
+    name = "copies"
+
+    @hookimpl
+    def prepare(self, model: Any, optimizer: Any) -> Any:
+        return copy.deepcopy(model), optimizer
+
+
+class Around(Plugin):
+    """Goes around what others prepare."""
+
+    name = "around"
+
+    @hookimpl(wrapper=True)
+    def prepare(self) -> Any:
+        model, optimizer = yield
+        replace_weight(model[0])
+        return model, optimizer
+
+
+class Adds(Plugin):
+    """Adds a layer, with or without a place for it in the optimizer."""
+
+    name = "adds"
+
+    def __init__(self, known: bool) -> None:
+        super().__init__()
+        self.known = known
+
+    @hookimpl
+    def after_prepare(self, run: Any, model: Any) -> nn.Module:
+        head = nn.Linear(3, 3)
+        if self.known:
+            run.optimizer.add_param_group({"params": list(head.parameters())})
+        return nn.Sequential(model, head)
+
+
+class Removes(Plugin):
+    """Replaces a layer by one without parameters."""
+
+    name = "removes"
+
+    @hookimpl
+    def after_prepare(self, model: Any) -> None:
+        model[3] = nn.Identity()
+
+
+class Innocent(Plugin):
+    """Takes part in the same hooks and changes nothing."""
+
+    name = "innocent"
+
+    @hookimpl
+    def after_prepare(self, model: Any) -> nn.Module:
+        return nn.Sequential(model)
+
+
+PREPARED, CHANGED = "in prepare, after the optimizer was built", "in after_prepare, after the optimizer was built"
+UNTRAINED = "Not in the optimizer, so they would never train"
+ORPHANED = "In the optimizer, but no longer in the model"
+
+
+@pytest.mark.parametrize(
+    ("plugin", "found"),
+    [
+        (Replaces(), f"{CHANGED}. {UNTRAINED}: 0 (weight). {ORPHANED}: 0 (weight). "),
+        (ReplacesInPrepare(), f"{PREPARED}. {UNTRAINED}: 3 (weight). {ORPHANED}: 3 (weight). "),
+        (Copies(), f"{PREPARED}. {UNTRAINED}: 0 (weight, bias), 3 (weight, bias). {ORPHANED}: 0 (weight, bias), 3 (weight, bias). "),
+        (Around(), f"{PREPARED}. {UNTRAINED}: 0 (weight). {ORPHANED}: 0 (weight). "),
+        (Adds(known=False), f"{CHANGED}. {UNTRAINED}: 1 (weight, bias). Change"),
+        (Removes(), f"{CHANGED}. {ORPHANED}: 3 (weight, bias). "),
+    ],
+    ids=lambda value: value.name if isinstance(value, Plugin) else "",
+)
+def test_a_plugin_that_takes_parameters_from_the_optimizer_is_refused_by_name(tiny_run, tmp_path, plugin, found):
+    with pytest.raises(PluginError) as error:
+        tiny_run([plugin, Innocent()], output=tmp_path / "run")
+    assert f"plugin {plugin.name!r} changed the model's parameters {found}" in str(error.value)
+    assert "innocent" not in str(error.value)
+    assert "before_prepare" in str(error.value)
+    assert not (tmp_path / "run").exists(), "nothing was written or trained"
+
+
+def test_parameters_that_the_optimizer_gets_too_are_trained(tiny_run):
+    result = tiny_run([Adds(known=True), Innocent()])
+    head = result.trainer.run.model[0][1]
+    assert len(result.trainer.run.optimizer.state[head.weight]) > 0
+
+
+class Builds(Plugin):
+    """Its own choice of parameters."""
+
+    name = "builds"
+
+    def __init__(self, *extra: nn.Parameter, skip: int = 0) -> None:
+        super().__init__()
+        self.extra, self.skip = extra, skip
+
+    @hookimpl
+    def build_optimizer(self, run: Any, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([*list(model.parameters())[self.skip :], *self.extra], lr=run.recipe.train.lr)
+
+
+def warnings_of(caplog: Any) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_a_build_optimizer_that_leaves_out_layers_is_one_warning(tiny_run, caplog):
+    result = tiny_run([Builds(skip=2)])
+    (warning,) = warnings_of(caplog)
+    assert (
+        "plugin 'builds' left trained parameters out of the optimizer in build_optimizer, so they will not change: 0 (weight, bias)"
+        in warning
+    )
+    assert torch.equal(result.weights["0.weight"], tiny_model().state_dict()["0.weight"])
+
+
+def test_an_optimizer_with_parameters_that_the_model_lacks_is_one_warning(tiny_run, caplog):
+    tiny_run([Builds(nn.Parameter(torch.zeros(3)))])
+    (warning,) = warnings_of(caplog)
+    assert "plugin 'builds' put parameters into the optimizer that the model does not have, of the shapes (3,)" in warning
+
+
+def test_a_layer_left_out_on_purpose_does_not_excuse_one_that_is_replaced(tiny_run):
+    with pytest.raises(PluginError, match=r"'replaces-in-prepare' changed .*never train: 3 \(weight\)\."):
+        tiny_run([Builds(skip=2), ReplacesInPrepare()])
+
+
+def test_frozen_parameters_need_no_optimizer(tiny_run, caplog):
+    model = tiny_model()
+    model[0].requires_grad_(False)
+    tiny_run(model=model)
+    assert warnings_of(caplog) == []
+
+
+class Flat:
+    """An optimizer of one flat tensor, as strategies that shard have."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
+        self.parameters = parameters
+        self.flat = nn.Parameter(torch.cat([parameter.detach().flatten() for parameter in parameters]))
+        self.inner = type(optimizer)([self.flat], **{key: optimizer.defaults[key] for key in ("lr", "weight_decay")})
+        self.param_groups, self.state_dict = self.inner.param_groups, self.inner.state_dict
+
+    def step(self) -> None:
+        self.flat.grad = torch.cat([parameter.grad.flatten() for parameter in self.parameters])
+        self.inner.step()
+        for parameter, part in zip(self.parameters, self.flat.detach().split([p.numel() for p in self.parameters]), strict=True):
+            parameter.data.copy_(part.view_as(parameter))
+
+    def zero_grad(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+
+class Listed(Flat):
+    def model_parameters(self) -> list[nn.Parameter]:
+        return self.parameters
+
+
+@pytest.mark.parametrize("kind", [Flat, Listed])
+def test_an_optimizer_of_other_tensors_lists_the_parameters_that_it_steps(tiny_run, kind):
+    class Strategy(Plugin):
+        name = "strategy"
+
+        @hookimpl
+        def prepare(self, model: Any, optimizer: Any) -> Any:
+            return model, kind(optimizer, list(model.parameters()))
+
+    if kind is Flat:
+        with pytest.raises(PluginError, match=r"'strategy' changed .* in prepare, .* needs a method model_parameters\(\)"):
+            tiny_run([Strategy()])
+    else:
+        assert tiny_run([Strategy()], save_every=None).losses == pytest.approx(tiny_run().losses, rel=1e-5)
+
+
+def test_a_message_names_five_modules():
+    assert by_module(["a.weight", "a.bias", "scale"]) == "a (weight, bias), the model itself (scale)"
+    assert by_module(f"{index}.weight" for index in range(9)).endswith("4 (weight) and 4 more modules")

@@ -1,0 +1,91 @@
+"""Runs on several processes in which a plugin replaces weights: ``processes(2, all_of, runs)``.
+
+A run: ``name``, its folder; ``plugins``; ``replaces``: the hook in which a weight is replaced. Its result: the error, the warnings about
+trained parameters, and the step after which the check of the first updates ended.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from runs import Deep, data
+from torch import nn
+
+from fastloop import FastloopError, Plugin, Trainer, hookimpl
+
+
+class Warnings(logging.Handler):
+    """Keeps them."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+class Replaces(Plugin):
+    """Puts a new Parameter in place of the weight of the model's last layer, in one hook."""
+
+    name = "replaces"
+
+    def __init__(self, hook: str) -> None:
+        super().__init__()
+        self.hook = hook
+
+    def replace(self, hook: str, model: Any) -> None:
+        if self.hook == hook:
+            model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+
+    @hookimpl
+    def before_prepare(self, model: Any) -> None:
+        self.replace("before_prepare", model)
+
+    @hookimpl(wrapper=True)
+    def prepare(self, run: Any) -> Any:
+        result = yield
+        self.replace("prepare", run.unwrapped())
+        return result
+
+    @hookimpl
+    def after_prepare(self, run: Any) -> None:
+        self.replace("after_prepare", run.unwrapped())
+
+    @hookimpl
+    def before_fit(self, run: Any) -> None:
+        self.replace("before_fit", run.unwrapped())
+
+
+class Ended(Plugin):
+    """The step after which every trained parameter was known to change."""
+
+    name = "ended"
+    step: int | None = None
+
+    @hookimpl
+    def after_step(self, run: Any) -> None:
+        if run.update_check is None and self.step is None:
+            self.step = run.state.step
+
+
+def run_one(spec: dict[str, Any]) -> dict[str, Any]:
+    """One run, or what was wrong with it."""
+    warnings, ended = Warnings(), Ended()
+    plugins = [{"log": False}, {"progress": False}, *spec["plugins"], ended, *([Replaces(spec["replaces"])] if "replaces" in spec else [])]
+    train = {"lr": 1e-2, "batch_size": 8, "device": "cpu", "max_steps": 3, "save_every": None, "evaluate_every": None}
+    logging.getLogger("fastloop").addHandler(warnings)
+    error = None
+    try:
+        Trainer(Deep(), data(64, 0), plugins=plugins, loss=nn.functional.cross_entropy, output=spec["name"], **train).fit()
+    except FastloopError as failed:
+        error = f"{type(failed).__name__}: {failed}"
+    finally:
+        logging.getLogger("fastloop").removeHandler(warnings)
+    return {"error": error, "warnings": [text for text in warnings.messages if "trained parameters" in text], "step": ended.step}
+
+
+def all_of(runs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Results by name."""
+    return {spec["name"]: run_one(spec) for spec in runs}

@@ -1,0 +1,71 @@
+"""Under every strategy the optimizer steps the model's parameters, and a plugin that replaces them too late is refused by name."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kit import COMPILER
+from parameter_runs import all_of
+
+pytestmark = [pytest.mark.slow, *COMPILER]
+
+COMPILE = {"compile": {"backend": "aot_eager", "cache": False}}
+STRATEGIES: dict[str, list[Any]] = {
+    "ddp": ["ddp"],
+    "ddp bf16": ["ddp", {"amp": {"dtype": "bf16"}}],
+    "ddp compiled": ["ddp", COMPILE],
+    "ddp ema": ["ddp", "ema"],
+    "fsdp": ["fsdp"],
+    "fsdp bf16": ["fsdp", {"amp": {"dtype": "bf16"}}],
+    "fsdp compiled": ["fsdp", COMPILE],
+    "fsdp meta": [{"fsdp": {"meta_device": True}}],
+}
+if importlib.util.find_spec("deepspeed") is not None:
+    STRATEGIES |= {f"deepspeed {stage}": [{"deepspeed": {"stage": stage}}] for stage in (0, 1, 2, 3)}
+    STRATEGIES["deepspeed bf16"] = [{"deepspeed": {"stage": 2}}, {"amp": {"dtype": "bf16"}}]
+    STRATEGIES["deepspeed compiled"] = [{"deepspeed": {"stage": 2}}, COMPILE]
+REPLACED = [name for name in STRATEGIES if name in ("ddp", "fsdp", *(f"deepspeed {stage}" for stage in (0, 1, 2, 3)))]
+TOO_LATE = ("prepare", "after_prepare")
+RUNS = [{"name": name, "plugins": plugins} for name, plugins in STRATEGIES.items()]
+RUNS += [
+    {"name": f"{name}, {hook}", "plugins": STRATEGIES[name], "replaces": hook}
+    for name in REPLACED
+    for hook in ("before_prepare", *TOO_LATE, "before_fit")
+]
+
+
+@pytest.fixture(scope="module")
+def results(processes: Callable[..., list[Any]], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Results of the main process by name."""
+    folder: Path = tmp_path_factory.mktemp("parameters")
+    result: dict[str, Any] = processes(2, all_of, RUNS, folder=folder)[0].result
+    return result
+
+
+@pytest.mark.parametrize("name", [*STRATEGIES, *(f"{name}, before_prepare" for name in REPLACED)])
+def test_every_parameter_is_in_the_optimizer_and_changes(results, name):
+    assert (results[name]["error"], results[name]["warnings"]) == (None, [])
+    hidden = name.startswith("deepspeed") and not name.startswith("deepspeed 0")  # their gradients are not in `grad`
+    assert results[name]["step"] == (None if hidden else 1)
+
+
+@pytest.mark.parametrize("hook", TOO_LATE)
+@pytest.mark.parametrize("name", REPLACED)
+def test_a_weight_that_is_replaced_too_late_is_refused_with_the_plugin(results, name, hook):
+    error = results[f"{name}, {hook}"]["error"]
+    strategy = name.partition(" ")[0]
+    both = hook == "prepare" and strategy != "ddp"  # which leaves preparing to Accelerate
+    who = f"one of the plugins 'replaces', {strategy!r}" if both else "plugin 'replaces'"
+    assert f"{who} changed the model's parameters in {hook}, after the optimizer was built." in error
+    assert "Not in the optimizer, so they would never train: " in error
+    assert "head (weight)." in error
+
+
+@pytest.mark.parametrize("name", [name for name in REPLACED if name != "deepspeed 3"])  # which fails on a weight that it did not shard
+def test_a_weight_that_is_replaced_before_the_first_step_is_one_warning(results, name):
+    (warning,) = results[f"{name}, before_fit"]["warnings"]
+    assert "Not in the optimizer: head (weight)." in warning

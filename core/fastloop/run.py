@@ -31,6 +31,7 @@ from fastloop.hooks import Resolution
 from fastloop.optimizer_check import OptimizerCheck
 from fastloop.recipe import Recipe
 from fastloop.regions import each, region
+from fastloop.skipped_steps import SkippedSteps
 from fastloop.state import INTERRUPTED, Batch, DataLoaderDraft, OptimizerDraft, State
 from fastloop.update_check import UpdateCheck
 
@@ -196,6 +197,7 @@ class Run:
         model, self.optimizer = self.hooks.prepare(run=self, model=model, optimizer=optimizer)
         check.prepared(model)
         self.model: nn.Module = self.resolution.chain("after_prepare", model, check.after_prepare, run=self)
+        self.skipped_steps = SkippedSteps(self.optimizer, self.accelerator.scaler)
         self.update_check: UpdateCheck | None = UpdateCheck(check.accepted)
 
     def unwrapped(self) -> nn.Module:
@@ -303,8 +305,9 @@ class Run:
             state.request_save()
 
     def step_was_skipped(self) -> bool:
-        """Whether fp16's loss scaling found an overflow and skipped the optimizer step."""
-        return bool(getattr(self.optimizer, "step_was_skipped", False))
+        """Whether fp16's loss scaling found an overflow and skipped the newest optimizer step. The step and its samples count all the
+        same. With a fused optimizer the first call after a step waits for the device."""
+        return self.skipped_steps.newest()
 
     def count(self, totals: Totals) -> None:
         """Add a finished step to the counters."""

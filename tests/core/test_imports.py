@@ -92,7 +92,7 @@ LAYERS = [
     {"machine", "recipe", "checkpoint", "clock", "files", "importing", "data", "regions"},
     {"hooks"},
     {"registry"},
-    {"accelerator", "defaults", "folder", "loop", "optimizer_check", "resume", "schema", "update_check"},
+    {"accelerator", "defaults", "folder", "loop", "optimizer_check", "resume", "schema", "skipped_steps", "update_check"},
     {"run"},
     {"trainer", "bench"},
     {"profile"},

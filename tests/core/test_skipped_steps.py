@@ -1,0 +1,92 @@
+"""fp16's loss scaling skips the steps that overflow, with a fused optimizer too: the learning rate schedule does not advance then.
+
+The forward pass runs in fp16 on the CPU, and gradients overflow for real: the first loss scale is far too large.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+import torch
+
+from fastloop import Plugin, hookimpl
+
+SCHEDULE = {"lr-scheduler": {"schedule": "linear", "warmup": 0}}
+TOO_LARGE = 2.0**24
+"""Gradients of the tiny model overflow in fp16 above a loss scale of about 2^19."""
+
+
+class Fp16(Plugin):
+    """fp16 as `amp` has it on CUDA, with the CPU's GradScaler. It records every step."""
+
+    name = "fp16"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.skipped: list[bool] = []
+        self.unchanged: list[bool] = []
+        self.fell: list[bool] = []
+        self.schedule: list[int] = []
+        self.unread: list[bool] = []
+
+    @hookimpl
+    def before_prepare(self, run: Any) -> None:
+        run.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=TOO_LARGE)
+
+    @hookimpl(wrapper=True)
+    def compute_loss(self) -> Generator[None, Any, Any]:
+        with torch.autocast("cpu", torch.float16):
+            return (yield)
+
+    @hookimpl
+    def before_optimizer_step(self, run: Any) -> None:
+        self.before = [parameter.detach().clone() for parameter in run.model.parameters()]
+        self.scale = run.accelerator.scaler.get_scale()
+
+    @hookimpl
+    def after_step(self, run: Any) -> None:
+        self.unread.append(isinstance(run.skipped_steps.found_inf, torch.Tensor))
+        self.skipped.append(run.step_was_skipped())
+        self.unchanged.append(all(torch.equal(a, b) for a, b in zip(run.model.parameters(), self.before, strict=True)))
+        self.fell.append(run.accelerator.scaler.get_scale() < self.scale)
+        self.schedule.append(run.scheduler.last_epoch if run.scheduler is not None else 0)
+
+
+@pytest.mark.parametrize("plugins", [[], ["fused-optimizer"]], ids=["ordinary", "fused"])
+def test_an_overflow_changes_no_weight_and_does_not_advance_the_schedule(tiny_run, plugins):
+    fp16 = Fp16()
+    result = tiny_run([*plugins, SCHEDULE, fp16], epochs=4)
+    assert 3 < sum(fp16.skipped) < 18
+    assert fp16.skipped == fp16.fell == fp16.unchanged
+    trained = [fp16.skipped[: step + 1].count(False) for step in range(36)]
+    assert fp16.schedule == trained
+    assert result.summary["steps"] == 36
+    assert result.summary["samples"] == 4 * 67, "skipped steps and their samples count"
+    states: list[Any] = list(result.trainer.run.optimizer.state.values())
+    assert {int(state["step"]) for state in states} == {trained[-1]}
+    assert sum(result.losses[-9:]) < 0.9 * sum(result.losses[:9])
+
+
+def test_a_resumed_run_skips_the_same_steps(tiny_run, tmp_path):
+    first, rest, whole = Fp16(), Fp16(), Fp16()
+    undisturbed = tiny_run(["fused-optimizer", SCHEDULE, whole])
+    tiny_run(["fused-optimizer", SCHEDULE, first], max_steps=4, save_every=4, output=tmp_path / "run", epochs=2)
+    resumed = tiny_run(["fused-optimizer", SCHEDULE, rest], output=tmp_path / "run", resume=True)
+    assert first.skipped + rest.skipped == whole.skipped
+    assert sum(first.skipped) > 0 < sum(rest.skipped)
+    assert resumed.losses == undisturbed.losses[4:]
+
+
+def test_without_a_schedule_a_fused_step_is_not_waited_for(tiny_run):
+    fp16 = Fp16()
+    tiny_run(["fused-optimizer", fp16])
+    examined = [2**power - 1 for power in range(4)]  # the check of the first updates asks while steps are skipped: 1, 2, 4, 8
+    assert all(unread for step, unread in enumerate(fp16.unread) if step not in examined)
+    assert sum(fp16.skipped) > 3
+
+
+def test_overflows_of_the_first_steps_are_not_taken_for_weights_that_do_not_change(tiny_run, caplog):
+    tiny_run(["fused-optimizer", Fp16()], epochs=4)
+    assert "do not change" not in caplog.text

@@ -11,7 +11,6 @@ import inspect
 import json
 import logging
 import random
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,9 @@ from fastloop.importing import check_reference, import_object
 from fastloop.options import parse
 from fastloop_plugins._cache import digest
 from fastloop_plugins._hub import explain, is_hub_name, offline, quiet
-from fastloop_plugins._text_files import FORMATS, Part, make_part, read_file, show
+from fastloop_plugins._text_files import FORMATS, Part, Read, format_of, make_part, read_file, show
+from fastloop_plugins._text_labels import count_classes, is_label, number_labels
+from fastloop_plugins._text_paths import find_files, refuse_options_without_files, refuse_url
 
 if TYPE_CHECKING:
     from fastloop.recipe import Recipe
@@ -31,6 +32,8 @@ logger = logging.getLogger("fastloop")
 
 DRAW = 0
 """Seeds which samples are held out, and which ``limit`` keeps."""
+READER = 2
+"""Counts up when the same files and options give other rows, so that caches of token ids are made again."""
 
 
 @dataclass(kw_only=True)
@@ -45,6 +48,9 @@ class Data:
     splits: Annotated[dict[str, Any] | None, option("What the source calls the splits train, evaluate and test; null: leave out.")] = None
     text: Annotated[str, option("The column of texts.")] = "text"
     label: Annotated[str | None, option("The column of labels: text, or whole numbers from 0.")] = None
+    label_offset: Annotated[int, option("The number that the first class has, where labels are numbers: 1 if they count from 1.", ge=0)] = 0
+    label_map: Annotated[dict[Any, int | str] | None, option("Label as in the data -> name or number of its class; others stay.")] = None
+    read: Annotated[dict[str, Any] | None, option("How files are read: delimiter, columns, encoding, quoting, compression.")] = None
     max_length: Annotated[int, option("Tokens of a sample at most.", ge=2)] = 512
     padding: Annotated[Literal["longest", "max_length"], option("Pad to the longest of the batch, or always to max_length.")] = "longest"
     limit: Annotated[dict[str, Any] | None, option("Split -> how many samples to keep, drawn at random, always the same.")] = None
@@ -102,8 +108,9 @@ class TextData:
         self.options = parse(Data, recipe.data, self.where)
         self.splits = parse(Splits, self.options.splits, f"{self.where}.splits")
         self.limit = parse(Limit, self.options.limit, f"{self.where}.limit")
+        self.how = parse(Read, self.options.read, f"{self.where}.read")
         self.classes: list[str] = []
-        self.said: list[str] = []
+        self.said: list[tuple[int, str]] = []  # level and message
         self.skip_unreadable, self.unreadable = False, 0  # whether rows that cannot be read are left out; how many were
         if labelled and self.options.label is None:
             raise RecipeError(f"{self.where}.label: missing. Name the column of labels, such as data.label=label.")
@@ -121,38 +128,31 @@ class TextData:
         self.files: dict[str, list[Path]] = {}
         if self.options.files is not None:
             files = vars(parse(Files, self.options.files, f"{self.where}.files"))
-            self.files = {split: self._paths(split, given) for split, given in files.items() if given is not None}
+            self.files = {
+                split: find_files(recipe, given, split, f"{self.where}.files.{split}")
+                for split, given in files.items()
+                if given is not None
+            }
             if "train" not in self.files:
                 raise RecipeError(f"{self.where}.files.train: missing. Expected a file to train on.")
         if self.options.module is not None:
             check_reference(self.options.module, recipe, "data.module")
         if self.options.name is not None:
             self._check_name(self.options.name)
+        if self.options.read is not None:
+            self._check_read()
 
-    def _paths(self, split: str, given: str | list[str]) -> list[Path]:
-        where, paths = f"{self.where}.files.{split}", []
-        for item in [given] if isinstance(given, str) else given:
-            path = self.recipe.find(item)
-            if re.search(r"[*?\[]", item) and not path.exists():
-                roots = [Path(), *([self.recipe.source.parent] if self.recipe.source else [])]
-                absolute = Path(item).expanduser().is_absolute()
-                pattern = str(Path(item).expanduser().relative_to("/")) if absolute else item
-                found = next((hits for root in ([Path("/")] if absolute else roots) if (hits := sorted(root.glob(pattern)))), [])
-                if not found:
-                    raise RecipeError(f"{where}: no file matches {item}.")
-                paths += found
-            else:
-                paths.append(path)
-        if not paths:
-            raise RecipeError(f"{where}: found an empty list, expected files.")
-        for path in paths:
-            if not path.is_file():
-                raise RecipeError(f"{where}: {path}: {'a folder, expected a file' if path.is_dir() else 'no such file'}.")
-            if path.suffix.lower() not in FORMATS:
-                raise RecipeError(f"{where}: {path}: cannot read files of type {path.suffix!r}. Expected one of: {', '.join(FORMATS)}.")
-        return paths
+    def _check_read(self) -> None:
+        if self.options.files is None:
+            raise RecipeError(f"{self.where}.read: it is for data.files, which is not there. Remove it, or give the files there.")
+        refuse_options_without_files(self.how, [path for paths in self.files.values() for path in paths], f"{self.where}.read")
+        for key in ("text", "label"):
+            name = getattr(self.options, key)
+            if self.how.columns is not None and name is not None and name not in self.how.columns:
+                raise RecipeError(f"{self.where}.read.columns: found {self.how.columns}, expected {name!r} (data.{key}) among them.")
 
     def _check_name(self, name: str) -> None:
+        refuse_url(name, f"{self.where}.name", "its files")
         path = self.recipe.find(name)
         if path.is_file():
             raise RecipeError(f"{self.where}.name: {name} is a file. Give it as data.files.train={name}.")
@@ -175,8 +175,14 @@ class TextData:
             if name not in parts and (role == "train" or role in (self.options.splits or {})):
                 raise RecipeError(f"{self.where}.splits.{role}: there is no split {name!r}. There are: {', '.join(parts) or 'none'}.")
         rows = {role: self._rows(role, parts[name]) for role, name in splits.items() if name in parts}
+        used = {role: parts[splits[role]] for role in rows}
+        self.said += [(logging.INFO, note) for found in used.values() for part in found for note in part.notes]
         if self.options.label is not None:
-            self._number(rows, {role: parts[splits[role]] for role in rows})
+            labels = number_labels(used, self.options, self.where)
+            self.said += [(logging.INFO, note) for note in labels.notes] + [(logging.WARNING, line) for line in labels.warnings]
+            self.classes = labels.classes
+            for role in rows:
+                rows[role].labels = labels.ids[role]
         said = ""
         if "evaluate" not in rows and self.options.held_out:
             rows["train"], rows["evaluate"] = self._hold_out(rows["train"])
@@ -184,24 +190,27 @@ class TextData:
         for role, count in (("train", self.limit.train), ("evaluate", self.limit.validation), ("test", self.limit.test)):
             if count is not None and role in rows and count < len(rows[role].texts):
                 rows[role] = rows[role].keep(sorted(random.Random(DRAW).sample(range(len(rows[role].texts)), count)))
-        self.said.append(f"data: {', '.join(f'{role} {len(split.texts)}' for role, split in rows.items())}{said}")
+        if rows["train"].labels is not None:
+            said += f"; rows of each class in train: {count_classes(rows['train'].labels, self.classes)}"
+        self.said.append((logging.INFO, f"data: {', '.join(f'{role} {len(split.texts)}' for role, split in rows.items())}{said}"))
         self.say()
         return rows
 
     def say(self) -> None:
-        """What is to be known of the data that was read: the last line is its sizes, others warn."""
-        for line in self.said:
-            logger.log(logging.INFO if line is self.said[-1] else logging.WARNING, "%s", line)
+        """Log what was found in the data; the last line has its sizes."""
+        for level, line in self.said:
+            logger.log(level, "%s", line)
 
     def identity(self) -> str:
         """A hash of the files that ``load`` reads, and of all that decides what it makes of them."""
-        chosen = {"options": vars(self.options) | {"files": None}, "splits": vars(self.splits), "limit": vars(self.limit), "draw": DRAW}
+        options = vars(self.options) | {"files": None, "label_map": sorted(map(str, (self.options.label_map or {}).items()))}
+        chosen = {"options": options, "splits": vars(self.splits), "limit": vars(self.limit), "draw": DRAW, "reader": READER}
         chosen["skip_unreadable"] = self.skip_unreadable
         facts = [json.dumps(chosen, sort_keys=True)]
         for split, paths in self.files.items():
             for path in paths:
                 with path.open("rb") as file:
-                    facts += [split, path.suffix.lower(), hashlib.file_digest(file, "blake2b").hexdigest()]
+                    facts += [split, str(format_of(path)), hashlib.file_digest(file, "blake2b").hexdigest()]
         return digest(facts)
 
     def _read(self) -> dict[str, list[Part]]:
@@ -210,7 +219,11 @@ class TextData:
             return self._call(self.options.module)
         if self.options.name is not None:
             return self._dataset(self.options.name)
-        return {split: [read_file(path, self.options.text, self.skip_unreadable) for path in paths] for split, paths in self.files.items()}
+        return {split: self._read_files(paths) if split in vars(self.splits).values() else [] for split, paths in self.files.items()}
+
+    def _read_files(self, paths: Sequence[str | Path]) -> list[Part]:
+        options = self.options
+        return [read_file(Path(path), self.how, options.text, options.label, self.skip_unreadable) for path in paths]
 
     def _call(self, reference: str) -> dict[str, list[Part]]:
         function = import_object(reference, self.recipe, "data.module")
@@ -233,6 +246,9 @@ class TextData:
                 if (folder / "dataset_dict.json").is_file():
                     found = datasets.load_from_disk(str(folder))
                 elif folder.is_dir():
+                    builder = datasets.load_dataset_builder(str(folder.resolve()), self.options.subset)
+                    if builder.name == "csv":  # which datasets reads with guesses of types and missing values
+                        return {str(split): self._read_files(paths) for split, paths in builder.config.data_files.items()}
                     found = datasets.load_dataset(str(folder.resolve()), self.options.subset)
                 else:
                     offline()
@@ -245,14 +261,13 @@ class TextData:
         """A part without the rows whose text is no text, or which have no label."""
         keys = {"text": self.options.text} | ({} if self.options.label is None else {"label": self.options.label})
         columns = {name: part.column(key, name) for key, name in keys.items()}
-        types: dict[str, Any] = {"text": str | None, "label": int | str}
-        bad = {index for key, name in keys.items() for index, value in enumerate(columns[name]) if not isinstance(value, types[key])}
-        bad |= {index for index, value in enumerate(columns[keys["label"]]) if value == ""} if "label" in keys else set()
+        bad = {index for index, value in enumerate(columns[keys["text"]]) if not isinstance(value, str | None)}
+        bad |= {index for index, value in enumerate(columns[keys["label"]]) if not is_label(value)} if "label" in keys else set()
         if count := part.unreadable + len(bad):
-            self.said.append(f"{part.where}: {count} rows cannot be read, and are left out")
+            self.said.append((logging.WARNING, f"{part.where}: {count} rows cannot be read, and are left out"))
             self.unreadable += count
         kept = {name: [value for index, value in enumerate(column) if index not in bad] for name, column in columns.items()}
-        return Part(part.where, kept, part.classes)
+        return Part(part.where, kept, part.classes, untyped=part.untyped, notes=part.notes)
 
     # -- checking --------------------------------------------------------------------------------------------------------
 
@@ -262,6 +277,10 @@ class TextData:
             for number, value in enumerate(part.column("text", self.options.text), 1):
                 if value is not None and not isinstance(value, str):
                     raise RecipeError(f"{part.row(number)}: column {self.options.text!r} holds {show(value)}, expected text (data.text).")
+                if value and not value.isascii() and not _encodable(value):
+                    raise RecipeError(
+                        f"{part.row(number)}: column {self.options.text!r} (data.text) holds half of a UTF-16 pair, which is no text."
+                    )
                 texts.append(value or "")
         where = ", ".join(part.where for part in parts)
         empty = sum(not text.strip() for text in texts)
@@ -270,50 +289,8 @@ class TextData:
         if empty == len(texts):
             raise RecipeError(f"{where}: all {empty} texts in column {self.options.text!r} are empty (data.text).")
         if empty:
-            self.said.append(f"{where}: {empty} of {len(texts)} texts are empty")
+            self.said.append((logging.WARNING, f"{where}: {empty} of {len(texts)} texts are empty"))
         return Rows(texts)
-
-    def _number(self, rows: dict[str, Rows], parts: dict[str, list[Part]]) -> None:
-        """Fill in the labels as 0..n-1; the training split says which there are."""
-        column = self.options.label or ""
-        values = {role: [(part, *pair) for part in found for pair in self._labels(part, column)] for role, found in parts.items()}
-        seen = {label for _, _, label in values["train"]}
-        where, classes = ", ".join(part.where for part in parts["train"]), parts["train"][0].classes
-        if len({type(label) for label in seen}) > 1:
-            raise RecipeError(f"{where}: column {column!r} (data.label) mixes text and numbers: {_list(seen)}. Write all one way.")
-        if len(seen) < 2:
-            raise RecipeError(f"{where}: column {column!r} (data.label) holds only the label {_list(seen)}, expected at least two.")
-        ids: dict[Any, int]
-        if isinstance(next(iter(seen)), str):
-            ids = {label: index for index, label in enumerate(sorted(seen))}
-        else:
-            ids = {index: index for index in range(len(classes or seen))}
-            if not seen <= set(ids):
-                raise RecipeError(
-                    f"{where}: column {column!r} (data.label) holds the labels {_list(seen)}, expected 0 to {len(ids) - 1} without gaps. "
-                    "Renumber them, or write them as text."
-                )
-        for role, found in values.items():
-            for part, number, label in found:
-                if label not in ids:
-                    raise RecipeError(
-                        f"{part.row(number)}: column {column!r} (data.label) holds {label!r}, which never occurs in training. "
-                        f"There: {_list(seen)}." + f" To leave this split out: data.splits.{role}=null." * (role != "train")
-                    )
-            rows[role].labels = [ids[label] for _, _, label in found]
-        self.classes = classes or [str(label) for label in ids]
-
-    def _labels(self, part: Part, column: str) -> list[tuple[int, int | str]]:
-        labels: list[tuple[int, int | str]] = []
-        for number, value in enumerate(part.column("label", column), 1):
-            if value is None or value == "":
-                raise RecipeError(f"{part.row(number)}: column {column!r} (data.label) is empty. Every row needs a label.")
-            if not isinstance(value, int | str):
-                raise RecipeError(
-                    f"{part.row(number)}: column {column!r} (data.label) holds {show(value)}, expected text, or whole numbers from 0."
-                )
-            labels.append((number, int(value) if isinstance(value, bool) else value))
-        return labels
 
     def _hold_out(self, rows: Rows) -> tuple[Rows, Rows]:
         total = len(rows.texts)
@@ -326,6 +303,8 @@ class TextData:
         return rows.keep(sorted(order[count:])), rows.keep(sorted(order[:count]))
 
 
-def _list(labels: set[Any]) -> str:
-    shown = [f"{label!r:.60}" for label in sorted(labels, key=str)]
-    return ", ".join(shown[:8]) + f" and {len(shown) - 8} more" * (len(shown) > 8)
+def _encodable(text: str) -> bool:
+    try:
+        return bool(text.encode())
+    except UnicodeEncodeError:
+        return False

@@ -233,7 +233,10 @@ def test_a_label_column_that_only_test_lacks_is_named_with_the_file():
         ([1, 2, 1], "train.jsonl: column 'label' (data.label) holds the labels 1, 2, expected 0 to 1 without gaps."),
         ([-1, 0, 1], "holds the labels -1, 0, 1, expected 0 to 2 without gaps."),
         ([0, 2, 0], "holds the labels 0, 2, expected 0 to 1 without gaps."),
-        ([0, "a", 1], "train.jsonl: column 'label' (data.label) mixes text and numbers: 0, 1, 'a'."),
+        (
+            [0, "a", 1],
+            "train.jsonl, row 2: column 'label' (data.label) mixes text and numbers: it holds 'a', and train.jsonl, row 1 holds 0.",
+        ),
         (["a", "a", "a"], "train.jsonl: column 'label' (data.label) holds only the label 'a', expected at least two."),
         ([["a"], "b", "c"], "train.jsonl, row 1: column 'label' (data.label) holds ['a'] (list)"),
     ],
@@ -278,8 +281,8 @@ def test_texts_that_are_no_text_are_refused():
         ("bad.json", b'[{"text": "a"},\n]', "bad.json, line 2: not valid JSON"),
         ("bad.json", b'["a", "b"]', "bad.json, row 1: found 'a' (str), expected a mapping of columns."),
         ("bad.parquet", b"not parquet at all", "bad.parquet: cannot be read as .parquet"),
-        ("bad.csv", b"text,label\na,0\nb,1,2\n", "bad.csv: cannot be read as .csv"),
-        ("bad.txt", b"\xff\xfe\x00bad", "bad.txt, line 1: not UTF-8"),
+        ("bad.csv", b"text,label\na,0\nb,1,2\n", "bad.csv, line 3: found 3 cells, expected 2 (text, label)."),
+        ("bad.txt", b"\xff\x00bad", "bad.txt, line 1: not UTF-8"),
     ],
 )
 def test_a_file_that_is_not_what_its_suffix_says_is_refused(name, content, message):

@@ -231,7 +231,7 @@ def test_corrupt_rows_of_a_csv_are_left_out_by_choice_too(tmp_path, caplog):
     """rows of a csv with a cell too many: refused, or left out and counted; known again from the cache"""
     lines = [f'"{row["text"]}",{row["label"]}' for row in good()]
     Path("train.csv").write_text("\n".join(["text,label", *lines[:9], "a,b,c", *lines[9:], "d,e,f,g", ""]))
-    with pytest.raises(RecipeError, match=r"train.csv: cannot be read as .csv"):
+    with pytest.raises(RecipeError, match=r"train.csv, line 11: found 3 cells, expected 2"):
         text_run(train="train.csv")
     for _ in range(2):
         run = text_run((SKIP, {"prefetch": {"cache": str(tmp_path / "cache")}}), train="train.csv")

@@ -1,0 +1,40 @@
+"""Shared by the tests of data files: the ``data`` section read as a run reads it, and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastloop.errors import RecipeError
+from fastloop.recipe import make_recipe
+from fastloop_plugins._text_data import Rows, TextData
+
+
+def text_data(files: dict[str, Any] | str | None = None, label: str | None = "label", **data: Any) -> TextData:
+    """The section of a recipe that names ``files``; a path alone is the training file."""
+    section: dict[str, Any] = {"held_out": 0.0, "label": label} | data
+    if files is not None:
+        section["files"] = {"train": files} if isinstance(files, str) else files
+    return TextData(make_recipe({"data": section}, Path("recipe.yaml")), labelled=label is not None)
+
+
+def named_rows(data: TextData, role: str = "train") -> list[tuple[str, str | None]]:
+    """Each row's text and the name of its class."""
+    rows: Rows = data.load()[role]
+    return list(zip(rows.texts, [None] * len(rows.texts) if rows.labels is None else [data.classes[i] for i in rows.labels], strict=True))
+
+
+def refusal(files: dict[str, Any] | str | None = None, **data: Any) -> str:
+    """The message by which the data is refused."""
+    with pytest.raises(RecipeError) as caught:
+        text_data(files, **data).load()
+    return str(caught.value)
+
+
+def write(path: str, content: str | bytes) -> str:
+    """A file with exactly these characters or bytes."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path

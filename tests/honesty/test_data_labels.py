@@ -1,0 +1,218 @@
+"""Labels of other people's making: each row gets the class that its label means, or the data is refused with row, key and remedy."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from data_kit import named_rows, refusal, text_data, write
+
+
+def csv_file(labels: Sequence[str], path: str = "train.csv") -> str:
+    return write(path, "text,label\n" + "".join(f"film {i},{label}\n" for i, label in enumerate(labels)))
+
+
+def jsonl_file(labels: Sequence[Any], path: str = "train.jsonl") -> str:
+    return write(path, "".join(json.dumps({"text": f"film {i}", "label": label}) + "\n" for i, label in enumerate(labels)))
+
+
+def names(path: str, **data: Any) -> list[str | None]:
+    return [name for _, name in named_rows(text_data(path, **data))]
+
+
+# -- text and numbers --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("labels", "classes", "ids"),
+    [
+        (["0", "1", "1"], ["0", "1"], [0, 1, 1]),
+        (["0.0", "1.0", "1."], ["0", "1"], [0, 1, 1]),
+        (["0", "1.0", "2.000"], ["0", "1", "2"], [0, 1, 2]),
+        (["01", "02", "01"], ["01", "02"], [0, 1, 0]),
+        (["01", "10", "02"], ["01", "02", "10"], [0, 2, 1]),
+        (["true", "false"], ["false", "true"], [1, 0]),
+        (["2020-01-02", "2020-01-01"], ["2020-01-01", "2020-01-02"], [1, 0]),
+        (["0x1F", "0x2F"], ["0x1F", "0x2F"], [0, 1]),
+        (["NaN", "x"], ["NaN", "x"], [0, 1]),
+        ([str(i) for i in range(11)] * 2, [str(i) for i in range(11)], [*range(11), *range(11)]),
+        (["9" * 25, "8" * 25], ["8" * 25, "9" * 25], [1, 0]),
+    ],
+)
+def test_labels_of_csv_files_are_numbers_only_if_all_are(labels, classes, ids):
+    data = text_data(csv_file(labels))
+    assert data.load()["train"].labels == ids
+    assert data.classes == classes
+
+
+def test_integral_floats_are_read_as_whole_numbers_and_that_is_logged(caplog):
+    caplog.set_level(logging.INFO, "fastloop")
+    assert names(csv_file(["0.0", "1.0"])) == ["0", "1"]
+    assert "train.csv: column 'label' (data.label): '0.0', '1.0' are read as whole numbers" in caplog.text
+    assert names(jsonl_file([0.0, 1.0, 1])) == ["0", "1", "1"]
+    assert "train.jsonl: column 'label' (data.label): 0.0, 1.0 are read as whole numbers" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        (["0", "1", "01"], "row 3: column 'label' (data.label) mixes text and numbers: it holds '01', and train.csv, row 1 holds '0'."),
+        (["neg", "pos", "3"], "row 1: column 'label' (data.label) mixes text and numbers: it holds 'neg', and train.csv, row 3 holds '3'."),
+        (["0", "1", "NA"], "row 3: column 'label' (data.label) mixes text and numbers: it holds 'NA', and train.csv, row 1 holds '0'."),
+        (["0", "0.5", "1"], "row 2: column 'label' (data.label) holds '0.5', expected text, or whole numbers from 0."),
+        (["0", "1e5", "1"], "row 2: column 'label' (data.label) holds '1e5', expected text, or whole numbers from 0."),
+        (["0", "", "1"], "row 2: column 'label' (data.label) is empty."),
+    ],
+)
+def test_labels_of_several_kinds_are_refused_with_the_row(labels, message):
+    assert f"train.csv, {message}" in refusal(csv_file(labels))
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        ([0, 1, "1"], "row 3: column 'label' (data.label) mixes text and numbers: it holds '1', and train.jsonl, row 1 holds 0."),
+        ([True, False, 1], "row 1: column 'label' (data.label) mixes text and numbers: it holds 'true', and train.jsonl, row 3 holds 1."),
+        ([0, 1, float("nan")], "row 3: column 'label' (data.label) is empty."),
+        ([0, 1, float("inf")], "row 3: column 'label' (data.label) holds inf (float), expected text"),
+        ([0, 1, {"a": 1}], "row 3: column 'label' (data.label) holds {'a': 1} (dict), expected text"),
+    ],
+)
+def test_labels_of_several_types_are_refused_with_the_row(labels, message):
+    assert f"train.jsonl, {message}" in refusal(jsonl_file(labels))
+
+
+def test_labels_of_other_types_are_read_as_what_they_are():
+    assert names(jsonl_file([True, False])) == ["true", "false"]
+    assert names(jsonl_file(["1", "2"])) == ["1", "2"]
+    Path("mine.py").write_text(
+        "import numpy as np\ndef rows(): return {'train': [{'text': 'a', 'label': np.int64(1)}, {'text': 'b', 'label': np.float32(0)}]}\n"
+    )
+    assert names(None, module="mine.py:rows") == ["1", "0"]
+
+
+def test_integral_floats_of_parquet_files_are_whole_numbers_and_others_are_refused():
+    import pyarrow
+    from pyarrow import parquet
+
+    def written(labels: Any) -> str:
+        parquet.write_table(pyarrow.table({"text": ["a", "b", "c"], "label": labels}), "train.parquet")
+        return "train.parquet"
+
+    assert names(written(np.array([0, 1, 1], dtype=np.float64))) == ["0", "1", "1"]
+    assert names(written(pyarrow.array(["01", "02", "01"]).dictionary_encode())) == ["01", "02", "01"]
+    assert "train.parquet, row 2: column 'label' (data.label) is empty." in refusal(written(np.array([0, np.nan, 1])))
+    assert "train.parquet, row 2: column 'label' (data.label) holds 1.5 (float)" in refusal(written([0.0, 1.5, 1.0]))
+    assert "train.parquet, row 1: column 'label' (data.label) holds Decimal" in refusal(
+        written([Decimal("0.0"), Decimal("1.0"), Decimal("1.0")])
+    )
+
+
+def test_every_split_is_read_by_the_rule_of_train():
+    files = {"train": csv_file(["0", "1"]), "test": csv_file(["1.0", "0.0"], "test.csv")}
+    assert [name for _, name in named_rows(text_data(files), "test")] == ["1", "0"]
+    files["test"] = csv_file(["01", "1"], "test.csv")
+    assert "test.csv, row 1: column 'label' (data.label) holds '01', which never occurs in training. There: 0, 1." in refusal(files)
+    files = {"train": csv_file(["neg", "pos"]), "test": csv_file(["Pos ", "neg"], "test.csv")}
+    message = refusal(files)
+    assert "test.csv, row 1: column 'label' (data.label) holds 'Pos ', which never occurs in training." in message
+    assert "If they are one class: data.label_map={'Pos ': 'pos'}." in message
+    assert [name for _, name in named_rows(text_data(files, label_map={"Pos ": "pos"}), "test")] == ["pos", "neg"]
+
+
+# -- numbers that do not count from 0 ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("write_file", [csv_file, jsonl_file])
+def test_labels_that_count_from_1_are_refused_with_the_option_that_reads_them(write_file, caplog):
+    caplog.set_level(logging.INFO, "fastloop")
+    path = write_file([1, 2, 3, 2])
+    assert refusal(path).endswith("holds the labels 1, 2, 3, expected 0 to 2 without gaps. They count from 1: give data.label_offset=1.")
+    data = text_data(path, label_offset=1)
+    assert data.load()["train"].labels == [0, 1, 2, 1]
+    assert data.classes == ["1", "2", "3"]
+    assert "1 to 3 are the classes 0 to 2 (data.label_offset)" in caplog.text
+
+
+def test_an_offset_that_does_not_fit_is_refused():
+    assert "holds the labels 0, 1, expected 1 to 2 without gaps." in refusal(csv_file(["0", "1"]), label_offset=1)
+    assert "holds text ('neg', 'pos'), and data.label_offset is for numbers. Remove it." in refusal(
+        csv_file(["neg", "pos"]), label_offset=1
+    )
+    assert "data.label_offset: found -1" in refusal(csv_file(["0", "1"]), label_offset=-1)
+
+
+@pytest.mark.parametrize("write_file", [csv_file, jsonl_file])
+def test_a_map_names_or_numbers_classes(write_file):
+    path = write_file([-1, 1, -1])
+    assert "expected 0 to 1 without gaps. Renumber them, or name them: data.label_map={NUMBER: NAME}." in refusal(path)
+    assert names(path, label_map={-1: "neg", 1: "pos"}) == ["neg", "pos", "neg"]
+    assert names(path, label_map={-1: 0}) == ["0", "1", "0"]
+    assert "recipe.yaml: data.label_map: the label '2' never occurs. There: " in refusal(path, label_map={-1: 0, 2: 1})
+
+
+def test_a_map_names_labels_of_several_kinds():
+    assert names(csv_file(["0", "1", "3+"]), label_map={"3+": 2}) == ["0", "1", "2"]
+    assert names(jsonl_file([True, False]), label_map={True: "yes", False: "no"}) == ["yes", "no"]
+
+
+# -- classes that look wrong -------------------------------------------------------------------------------------------
+
+
+def test_the_log_counts_the_rows_of_each_class(caplog):
+    caplog.set_level(logging.INFO, "fastloop")
+    text_data(csv_file(["pos", "neg"] * 36 + ["label"]), held_out=0.0).load()
+    assert "data: train 73; rows of each class in train: neg 36, pos 36, label 1" in caplog.messages
+    text_data(csv_file(["pos", "neg"] * 36), held_out=0.5, limit={"train": 20}).load()
+    (line,) = [line for line in caplog.messages if line.startswith("data: train 20, evaluate 36")]
+    counts = line.partition("rows of each class in train: ")[2].replace("neg ", "").replace("pos ", "").split(", ")
+    assert sum(map(int, counts)) == 20
+
+
+def test_many_classes_are_counted_in_short():
+    from fastloop_plugins._text_labels import count_classes
+
+    ids = [index for index in range(20) for _ in range(index + 1)]
+    assert count_classes(ids, [f"c{i}" for i in range(20)]) == "c19 20, c18 19, c17 18, c16 17, c15 16, c14 15, c13 14, 12 more, and c0 1"
+    assert count_classes([0, 1, 1], ["0", "very good"]) == "'very good' 2, '0' 1"
+
+
+def test_classes_with_few_rows_warn(caplog):
+    text_data(csv_file(["neg", "pos"] * 36 + ["label"])).load()
+    assert "train.csv: column 'label'" not in caplog.text
+    assert "train.csv: classes with fewer than 5 rows to train on: 'label' has 1." in caplog.text
+    caplog.clear()
+    text_data(csv_file(["neg", "pos"] * 36)).load()
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize(("other", "remedy"), [("Neg ", "{'Neg ': 'neg'}"), ("NEG", "{'NEG': 'neg'}"), ("very  neg", None)])
+def test_classes_that_differ_by_case_or_spaces_warn_with_the_map_that_joins_them(other, remedy, caplog):
+    path = csv_file(["neg", "pos"] * 36 + [other] * 6)
+    text_data(path).load()
+    if remedy is None:
+        assert caplog.text == ""
+        return
+    assert f"train.csv: the classes '{other}', 'neg' differ by case or spaces only. If they are one: data.label_map={remedy}" in caplog.text
+    caplog.clear()
+    assert set(names(path, label_map={other: "neg"})) == {"neg", "pos"}
+    assert caplog.text == ""
+
+
+def test_a_class_with_the_name_of_a_missing_value_warns(caplog):
+    text_data(csv_file(["neg", "pos", "nan"] * 6)).load()
+    assert "train.csv: the class 'nan' has the name of a missing value. If it is one, remove its rows" in caplog.text
+
+
+@pytest.mark.parametrize("labels", [[f"a label of its own, number {i}".replace(",", "") for i in range(40)], [str(i) for i in range(40)]])
+def test_a_class_for_nearly_every_row_is_refused(labels):
+    message = refusal(csv_file([*labels, labels[0]]))
+    assert "train.csv: column 'label' (data.label) has 40 different labels in 41 rows, such as " in message
+    assert message.endswith("nearly every row would be a class of its own. Expected a column with few different values.")
+    assert len(names(csv_file(labels[:10]))) == 10  # a first trial with a row a class

@@ -18,9 +18,9 @@ import typer
 from fastloop import defaults, hookspecs
 from fastloop.cli import app
 from fastloop.options import OptionInfo, describe
-from fastloop.plugin import Device, Dtype, Observer, Package, Plugin, When
+from fastloop.plugin import DEFAULTS, Device, Dtype, Observer, Package, Plugin, When
 from fastloop.recipe import Train
-from fastloop.registry import DEFAULTS, installed, load
+from fastloop.registry import installed, load
 from fastloop.schema import recipe_schema, summary
 
 DOCS = Path(__file__).parent

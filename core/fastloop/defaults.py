@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from fastloop.recipe import Recipe
     from fastloop.run import Run
 
+core_default = hookimpl(trylast=True)
+
 
 def optimizer_class(recipe: Recipe) -> Callable[..., torch.optim.Optimizer]:
     """The class that ``train.optimizer`` names: of torch.optim, or ``package.module:name`` or ``file.py:name``.
@@ -40,7 +42,7 @@ def optimizer_class(recipe: Recipe) -> Callable[..., torch.optim.Optimizer]:
     return known[name]
 
 
-@hookimpl
+@core_default
 def check_recipe(recipe: Recipe) -> None:
     """``train.optimizer`` must name an optimizer.
 
@@ -50,13 +52,13 @@ def check_recipe(recipe: Recipe) -> None:
     optimizer_class(recipe)
 
 
-@hookimpl
+@core_default
 def build_collator(run: Run) -> Any:
     """Torch's default: stacks tensors and numbers."""
     return torch.utils.data.default_collate
 
 
-@hookimpl
+@core_default
 def build_optimizer(run: Run, model: torch.nn.Module) -> torch.optim.Optimizer:
     """The recipe's ``train.optimizer`` over the parameters that are trained.
 
@@ -72,7 +74,7 @@ def build_optimizer(run: Run, model: torch.nn.Module) -> torch.optim.Optimizer:
         raise RecipeError(f"{run.recipe.where}: train.optimizer: {train.optimizer} was called with {arguments}: {error}.") from error
 
 
-@hookimpl
+@core_default
 def prepare(run: Run, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[torch.nn.Module, Any]:
     """Accelerate's: onto the device, autocast, loss scaling, and DDP over several processes."""
     model, prepared = run.accelerator.prepare(model, optimizer)
@@ -81,26 +83,26 @@ def prepare(run: Run, model: torch.nn.Module, optimizer: torch.optim.Optimizer) 
     return model, prepared
 
 
-@hookimpl
+@core_default
 def backward(run: Run, loss: torch.Tensor) -> bool:
     """Accelerate's, which scales the loss in fp16."""
     run.accelerator.backward(loss)
     return True
 
 
-@hookimpl
+@core_default
 def clip_gradients(run: Run, max_norm: float) -> torch.Tensor:
     """Torch's, after loss scaling is undone."""
     return whole(run.accelerator.clip_grad_norm_(run.model.parameters(), max_norm))
 
 
-@hookimpl
+@core_default
 def model_state(run: Run) -> dict[str, Any]:
     """The state dict of the model as built."""
     return run.unwrapped().state_dict()
 
 
-@hookimpl
+@core_default
 def load_model_state(run: Run, state: dict[str, torch.Tensor]) -> bool:
     """Whole tensors are sharded as the model's are."""
     model = run.unwrapped()
@@ -109,14 +111,14 @@ def load_model_state(run: Run, state: dict[str, torch.Tensor]) -> bool:
     return True
 
 
-@hookimpl
+@core_default
 def optimizer_state(run: Run) -> dict[str, Any]:
     """The optimizer's own state dict."""
     state: dict[str, Any] = run.optimizer.state_dict()
     return state
 
 
-@hookimpl
+@core_default
 def load_optimizer_state(run: Run, state: dict[str, Any]) -> bool:
     """Whole tensors are sharded as their parameters are."""
     parameters = [parameter for group in run.optimizer.param_groups for parameter in group["params"]]
@@ -128,7 +130,7 @@ def load_optimizer_state(run: Run, state: dict[str, Any]) -> bool:
     return True
 
 
-@hookimpl
+@core_default
 def write_checkpoint(run: Run, folder: Path, model: dict[str, torch.Tensor], state: dict[str, Any]) -> Future[None]:
     """Written before training goes on."""
     written: Future[None] = Future()
@@ -140,13 +142,13 @@ def write_checkpoint(run: Run, folder: Path, model: dict[str, torch.Tensor], sta
     return written
 
 
-@hookimpl
+@core_default
 def evaluate(run: Run, split: str) -> dict[str, float]:
     """The core's evaluation loop."""
     return loop.evaluation_loop(run, split)
 
 
-@hookimpl
+@core_default
 def export_model(run: Run, folder: Path) -> Path:
     """The weights as ``model.safetensors``."""
     weights = run.weights()

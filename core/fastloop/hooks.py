@@ -1,14 +1,13 @@
 """The hooks of one run: which there are, who implements them, what they took, and who failed in one.
 
-pluggy calls them. ``Resolution`` adds the calls that pluggy does not know (drafts, chains); ``Hooks`` adds other packages' hooks, old
-names, and a watch over every call of a plugin's hook.
+pluggy calls them. ``Resolution`` adds the calls that pluggy does not know (drafts, chains); ``Hooks`` adds other packages' hooks, and a
+watch over every call of a plugin's hook. ``plugin_checks`` refuses plugins that are written wrongly.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.metadata
-import inspect
 import logging
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -20,8 +19,8 @@ from typing import Any
 
 import pluggy
 
-from fastloop import hookspecs, importing
-from fastloop.errors import FastloopError, PluginCrash, PluginError, UsageError, did_you_mean
+from fastloop import hookspecs, importing, plugin_checks
+from fastloop.errors import FastloopError, PluginCrash, PluginError, UsageError
 from fastloop.plugin import GROUP, Plugin
 from fastloop.recipe import Recipe
 from fastloop.state import Draft
@@ -53,6 +52,7 @@ class Hooks(pluggy.PluginManager):
 
     Attributes:
         known: Hook -> its arguments: ours, and those that the plugins of this run bring along.
+        first: The *first* hooks among them.
         calls: (plugin, hook) -> what its calls came to.
         disabled: Plugin -> why its hooks are no longer called.
         span: Put around each call of a plugin's hook, wrappers aside, with the name ``plugin.hook``; None: nothing.
@@ -69,19 +69,20 @@ class Hooks(pluggy.PluginManager):
 
         plugins = list(plugins)
         self.known: dict[str, tuple[str, ...]] = {}
+        self.first: set[str] = set()
         self.calls: dict[tuple[str, str], Calls] = {}
         self.disabled: dict[str, str] = {}
         self.span: Span | None = None
         self.inside = 0.0
         self.failed: tuple[BaseException, Plugin, str] | None = None
         self._declare(plugins)
-        self.register(defaults, "fastloop")
         for plugin in reversed(plugins):  # pluggy calls the last registered first
-            self._check(plugin)
+            plugin_checks.check_hooks(plugin, self.known, self.first)
             try:
                 self.register(plugin, plugin.name)
             except pluggy.PluginValidationError as error:
                 raise PluginError(f"plugin {plugin.name!r}: {error}") from None
+        self.register(defaults, "fastloop")  # marked trylast: after the fallbacks of plugins
         for plugin in plugins:
             for impl, hook in self._impls(plugin):
                 impl.function = self._watched(plugin, hook, impl.function, impl.wrapper)
@@ -105,66 +106,15 @@ class Hooks(pluggy.PluginManager):
         for name in owners:
             spec = getattr(self.hook, name).spec
             self.known[name] = (*spec.argnames, *spec.kwargnames)
-
-    def _check(self, plugin: Plugin) -> None:
-        """Every hook of a plugin must be one, and take arguments that it gets."""
-        if plugin.observes and plugin.parity != "exact":
-            raise PluginError(f"plugin {plugin.name!r} says that it only looks on (`observes`): its parity is exact, not {plugin.parity}.")
-        for attribute in dir(type(plugin)):
-            method = getattr(plugin, attribute)
-            marks = getattr(method, "fastloop_impl", None)
-            if marks is None:
-                continue
-            hook = _present(marks["specname"] or attribute)
-            where = f"plugin {plugin.name!r}: {hook}"
-            if marks["hookwrapper"]:
-                raise PluginError(f"{where} is marked hookwrapper=True, an older form. Mark it wrapper=True.")
-            if hook not in self.known:
-                if marks["optionalhook"]:
-                    continue
-                hint = did_you_mean(hook, self.known) or (
-                    " Another plugin's hook is known when that plugin is in the run. Marked optionalhook=True, it may be missing."
-                )
-                raise PluginError(f"plugin {plugin.name!r}: there is no hook {hook!r}.{hint}")
-            if hook in hookspecs.ONE_BY_ONE and marks["wrapper"]:
-                raise PluginError(f"{where} cannot be a wrapper: it is called on each plugin by itself.")
-            decides = hook in hookspecs.CHANGE or getattr(self.hook, hook).spec.opts["firstresult"]
-            if plugin.observes and (decides or marks["wrapper"]):
-                how = "changes or decides something" if decides else "is a wrapper here"
-                raise PluginError(f"{where} {how}, and the plugin says that it only looks on (`observes`). Leave one of the two out.")
-            for parameter in inspect.signature(method).parameters.values():
-                self._check_argument(where, hook, parameter)
-
-    def _check_argument(self, where: str, hook: str, parameter: inspect.Parameter) -> None:
-        name, given = _present(parameter.name, of=hook), parameter.default is not parameter.empty
-        known = name in self.known[hook]
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or (given and not known):
-            return
-        if not known:
-            raise PluginError(f"{where} gets no argument {name!r}.{did_you_mean(name, self.known[hook])}")
-        if given or parameter.kind is parameter.KEYWORD_ONLY:
-            raise PluginError(f"{where}: the argument {name!r} must be positional and without a default, else it is not passed.")
-
-    # -- old names -----------------------------------------------------------------------------------------------------
+            if spec.opts["firstresult"]:
+                self.first.add(name)
 
     def parse_hookimpl_opts(self, plugin: Any, name: str) -> Any:
-        """A hook under its old name is one under the present name; a plugin that has both is made for both, and the old one rests."""
+        """The marks of an implementation; one that its plugin lists in ``fallback_hooks`` is asked after those of other plugins."""
         marks = super().parse_hookimpl_opts(plugin, name)
-        hook = marks["specname"] or name if marks else ""
-        if marks is None or hook not in hookspecs.RENAMED:
-            return marks
-        if hasattr(getattr(plugin, _present(hook), None), "fastloop_impl"):
-            return None
-        _warn_renamed(plugin, f"the hook {hook!r}", hook)
-        return {**marks, "specname": _present(hook)}
-
-    def _verify_hook(self, hook: Any, hookimpl: Any) -> None:
-        """pluggy passes arguments by position, so that an old name may stay in the signature."""
-        for name in hookimpl.argnames:
-            if f"{hook.name}.{name}" in hookspecs.RENAMED:
-                _warn_renamed(hookimpl.plugin, f"{hook.name}'s argument {name!r}", f"{hook.name}.{name}")
-        hookimpl.argnames = tuple(_present(name, of=hook.name) for name in hookimpl.argnames)
-        super()._verify_hook(hook, hookimpl)
+        if marks and (marks["specname"] or name) in getattr(plugin, "fallback_hooks", ()):
+            return {**marks, "trylast": True}
+        return marks
 
     # -- every call ----------------------------------------------------------------------------------------------------
 
@@ -247,27 +197,6 @@ class Hooks(pluggy.PluginManager):
             impl.function = lambda *arguments: None
         log.warning("%s. It is disabled, and the run goes on", why)
         return True
-
-
-def _present(name: str, of: str = "") -> str:
-    """What a hook, or an argument of one, is called today."""
-    renamed = hookspecs.RENAMED.get(f"{of}.{name}" if of else name)
-    return renamed.name if renamed else name
-
-
-@functools.cache
-def _warned(text: str) -> None:
-    log.warning("%s", text)
-
-
-def _warn_renamed(plugin: Any, what: str, key: str) -> None:
-    """Say it once a process, and to the plugin's users through the logger: Python hides DeprecationWarnings from them, and shows a line of
-    ours with others."""
-    renamed = hookspecs.RENAMED[key]
-    _warned(
-        f"plugin {plugin.name!r} ({origin(type(plugin))}): {what} is called {renamed.name!r} now. The old name works until "
-        f"fastloop {renamed.until}: look for a newer version of the plugin"
-    )
 
 
 def crash(plugin: Plugin, hook: str, error: BaseException) -> PluginCrash:

@@ -40,8 +40,9 @@
     on_exception                                    # instead of the rest, when anything above raises
 
 Kinds. *Draft* hooks change the draft they get; two plugins that write one field is an error. *First* hooks return the first result
-that is not None, asked in the run's plugin order. *Chain* hooks may return a replacement, which the next plugin gets. The others are
-called on every plugin, in order. An implementation takes only the arguments it needs.
+that is not None, asked in the run's plugin order. Two plugins that answer the same one is an error, unless one wraps the other or leaves
+the hook to it (``Plugin.fallback_hooks``). *Chain* hooks may return a replacement, which the next plugin gets. The others are called on
+every plugin, in order. An implementation takes only the arguments it needs.
 
 With several processes every hook fires on every one of them, with the same counters, metrics and requests: what one process asks for
 (``run.state.request_stop``), all do. Where processes must act together (``run.weights()``, ``run.sum_over_processes``), all of them
@@ -50,15 +51,14 @@ must come by. Writing files is for ``run.is_main`` alone; so is what ``save_stat
 What goes around something is a wrapper:
 ``@hookimpl(wrapper=True)`` on that hook (not on draft and chain hooks, ``save_state`` and ``load_state``).
 
-Plugins may bring along hooks of their own: ``Plugin.hookspecs``. A hook or an argument that is renamed here works under its old name for a
-release: ``RENAMED``.
+Plugins may bring along hooks of their own: ``Plugin.hookspecs``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import pluggy
 
@@ -90,17 +90,8 @@ CHANGE = (
 ONE_BY_ONE = (*CHANGE, "save_state", "load_state")
 """Called on each plugin by itself, so that there is nothing to wrap."""
 
-
-class Renamed(NamedTuple):
-    """What something is called now, and the version of fastloop that no longer knows the old name."""
-
-    name: str
-    until: str
-
-
-RENAMED: dict[str, Renamed] = {}
-"""An old name of a hook, or ``hook.argument`` with an old name of its argument -> the present one. For a release both work, the old one
-with a warning."""
+ASKED_IN_TURN = ("recover",)
+"""*First* hooks that any number of plugins of a run may answer: each returns None for what it has no remedy for."""
 
 
 # -- configure ---------------------------------------------------------------------------------------------------------

@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 GROUP = "fastloop.plugins"
 """The entry points by which plugins are found."""
 
+DEFAULTS = "fastloop.defaults"
+"""Plugins that fastloop's own distribution turns on by itself. Other distributions' entries are not read: installed is not active."""
+
 hookimpl = pluggy.HookimplMarker("fastloop")
 
 Parity = Literal["exact", "reassociated", "reduced-precision", "changes-training"]
@@ -175,6 +178,9 @@ class Plugin:
     """Whether it only looks on, so that a run without it has the same numbers. It then wraps no hook, implements none that changes or
     decides something, and asks for nothing that processes do together (``run.wait``, ``run.gather``, ``run.weights``): when it fails on
     one process, the others go on. Its users may have it disabled when it fails: ``on_error: disable``."""
+    fallback_hooks: tuple[str, ...] = ()
+    """*First* hooks that it leaves to another plugin of the run, if one answers them: it is asked after the others. ``__init__`` may set
+    it by options."""
     hookspecs: ClassVar[Any] = None
     """A class or module of hooks that it brings along."""
 
@@ -207,3 +213,9 @@ class Plugin:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.config})"
+
+
+def defaults() -> dict[str, importlib.metadata.EntryPoint]:
+    """Name -> entry point of the plugins that are on by themselves where their ``activates`` says so."""
+    points = sorted(importlib.metadata.entry_points(group=DEFAULTS), key=lambda point: point.name)
+    return {point.name: point for point in points if point.dist is not None and point.dist.name == "fastloop"}

@@ -9,7 +9,8 @@
     output:  runs/distilbert_imdb
 
 Order of precedence, low to high: what ``extends:`` names, the file, ``--with``, overrides (``train.lr=1e-4``,
-``plugins.amp.dtype=fp16``), ``--without``. ``${train.lr}`` stands for another key's value; no resolver is called (``${oc.env:...}``).
+``plugins.amp.dtype=fp16``), ``--without``. An override may also set an option of a plugin that is on by default (``plugins.log.every=1``).
+``${train.lr}`` stands for another key's value; no resolver is called (``${oc.env:...}``).
 
 A recipe is data (``plain``): code runs only where it names a file or a module. What it calls a token, a key or a password is written
 nowhere (``secrets``).
@@ -31,6 +32,7 @@ shape of the rest.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -42,6 +44,7 @@ from pydantic import PositiveInt
 from fastloop import plain, secrets
 from fastloop.errors import RecipeError, did_you_mean
 from fastloop.options import option, parse
+from fastloop.plugin import defaults
 from fastloop.source import read, split
 
 SECTIONS = ("model", "data", "train", "plugins", "output")
@@ -198,11 +201,20 @@ def load_recipe(
     for plugin in with_plugins:
         name = _name(plugin, "--with", path, references)
         tree["plugins"][name] = tree["plugins"].get(name) or {}
+    listed = set(tree["plugins"])
     tree = _apply(tree, overrides, str(path), references)
+    overridden = [name for name in tree["plugins"] if name not in listed]
     for plugin in without_plugins:
         tree["plugins"][_name(plugin, "--without", path, {})] = False
     tree["plugins"] = {references.get(name, name): options for name, options in tree["plugins"].items()}
-    return make_recipe(tree, path)
+    recipe = make_recipe(tree, path)
+    for name in overridden:
+        if recipe.plugins[name] is not False and not defaults()[name].load().activates(recipe):
+            raise RecipeError(
+                f"{path}: plugins.{name}: an override sets its options, but the recipe does not list it, and it is not on by default here. "
+                f"Add it with --with {name}."
+            )
+    return recipe
 
 
 def make_recipe(tree: Mapping[str, Any], source: Path | None = None) -> Recipe:
@@ -383,8 +395,10 @@ def _apply(tree: dict[str, Any], overrides: Iterable[str], where: str, reference
         name = rest.partition(".")[0]
         if head == "plugins" and not name:
             raise RecipeError(f"{item}: expected plugins.NAME.OPTION=value. Plugins are added by --with, and left out by --without.")
-        if head == "plugins" and not isinstance(tree["plugins"].get(name), Mapping):
+        on_by_default = [plugin for plugin in defaults() if plugin not in tree["plugins"]]
+        if head == "plugins" and not isinstance(tree["plugins"].get(name), Mapping) and name not in on_by_default:
             there = [plugin for plugin, options in tree["plugins"].items() if options is not False]
+            there += difflib.get_close_matches(name, on_by_default)
             raise RecipeError(f"{item}: the recipe {where} does not list {name!r}.{did_you_mean(name, there)} Add it with --with {name}.")
         _refuse_resolvers(item, key)
         secrets.remember({key.rpartition(".")[2]: value}, key)

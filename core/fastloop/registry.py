@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import importlib.metadata
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from packaging.requirements import InvalidRequirement, Requirement
@@ -19,12 +19,10 @@ from fastloop.hooks import Resolution, origin
 from fastloop.importing import import_file
 from fastloop.machine import Machine
 from fastloop.options import check_options
-from fastloop.plugin import GROUP, Plugin
+from fastloop.plugin import GROUP, Plugin, defaults
+from fastloop.plugin_checks import check_together
 from fastloop.recipe import Recipe
 from fastloop.source import split
-
-DEFAULTS = "fastloop.defaults"
-"""Plugins that fastloop's own distribution turns on by itself. Other distributions' entries are not read: installed is not active."""
 
 
 def installed(group: str = GROUP, taken: Iterable[str] = ()) -> dict[str, importlib.metadata.EntryPoint]:
@@ -43,12 +41,6 @@ def installed(group: str = GROUP, taken: Iterable[str] = ()) -> dict[str, import
         for point in points:
             table[name if len(points) == 1 and name not in taken else f"{_distribution(point)}:{name}"] = point
     return table
-
-
-def defaults() -> dict[str, importlib.metadata.EntryPoint]:
-    """Name -> entry point of the plugins that are on by themselves where their ``activates`` says so."""
-    points = sorted(importlib.metadata.entry_points(group=DEFAULTS), key=lambda point: point.name)
-    return {point.name: point for point in points if _distribution(point) == "fastloop"}
 
 
 def _distribution(point: importlib.metadata.EntryPoint) -> str:
@@ -163,7 +155,8 @@ def resolve(recipe: Recipe, machine: Machine | None = None, objects: Iterable[Pl
         objects: Plugin objects given in Python, after the recipe's own.
 
     Raises:
-        PluginError: No such plugin, two in one slot, a conflict, something required or needed is missing, a circle of constraints.
+        PluginError: No such plugin, two in one slot, a conflict, something required or needed is missing, a circle of constraints, two
+            plugins that answer one hook, an unknown parity class.
         RecipeError: A plugin's option cannot be.
     """
     resolution = select(recipe, objects)
@@ -202,8 +195,10 @@ def select(recipe: Recipe, objects: Iterable[Plugin] = ()) -> Resolution:
             plugins.append(cls())
             filled.add(cls.slot)
             reasons[cls.name] = f"on by default: {why}"
-    _check(plugins, recipe.where)
+    names = {point.name for point in installed().values()}
+    _check(plugins, names, recipe.where)
     ordered = _order(plugins, reasons, recipe.where)
+    check_together(ordered, names, reasons, recipe.where)
     return Resolution(ordered, reasons)
 
 
@@ -221,7 +216,7 @@ def _matching(reference: str, plugins: list[Plugin]) -> list[Plugin]:
     return [plugin for plugin in plugins if plugin.name == reference]
 
 
-def _check(plugins: list[Plugin], where: str) -> None:
+def _check(plugins: list[Plugin], names: Collection[str], where: str) -> None:
     for index, plugin in enumerate(plugins):
         if not plugin.name:
             raise PluginError(f"{where}: the plugin {type(plugin).__qualname__} has no name. Set `name` in its class.")
@@ -240,11 +235,12 @@ def _check(plugins: list[Plugin], where: str) -> None:
         for reference in plugin.requires:
             if not _matching(reference, plugins):
                 slot = reference.removeprefix("slot:")
-                repair = (
-                    f"{reference!r}, which the recipe does not list. Add it: --with {reference}."
-                    if slot == reference
-                    else f"a plugin in the slot {slot!r}, which the recipe does not list. `fastloop plugins` shows who fills it."
-                )
+                if slot != reference:
+                    repair = f"a plugin in the slot {slot!r}, which the recipe does not list. `fastloop plugins` shows who fills it."
+                elif reference in names:
+                    repair = f"{reference!r}, which the recipe does not list. Add it: --with {reference}."
+                else:
+                    repair = f"{reference!r}, and no plugin of this name is installed.{did_you_mean(reference, names)}"
                 raise PluginError(f"{where}: plugin {plugin.name!r} requires {repair}")
 
 

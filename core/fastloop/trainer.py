@@ -30,6 +30,7 @@ class Given(Plugin):
 
     name = "given"
     slot = "task"
+    fallback_hooks: tuple[str, ...] = ("compute_loss",)
 
     def __init__(
         self,
@@ -41,6 +42,8 @@ class Given(Plugin):
     ) -> None:
         super().__init__()
         self.model, self.datasets, self.collator, self.loss, self.metrics = model, datasets, collator, loss, metrics
+        if not metrics:
+            self.fallback_hooks = (*self.fallback_hooks, "build_metrics")
 
     @hookimpl
     def build_datasets(self) -> Mapping[str, Any]:

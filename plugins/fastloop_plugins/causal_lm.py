@@ -38,6 +38,7 @@ class CausalLM(Plugin):
 
     name = "causal-lm"
     slot = "task"
+    fallback_hooks = ("compute_loss",)
     sections = {"model": Model, "data": Data}
     adds_metrics = ("perplexity",)
     configures = "model, data and loss of a causal language model"

@@ -70,6 +70,8 @@ class FusedOptimizer(Plugin):
         super().__init__(**options)
         if eight_bits(self.config):
             self.parity = "reduced-precision"  # type: ignore[assignment, misc] # with this option it promises less
+        else:  # another plugin's optimizer gets `fused` or `foreach` through run.optimizer_arguments
+            self.fallback_hooks = ("build_optimizer",)
 
     @hookimpl
     def check_recipe(self, recipe: Recipe) -> None:

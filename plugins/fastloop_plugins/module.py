@@ -52,6 +52,11 @@ class Module(Plugin):
             dict[str, dict[str, Any]], option("Name -> {type: a class of torchmetrics, or file.py:name, and its arguments}.")
         ] = field(default_factory=dict)
 
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        answered_if_set = {"build_collator": self.config.collate, "build_metrics": self.config.metrics}
+        self.fallback_hooks = ("compute_loss", *(hook for hook, value in answered_if_set.items() if not value))
+
     @classmethod
     def activates(cls, recipe: Recipe) -> str | None:
         return "model.module is set" if "module" in recipe.model else None

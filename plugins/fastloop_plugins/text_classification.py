@@ -34,6 +34,7 @@ class TextClassification(Plugin):
 
     name = "text-classification"
     slot = "task"
+    fallback_hooks = ("compute_loss",)
     sections = {"model": Model, "data": Data}
     configures = "model, data, loss and metrics of text classification"
 

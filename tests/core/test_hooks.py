@@ -35,15 +35,16 @@ def test_every_hook_stands_in_the_annotated_loop_and_says_what_it_is():
 
 
 def scribe(lines: list[str]) -> Plugin:
-    """A plugin with every hook, each of which writes down its name (and what helps to tell calls apart)."""
+    """A plugin that records every hook by its name and, where it has one, its split. It wraps *first* hooks."""
 
     def implementation(name: str) -> Any:
         parameters = list(inspect.signature(SPECS[name]).parameters)
         namespace: dict[str, Any] = {"lines": lines}
         words = f"' '.join(filter(None, ('{name}', split)))" if "split" in parameters else f"'{name}'"
-        returns = "; return {}" if name == "save_state" else ""
+        wraps = SPECS[name].fastloop_spec["firstresult"]
+        returns = "; return (yield)" if wraps else "; return {}" if name == "save_state" else ""
         exec(f"def {name}(self, {', '.join(parameters)}): lines.append({words}){returns}", namespace)
-        return hookimpl(namespace[name])
+        return hookimpl(wrapper=wraps)(namespace[name])
 
     return type("Scribe", (Plugin,), {"name": "scribe"} | {name: implementation(name) for name in SPECS})()
 

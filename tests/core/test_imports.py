@@ -90,7 +90,7 @@ LAYERS = [
     {"plain", "secrets", "source"},
     {"options", "hookspecs", "launch", "plugin", "state"},
     {"machine", "recipe", "checkpoint", "clock", "files", "importing", "data", "regions"},
-    {"hooks"},
+    {"hooks", "plugin_checks"},
     {"registry"},
     {"accelerator", "defaults", "folder", "loop", "optimizer_check", "resume", "schema", "skipped_steps", "update_check"},
     {"run"},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 from torch import nn
 
 import fastloop
-from fastloop import Plugin, PluginCrash, PluginError, RecipeError, Trainer, UsageError, hookimpl, hookspec, hookspecs
+from fastloop import Plugin, PluginCrash, PluginError, RecipeError, Trainer, UsageError, hookimpl, hookspec
 from fastloop.hooks import Resolution
 from fastloop.importing import files
 from fastloop.profile.verdicts import candidates
@@ -461,63 +460,6 @@ def test_an_error_in_a_hook_of_a_third_party_names_who_failed_in_it(tiny_run):
         tiny_run([Oven(), Clumsy()])
     with pytest.raises(PluginCrash, match=r"^plugin 'oven' \(.*\) failed in after_epoch: TypeError"):
         tiny_run([type("Cool", (Oven,), {"after_epoch": hookimpl(lambda self, run: None + 1)})()])
-
-
-# -- old names ----------------------------------------------------------------------------------------------------------------
-
-
-def test_an_old_name_of_a_hook_or_an_argument_works_with_one_warning(monkeypatch, caplog, tiny_run):
-    renamed = {"on_step_end": hookspecs.Renamed("after_step", "0.3"), "after_step.step_loss": hookspecs.Renamed("loss", "0.4")}
-    monkeypatch.setattr(hookspecs, "RENAMED", renamed)
-
-    class Old(Plugin):
-        name = "old"
-        seen: list[float] = []
-
-        @hookimpl
-        def on_step_end(self, run: Any, step_loss: torch.Tensor) -> None:
-            self.seen.append(step_loss.item())
-
-    class Newer(Plugin):
-        name = "newer"
-        seen: list[float] = []
-
-        @hookimpl
-        def after_step(self, step_loss: torch.Tensor) -> None:
-            self.seen.append(step_loss.item())
-
-    result = tiny_run([Old(), Newer()], epochs=1)
-    tiny_run([Old(), Newer()], epochs=1)
-    assert Old.seen[: len(result.losses)] == Newer.seen[: len(result.losses)] == result.losses
-    said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert sorted(said) == [
-        f"plugin 'newer' ({__name__}): after_step's argument 'step_loss' is called 'loss' now. The old name works until fastloop 0.4: "
-        "look for a newer version of the plugin",
-        f"plugin 'old' ({__name__}): after_step's argument 'step_loss' is called 'loss' now. The old name works until fastloop 0.4: "
-        "look for a newer version of the plugin",
-        f"plugin 'old' ({__name__}): the hook 'on_step_end' is called 'after_step' now. The old name works until fastloop 0.3: "
-        "look for a newer version of the plugin",
-    ]
-
-
-def test_a_plugin_that_is_made_for_both_names_is_called_once_and_nothing_is_said(monkeypatch, caplog, tiny_run):
-    monkeypatch.setattr(hookspecs, "RENAMED", {"on_step_end": hookspecs.Renamed("after_step", "0.3")})
-
-    class Both(Plugin):
-        name = "both"
-        calls: list[str] = []
-
-        @hookimpl
-        def on_step_end(self) -> None:
-            self.calls.append("old")
-
-        @hookimpl(optionalhook=True)
-        def after_step(self) -> None:
-            self.calls.append("new")
-
-    tiny_run([Both()], epochs=1, max_steps=2)
-    assert Both.calls == ["new", "new"]
-    assert "on_step_end" not in caplog.text
 
 
 # -- plugins that only look on ------------------------------------------------------------------------------------------------

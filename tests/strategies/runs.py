@@ -8,6 +8,7 @@ gradient norms of the steps, metrics, how often gradients were exchanged, or the
 from __future__ import annotations
 
 import os
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -117,13 +118,14 @@ class Fp16(Plugin):
 
     name = "fp16"
 
-    @hookimpl
-    def build_collator(self, run: Any) -> None:
+    @hookimpl(wrapper=True)
+    def build_collator(self, run: Any) -> Generator[None, Any, Any]:
         from fastloop_plugins._deepspeed_state import imported
 
         imported("cpu").accelerator.get_accelerator().is_fp16_supported = lambda: True
         run.accelerator.state._mixed_precision = "fp16"
         run.accelerator.scaler, run.accelerator.scaler_handler = object(), None
+        return (yield)
 
     @hookimpl
     def check_run(self, run: Any) -> None:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fastloop.errors import UsageError, did_you_mean
 from fastloop.hooks import Resolution
-from fastloop.plugin import Plugin
+from fastloop.plugin import Plugin, defaults
 from fastloop.recipe import Recipe, make_recipe
-from fastloop.registry import defaults, load_listed, make, resolve
+from fastloop.registry import load_listed, make, resolve
 from fastloop.state import AcceleratorDraft, DataLoaderDraft, OptimizerDraft
 
 if TYPE_CHECKING:

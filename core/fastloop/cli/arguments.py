@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -11,13 +12,16 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, such as train.lr=1e-4 or plugins.amp.dtype=fp16."),
 ]
-With = Annotated[str, typer.Option("--with", metavar="A,B", help="Plugins to add.")]
-Without = Annotated[str, typer.Option("--without", metavar="A,B", help="Plugins to leave out, default ones included.")]
+With = Annotated[list[str] | None, typer.Option("--with", metavar="A,B", help="Plugins to add. May be repeated.")]
+Without = Annotated[
+    list[str] | None, typer.Option("--without", metavar="A,B", help="Plugins to leave out, default ones included. May be repeated.")
+]
 
 
-def names(listed: str) -> list[str]:
-    """``"a, b"`` -> ``["a", "b"]``."""
-    return [name.strip() for name in listed.split(",") if name.strip()]
+def names(listed: str | Sequence[str] | None) -> list[str]:
+    """``"a, b"`` -> ``["a", "b"]``; an option that was given several times -> the names of all, in order and once each."""
+    texts = [listed] if isinstance(listed, str) else listed or ()
+    return list(dict.fromkeys(name.strip() for text in texts for name in text.split(",") if name.strip()))
 
 
 ACCEPTED = "exact,reassociated,reduced-precision"

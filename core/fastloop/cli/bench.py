@@ -15,8 +15,8 @@ from fastloop.cli.arguments import Overrides, RecipeName, With, Without, names
 def bench(
     recipe: RecipeName,
     overrides: Overrides = None,
-    with_: With = "",
-    without: Without = "",
+    with_: With = None,
+    without: Without = None,
     baseline: Annotated[
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="Override that holds for the baseline alone. Repeat for more.")
     ] = None,
@@ -65,7 +65,11 @@ def bench(
     plan = make_ladder(loaded, lifted, baseline or (), sets, leave_one_out)
     name = loaded.source.stem if loaded.source else "recipe"
     folder = make_folder(Path(output or f"runs/bench-{name}"))
-    facts = {"name": name, "command": command(recipe, overrides, with_, without, baseline, ladder), **this_place(plan.plugins, loaded)}
+    facts = {
+        "name": name,
+        "command": command(recipe, overrides, names(with_), names(without), baseline, ladder),
+        **this_place(plan.plugins, loaded),
+    }
     count = len(plan.measured())
     typer.echo(f"{count} rungs x {repeats} repeats, {warmup} + at least {steps} steps and {seconds:g} s each, into {folder}")
     for rung in plan.rungs:
@@ -134,12 +138,13 @@ def make_folder(folder: Path) -> Path:
     return folder
 
 
-def command(recipe: str, overrides: list[str] | None, with_: str, without: str, baseline: list[str] | None, ladder: str) -> str:
+def command(recipe: str, overrides: list[str] | None, with_: list[str], without: list[str], baseline: list[str] | None, ladder: str) -> str:
     """What was asked, as it would be typed again."""
     import shlex
 
     words = ["fastloop", "bench", recipe, *(overrides or ())]
-    for key, value in (("--with", with_), ("--without", without), *(("--baseline", item) for item in baseline or ()), ("--ladder", ladder)):
+    listed = (("--with", ",".join(with_)), ("--without", ",".join(without)))
+    for key, value in (*listed, *(("--baseline", item) for item in baseline or ()), ("--ladder", ladder)):
         words += [key, value] if value else []
     return shlex.join(words)
 

@@ -14,8 +14,8 @@ from fastloop.cli.arguments import Overrides, RecipeName, With, Without, names
 def plan(
     recipe: RecipeName,
     overrides: Overrides = None,
-    with_: With = "",
-    without: Without = "",
+    with_: With = None,
+    without: Without = None,
     nproc: Annotated[int | None, typer.Option(min=1, metavar="N", help="For N processes.")] = None,
 ) -> None:
     """Resolve a recipe and print what would run: files with code, plugins in order, what each changes, device, effective batch."""

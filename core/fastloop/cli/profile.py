@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 def profile(
     recipe: RecipeName,
     overrides: Overrides = None,
-    with_: With = "",
-    without: Without = "",
+    with_: With = None,
+    without: Without = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps that are timed, at the least.")] = 8,
     seconds: Annotated[float, typer.Option(min=0, help="And for at least so long.")] = 5.0,
     warmup: Annotated[int, typer.Option(min=1, help="Steps before them.")] = 3,
@@ -53,8 +53,8 @@ def profile(
     folder = Path(output or f"runs/profile-{loaded.source.stem if loaded.source else 'recipe'}")
     if nproc is not None:
         given = {
-            "--with": with_,
-            "--without": without,
+            "--with": ",".join(names(with_)),
+            "--without": ",".join(names(without)),
             "--steps": steps,
             "--seconds": seconds,
             "--warmup": warmup,

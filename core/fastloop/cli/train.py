@@ -28,8 +28,8 @@ def with_resume_value(arguments: list[str]) -> list[str]:
 def train(
     recipe: RecipeName,
     overrides: Overrides = None,
-    with_: With = "",
-    without: Without = "",
+    with_: With = None,
+    without: Without = None,
     resume: Annotated[
         str | None,
         typer.Option(
@@ -58,7 +58,8 @@ def train(
 
     loaded = load_recipe(recipe, overrides or (), names(with_), names(without))
     command = ["train", recipe, *(overrides or ())]
-    command += [word for key, value in (("--with", with_), ("--without", without)) if value for word in (key, value)]
+    for key, listed in (("--with", names(with_)), ("--without", names(without))):
+        command += [key, ",".join(listed)] if listed else []
     command += ["--trace-hooks"] * trace_hooks
     if nproc is not None:
         resumed = [] if resume is None else [f"--resume={resume}"]

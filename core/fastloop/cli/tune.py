@@ -17,8 +17,8 @@ from fastloop.cli.arguments import ACCEPTED, Overrides, RecipeName, With, Withou
 def tune(
     recipe: RecipeName,
     overrides: Overrides = None,
-    with_: With = "",
-    without: Without = "",
+    with_: With = None,
+    without: Without = None,
     budget: Annotated[str, typer.Option(metavar="TIME", help="How long it may take: 90s, 10m, 1h.")] = "10m",
     accept: Annotated[str, typer.Option(metavar="A,B", help="What plugins may do to the numbers (parity classes).")] = ACCEPTED,
     steps: Annotated[int, typer.Option(min=1, help="Steps of a measurement, at the least.")] = 2,

@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from fastloop import Plugin, UsageError, checkpoint, hookimpl
 from fastloop.bench.worker import switch_dropout_off
 from fastloop.hooks import Resolution
+from fastloop.plugin import defaults
 from fastloop.recipe import Recipe, make_recipe
-from fastloop.registry import defaults, load, resolve
+from fastloop.registry import load, resolve
 from fastloop.run import Run
 from fastloop.testing.settings import changes, snapshot
 

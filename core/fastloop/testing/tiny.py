@@ -44,7 +44,7 @@ class Call(NamedTuple):
 
 
 class HookCalls(Plugin):
-    """Appends a ``Call`` to a list for every hook that fires. It changes nothing: where a hook asks for a result, it has none."""
+    """Appends a ``Call`` to a list for every hook that fires. It changes nothing: where a hook asks for a result, it wraps the others."""
 
     name = "hook-calls"
 
@@ -53,14 +53,17 @@ class HookCalls(Plugin):
         self.calls = calls
 
 
-def _note(hook: str, arguments: tuple[str, ...]) -> Any:
-    """A hook of ``HookCalls``: pluggy tells by a function's own signature what it takes."""
-    return hookimpl(eval(f"lambda self, {', '.join(arguments)}: self.calls.append(call)", {"call": Call(hook, arguments)}))
+def _note(hook: str, arguments: tuple[str, ...], wraps: bool) -> Any:
+    """A hook of ``HookCalls``. pluggy reads from a function's signature which arguments to pass."""
+    note = "self.calls.append(call)"
+    body = f"({note}, (yield))[1]" if wraps else note
+    return hookimpl(wrapper=wraps)(eval(f"lambda self, {', '.join(arguments)}: {body}", {"call": Call(hook, arguments)}))
 
 
 for _name, _spec in vars(hookspecs).items():
     if hasattr(_spec, "fastloop_spec"):
-        setattr(HookCalls, _name, _note(_name, tuple(inspect.signature(_spec).parameters)))
+        _arguments = tuple(inspect.signature(_spec).parameters)
+        setattr(HookCalls, _name, _note(_name, _arguments, wraps=_spec.fastloop_spec["firstresult"]))
 
 
 def tiny_data(size: int = 67, seed: int = 0) -> TensorDataset:

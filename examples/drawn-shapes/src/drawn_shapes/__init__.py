@@ -31,6 +31,7 @@ class DrawnShapes(Plugin):
 
     name = "drawn-shapes"
     slot = "task"
+    fallback_hooks = ("build_model", "compute_loss")  # another plugin may answer these instead
     configures = "trains a classifier of drawn shapes"
 
     @dataclass(kw_only=True)

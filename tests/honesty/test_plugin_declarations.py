@@ -1,0 +1,362 @@
+"""Plugins whose declarations do not fit each other, or do not fit their code, are refused or reported before training."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from fastloop import Output, Plugin, PluginError, RecipeError, hookimpl, hookspecs
+from fastloop.plugin_checks import answered_hooks, check_hooks, check_together, misspelled
+from fastloop.recipe import load_recipe, make_recipe
+from fastloop.registry import Resolution, installed, load, resolve
+
+QUIET = [{"log": False}, {"progress": False}]
+CODE = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+def data():
+    inputs = torch.randn(24, 4, generator=torch.Generator().manual_seed(0))
+    return {"train": TensorDataset(inputs, inputs[:, :3].argmax(1))}
+
+def net():
+    return nn.Linear(4, 3)
+"""
+PLUGIN = """
+import torch
+from fastloop import Plugin, hookimpl
+
+class It(Plugin):
+    name = "{name}"
+"""
+OPTIMIZER = """
+    @hookimpl
+    def build_optimizer(self, run, model):
+        return torch.optim.{cls}(model.parameters(), lr=0.1)
+"""
+
+
+def recipe(*plugins: Any, **sections: Any) -> Path:
+    """A recipe of the task ``module``, in the current folder."""
+    Path("code_of_test.py").write_text(CODE)
+    tree = {
+        "model": {"module": "code_of_test.py:net"},
+        "data": {"module": "code_of_test.py:data"},
+        "train": {"epochs": 1, "batch_size": 8, "device": "cpu"},
+        "plugins": [{"module": {"loss": "cross_entropy"}}, *plugins],
+        "output": "out",
+        **sections,
+    }
+    Path("r.yaml").write_text(json.dumps(tree))
+    return Path("r.yaml")
+
+
+def file_plugin(name: str, body: str) -> str:
+    Path(f"{name}.py").write_text(PLUGIN.format(name=name) + body)
+    return f"./{name}.py"
+
+
+def fastloop(*arguments: str) -> tuple[int, str, str]:
+    done = subprocess.run([sys.executable, "-m", "fastloop", *arguments], capture_output=True, text=True, check=False)
+    assert "Traceback" not in done.stderr
+    return done.returncode, done.stdout, done.stderr
+
+
+def make(name: str, **members: Any) -> Plugin:
+    return type(name.title(), (Plugin,), {"name": name, **members})()
+
+
+def answer(result: Any = None, **marks: Any) -> Any:
+    return hookimpl(**marks)(lambda self: result)
+
+
+def resolved(*plugins: Plugin) -> Resolution:
+    resolution = resolve(make_recipe({"plugins": QUIET}), objects=plugins)
+    assert resolution.hooks is not None
+    return resolution
+
+
+# -- two plugins that answer one hook ----------------------------------------------------------------------------------
+
+
+def test_plan_refuses_two_plugins_that_build_the_optimizer():
+    first = file_plugin("lion", OPTIMIZER.format(cls="SGD"))
+    second = file_plugin("muon", OPTIMIZER.format(cls="Adagrad"))
+    recipe(first, second)
+    code, out, err = fastloop("plan", "r.yaml")
+    assert code == 2
+    assert "1. " not in out
+    assert err == (
+        "error: r.yaml: plugins 'lion' and 'muon' answer build_optimizer, and the answer of the first would hide the others. "
+        "Keep one: --without muon or --without lion. An author can wrap the other plugin's answer (@hookimpl(wrapper=True)) or leave the "
+        'hook to it (fallback_hooks = ("build_optimizer",)).\n'
+    )
+    assert resolve(load_recipe("r.yaml", without_plugins=["muon"])).names() == ["module", "lion", "log", "progress"]
+
+
+@pytest.mark.parametrize("hook", answered_hooks())
+def test_every_hook_with_one_answer_is_checked(hook):
+    with pytest.raises(PluginError, match=rf"plugins 'a' and 'c' answer {hook}, "):
+        resolved(make("a", **{hook: answer()}), make("b"), make("c", **{hook: answer(tryfirst=True)}))
+
+    def around(self: Plugin) -> Any:
+        return (yield)
+
+    assert resolved(make("a", **{hook: answer()}), make("b", **{hook: hookimpl(wrapper=True)(around)})).names() == ["a", "b"]
+
+
+def test_the_checked_hooks_are_the_first_hooks_that_nobody_passes_on():
+    first = {name for name, spec in vars(hookspecs).items() if getattr(spec, "fastloop_spec", {}).get("firstresult")}
+    assert set(answered_hooks()) == first - {"recover"}
+    assert resolved(make("a", recover=answer()), make("b", recover=answer())).names() == ["a", "b"]
+
+
+def test_a_fallback_is_asked_last_wherever_it_is_listed_and_plan_shows_it():
+    asked: list[str] = []
+
+    def build_model(self: Any) -> str:
+        asked.append(self.name)
+        return self.name
+
+    def fallback() -> Plugin:
+        return make("fallback", build_model=hookimpl(build_model), fallback_hooks=("build_model",))
+
+    for plugins in (
+        [fallback(), make("mine", build_model=hookimpl(build_model))],
+        [make("mine", build_model=hookimpl(build_model)), fallback()],
+    ):
+        resolution = resolved(*plugins)
+        assert resolution.hooks.build_model(run=None) == "mine"
+        assert resolution.reasons == {"fallback": "given in Python; leaves build_model to 'mine'", "mine": "given in Python"}
+    assert asked == ["mine", "mine"]
+    assert resolved(fallback()).hooks.build_model(run=None) == "fallback"
+
+
+def test_a_fallback_comes_before_the_core():
+    collate = make("mine", build_collator=answer("mine"), fallback_hooks=("build_collator",))
+    assert resolved(collate).hooks.build_collator(run=None) == "mine"
+    assert resolved(make("last", build_collator=answer("mine", trylast=True))).hooks.build_collator(run=None) == "mine"
+
+
+def test_a_loss_of_a_plugin_replaces_the_tasks_in_any_order(tiny_run):
+    class Doubled(Plugin):
+        name = "doubled"
+        parity = "changes-training"
+
+        @hookimpl
+        def compute_loss(self, model: nn.Module, batch: Any) -> Output:
+            inputs, targets = batch
+            return Output(2 * nn.functional.cross_entropy(model(inputs), targets))
+
+    plain, doubled = tiny_run(epochs=1), tiny_run([Doubled()], epochs=1)
+    assert doubled.losses[0] == pytest.approx(2 * plain.losses[0])
+    body = (
+        "    @hookimpl\n    def compute_loss(self, model, batch):\n        from fastloop import Output\n"
+        "        return Output(model(batch[0]).sum() * 0 + 7)\n"
+    )
+    recipe(file_plugin("seven", body))  # after the task: without the task's fallback, it would never be asked
+    resolution = resolve(load_recipe("r.yaml"))
+    assert resolution.names()[:2] == ["module", "seven"]
+    assert resolution.reasons["module"] == "listed in the recipe; leaves compute_loss to 'seven'"
+
+
+def test_options_decide_whether_a_plugin_answers():
+    batches = file_plugin("batches", "    @hookimpl\n    def build_collator(self):\n        return list\n")
+    recipe(batches)
+    assert resolve(load_recipe("r.yaml")).names()[:2] == ["module", "batches"]
+    with pytest.raises(PluginError, match="plugins 'module' and 'batches' answer build_collator"):
+        resolve(load_recipe("r.yaml", ["plugins.module.collate=code_of_test.py:data"]))
+    own = make("own", build_optimizer=answer())
+    assert resolve(make_recipe({"plugins": ["fused-optimizer", *QUIET]}), objects=[own]).names() == ["fused-optimizer", "own"]
+    with pytest.raises(PluginError, match="plugins 'fused-optimizer' and 'own' answer build_optimizer"):
+        check_together([load("fused-optimizer")(implementation="8bit"), own], (), {}, "recipe")
+
+
+@pytest.mark.parametrize(
+    ("members", "message"),
+    [
+        (
+            {"fallback_hooks": ("build_modle",), "build_model": answer()},
+            r"fallback_hooks names 'build_modle'\. .* Did you mean 'build_model'",
+        ),
+        (
+            {"fallback_hooks": ("build_model",)},
+            r"fallback_hooks names 'build_model'\. Expected \*first\* hooks that the plugin answers itself\.",
+        ),
+        ({"fallback_hooks": ("after_fit",), "after_fit": answer()}, "fallback_hooks names 'after_fit'"),
+    ],
+    ids=["misspelled", "not implemented", "not a first hook"],
+)
+def test_a_fallback_that_is_none_is_refused(members, message):
+    with pytest.raises(PluginError, match=message):
+        resolved(make("a", **members))
+
+
+def test_our_own_plugins_answer_one_hook_only_where_they_share_a_slot():
+    ours = [load(name)() for name, point in installed().items() if point.dist.name == "fastloop"]
+    known = Resolution([]).manager
+    for plugin in ours:
+        check_hooks(plugin, known.known, known.first)
+        assert not list(misspelled(plugin, {other.name for other in ours}, {other.slot for other in ours if other.slot}))
+    for plugin in ours:
+        for other in ours:
+            if plugin is not other and (plugin.slot is None or plugin.slot != other.slot):
+                check_together([plugin, other], (), {}, "recipe")
+
+
+# -- methods without a mark --------------------------------------------------------------------------------------------
+
+
+def test_a_hook_without_its_mark_is_refused_with_its_line():
+    recipe(file_plugin("silent", "    def after_step(self, run):\n        print(run.state.step)\n"))
+    with pytest.raises(PluginError) as refused:
+        _ = resolve(load_recipe("r.yaml")).hooks
+    assert str(refused.value) == (
+        f"plugin 'silent': the method after_step ({Path('silent.py').resolve()}, line 7) has the name of a hook and no @hookimpl, so the "
+        "hook would never call it. Mark it with @hookimpl, or rename it: _after_step."
+    )
+    code, _, err = fastloop("plan", "r.yaml")
+    assert (code, err) == (2, f"error: {refused.value}\n")
+
+
+def test_an_override_of_a_marked_hook_needs_the_mark_too():
+    class Base(Plugin):
+        name = "base"
+
+        @hookimpl
+        def after_fit(self) -> None: ...
+
+    class Child(Base):
+        name = "child"
+
+        def after_fit(self) -> None: ...
+
+    assert resolved(Base()).names() == ["base"]
+    with pytest.raises(
+        PluginError, match=r"plugin 'child': the method after_fit \(.*test_plugin_declarations\.py, line \d+\) has the name"
+    ):
+        resolved(Child())
+
+
+def test_helpers_and_values_are_no_hooks():
+    class Fine(Plugin):
+        name = "fine"
+        prepare = True
+        recover: Any = None
+
+        def _evaluate(self) -> None: ...
+
+        @hookimpl(specname="after_fit")
+        def finish(self) -> None: ...
+
+    assert resolved(Fine()).names() == ["fine"]
+
+
+# -- names in declarations ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("parity", "hint"),
+    [("exakt", "Did you mean 'exact'?"), ("about right", "Expected one of: changes-training, exact, reassociated, reduced-precision.")],
+)
+def test_an_unknown_parity_is_refused(parity, hint):
+    recipe(file_plugin("odd", f"    parity = {parity!r}\n"))
+    with pytest.raises(PluginError) as refused:
+        resolve(load_recipe("r.yaml"))
+    assert str(refused.value) == f"r.yaml: plugin 'odd' declares the parity {parity!r}, which is no parity class. {hint}"
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture, **declared: Any) -> list[str]:
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "fastloop"):
+        for _ in range(2):  # a command resolves several times
+            resolved(make(f"a{len(repr(declared))}", **declared), make("warmth", slot="weather"))
+    return [record.getMessage().partition(": plugin ")[2] for record in caplog.records]
+
+
+@pytest.mark.parametrize(
+    ("declared", "message"),
+    [
+        ({"runs_after": ("warmht",)}, "runs_after names 'warmht', and no plugin has this name. Did you mean 'warmth'?"),
+        (
+            {"runs_before": ("checkpoint-bset",)},
+            "runs_before names 'checkpoint-bset', and no plugin has this name. Did you mean 'checkpoint-best'?",
+        ),
+        (
+            {"conflicts": {"dpp": "why"}, "runs_after": ("slot:wether",)},
+            "slot:wether', and no plugin of this run is in this slot. Did you mean",
+        ),
+        (
+            {"runs_before": ("slots:weather",)},
+            "runs_before names 'slots:weather', and no plugin has this name. Did you mean 'slot:weather'?",
+        ),
+        ({"runs_after": ("my-package:warmth",)}, "'my-package:warmth', and no plugin has this name. Did you mean 'warmth'?"),
+    ],
+    ids=["in the run", "installed", "slot", "prefix", "package"],
+)
+def test_a_misspelled_name_in_a_declaration_is_reported_once(caplog, declared, message):
+    (found,) = warnings_of(caplog, **declared)
+    assert message in found
+
+
+def test_a_misspelled_requirement_is_refused_with_the_nearest():
+    with pytest.raises(PluginError, match=r"plugin 'a' requires 'lorra', and no plugin of this name is installed\. Did you mean 'lora'\?"):
+        resolved(make("a", requires=("lorra",)))
+
+
+def test_a_constraint_on_an_optional_plugin_is_silent(caplog):
+    constraints = {"runs_after": ("muon-optimizer", "slot:strategy", "ema"), "conflicts": {"zero-bubble": "both schedule."}}
+    assert warnings_of(caplog, **constraints) == []
+
+
+# -- the command line --------------------------------------------------------------------------------------------------
+
+
+def test_with_and_without_accumulate():
+    recipe(file_plugin("warm", ""), file_plugin("cold", ""))
+    code, out, err = fastloop(
+        "plan", "r.yaml", "--with", "ema", "--with", "amp,lr-scheduler", "--without", "warm", "--without", "log,cold", "--with", "ema"
+    )
+    assert (code, err.count("error")) == (0, 0), err
+    assert [line.split()[1] for line in out.splitlines() if line[:3].strip().rstrip(".").isdigit()] == [
+        "module",
+        "ema",
+        "amp",
+        "lr-scheduler",
+        "progress",
+    ]
+
+
+def test_overrides_reach_plugins_that_are_on_by_default():
+    recipe()
+    loaded = load_recipe("r.yaml", ["plugins.log.every=1", "plugins.progress.on_error=disable"])
+    plugins = {plugin.name: plugin for plugin in resolve(loaded).plugins}
+    assert plugins["log"].config.every == 1
+    assert plugins["progress"].on_error == "disable"
+    assert make_recipe(loaded.to_dict()).plugins == loaded.plugins, "the run folder's recipe keeps it"
+    assert "log" not in resolve(load_recipe("r.yaml", ["plugins.log.every=1"], without_plugins=["log"])).names()
+    recipe(plugins=[])
+    (task,) = [plugin for plugin in resolve(load_recipe("r.yaml", ["plugins.module.loss=mse_loss"])).plugins if plugin.slot == "task"]
+    assert task.config.loss == "mse_loss"
+
+
+def test_an_override_turns_no_other_task_on():
+    recipe(plugins=[])
+    with pytest.raises(RecipeError) as refused:
+        load_recipe("r.yaml", ["plugins.text-classification.x=1"])
+    assert str(refused.value) == (
+        "r.yaml: plugins.text-classification: an override sets its options, but the recipe does not list it, and it is not on by default "
+        "here. Add it with --with text-classification."
+    )
+    with pytest.raises(RecipeError, match=r"does not list 'lgo'\. Did you mean 'log'\?"):
+        load_recipe("r.yaml", ["plugins.lgo.every=1"])
+    with pytest.raises(RecipeError, match=r"does not list 'ema'\. .*Add it with --with ema"):
+        load_recipe("r.yaml", ["plugins.ema.decay=0.9"])

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from fastloop.testing import VECTORS, Call, HookCalls, start, train
-from fastloop.testing.conformance import strategies
+from fastloop.testing.studies import strategies
 
 # -- fixtures ----------------------------------------------------------------------------------------------------------
 
@@ -165,7 +165,7 @@ def save_state(self):
 def load_state(self, state):
     self.seen = state["seen"]
 '''
-SHOWN = "# good\n\n| option | default |\n|---|---|\n| `every` | 1 |\n"
+SHOWN = "# good\n\nParity class `exact`.\n\n| option | default |\n|---|---|\n| `every` | 1 |\n"
 SCALES = """
 @hookimpl
 def after_backward(self, run):

@@ -24,9 +24,10 @@ except ModuleNotFoundError as error:
         "fastloop.testing needs pytest, which is not installed. Install it: pip install 'fastloop[testing]'"
     ) from None
 
-from fastloop.testing.conformance import Conformance, findings
+from fastloop.testing.conformance import Conformance
 from fastloop.testing.runs import Trained, train
 from fastloop.testing.starting import Ended, processes, start
+from fastloop.testing.studies import findings
 from fastloop.testing.tasks import IMAGES, LANGUAGE, TEXTS, VECTORS, write_texts
 from fastloop.testing.tiny import Call, HookCalls, Recorder, TinyResult, hook_calls, tiny_data, tiny_model, tiny_run
 

@@ -17,27 +17,25 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-import os
-import re
 import signal
 import sys
 import typing
 from collections.abc import Mapping, Sequence
-from functools import cached_property
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
 from fastloop.bench.parity import BOUNDS, HOLDS, compare
 from fastloop.bench.statistics import median
-from fastloop.errors import FastloopError, PluginError, RecipeError
+from fastloop.errors import RecipeError
 from fastloop.options import describe, parse
-from fastloop.plugin import Parity, Plugin
-from fastloop.registry import installed, load, resolve, select
-from fastloop.testing.runs import DIES_AT, ROUNDS, SAVES_EVERY, SEEDS, STOPS_AT, Failed, Study, Trained, alone, dies, together, without
-from fastloop.testing.starting import Ended, failure, start
-from fastloop.testing.tasks import TEXTS, VECTORS, write_texts
+from fastloop.plugin import Parity
+from fastloop.registry import installed, load
+from fastloop.testing.documents import problems
+from fastloop.testing.runs import DIES_AT, ROUNDS, SAVES_EVERY, SEEDS, STOPS_AT, Failed, Trained
+from fastloop.testing.starting import failure
+from fastloop.testing.studies import Findings, strategies_for
+from fastloop.testing.tasks import VECTORS
 
 SHOWN = 5
 """So many differences are shown, and how many more there are."""
@@ -48,133 +46,6 @@ REPAIRS = {
     "reduced-precision": "Round less, or promise less: set `parity`",
     "changes-training": "See whether `options` and `task` of the test suit it",
 }
-
-
-def strategies() -> list[str]:
-    """The installed plugins that let several processes train one model; or those that FASTLOOP_TEST_STRATEGIES names."""
-    found, wanted = [], os.environ.get("FASTLOOP_TEST_STRATEGIES")
-    for name in installed() if wanted is None else wanted.split(","):
-        try:
-            if load(name).slot == "strategy":
-                found.append(name)
-        except PluginError:  # a broken one, which has its own tests
-            continue
-    return found
-
-
-class Findings:
-    """What trainings of one study gave, each done when it is first asked for, and once.
-
-    Args:
-        where: A folder for them.
-        plain: The findings without the plugin; None: these are they.
-    """
-
-    def __init__(self, study: Study, where: Path, plain: Findings | None = None) -> None:
-        self.study, self.where, self._plain = study, where, plain
-        write_texts(where)
-
-    @property
-    def plain(self) -> Findings:
-        """The findings without the plugin."""
-        assert self._plain is not None
-        return self._plain
-
-    @cached_property
-    def plugin(self) -> type[Plugin]:
-        """The plugin's class."""
-        return load(self.study.plugin)
-
-    @cached_property
-    def killed(self) -> Ended:
-        """The process that was killed."""
-        return start(1, dies, self.study, folder=self.where)[0]
-
-    @cached_property
-    def _alone(self) -> Ended:
-        if self._plain is None:
-            return start(1, without, self.study, folder=self.where)[0]
-        assert self.killed is not None  # its run is gone on with
-        return start(1, alone, self.study, folder=self.where)[0]
-
-    @cached_property
-    def _together(self) -> list[Ended]:
-        return start(2, together, self.study, tuple(filter(self._fits, strategies())), folder=self.where)
-
-    def _fits(self, strategy: str) -> bool:
-        try:
-            resolve(self.study.recipe("run", on=self._plain is not None, strategy=strategy))
-        except FastloopError:
-            return False
-        return True
-
-    def resolved(self, **arguments: Any) -> None:
-        """Skip where the plugin cannot run on this machine, or not with a strategy; with the message that a user gets."""
-        from fastloop.machine import this_machine
-
-        recipe = self.study.recipe("run", **arguments)
-        machine = this_machine(recipe.train.device)
-        try:
-            resolution = select(recipe)
-        except PluginError as error:
-            if "strategy" not in arguments:
-                raise
-            pytest.skip(f"declared: {error}")
-        assert resolution.manager is not None  # its hooks are the contract's
-        for plugin in resolution.plugins:
-            for need in plugin.needs:
-                if missing := need.missing(plugin, machine):
-                    pytest.skip(f"{plugin.name!r} {missing}")
-
-    def run(self, name: str) -> Any:
-        """A training of one process that came to its end; fails with what went wrong."""
-        if self._plain is not None:
-            self.resolved()
-        if self._alone.code != 0:
-            pytest.fail(f"{self}: its process ended before its trainings did.\n{failure([self._alone])}", pytrace=False)
-        name = name if name in self._alone.result else "ours"  # which failed, so that the others were not tried
-        found = self._alone.result[name]
-        if isinstance(found, Failed) and found.refused and self.plugin.slot == "strategy":
-            pytest.skip(f"refused in one process: {found.error}")
-        if isinstance(found, Failed):
-            pytest.fail(f"{self}: the training {name!r} failed: {found.error}\n{found.trace}", pytrace=False)
-        return found
-
-    def pair(self, strategy: str) -> list[Trained]:
-        """The trainings of two processes under a strategy, by rank."""
-        if self._plain is not None:
-            self.resolved(strategy=strategy)
-        if any(ended.code != 0 for ended in self._together):
-            pytest.fail(f"{self}: its two processes did not end well.\n{failure(self._together)}", pytrace=False)
-        found = [ended.result[strategy] for ended in self._together]
-        for rank, run in enumerate(found):
-            if isinstance(run, Failed) and run.refused and self._plain is not None:
-                pytest.skip(f"refused with {strategy!r}: {run.error}")
-            if isinstance(run, Failed):
-                where = f"on process {rank} of two with {strategy!r}"
-                pytest.fail(f"{self}: its training failed {where}: {run.error}\n{run.trace}", pytrace=False)
-        return found
-
-    def __str__(self) -> str:
-        return f"plugin {self.study.plugin!r}" if self.study.plugin else "without the plugin"
-
-
-_PLAIN: dict[str, Findings] = {}
-"""What is trained without a plugin -> its findings: plugins that are tried on the same are compared with the same."""
-
-
-@pytest.fixture(scope="class")
-def findings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Findings:
-    """Of one class of ``Conformance``."""
-    ours, plugin = request.cls, load(request.cls.plugin)
-    is_task = plugin.slot == "task"
-    common = {"requires": tuple(ours.requires), "device": ours.device, "still": BOUNDS.get(plugin.parity, 0.0) > 0}
-    other = (TEXTS if ours.task == VECTORS else VECTORS) if is_task else ours.task
-    study = Study(plugin=ours.plugin, options=ours.options, task=ours.task, without=other, **common)
-    plain = Study(plugin="", options={}, task=other, without=other, **common)
-    if repr(plain) not in _PLAIN:
-        _PLAIN[repr(plain)] = Findings(plain, tmp_path_factory.mktemp("plain"))
-    return Findings(study, tmp_path_factory.mktemp("conformance"), _PLAIN[repr(plain)])
 
 
 class Conformance:
@@ -190,6 +61,11 @@ class Conformance:
     """What is trained: a recipe's ``model``, ``data`` and, where wanted, ``plugins`` and ``train``."""
     device: ClassVar[str] = "cpu"
     """``auto`` for a plugin that needs an accelerator: it is then tried where there is one."""
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """The strategies of ``test_processes``; pytest calls it for each test of the class."""
+        if "strategy" in metafunc.fixturenames:
+            metafunc.parametrize("strategy", strategies_for(self.plugin))
 
     @pytest.fixture(autouse=True)
     def _named(self, request: pytest.FixtureRequest) -> None:
@@ -231,7 +107,7 @@ class Conformance:
             self.broken(f"to refuse {what}", "that it is taken", "Declare options in the dataclass `Config`, each with a narrow type")
 
     def test_documented(self) -> None:
-        """The module's docstring says what it is and shows a recipe; a README, where the package has one, shows the options."""
+        """The module's docstring says what it is and shows a recipe; README and metadata describe this plugin: see ``documents``."""
         cls = load(self.plugin)
         text = inspect.getdoc(sys.modules[cls.__module__]) or ""
         if not text.partition("\n")[0].strip():
@@ -240,10 +116,9 @@ class Conformance:
             repair = f"Show its lines there: `plugins:`, and below it `- {self.plugin}`"
             self.broken("a recipe to copy", f"none in the docstring of {cls.__module__}", repair)
         distribution = installed()[self.plugin].dist
-        readme = distribution.metadata.get_payload() if distribution is not None and distribution.name != "fastloop" else ""  # type: ignore[attr-defined]
-        missing = [row.name for row in describe(cls.Config) if readme and not shows(str(readme), row.name)]
-        if missing:
-            self.broken("a table of its options in the README", f"no row for {', '.join(missing)}", "Rows begin with: | `option` |")
+        if distribution is not None and distribution.name != "fastloop":  # our own README is about the framework
+            for problem in problems(cls, distribution):
+                self.broken(*problem)
 
     def test_parity(self, findings: Findings) -> None:
         """The first step's gradients, the losses and the final metric are what its parity class allows."""
@@ -287,7 +162,8 @@ class Conformance:
     def test_saved_and_loaded(self, findings: Findings) -> None:
         """A run that is interrupted and goes on ends as one that was not: the same bits, and the same state of the plugin."""
         findings.run("interrupted")
-        self._goes_on(findings, "resumed", f"was interrupted after step {STOPS_AT}", STOPS_AT)
+        whole, again = findings.run("whole"), findings.run("resumed")
+        self._goes_on(whole, again, f"was interrupted after step {STOPS_AT}", STOPS_AT)
 
     def test_killed(self, findings: Findings) -> None:
         """A process that is killed within a step, and a new one that goes on from its newest checkpoint, end as one that was not."""
@@ -296,10 +172,10 @@ class Conformance:
             ended = findings.killed.result
             why = ended.error if isinstance(ended, Failed) else failure([findings.killed])
             self.broken(f"to train up to step {DIES_AT}, in which its process is killed", why, "It must train in a process of its own")
-        self._goes_on(findings, "after the kill", f"was killed in step {DIES_AT}", DIES_AT // SAVES_EVERY * SAVES_EVERY)
+        whole, again = findings.run("whole"), findings.run("after the kill")
+        self._goes_on(whole, again, f"was killed in step {DIES_AT}", DIES_AT // SAVES_EVERY * SAVES_EVERY)
 
-    def _goes_on(self, findings: Findings, name: str, what: str, step: int) -> None:
-        whole, again = findings.run("whole"), findings.run(name)
+    def _goes_on(self, whole: Trained, again: Trained, what: str, step: int, where: str = "") -> None:
         wrong, rest = [], whole.losses[step:]
         if len(again.losses) != len(rest):
             wrong.append(f"{len(again.losses)} further steps instead of {len(rest)}")
@@ -308,6 +184,8 @@ class Conformance:
             wrong.append(f"other losses from step {step + first + 1} on")
         if names := unequal(whole.weights, again.weights):
             wrong.append(f"other weights: {few(names)}")
+        elif whole.replicas != again.replicas:
+            wrong.append("other weights on this process")
         if again.metrics[-1] != whole.metrics[-1]:
             wrong.append(f"the final metrics {again.metrics[-1][1]} instead of {whole.metrics[-1][1]}")
         saved, loaded = (packed(state) for state in again.states)
@@ -315,11 +193,10 @@ class Conformance:
             wrong.append(f"that save_state, right after load_state, gives another {few(names)}")
         if wrong:
             repair = "Return from save_state all that the numbers depend on, and take it back in load_state"
-            self.broken(f"that a run which {what} and went on ends as one that was not", "; ".join(wrong), repair)
+            self.broken(f"that a run which {what} and went on ends as one that was not{where}", "; ".join(wrong), repair)
 
-    @pytest.mark.parametrize("strategy", strategies())
     def test_processes(self, findings: Findings, strategy: str) -> None:
-        """On two processes its parity class holds as well, and both have the same weights."""
+        """On two processes its parity class holds as well, and both have the same weights. A strategy can save and resume there."""
         ranks = findings.pair(strategy)
         where = f" on two processes with {strategy!r}"
         parity = "changes-training" if findings.plugin.slot == "task" else findings.plugin.parity
@@ -328,6 +205,11 @@ class Conformance:
         if len({run.replicas for run in ranks}) > 1:
             repair = "Let every process do the same to its weights"
             self.broken(f"the same weights on all processes{where}", "that they differ after training", repair)
+        if strategy == self.plugin:
+            findings.resumed_pair("interrupted")
+            pairs = zip(findings.resumed_pair("whole"), findings.resumed_pair("resumed"), strict=True)
+            for rank, (whole, again) in enumerate(pairs):
+                self._goes_on(whole, again, f"was interrupted after step {STOPS_AT}", STOPS_AT, f",{where} (process {rank})")
 
     def test_off(self, findings: Findings) -> None:
         """A run without it is the same whether it was there before or not, and what it set is put back."""
@@ -389,8 +271,3 @@ def distance(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> float:
     difference = sum(float((ours[name] - gradient).double().square().sum()) for name, gradient in theirs.items())
     whole = sum(float(gradient.double().square().sum()) for gradient in theirs.values())
     return math.sqrt(difference / whole) if whole else difference
-
-
-def shows(readme: str, option: str) -> bool:
-    """Whether a README has a row of a table for an option."""
-    return re.search(rf"^\s*\|\s*`?{re.escape(option)}`?\s*\|", readme, re.MULTILINE) is not None

@@ -265,5 +265,15 @@ def alone(study: Study) -> dict[str, Any]:
 
 
 def together(study: Study, strategies: tuple[str, ...]) -> dict[str, Trained | Failed]:
-    """The trainings of one of two processes, by strategy; without a plugin where the study has none."""
+    """The trainings of one of several processes, by strategy; without a plugin where the study has none."""
     return {strategy: study.train(strategy, on=bool(study.plugin), strategy=strategy, still=True) for strategy in strategies}
+
+
+def resumed_together(study: Study) -> dict[str, Trained | Failed]:
+    """The trainings of one of several processes under the strategy of the study: one without a break, and one that is interrupted and
+    resumed."""
+    return {
+        "whole": study.train("whole on each", strategy=study.plugin),
+        "interrupted": study.train("resumed on each", Stops(), strategy=study.plugin),
+        "resumed": study.train("resumed on each", strategy=study.plugin, resume=True),
+    }

@@ -1,0 +1,165 @@
+"""Whether a package's README and metadata describe the plugin that its code declares, and not the one that it was made from.
+
+A package that is installed as a wheel is judged by its metadata, one that is installed with ``pip install -e`` by the files of its project:
+the metadata of an editable install is as old as the install.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import inspect
+import json
+import re
+import sys
+import textwrap
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
+
+import yaml
+
+from fastloop.errors import PluginError
+from fastloop.options import OptionInfo, describe
+from fastloop.plugin import GROUP, Plugin
+from fastloop.registry import load
+
+
+class Problem(NamedTuple):
+    """One contradiction: what the plugin promises, what was found instead, and what to do."""
+
+    promised: str
+    found: str
+    repair: str
+
+
+@dataclass(frozen=True)
+class Documents:
+    """What a package shows of itself.
+
+    Attributes:
+        readme: Its text; empty where the package has none.
+        description: The one line of the package index.
+    """
+
+    readme: str
+    description: str
+
+    @classmethod
+    def of(cls, distribution: importlib.metadata.Distribution) -> Documents:
+        """The documents of an installed package."""
+        metadata = distribution.metadata.json
+        found = cls(str(metadata.get("description", "")), str(metadata.get("summary", "")))
+        home = json.loads(distribution.read_text("direct_url.json") or "{}")
+        if not home.get("dir_info", {}).get("editable"):
+            return found
+        project_file = Path(url2pathname(urlsplit(home["url"]).path), "pyproject.toml")
+        if not project_file.is_file():
+            return found
+        project = tomllib.loads(project_file.read_text(encoding="utf-8")).get("project", {})
+        listed = project.get("readme")
+        path = listed.get("file") if isinstance(listed, dict) else listed
+        file = project_file.parent / str(path)
+        readme = file.read_text(encoding="utf-8") if path and file.is_file() else found.readme
+        return cls(readme, project.get("description", found.description))
+
+
+def problems(cls: type[Plugin], distribution: importlib.metadata.Distribution) -> Iterator[Problem]:
+    """Contradictions between a plugin and the documents of its package. A package without a README has no documents to check."""
+    documents = Documents.of(distribution)
+    if documents.readme:
+        yield from _options(cls, documents.readme, distribution)
+        if cls.slot != "task" and f"`{cls.parity}`" not in documents.readme:  # without a task there is no training to compare with
+            yield Problem(
+                f"its parity class in the README: `{cls.parity}`",
+                "another one, or none",
+                "Name the class that the plugin declares, in backquotes",
+            )
+    yield from _leftovers(cls, documents)
+
+
+# -- options -----------------------------------------------------------------------------------------------------------
+
+
+def _options(cls: type[Plugin], readme: str, distribution: importlib.metadata.Distribution) -> Iterator[Problem]:
+    rows, own = option_rows(readme), describe(cls.Config)
+    if missing := [option.name for option in own if option.name not in rows]:
+        yield Problem("a table of its options in the README", f"no row for {', '.join(missing)}", "Rows begin with: | `option` |")
+    names = [point.name for point in distribution.entry_points if point.group == GROUP]
+    known = {option.name for name in names for option in _options_of(name)}
+    if unknown := [name for name in rows if name not in known]:
+        repair = f"Remove the row, or declare the option in {cls.__qualname__}.Config"
+        yield Problem("its own options in the README", f"a row for {', '.join(unknown)}, which is no option", repair)
+    for option in own if len(names) == 1 else ():
+        shown = rows.get(option.name, {}).get("default", "")
+        if shown and not _same_default(shown, option.default):
+            repair = f"Write {option.default} there, or change the default in {cls.__qualname__}.Config"
+            yield Problem(f"the default of its option {option.name!r} in the README: {option.default}", shown, repair)
+
+
+def _options_of(name: str) -> list[OptionInfo]:
+    try:
+        return describe(load(name).Config)
+    except PluginError:  # it has its own tests
+        return []
+
+
+def option_rows(readme: str) -> dict[str, dict[str, str]]:
+    """Option -> column -> cell, of every table of a README whose first column is ``option``. Names of columns are in lower case."""
+    rows: dict[str, dict[str, str]] = {}
+    columns: list[str] = []
+    for line in readme.splitlines():
+        cells = [cell.strip().strip("`") for cell in re.split(r"(?<!\\)\|", line.strip().strip("|"))]
+        if not line.strip().startswith("|"):
+            columns = []
+        elif not columns:
+            columns = [cell.lower() for cell in cells]
+        elif columns[0] == "option" and not set("".join(cells)) <= set(":- "):
+            rows[cells[0]] = dict(zip(columns, cells, strict=False))
+    return rows
+
+
+def _same_default(shown: str, default: str) -> bool:
+    if shown == default or default == "(required)":
+        return True
+    try:
+        value: Any = yaml.safe_load(shown)
+        return str("null" if value is None else value) == default or float(shown) == float(default)
+    except (yaml.YAMLError, ValueError):
+        return False
+
+
+# -- what `fastloop new plugin` wrote ----------------------------------------------------------------------------------
+
+
+def _leftovers(cls: type[Plugin], documents: Documents) -> Iterator[Problem]:
+    """Texts of the template's plugin, in a package whose plugin is another one."""
+    from fastloop.cli.new import render
+
+    files = render(cls.name)
+    example = ast.parse(files[f"src/{cls.name.replace('-', '_')}/__init__.py"])
+    (template,) = (node for node in example.body if isinstance(node, ast.ClassDef))
+    if _methods(template) == _methods(ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]):
+        return
+    purpose = (ast.get_docstring(example) or "").partition("\n")[0].rstrip(".")
+    values = {target.id: node.value for node in template.body if isinstance(node, ast.Assign) for target in node.targets}  # type: ignore[attr-defined]
+    here = {
+        "the description in pyproject.toml": documents.description == tomllib.loads(files["pyproject.toml"])["project"]["description"],
+        "README.md": purpose.lower() in " ".join(documents.readme.split()).lower(),
+        f"the docstring of {cls.__module__}": purpose in (inspect.getdoc(sys.modules[cls.__module__]) or ""),
+        "`configures`": cls.configures == ast.literal_eval(values["configures"]),
+        f"the docstring of {cls.__qualname__}": (cls.__doc__ or "") == ast.get_docstring(template),
+    }
+    if places := [place for place, stale in here.items() if stale]:
+        repair = "Describe this plugin there"
+        yield Problem("to say what it does", f"the text of `fastloop new plugin` in {', '.join(places)}", repair)
+
+
+def _methods(cls: ast.AST) -> dict[str, str]:
+    """Method -> its arguments and body, without comments and layout."""
+    body = cls.body if isinstance(cls, ast.ClassDef) else []
+    return {node.name: ast.dump(node) for node in body if isinstance(node, ast.FunctionDef)}

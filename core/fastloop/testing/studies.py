@@ -1,0 +1,166 @@
+"""What a plugin is tried with, and what its trainings gave: what ``Conformance`` judges."""
+
+from __future__ import annotations
+
+import os
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastloop.bench.parity import BOUNDS
+from fastloop.errors import FastloopError, PluginError
+from fastloop.plugin import Plugin
+from fastloop.registry import installed, load, resolve, select
+from fastloop.testing.runs import Failed, Study, Trained, alone, dies, resumed_together, together, without
+from fastloop.testing.starting import Ended, failure, start
+from fastloop.testing.tasks import TEXTS, VECTORS, write_texts
+
+
+def strategies() -> list[str]:
+    """The installed plugins that let several processes train one model; or those that FASTLOOP_TEST_STRATEGIES names."""
+    found, wanted = [], os.environ.get("FASTLOOP_TEST_STRATEGIES")
+    for name in installed() if wanted is None else wanted.split(","):
+        try:
+            if load(name).slot == "strategy":
+                found.append(name)
+        except PluginError:  # a broken one, which has its own tests
+            continue
+    return found
+
+
+def strategies_for(plugin: str) -> list[str]:
+    """The strategies that a plugin is tried with; a strategy is always tried with itself."""
+    try:
+        own = [plugin] if load(plugin).slot == "strategy" else []
+    except PluginError:  # its tests report it
+        own = []
+    return list(dict.fromkeys([*strategies(), *own]))
+
+
+class Findings:
+    """What trainings of one study gave, each done when it is first asked for, and once.
+
+    Args:
+        where: A folder for them.
+        plain: The findings without the plugin; None: these are they.
+    """
+
+    def __init__(self, study: Study, where: Path, plain: Findings | None = None) -> None:
+        self.study, self.where, self._plain = study, where, plain
+        write_texts(where)
+
+    @property
+    def plain(self) -> Findings:
+        """The findings without the plugin."""
+        assert self._plain is not None
+        return self._plain
+
+    @cached_property
+    def plugin(self) -> type[Plugin]:
+        """The plugin's class."""
+        return load(self.study.plugin)
+
+    @cached_property
+    def killed(self) -> Ended:
+        """The process that was killed."""
+        return start(1, dies, self.study, folder=self.where)[0]
+
+    @cached_property
+    def _alone(self) -> Ended:
+        if self._plain is None:
+            return start(1, without, self.study, folder=self.where)[0]
+        assert self.killed is not None  # its run is gone on with
+        return start(1, alone, self.study, folder=self.where)[0]
+
+    @cached_property
+    def _together(self) -> list[Ended]:
+        names = strategies_for(self.study.plugin) if self.study.plugin else strategies()
+        return start(2, together, self.study, tuple(filter(self._fits, names)), folder=self.where)
+
+    @cached_property
+    def _resumed_together(self) -> list[Ended]:
+        return start(2, resumed_together, self.study, folder=self.where)
+
+    def _fits(self, strategy: str) -> bool:
+        try:
+            resolve(self.study.recipe("run", on=self._plain is not None, strategy=strategy))
+        except FastloopError:
+            return False
+        return True
+
+    def resolved(self, **arguments: Any) -> None:
+        """Skip where the plugin cannot run on this machine, or not with a strategy; with the message that a user gets."""
+        from fastloop.machine import this_machine
+
+        recipe = self.study.recipe("run", **arguments)
+        machine = this_machine(recipe.train.device)
+        try:
+            resolution = select(recipe)
+        except PluginError as error:
+            if "strategy" not in arguments:
+                raise
+            pytest.skip(f"declared: {error}")
+        assert resolution.manager is not None  # its hooks are the contract's
+        for plugin in resolution.plugins:
+            for need in plugin.needs:
+                if missing := need.missing(plugin, machine):
+                    pytest.skip(f"{plugin.name!r} {missing}")
+
+    def run(self, name: str) -> Any:
+        """A training of one process that came to its end; fails with what went wrong."""
+        if self._plain is not None:
+            self.resolved()
+        if self._alone.code != 0:
+            pytest.fail(f"{self}: its process ended before its trainings did.\n{failure([self._alone])}", pytrace=False)
+        name = name if name in self._alone.result else "ours"  # which failed, so that the others were not tried
+        found = self._alone.result[name]
+        if isinstance(found, Failed) and found.refused and self.plugin.slot == "strategy":
+            pytest.skip(f"refused in one process: {found.error}")
+        if isinstance(found, Failed):
+            pytest.fail(f"{self}: the training {name!r} failed: {found.error}\n{found.trace}", pytrace=False)
+        return found
+
+    def pair(self, strategy: str) -> list[Trained]:
+        """The trainings of two processes under a strategy, by rank."""
+        if self._plain is not None:
+            self.resolved(strategy=strategy)
+        return self._of_each(self._together, strategy, strategy)
+
+    def resumed_pair(self, name: str) -> list[Trained]:
+        """One of the trainings that ``resumed_together`` does on two processes under this strategy, by rank."""
+        return self._of_each(self._resumed_together, name, self.study.plugin)
+
+    def _of_each(self, processes: list[Ended], name: str, strategy: str) -> list[Trained]:
+        if any(ended.code != 0 for ended in processes):
+            pytest.fail(f"{self}: its two processes did not end well.\n{failure(processes)}", pytrace=False)
+        found = [ended.result[name] for ended in processes]
+        for rank, run in enumerate(found):
+            if isinstance(run, Failed) and run.refused and self._plain is not None:
+                pytest.skip(f"refused with {strategy!r}: {run.error}")
+            if isinstance(run, Failed):
+                where = f"on process {rank} of two with {strategy!r}"
+                pytest.fail(f"{self}: its training failed {where}: {run.error}\n{run.trace}", pytrace=False)
+        return found
+
+    def __str__(self) -> str:
+        return f"plugin {self.study.plugin!r}" if self.study.plugin else "without the plugin"
+
+
+_PLAIN: dict[str, Findings] = {}
+"""What is trained without a plugin -> its findings: plugins that are tried on the same are compared with the same."""
+
+
+@pytest.fixture(scope="class")
+def findings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Findings:
+    """Of one class of ``Conformance``."""
+    ours, plugin = request.cls, load(request.cls.plugin)
+    is_task = plugin.slot == "task"
+    common = {"requires": tuple(ours.requires), "device": ours.device, "still": BOUNDS.get(plugin.parity, 0.0) > 0}
+    other = (TEXTS if ours.task == VECTORS else VECTORS) if is_task else ours.task
+    study = Study(plugin=ours.plugin, options=ours.options, task=ours.task, without=other, **common)
+    plain = Study(plugin="", options={}, task=other, without=other, **common)
+    if repr(plain) not in _PLAIN:
+        _PLAIN[repr(plain)] = Findings(plain, tmp_path_factory.mktemp("plain"))
+    return Findings(study, tmp_path_factory.mktemp("conformance"), _PLAIN[repr(plain)])

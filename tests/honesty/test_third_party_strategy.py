@@ -1,0 +1,120 @@
+"""The conformance suite tries a strategy of another package on two processes, with the strategy itself, save and resume included."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+ALL_REDUCE = '''"""Data parallel training: one all-reduce for all gradients of a step, after backward.
+
+    plugins:
+      - all-reduce
+"""
+
+import torch
+from fastloop import Plugin, hookimpl
+
+
+class Strategy(Plugin):
+    """Every process holds the whole model, and steps with the mean of the gradients."""
+
+    name = "all-reduce"
+    slot = "strategy"
+    parity = "reassociated"
+    configures = "averages gradients over the processes"
+
+    @hookimpl
+    def prepare(self, run, model, optimizer):
+        if run.world_size == 1:
+            return None
+        model = run.accelerator.prepare_model(model, evaluation_mode=True)  # autocast, and no DDP
+        for tensor in model.state_dict().values():
+            torch.distributed.broadcast(tensor, 0)
+        return model, optimizer
+
+    @hookimpl
+    def after_backward(self, run):
+        gradients = [parameter.grad for parameter in run.model.parameters() if parameter.grad is not None]
+        flat = run.mean_over_processes(torch.cat([gradient.flatten() for gradient in gradients]))
+        for gradient, mean in zip(gradients, flat.split([gradient.numel() for gradient in gradients])):
+            gradient.copy_(mean.view_as(gradient))
+'''
+EXCHANGE = ALL_REDUCE[ALL_REDUCE.index("    @hookimpl\n    def after_backward") :]
+NO_EXCHANGE = ALL_REDUCE.replace(EXCHANGE, "")
+LOCAL_SGD = (
+    NO_EXCHANGE.replace('"reassociated"', '"changes-training"')
+    + """
+    def _average(self, run):
+        for tensor in run.unwrapped().state_dict().values():
+            run.mean_over_processes(tensor)
+
+    @hookimpl
+    def after_step(self, run):
+        if run.state.step % 4 == 0:
+            self._average(run)
+
+    @hookimpl
+    def after_fit(self, run):
+        self._average(run)
+"""
+)
+"""Local SGD (Stich, 2019, "Local SGD Converges Fast and Communicates Little").
+A checkpoint between two averages lacks the weights of process 1."""
+
+STRATEGIES = {"all-reduce": ALL_REDUCE, "no-exchange": NO_EXCHANGE, "local-sgd": LOCAL_SGD}
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, tuple[str, str]]]:
+    """Strategy -> test -> outcome and message, of the suite that its author runs."""
+    folder = tmp_path_factory.mktemp("author")
+    lines = ["from fastloop.testing import Conformance"]
+    for name, code in STRATEGIES.items():
+        module = name.replace("-", "_")
+        info = folder / "site" / f"{module}-1.0.dist-info"
+        info.mkdir(parents=True)
+        (folder / "site" / f"{module}.py").write_text(code.replace("all-reduce", name))
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[fastloop.plugins]\n{name} = {module}:Strategy\n")
+        lines.append(f"class Test_{module}(Conformance):\n    plugin = {name!r}")
+    (folder / "test_author.py").write_text("\n\n".join(lines) + "\n")
+    (folder / "conftest.py").write_text('pytest_plugins = ["fastloop.testing"]\n')
+    (folder / "pytest.ini").write_text("[pytest]\npythonpath = site\nfilterwarnings = error\n")
+    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", "processes", "--junitxml=report.xml"]
+    environment = os.environ | {"FASTLOOP_TEST_STRATEGIES": "ddp"}
+    done = subprocess.run([sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stdout + done.stderr
+    found: dict[str, dict[str, tuple[str, str]]] = {}
+    for case in ElementTree.parse(folder / "report.xml").iter("testcase"):
+        name = case.get("classname", "").rpartition("Test_")[2].replace("_", "-")
+        result = next((child for child in case if child.tag in ("failure", "error", "skipped")), None)
+        outcome = ("passed", "") if result is None else (result.tag, str(result.get("message")))
+        found.setdefault(name, {})[case.get("name", "")] = outcome
+    return found
+
+
+def test_a_strategy_is_tried_with_itself_and_not_with_ddp(outcomes):
+    assert outcomes["all-reduce"]["test_processes[all-reduce]"] == ("passed", "")
+    outcome, why = outcomes["all-reduce"]["test_processes[ddp]"]
+    assert outcome == "skipped"
+    assert "fill the slot 'strategy'" in why
+
+
+def test_a_strategy_that_exchanges_nothing_is_found_out(outcomes):
+    outcome, message = outcomes["no-exchange"]["test_processes[no-exchange]"]
+    assert outcome == "failure"
+    assert "promises parity 'reassociated': each step's loss within 1e-05 of what it is without it on two processes" in message
+
+
+def test_a_strategy_whose_checkpoint_lacks_a_process_is_found_out(outcomes):
+    outcome, message = outcomes["local-sgd"]["test_processes[local-sgd]"]
+    assert outcome == "failure"
+    promised = "that a run which was interrupted after step 10 and went on ends as one that was not, on two processes with 'local-sgd'"
+    assert promised in message
+    assert "other losses from step 11 on" in message or "other weights" in message

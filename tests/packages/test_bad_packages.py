@@ -79,7 +79,7 @@ BAD = [
     Bad("constructor", HEAD + "    def __init__(self): super().__init__()\n", "(bad-constructor 0.7) cannot be made: TypeError: "),
     Bad("hook", HEAD + HOOK.format(hook="after_stp", argument="run"), "there is no hook 'after_stp'. Did you mean 'after_step'?"),
     Bad("argument", HEAD + HOOK.format(hook="after_step", argument="los"), "after_step gets no argument 'los'. Did you mean 'loss'?"),
-    Bad("observer", HEAD + "    observes = True\n" + HOOK.format(hook="build_model", argument="run"), "says that it only looks on"),
+    Bad("observer", HEAD + "    observes = True\n" + HOOK.format(hook="build_scheduler", argument="run"), "says that it only looks on"),
     Bad("newer", HEAD, "is made for fastloop >=99, and this is ", dependency="fastloop>=99"),
     Bad("amp", HEAD, "'amp' is the name of plugins in several packages. Say which: "),
     Bad("command", "1 / 0\n", f"{IMPORT}ZeroDivisionError: division by zero", reference="bad_command:run", group="commands"),

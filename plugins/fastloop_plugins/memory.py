@@ -5,8 +5,14 @@
 
 On Linux a tensor's memory is given back to the system when it is freed, and at the next step each of its pages is zeroed and faulted in
 again. ``fastloop train`` therefore starts itself again with tcmalloc where that is installed (Debian: libtcmalloc-minimal4), else with
-glibc's malloc set to keep what it has. In Python, where nothing is started again, what to start it with is said. On CUDA, segments grow
-instead of being cut up when lengths vary. The summary's ``memory`` counts page faults a step, and CUDA's retries.
+glibc's malloc set to keep what it has. In Python, where nothing is started again, what to start it with is said.
+
+On CUDA, segments grow instead of being cut up when lengths vary: ``expandable_segments:True``. ``fastloop train`` starts itself again with
+that in ``PYTORCH_ALLOC_CONF``. In a Python process that already runs, and where the user has set that variable or
+``PYTORCH_CUDA_ALLOC_CONF``, torch's allocator gets it in addition to the user's settings. A user's own value of ``expandable_segments``
+and a backend other than ``native`` stay.
+
+The summary's ``memory`` counts page faults a step, and CUDA's retries.
 """
 
 from __future__ import annotations
@@ -37,6 +43,9 @@ SETTINGS = {
 TUNABLES = {"mmap_max": 0, "trim_threshold": 2**40, "top_pad": 2**26, "arena_max": 1, "tcache_count": 0, "mxfast": 0}
 """Of glibc.malloc. Without the last two, what aligned blocks leave over at their ends keeps neighbours from being joined, and a freed
 block is too small for the next of its size (glibc's bug 14581, until 2.38)."""
+CUDA_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""Environment variables with settings of CUDA's allocator. Torch 2.10 to 2.13 reads the first one that is set (CUDAAllocatorConfig.h)."""
+SEGMENTS = "expandable_segments"
 
 
 class Memory(Plugin):
@@ -67,7 +76,9 @@ class Memory(Plugin):
 
     @hookimpl
     def environment(self, recipe: Recipe) -> dict[str, str]:
-        if platform.libc_ver()[0] != "glibc" or (recipe.train.device != "cpu" and Path("/dev/nvidiactl").exists()):
+        if recipe.train.device != "cpu" and Path("/dev/nvidiactl").exists():
+            return {} if any(name in os.environ for name in CUDA_SETTINGS) else {"PYTORCH_ALLOC_CONF": f"{SEGMENTS}:True"}
+        if platform.libc_ver()[0] != "glibc":
             return {}
         wanted = "tcmalloc" if self.config.allocator == "auto" else self.config.allocator
         library = next(filter(None, map(ctypes.util.find_library, LIBRARIES.get(wanted, ()))), None)
@@ -78,10 +89,10 @@ class Memory(Plugin):
         return {"GLIBC_TUNABLES": ":".join(f"glibc.malloc.{name}={value}" for name, value in TUNABLES.items())}
 
     @hookimpl
-    def check_recipe(self) -> None:
-        """Before torch asks for any memory on a GPU."""
-        self.ours = "PYTORCH_ALLOC_CONF" not in os.environ
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    def before_prepare(self, run: Run) -> None:
+        """While the model is still on the CPU: segments that are reserved from here on grow."""
+        if run.device.type == "cuda":
+            grow_segments()
 
     @hookimpl
     def before_fit(self, run: Run) -> None:
@@ -102,8 +113,6 @@ class Memory(Plugin):
 
         from fastloop.clock import page_faults
 
-        if self.ours:
-            os.environ.pop("PYTORCH_ALLOC_CONF", None)
         if not hasattr(self, "before"):
             return
         steps = max(run.state.step - self.step, 1)
@@ -117,3 +126,12 @@ class Memory(Plugin):
                 "reserved_bytes": found["reserved_bytes.all.peak"],
                 "allocated_bytes": found["allocated_bytes.all.peak"],
             }
+
+
+def grow_segments() -> None:
+    """Add ``expandable_segments:True`` to the settings of torch's allocator, in this process and for good."""
+    import torch
+
+    current = next((os.environ[name] for name in CUDA_SETTINGS if name in os.environ), "")
+    if SEGMENTS not in current and "backend:" not in current.replace("backend:native", ""):
+        torch._C._accelerator_setAllocatorSettings(",".join(filter(None, [current, f"{SEGMENTS}:True"])))

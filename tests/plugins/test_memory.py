@@ -8,12 +8,14 @@ import os
 import platform
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from fastloop import PluginError, hookimpl
 from fastloop.recipe import make_recipe
-from fastloop_plugins.memory import Memory
+from fastloop_plugins.memory import CUDA_SETTINGS, Memory
 
 STEPS = """
 import json, resource, sys
@@ -94,6 +96,7 @@ class Model(torch.nn.Linear):
         kept = {name: os.environ.get(name) for name in ("LD_PRELOAD", "GLIBC_TUNABLES")}
         maps = pathlib.Path("/proc/self/maps").read_text()
         kept |= {name: name in maps for name in ("tcmalloc", "jemalloc")}
+        kept["start"] = pathlib.Path("/proc/self/environ").read_text().strip("\\0").split("\\0")  # as it was when the process began
         pathlib.Path("seen.json").write_text(json.dumps(kept | {"pid": os.getpid()}))
 
 def data():
@@ -142,6 +145,64 @@ def test_what_the_user_has_set_stays(tmp_path):
         [sys.executable, "-m", "fastloop", "train", "recipe.yaml"], cwd=tmp_path, env=environment, check=True, capture_output=True
     )
     assert json.loads((tmp_path / "seen.json").read_text())["GLIBC_TUNABLES"] == "glibc.malloc.arena_max=2"
+
+
+WITH_NVIDIA = """
+import pathlib
+exists = pathlib.Path.exists
+pathlib.Path.exists = lambda path, **options: str(path) == "/dev/nvidiactl" or exists(path, **options)
+"""
+"""Makes a Python that finds it look like one on a machine with an NVIDIA driver."""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="reads /proc")
+@pytest.mark.parametrize(
+    ("given", "seen"),
+    [
+        ({}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}),
+    ],
+    ids=["unset", "set", "set by the old name"],
+)
+def test_on_cuda_the_command_line_starts_itself_again_with_growing_segments(given, seen, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(WITH_NVIDIA)
+    (tmp_path / "own.py").write_text(MODULE)
+    (tmp_path / "recipe.yaml").write_text(RECIPE.replace("ALLOCATOR", "glibc").replace("device: cpu", "device: auto"))
+    environment = {key: value for key, value in os.environ.items() if key not in CUDA_SETTINGS}
+    environment |= {"PYTHONPATH": os.pathsep.join(filter(None, [str(tmp_path), *sys.path]))} | given
+    subprocess.run(
+        [sys.executable, "-m", "fastloop", "train", "recipe.yaml"], cwd=tmp_path, env=environment, check=True, capture_output=True
+    )
+    start = dict(line.split("=", 1) for line in json.loads((tmp_path / "seen.json").read_text())["start"])
+    assert {name: start[name] for name in CUDA_SETTINGS if name in start} == seen
+
+
+@pytest.mark.skipif(not hasattr(torch._C, "_accelerator_getAllocatorSettings"), reason="this torch cannot read its settings back")
+@pytest.mark.parametrize(
+    ("given", "settings"),
+    [
+        ({}, "expandable_segments:True"),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, "max_split_size_mb:64,expandable_segments:True"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:32", "PYTORCH_ALLOC_CONF": ""}, "max_split_size_mb:32,expandable_segments:True"),
+        ({"PYTORCH_ALLOC_CONF": "backend:native"}, "backend:native,expandable_segments:True"),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:False"}, "expandable_segments:False"),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:32,backend:cudaMallocAsync"}, "max_split_size_mb:32,backend:cudaMallocAsync"),
+    ],
+)
+def test_in_a_process_that_runs_growing_segments_join_the_users_settings(given, settings, monkeypatch):
+    for name in CUDA_SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    users = next(iter(given.values()), "")
+    try:
+        for device, expected in (("cpu", users), ("cuda", settings)):
+            torch._C._accelerator_setAllocatorSettings(users)
+            Memory().before_prepare(run=SimpleNamespace(device=torch.device(device)))
+            assert torch._C._accelerator_getAllocatorSettings() == expected
+    finally:
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
 
 
 def test_plugins_that_want_different_variables_are_both_named(monkeypatch):

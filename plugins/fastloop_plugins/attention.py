@@ -6,6 +6,10 @@
 ``auto`` takes FlashAttention 2 where its package is installed, the device is CUDA and the run computes in half precision; on a CPU
 ``blocked``, which trains twice as fast as torch's there; else torch's scaled_dot_product_attention, which picks among its own kernels.
 For transformers models. Other names are transformers'.
+
+On Hopper torch's sdpa prefers cuDNN's attention, which spends tens of milliseconds on a plan for each new shape. The plugin keeps that
+order: cuDNN's kernels are built for Hopper, and with few shapes (``length-bucketing``, ``compile``) a run pays for few plans. ``packing``
+calls FlashAttention itself. To compare, set ``TORCH_CUDNN_SDPA_DEPRIORITIZED=1`` in the environment: torch then tries cuDNN last.
 """
 
 from __future__ import annotations

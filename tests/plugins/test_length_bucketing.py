@@ -13,8 +13,10 @@ from text_kit import TINY, make_run
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
-from fastloop import Batch, DataLoaderDraft, Plugin, PluginError, Trainer, hookimpl
+from fastloop import Batch, DataLoaderDraft, Plugin, PluginError, Trainer, hookimpl, machine
 from fastloop.data import StepSampler
+from fastloop.recipe import make_recipe
+from fastloop.registry import select
 from fastloop.run import Run
 from fastloop_plugins.ledger import Ledger
 from fastloop_plugins.length_bucketing import LengthBucketing
@@ -269,3 +271,21 @@ def test_texts_keep_to_max_tokens_when_padded_to_a_multiple():
     assert 64 < max(samples * width for samples, width in sizes) <= 96
     with pytest.raises(PluginError, match=r"data\.padding: max_length all batches are padded alike"):
         make_run("text-classification", model, data | {"padding": "max_length"}, objects=[LengthBucketing(max_tokens=96)])
+
+
+@pytest.mark.parametrize(
+    ("device", "plugins", "multiple"),
+    [
+        ("cuda", ["length-bucketing"], 64),
+        ("cuda", ["length-bucketing", "compile"], 64),
+        ("cuda", ["length-bucketing", {"compile": {"pad_to_multiple_of": 128}}], 128),
+        ("cuda", [{"length-bucketing": {"multiple": 32}}], 32),
+        ("cpu", ["length-bucketing"], None),
+    ],
+)
+def test_shapes_are_few_on_cuda_unless_others_ask(device, plugins, multiple, monkeypatch):
+    monkeypatch.setattr(machine, "this_machine", lambda asked: machine.Machine(device, "a device", ("fp32", "bf16")))
+    recipe = make_recipe({"plugins": plugins, "train": {"epochs": 1}})
+    resolution = select(recipe)
+    resolution.hooks.check_recipe(recipe=recipe)
+    assert resolution.draft("configure_dataloader", DataLoaderDraft()).pad_to_multiple_of == multiple

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from fastloop import Batch, PluginError
+from fastloop_plugins._text_batches import Ragged
 
 READ = {"input_ids", "token_type_ids"}
 """What the model reads of each token. Anything else with a value for each token is what it is to predict."""
@@ -29,16 +31,22 @@ class Lengths:
 
 
 class PackedCollator:
-    """Makes a row of what a task's collator has padded.
+    """Puts the sequences of a batch end to end in a row, without padding them first where the task's collator offers ``ragged``.
 
-    ``input_ids`` and whatever else has a value for each token become rows of shape (1, tokens), without the padding and without the
-    ``attention_mask``; ``position_ids`` restart with each sequence. A row that is padded to a multiple ends in a sequence of its own, which
-    nothing is predicted from.
+    ``input_ids`` and every other column of tokens become rows of shape (1, tokens), without an ``attention_mask``; ``position_ids`` restart
+    with each sequence. A row that is padded to a multiple ends in a sequence of padding, which nothing is predicted from.
+
+    Args:
+        collate: The task's collator.
+        multiple: Tokens of a row are padded to a multiple of this; None: they are not.
 
     Attributes:
         first_position: Where the model's positions begin.
-        varlen: Whether the model's attention takes transformers' arguments for FlashAttention, instead of ``packed``.
-        longest: The length of the longest sequence of all batches, where it is known.
+        varlen: Whether the model's attention takes transformers' arguments for FlashAttention, instead of ``packed``: ``cu_seq_lens_q`` and
+            ``cu_seq_lens_k``, int32 of shape (sequences + 2,), and ``max_length_q`` and ``max_length_k``. The padding's sequence is always
+            among them, empty or not, and the lengths are the same for all batches, so that shapes and numbers depend on the number of
+            sequences alone: a compiler makes one graph, and a CUDA graph fits every row of as many tokens.
+        longest: Tokens of the longest sequence of all batches, where that is known.
     """
 
     def __init__(self, collate: Callable[[list[Any]], Any], multiple: int | None) -> None:
@@ -46,41 +54,52 @@ class PackedCollator:
         self.first_position, self.varlen, self.longest = 0, False, 0
 
     def __call__(self, samples: list[Any]) -> Batch:
-        batch = self.collate(samples)
-        if not isinstance(batch, Batch):
-            batch = Batch(batch)
-        width = batch.inputs["input_ids"].shape[1]
-        batch.inputs = self.pack(batch.inputs, [min(max(len(sample["input_ids"]), 1), width) for sample in samples])
-        return batch
+        if hasattr(self.collate, "ragged"):
+            ragged: Ragged = self.collate.ragged(samples)
+        else:
+            ragged = unpadded(self.collate(samples), [len(sample["input_ids"]) for sample in samples])
+        return Batch(self.pack(ragged), weight=ragged.weight, tokens=ragged.tokens)
 
-    def pack(self, inputs: Mapping[str, Any], lengths: list[int]) -> dict[str, Any]:
-        """The inputs of a padded batch as those of a row."""
-        ids, total = inputs["input_ids"], sum(lengths)
-        places = torch.cat([torch.arange(length) + row * ids.shape[1] for row, length in enumerate(lengths)])
-        positions = torch.cat([torch.arange(length) for length in lengths]) + self.first_position
-        ends = list(accumulate(lengths, initial=0))
-        result = {name: value for name, value in inputs.items() if name != "attention_mask"}
-        tokens = [
-            name for name, value in result.items() if isinstance(value, Tensor) and value.shape == ids.shape and value.dtype == ids.dtype
-        ]
-        if set(tokens) <= READ:  # one prediction a sequence: from its first token
-            result["first_tokens"] = torch.tensor(ends[:-1])
-        if tail := -total % self.multiple:
-            places, positions = nn.functional.pad(places, (0, tail)), nn.functional.pad(positions, (0, tail), value=self.first_position)
-            lengths, ends = [*lengths, tail], [*ends, total + tail]
-        for name in tokens:
-            result[name] = result[name].flatten()[places][None]
-            result[name][:, total:] = 0 if name in READ else IGNORED
-        result["position_ids"] = positions[None]
+    def width(self, tokens: int) -> int:
+        """Tokens of a row with its padding."""
+        return -(-tokens // self.multiple) * self.multiple
+
+    def pack(self, batch: Ragged) -> dict[str, Any]:
+        """The inputs of a row."""
+        lengths = [max(len(row), 1) for row in batch.columns["input_ids"][0]]  # an empty text is a token of padding
+        *starts, total = accumulate(lengths, initial=0)
+        width = self.width(total)
+        inputs: dict[str, Any] = dict(batch.fixed)
+        for name, (rows, fill) in batch.columns.items():
+            tokens = np.full(width, fill, dtype=np.int64)
+            for start, row in zip(starts, rows, strict=True):
+                tokens[start : start + len(row)] = row
+            inputs[name] = torch.from_numpy(tokens)[None]
+        positions = np.full(width, self.first_position)
+        positions[:total] += np.arange(total) - np.repeat(starts, lengths)
+        inputs["position_ids"] = torch.from_numpy(positions)[None]
+        if batch.columns.keys() <= READ:  # one prediction a sequence: from its first token
+            inputs["first_tokens"] = torch.tensor(starts)
         if not self.varlen:
-            return result | {"packed": Lengths(lengths, self.longest)}
-        ends_tensor, longest = torch.tensor(ends, dtype=torch.int32), max(lengths)
-        return result | {
-            "cu_seq_lens_q": ends_tensor,
-            "cu_seq_lens_k": ends_tensor,
-            "max_length_q": longest,
-            "max_length_k": longest,
-        }
+            return inputs | {"packed": Lengths(lengths + [width - total] * (width > total), self.longest)}
+        ends, longest = torch.tensor([*starts, total, width], dtype=torch.int32), max(self.longest, self.multiple, *lengths)
+        return inputs | {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+
+
+def unpadded(batch: Any, lengths: list[int]) -> Ragged:
+    """The sequences of a batch that a collator padded on the right, given the length of each."""
+    if not isinstance(batch, Batch):
+        batch = Batch(batch)
+    ids = batch.inputs["input_ids"]
+    columns: dict[str, Any] = {}
+    fixed = {name: value for name, value in batch.inputs.items() if name != "attention_mask"}
+    for name, value in list(fixed.items()):
+        if isinstance(value, Tensor) and value.shape == ids.shape and value.dtype == ids.dtype:
+            columns[name] = (
+                [row[:length] for row, length in zip(fixed.pop(name).numpy(), lengths, strict=True)],
+                0 if name in READ else IGNORED,
+            )
+    return Ragged(columns=columns, fixed=fixed, weight=batch.weight, tokens=batch.tokens)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator] # every mix of lengths would be another graph

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -79,3 +80,23 @@ class Width:
             return self.max_length
         longest = max(max(len(row) for row in rows), 1)
         return min(-(-longest // self.multiple) * self.multiple, self.max_length)
+
+
+@dataclass(kw_only=True)
+class Ragged:
+    """A batch before its layout: sequences of unequal length, which a task's collator pads and ``packing`` puts end to end.
+
+    A collator offers it as a method ``ragged(samples) -> Ragged``.
+
+    Attributes:
+        columns: Name -> one array for each sequence, and the value that fills what a shorter array leaves. ``input_ids`` is always there
+            and gives the lengths; no array of another column is longer.
+        fixed: Name -> a tensor without tokens, such as labels of shape (sequences,).
+        weight: As in ``Batch``.
+        tokens: As in ``Batch``.
+    """
+
+    columns: Mapping[str, tuple[Sequence[NDArray[Any]], int]]
+    fixed: dict[str, Tensor] = field(default_factory=dict)
+    weight: int
+    tokens: int

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from fastloop import Run
     from fastloop.recipe import Recipe
-    from fastloop_plugins._text_batches import Sequences, Width
+    from fastloop_plugins._text_batches import Ragged, Sequences, Width
 
 IGNORED = -100
 """What cross entropy leaves out."""
@@ -116,7 +116,16 @@ class Collator:
     def __call__(self, samples: list[dict[str, Any]]) -> Batch:
         from fastloop_plugins._text_batches import padded
 
+        batch = self.ragged(samples)
+        width = self.width(batch.columns["input_ids"][0])
+        inputs = {name: padded(rows, width, fill) for name, (rows, fill) in batch.columns.items()}
+        return Batch(inputs, weight=batch.weight, tokens=batch.tokens)
+
+    def ragged(self, samples: list[dict[str, Any]]) -> Ragged:
+        """The batch without padding."""
+        from fastloop_plugins._text_batches import Ragged
+
         rows = [sample["input_ids"] for sample in samples]
-        width, tokens = self.width(rows), sum(map(len, rows))
-        targets = padded([row[1:] for row in rows], width, IGNORED)
-        return Batch({"input_ids": padded(rows, width, self.pad_token_id), "targets": targets}, weight=tokens - len(rows), tokens=tokens)
+        columns = {"input_ids": (rows, self.pad_token_id), "targets": ([row[1:] for row in rows], IGNORED)}
+        tokens = sum(map(len, rows))
+        return Ragged(columns=columns, weight=tokens - len(rows), tokens=tokens)

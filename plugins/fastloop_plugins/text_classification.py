@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from fastloop import Run
     from fastloop.profile.seen import Seen
     from fastloop.recipe import Recipe
-    from fastloop_plugins._text_batches import Sequences, Width
+    from fastloop_plugins._text_batches import Ragged, Sequences, Width
 
 
 class TextClassification(Plugin):
@@ -116,11 +116,20 @@ class Collator:
 
         from fastloop_plugins._text_batches import padded
 
-        rows = [sample["input_ids"] for sample in samples]
+        batch = self.ragged(samples)
+        rows, fill = batch.columns["input_ids"]
         width, lengths = self.width(rows), torch.tensor([len(row) for row in rows])
-        inputs = {
-            "input_ids": padded(rows, width, self.pad_token_id),
-            "attention_mask": (torch.arange(width) < lengths[:, None]).long(),
-            "labels": torch.tensor([sample["label"] for sample in samples]),
-        }
-        return Batch(inputs, weight=len(rows), tokens=sum(map(len, rows)))
+        inputs = {"input_ids": padded(rows, width, fill), "attention_mask": (torch.arange(width) < lengths[:, None]).long()}
+        return Batch(inputs | batch.fixed, weight=batch.weight, tokens=batch.tokens)
+
+    def ragged(self, samples: list[dict[str, Any]]) -> Ragged:
+        """The batch without padding and mask."""
+        import torch
+
+        from fastloop_plugins._text_batches import Ragged
+
+        rows = [sample["input_ids"] for sample in samples]
+        labels = torch.tensor([sample["label"] for sample in samples])
+        return Ragged(
+            columns={"input_ids": (rows, self.pad_token_id)}, fixed={"labels": labels}, weight=len(rows), tokens=sum(map(len, rows))
+        )

@@ -6,20 +6,26 @@
 Samples, batches and order stay as they are; only the shape is another: (1, all tokens) instead of (samples, longest). Positions restart
 with each sequence, attention is computed for each by itself, and one that is classified is so by its first token. With
 ``length-bucketing`` little padding is left to save. For transformers models whose attention can be chosen (BERT, DistilBERT, RoBERTa,
-GPT-2, Llama and their like): before training, a few tokens are computed both ways, and a model whose results differ is refused. Under
-``attention`` with FlashAttention 2 its kernel for sequences of any length is used, else the kernel that there is, once a sequence.
-``compile`` meets another number of tokens each time: the row is padded to its multiple, and graphs end at each attention.
+GPT-2, Llama and their like): before training, a few tokens are computed both ways, and a model whose results differ is refused.
+
+On CUDA in half precision one kernel computes the attention of a whole row: torch's FlashAttention, or that of the package flash-attn where
+``attention`` chose it. Rows are padded to few different numbers of tokens, so ``compile`` makes no break and few graphs, and CUDA graphs
+(``mode: reduce-overhead``) are recorded once a number. Elsewhere the attention that the model has is called once a sequence, and under
+``compile`` a graph ends at each call.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator, Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 
-from fastloop import Plugin, PluginError, Win, hookimpl
+from fastloop import Plugin, PluginError, Win, hookimpl, option
+from fastloop_plugins.length_bucketing import MULTIPLE
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     from fastloop import Output, Run
@@ -32,6 +38,8 @@ logger = logging.getLogger("fastloop")
 FLASH = "flash_attention_2"
 INSIDE = {"sdpa": "sdpa", "eager": "sdpa", FLASH: "sdpa", "fast_dropout": "fast_dropout", "fastloop_blocked": "fastloop_blocked"}
 """What a model's attention is -> what is asked for each sequence. FlashAttention, which needs CUDA, is tried out as sdpa."""
+SHAPES = 12
+"""Different numbers of tokens of an epoch's rows on CUDA, at most: each is another CUDA graph, and another kernel plan."""
 
 
 class Packing(Plugin):
@@ -42,6 +50,15 @@ class Packing(Plugin):
     runs_after = ("first-token", "attention", "fast-dropout", "lora")
     runs_before = ("activation-checkpointing", "slot:strategy", "compile")
     configures = "puts the sequences of a batch end to end: no padding is computed"
+
+    @dataclass(kw_only=True)
+    class Config:
+        """Options."""
+
+        multiple: Annotated[
+            int | None,
+            option(f"Pad a row's tokens to a multiple of this; null: on CUDA for {SHAPES} shapes, else as other plugins ask.", ge=1),
+        ] = None
 
     @classmethod
     def forecast(cls, seen: Seen, recipe: Recipe) -> Win | None:
@@ -58,7 +75,7 @@ class Packing(Plugin):
         from fastloop_plugins._packing import PackedCollator
 
         collate = yield
-        self.collator = PackedCollator(collate, run.loading.pad_to_multiple_of)
+        self.collator = PackedCollator(collate, self.config.multiple or run.loading.pad_to_multiple_of)
         return self.collator
 
     @hookimpl
@@ -77,10 +94,11 @@ class Packing(Plugin):
         """Prepare the model for rows, and try them out: the model's first position, or why it cannot be; None without a trial."""
         from torch import nn
 
+        from fastloop_plugins import _varlen
         from fastloop_plugins._packing import first_tokens, register
 
         current, dataset = found.config._attn_implementation, run.datasets["train"]
-        longest = int(max(getattr(dataset, "lengths", [0])))
+        longest = max(int(max(getattr(split, "lengths", [0]))) for split in run.datasets.values())
         stack = next((module for module in found.modules() if any(isinstance(part, nn.ModuleList) for part in module.children())), None)
         if current not in INSIDE or not getattr(found, "_supports_sdpa", False):
             return f"its attention is {current!r}, and what is known here is {', '.join(INSIDE)}"
@@ -95,9 +113,13 @@ class Packing(Plugin):
         found.set_attn_implementation(register(INSIDE[current]))
         stack.register_forward_hook(first_tokens, with_kwargs=True)
         answer = self.try_out(run, model, found) if trial else None
-        if current == FLASH:
-            found.set_attn_implementation(FLASH)
+        self.collator.longest = longest
+        absent = _varlen.missing(run.device, computing_dtype(run, model), head_size(found.config))
+        if current == FLASH or absent is None:
+            found.set_attn_implementation(FLASH if current == FLASH else _varlen.register())
             self.collator.varlen = True
+        elif run.device.type == "cuda":
+            logger.warning("packing: attention is computed one sequence at a time, since %s", absent)
         return answer
 
     def try_out(self, run: Run, model: nn.Module, found: Any) -> int | str:
@@ -130,16 +152,48 @@ class Packing(Plugin):
 
     @hookimpl
     def check_run(self, run: Run) -> None:
-        lengths, sampler, size = getattr(run.datasets["train"], "lengths", None), run.train_loader.sampler, run.device_batch_size
+        lengths, sampler = getattr(run.datasets["train"], "lengths", None), run.train_loader.sampler
         if lengths is None or sampler is None:
             return
-        ordered = [int(lengths[index]) for index in sampler.order()]
-        padded = sum(max(ordered[start : start + size]) * len(ordered[start : start + size]) for start in range(0, len(ordered), size))
-        share = 1 - sum(ordered) / padded
+        order, size = sampler.order(), sampler.batch_size
+        steps = [sampler.micro_batches(order[first : first + size]) for first in range(0, len(order), size)]
+        batches = [[int(lengths[index]) for index in batch] for step in steps for batch in step]
+        rows = [sum(batch) for batch in batches]
+        share = 1 - sum(rows) / sum(max(batch) * len(batch) for batch in batches)
         if share < 0.02:
             logger.warning("packing: batches have only %.1f%% of padding: there is little to leave out", 100 * share)
         else:
             logger.info("packing: %.0f%% of what would be computed is padding, and is left out", 100 * share)
+        if run.device.type == "cuda" and self.config.multiple is None:
+            self.collator.multiple = multiple_for(rows, run.loading.pad_to_multiple_of or MULTIPLE)
+        widths = [self.collator.width(row) for row in rows]
+        logger.info(
+            "packing: rows are padded to a multiple of %d tokens: %d shapes, %.0f%% more tokens",
+            self.collator.multiple, len(set(widths)), 100 * (sum(widths) / sum(rows) - 1),
+        )  # fmt: skip
+
+
+def multiple_for(rows: list[int], unit: int) -> int:
+    """The smallest multiple of ``unit`` that leaves rows of these numbers of tokens at most ``SHAPES`` different widths."""
+    multiple, different = unit, set(rows)
+    while len({-(-row // multiple) for row in different}) > SHAPES:
+        multiple += unit
+    return multiple
+
+
+def computing_dtype(run: Run, model: nn.Module) -> torch.dtype:
+    """The dtype that attention computes in."""
+    import torch
+
+    precision = run.accelerator.mixed_precision
+    if precision == "no":
+        return next(model.parameters()).dtype
+    return torch.float16 if precision == "fp16" else torch.bfloat16  # under fp8 attention is bf16
+
+
+def head_size(config: Any) -> int:
+    """Features of an attention head, for a transformers config."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def shortened(sample: Mapping[str, Any], size: int) -> dict[str, Any]:

@@ -42,7 +42,7 @@ DECODERS = {
     "gpt2": {"model_type": "gpt2", "n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 48}
     | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     "llama": {"model_type": "llama", **SIZES},
-    "grouped": {"model_type": "llama", **SIZES, "num_attention_heads": 4, "num_key_value_heads": 2},
+    "grouped": {"model_type": "llama", **SIZES, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2},
 }
 DATA = {"files": {"train": "a.csv", "validation": "a.csv"}, "max_length": 32}
 

@@ -7,6 +7,7 @@ import csv
 import gzip
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -421,3 +422,12 @@ def test_a_run_is_refused_before_its_model_is_built():
     ):
         Run(recipe, resolve(recipe))
     assert not Path("run").exists()
+
+
+def test_the_table_of_checks_names_tests_that_exist():
+    here = Path(__file__).parent
+    page = here.parents[1] / "docs" / "checks" / "data.md"
+    defined = {name for file in here.glob("test_data_*.py") for name in re.findall(r"(?m)^def (test_\w+)", file.read_text())}
+    named = set(re.findall(r"`(test_\w+)`", page.read_text()))
+    assert len(named) > 20
+    assert named <= defined

@@ -17,12 +17,15 @@ to 1/256, as in torch's ``scaled_dot_product_attention``.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastloop import PluginError
+
+if TYPE_CHECKING:
+    from fastloop import Run
 
 NAME = "fastloop_varlen"
 """Name of ``attention`` in transformers' registry."""
@@ -42,6 +45,19 @@ def missing(device: torch.device, dtype: torch.dtype, head_size: int) -> str | N
     if torch.cuda.get_device_capability(device) < (8, 0) or not torch.backends.cuda.is_flash_attention_available():
         return "torch has no FlashAttention kernel for this GPU"
     return None
+
+
+def computing_dtype(run: Run, model: nn.Module) -> torch.dtype:
+    """The dtype that attention computes in."""
+    precision = run.accelerator.mixed_precision
+    if precision == "no":
+        return next(model.parameters()).dtype
+    return torch.float16 if precision == "fp16" else torch.bfloat16  # under fp8 attention is bf16
+
+
+def head_size(config: Any) -> int:
+    """Features of an attention head, for a transformers config."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def attention(

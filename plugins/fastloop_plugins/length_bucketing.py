@@ -9,8 +9,7 @@ epoch. Evaluation goes by length altogether: its metrics are sums. For map-style
 ``lengths``.
 
 With ``max_tokens`` a device computes at most so many tokens at once, padding included: long samples come in small micro-batches, short ones
-in large ones. Steps still take ``train.batch_size`` samples, so what is trained stays the same. ``multiple`` bounds the number of shapes;
-on CUDA it is 64 where nothing else is asked for.
+in large ones. Steps still take ``train.batch_size`` samples, so what is trained stays the same. ``multiple`` bounds shapes (CUDA: 64).
 """
 
 from __future__ import annotations
@@ -21,7 +20,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-from fastloop import DataLoaderDraft, Plugin, PluginError, Win, hookimpl, option
+from fastloop import DataLoaderDraft, Plugin, PluginError, Win, hookimpl, machine, option
+from fastloop_plugins._shapes import MULTIPLE
 
 if TYPE_CHECKING:
     from torch import Generator
@@ -32,10 +32,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fastloop")
 
-MULTIPLE = 64
-"""Tokens: lengths are padded to a multiple of this on CUDA. On Hopper torch prefers cuDNN's attention, which plans tens of milliseconds for
-each new shape. Texts of up to 512 tokens then have 8 widths."""
-
 
 class LengthBucketing(Plugin):
     """Batches of like length."""
@@ -44,7 +40,7 @@ class LengthBucketing(Plugin):
     parity = "changes-training"
     runs_after = ("compile",)  # which asks for a multiple of its own
     configures = "makes batches of samples of like length"
-    kind = ""  # of the device; drafts are written without check_recipe too
+    kind = ""  # of the device
 
     @dataclass(kw_only=True)
     class Config:
@@ -52,14 +48,10 @@ class LengthBucketing(Plugin):
 
         window: Annotated[int, option("Batches among whose samples lengths are matched: more is less padding and less chance.", ge=2)] = 100
         max_tokens: Annotated[int | None, option("Tokens of a device's batch at most, padding included; null: no limit.", ge=1)] = None
-        multiple: Annotated[
-            int | None,
-            option(f"Pad lengths to a multiple of this; null: as other plugins ask, else {MULTIPLE} on CUDA and 1 elsewhere.", ge=1),
-        ] = None
+        multiple: Annotated[int | None, option("Pad lengths to a multiple of this; null: as others ask, else 64 on CUDA.", ge=1)] = None
 
     @classmethod
     def forecast(cls, seen: Seen, recipe: Recipe) -> Win | None:
-
         if {cls.name, "packing"} & recipe.plugins.keys() or not seen.longest or recipe.data.get("padding") == "max_length":
             return None
         padding = 1 - seen.real / seen.longest
@@ -74,9 +66,7 @@ class LengthBucketing(Plugin):
 
     @hookimpl
     def check_recipe(self, recipe: Recipe) -> None:
-        from fastloop.machine import this_machine
-
-        self.kind = this_machine(recipe.train.device).device
+        self.kind = machine.this_machine(recipe.train.device).device
         if self.config.max_tokens is None:
             return
         where = f"{recipe.where}: plugins.length-bucketing.max_tokens"

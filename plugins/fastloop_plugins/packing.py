@@ -22,10 +22,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastloop import Plugin, PluginError, Win, hookimpl, option
-from fastloop_plugins.length_bucketing import MULTIPLE
+from fastloop_plugins._shapes import MULTIPLE, SHAPES, multiple_for
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
     from fastloop import Output, Run
@@ -38,8 +37,6 @@ logger = logging.getLogger("fastloop")
 FLASH = "flash_attention_2"
 INSIDE = {"sdpa": "sdpa", "eager": "sdpa", FLASH: "sdpa", "fast_dropout": "fast_dropout", "fastloop_blocked": "fastloop_blocked"}
 """What a model's attention is -> what is asked for each sequence. FlashAttention, which needs CUDA, is tried out as sdpa."""
-SHAPES = 12
-"""Different numbers of tokens of an epoch's rows on CUDA, at most: each is another CUDA graph, and another kernel plan."""
 
 
 class Packing(Plugin):
@@ -114,7 +111,7 @@ class Packing(Plugin):
         stack.register_forward_hook(first_tokens, with_kwargs=True)
         answer = self.try_out(run, model, found) if trial else None
         self.collator.longest = longest
-        absent = _varlen.missing(run.device, computing_dtype(run, model), head_size(found.config))
+        absent = _varlen.missing(run.device, _varlen.computing_dtype(run, model), _varlen.head_size(found.config))
         if current == FLASH or absent is None:
             found.set_attn_implementation(FLASH if current == FLASH else _varlen.register())
             self.collator.varlen = True
@@ -171,29 +168,6 @@ class Packing(Plugin):
             "packing: rows are padded to a multiple of %d tokens: %d shapes, %.0f%% more tokens",
             self.collator.multiple, len(set(widths)), 100 * (sum(widths) / sum(rows) - 1),
         )  # fmt: skip
-
-
-def multiple_for(rows: list[int], unit: int) -> int:
-    """The smallest multiple of ``unit`` that leaves rows of these numbers of tokens at most ``SHAPES`` different widths."""
-    multiple, different = unit, set(rows)
-    while len({-(-row // multiple) for row in different}) > SHAPES:
-        multiple += unit
-    return multiple
-
-
-def computing_dtype(run: Run, model: nn.Module) -> torch.dtype:
-    """The dtype that attention computes in."""
-    import torch
-
-    precision = run.accelerator.mixed_precision
-    if precision == "no":
-        return next(model.parameters()).dtype
-    return torch.float16 if precision == "fp16" else torch.bfloat16  # under fp8 attention is bf16
-
-
-def head_size(config: Any) -> int:
-    """Features of an attention head, for a transformers config."""
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def shortened(sample: Mapping[str, Any], size: int) -> dict[str, Any]:

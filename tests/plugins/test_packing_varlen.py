@@ -16,11 +16,12 @@ from varlen_kit import kernels_on_cpu
 from fastloop import PluginError
 from fastloop_plugins import _varlen
 from fastloop_plugins._packing import PackedCollator
+from fastloop_plugins._shapes import SHAPES, multiple_for
 from fastloop_plugins.activation_checkpointing import ActivationCheckpointing
 from fastloop_plugins.amp import Amp
 from fastloop_plugins.compile import Compile
 from fastloop_plugins.first_token import FirstToken
-from fastloop_plugins.packing import SHAPES, Packing, multiple_for
+from fastloop_plugins.packing import Packing
 
 MODELS = ENCODERS | DECODERS
 PER_TOKEN = ("input_ids", "position_ids", "targets")

@@ -8,8 +8,9 @@
         requires = ("other-plugin",)    # further plugins, with which and against which it is tried
         task = TEXTS                    # a recipe's model and data; VECTORS unless it is said, IMAGES and LANGUAGE are there too
 
-The trainings take place once for a class, in processes of their own, and are a few dozen steps on the CPU. Speed is not judged: what a
-step costs with and without the plugin is recorded as a property of the test ``test_cost``, which pytest's reports carry.
+The trainings take place once for a class, in processes of their own, and are a few dozen steps on the CPU, or on an accelerator with the
+variable FASTLOOP_TEST_DEVICE=auto. Speed is not judged: what a step costs with and without the plugin is recorded as a property of the test
+``test_cost``, which pytest's reports carry.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ class Conformance:
     """Further plugins, as a recipe lists them. They are there in the trainings that it is compared with, too."""
     task: ClassVar[Mapping[str, Any]] = VECTORS
     """What is trained: a recipe's ``model``, ``data`` and, where wanted, ``plugins`` and ``train``."""
-    device: ClassVar[str] = "cpu"
-    """``auto`` for a plugin that needs an accelerator: it is then tried where there is one."""
+    device: ClassVar[str] = os.environ.get("FASTLOOP_TEST_DEVICE", "cpu")
+    """``auto`` for a plugin that needs an accelerator: it is then tried where there is one. FASTLOOP_TEST_DEVICE sets it for all others."""
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """The strategies of ``test_processes``; pytest calls it for each test of the class."""

@@ -1,4 +1,4 @@
-"""A tiny classification problem, trained for real on the CPU in the test's own process, and recorders of what a run did."""
+"""A tiny classification problem, trained for real in the test's own process, and recorders of what a run did."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class TinyResult:
 
     Attributes:
         losses: Of each step, the mean over its samples.
-        weights: Name -> the model's tensor after training.
+        weights: Name -> the model's tensor after training, on the CPU.
         summary: As in ``summary.json``.
         recorder: Learning rates and metrics: see ``Recorder``.
         trainer: The trainer; ``trainer.run`` is its run.
@@ -94,7 +94,7 @@ class TinyResult:
     def __init__(self, trainer: Trainer, summary: dict[str, Any], model: nn.Module, recorder: Recorder) -> None:
         self.trainer, self.summary, self.model, self.recorder = trainer, summary, model, recorder
         self.losses = recorder.losses
-        self.weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        self.weights = {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}
 
 
 @pytest.fixture
@@ -105,7 +105,10 @@ def hook_calls() -> list[Call]:
 
 @pytest.fixture
 def tiny_run(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., TinyResult]:
-    """Train the tiny model with given plugins: ``tiny_run(["my-plugin"], epochs=2).losses``. Batches of 8, AdamW, lr 1e-2, two epochs."""
+    """Train the tiny model with given plugins: ``tiny_run(["my-plugin"], epochs=2).losses``. Batches of 8, AdamW, lr 1e-2, two epochs.
+
+    It trains on an accelerator where there is one; ``device="cpu"`` keeps a run on the CPU.
+    """
     count = iter(range(1000))
     watching = [HookCalls(request.getfixturevalue("hook_calls"))] if "hook_calls" in request.fixturenames else []
 

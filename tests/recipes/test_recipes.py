@@ -10,11 +10,20 @@ from pathlib import Path
 import pytest
 import torch
 
+from fastloop.machine import Machine
 from fastloop.recipe import load_recipe, shipped_recipes
 from fastloop.registry import resolve
 from fastloop.run import Run
 
-SHIPPED = {"quickstart", "distilbert_imdb", "distilbert_imdb_baseline", "distilbert_imdb_cpu", "gpt_stdlib", "digits_module"}
+SHIPPED = {
+    "quickstart",
+    "distilbert_imdb",
+    "distilbert_imdb_baseline",
+    "distilbert_imdb_cpu",
+    "distilbert_imdb_gpu",
+    "gpt_stdlib",
+    "digits_module",
+}
 
 
 def train(name: str, *overrides: str, without: tuple[str, ...] = ()) -> dict:
@@ -68,6 +77,33 @@ def test_plan_explains_it_without_data_or_weights(name):
     assert done.returncode == 0, done.stderr
     assert "slot task" in done.stdout
     assert "batch " in done.stdout
+
+
+def test_distilbert_imdb_gpu_is_planned_on_a_gpu(monkeypatch, capsys):
+    """``fastloop plan`` as it answers on a machine with an H100."""
+    from fastloop.cli import main
+
+    h100 = Machine("cuda", "NVIDIA H100 80GB HBM3", ("fp32", "bf16", "fp16", "fp8"))
+    monkeypatch.setattr("fastloop.machine.this_machine", lambda device="auto": h100)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(sys, "argv", ["fastloop", "plan", "distilbert_imdb_gpu"])
+    with pytest.raises(SystemExit) as exited:
+        main()
+    assert not exited.value.code
+    out = capsys.readouterr().out
+    names = [line.split()[1] for line in out.splitlines() if line[:3].strip().rstrip(".").isdecimal()]
+    assert {"amp", "length-bucketing", "first-token", "fused-optimizer", "dataloader-workers", "prefetch", "compile"} < set(names)
+    assert {"checkpoint-best", "text-classification"} < set(names)
+    assert names.index("first-token") < names.index("compile")
+    for said in ("mode=reduce-overhead", "pad_to_multiple_of=64", "NVIDIA H100", "mixed_precision=bf16"):
+        assert said in out
+
+
+def test_distilbert_imdb_gpu_trains_without_its_gpu(tiny_distilbert, imdb_like):
+    given = [f"model.name={tiny_distilbert}", *imdb_like, "train.epochs=2", "train.lr=0.01"]
+    summary = train("distilbert_imdb_gpu", *given, without=("compile", "dataloader-workers"))  # which have tests of their own
+    assert {"amp", "length-bucketing", "first-token", "fused-optimizer", "prefetch"} < set(summary["plugins"])
+    assert summary["test"]["accuracy"] > 0.9
 
 
 def test_quickstart_shortened():

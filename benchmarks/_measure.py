@@ -118,7 +118,10 @@ def caution(count: int) -> str:
 
 def machine(*packages: str) -> dict[str, Any]:
     """What was measured on: processor, cores, the versions of Python and packages, the commit."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    try:
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:  # a machine without git
+        commit = ""
     versions = {"python": platform.python_version()} | {package: version(package) for package in packages}
     return {"cpu": cpu_model(), "cores": os.cpu_count(), "versions": versions, "commit": commit or None}
 

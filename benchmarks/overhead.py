@@ -1,4 +1,4 @@
-"""What does a trainer cost per step?  One thread, one layer, five training loops.
+"""What does a trainer cost per step?  One thread, one layer, five training loops, on a CPU or a CUDA device (``--device``).
 
 The work is the same in every arm: the same initial weights, the same batches in the same order (a
 shuffled once by the same seed, a torch DataLoader without workers, eight rows a batch), float32, AdamW
@@ -20,7 +20,8 @@ Protocol
 Where an arm departs from its framework's defaults: the Hugging Face Trainer runs without the check of
 each loss for NaN (it reads the loss to the host at every step), without column removal and without
 gradient clipping; Lightning and the Hugging Face Trainer save no checkpoints.  Progress bars and logs
-are on as by default and written to /dev/null.
+are on as by default and written to /dev/null.  On CUDA every arm reads from page-locked memory, and each run
+ends when the device is done.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ LR = 1e-3
 models: list[Any] = []  # every model made by ``work``; the last one is compared across arms
 
 
-def work(steps: int) -> tuple[Any, Any, Any]:
-    """A fresh model, its optimizer, and a loader that yields ``steps`` batches."""
+def work(steps: int, device: str) -> tuple[Any, Any, Any]:
+    """A fresh model on its device, its optimizer, and a loader that yields ``steps`` batches."""
     import torch
     from torch import nn
     from torch.utils.data import DataLoader, Dataset, Sampler
@@ -90,31 +91,41 @@ def work(steps: int) -> tuple[Any, Any, Any]:
             return {"loss": nn.functional.cross_entropy(self.linear(x), labels)}
 
     torch.manual_seed(SEED)
-    model = Classifier().train()
+    model = Classifier().train().to(device)
     models[:] = [model]
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
-    return model, optimizer, DataLoader(Rows(), batch_size=BATCH, sampler=Shuffled())
+    return model, optimizer, DataLoader(Rows(), batch_size=BATCH, sampler=Shuffled(), pin_memory=device == "cuda")
 
 
-def run_raw(steps: int) -> float:
-    model, optimizer, loader = work(steps)
+def since(start: float, device: str) -> float:
+    """Seconds since ``start``, when the device is done."""
+    import torch
+
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def run_raw(steps: int, device: str) -> float:
+    model, optimizer, loader = work(steps, device)
     start = time.perf_counter()
     for step, batch in enumerate(loader, 1):
-        loss = model(**batch)["loss"]
+        inputs = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()} if device == "cuda" else batch
+        loss = model(**inputs)["loss"]
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         if step % LOG_EVERY == 0:
             loss.item()
-    return time.perf_counter() - start
+    return since(start, device)
 
 
-def run_accelerate(steps: int) -> float:
+def run_accelerate(steps: int, device: str) -> float:
     from accelerate import Accelerator
 
-    model, optimizer, loader = work(steps)
+    model, optimizer, loader = work(steps, device)
     start = time.perf_counter()
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator(cpu=device == "cpu")
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     for step, batch in enumerate(loader, 1):
         loss = model(**batch)["loss"]
@@ -123,10 +134,10 @@ def run_accelerate(steps: int) -> float:
         optimizer.zero_grad()
         if step % LOG_EVERY == 0:
             loss.item()
-    return time.perf_counter() - start
+    return since(start, device)
 
 
-def run_hf_trainer(steps: int) -> float:
+def run_hf_trainer(steps: int, device: str) -> float:
     from torch.utils.data import default_collate
     from transformers import Trainer, TrainingArguments
 
@@ -136,13 +147,13 @@ def run_hf_trainer(steps: int) -> float:
         def _get_train_sampler(self, *_: Any) -> Any:
             return loader.sampler
 
-    model, optimizer, loader = work(steps)
+    model, optimizer, loader = work(steps, device)
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             output_dir=folder,
             num_train_epochs=1,
             per_device_train_batch_size=BATCH,
-            use_cpu=True,
+            use_cpu=device == "cpu",
             seed=SEED,
             lr_scheduler_type="constant",
             max_grad_norm=0.0,
@@ -151,19 +162,19 @@ def run_hf_trainer(steps: int) -> float:
             report_to="none",
             save_strategy="no",
             remove_unused_columns=False,
-            dataloader_pin_memory=False,
+            dataloader_pin_memory=device == "cuda",
         )
         start = time.perf_counter()
         Ordered(
             model=model, args=arguments, train_dataset=loader.dataset, data_collator=default_collate, optimizers=(optimizer, None)
         ).train()
-        return time.perf_counter() - start
+        return since(start, device)
 
 
-def run_lightning(steps: int) -> float:
+def run_lightning(steps: int, device: str) -> float:
     import lightning
 
-    model, optimizer, loader = work(steps)
+    model, optimizer, loader = work(steps, device)
 
     class Module(lightning.LightningModule):
         def __init__(self) -> None:
@@ -181,24 +192,26 @@ def run_lightning(steps: int) -> float:
     module = Module().train()
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
+        kind = "gpu" if device == "cuda" else "cpu"
         lightning.Trainer(
-            max_epochs=1, accelerator="cpu", devices=1, log_every_n_steps=LOG_EVERY, enable_checkpointing=False, default_root_dir=folder
+            max_epochs=1, accelerator=kind, devices=1, log_every_n_steps=LOG_EVERY, enable_checkpointing=False, default_root_dir=folder
         ).fit(module, loader)
-        return time.perf_counter() - start
+        return since(start, device)
 
 
-def run_fastloop(steps: int) -> float:
+def run_fastloop(steps: int, device: str) -> float:
     from fastloop import Trainer
 
-    model, optimizer, loader = work(steps)
+    model, optimizer, loader = work(steps, device)
     settings = {"lr": LR, "weight_decay": optimizer.defaults["weight_decay"], "seed": SEED, "epochs": 1, "save_every": None}
+    settings["device"] = "cpu" if device == "cpu" else "auto"
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
         Trainer(model, loader, plugins=[{"log": {"every": LOG_EVERY}}, "progress"], output=folder, **settings).fit()
-        return time.perf_counter() - start
+        return since(start, device)
 
 
-ARMS: dict[str, Callable[[int], float]] = {
+ARMS: dict[str, Callable[[int, str], float]] = {
     "raw": run_raw,
     "accelerate": run_accelerate,
     "hf-trainer": run_hf_trainer,
@@ -207,7 +220,7 @@ ARMS: dict[str, Callable[[int], float]] = {
 }
 
 
-def time_arm(arm: str, steps: int, repeats: int) -> dict[str, Any]:
+def time_arm(arm: str, steps: int, repeats: int, device: str) -> dict[str, Any]:
     """Time one arm in this process, with everything it prints sent to /dev/null."""
     import torch
 
@@ -220,12 +233,12 @@ def time_arm(arm: str, steps: int, repeats: int) -> dict[str, Any]:
     os.dup2(null, 1), os.dup2(null, 2)
     try:
         run = ARMS[arm]
-        run(WARMUP)
+        run(WARMUP, device)
         weights = float(sum(p.detach().double().abs().sum() for p in models[-1].parameters()))
         samples = []
         for repeat in range(repeats):  # N first, then 2N first, and so on
             order = (1, 2) if repeat % 2 == 0 else (2, 1)
-            seconds = {times: run(times * steps) for times in order}
+            seconds = {times: run(times * steps, device) for times in order}
             samples.append((seconds[2] - seconds[1]) / steps * 1e6)
     finally:
         sys.stdout.flush(), sys.stderr.flush()
@@ -235,6 +248,7 @@ def time_arm(arm: str, steps: int, repeats: int) -> dict[str, Any]:
         "us_per_step": statistics.median(samples),
         "samples": samples,
         "weights": weights,
+        "device": str(next(models[-1].parameters()).device),
         "threads": torch.get_num_threads(),
     }
 
@@ -275,12 +289,14 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="samples per process (default 3)")
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS), help="raw is always run")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="what all arms train on (default cpu)")
+    parser.add_argument("--seconds", type=float, help="begin no further round after so many seconds")
     parser.add_argument("--arm", choices=list(ARMS), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if min(args.rounds, args.steps, args.repeats) < 1:
         parser.error("--rounds, --steps and --repeats must be at least 1")
     if args.arm:
-        print(json.dumps(time_arm(args.arm, args.steps, args.repeats)))
+        print(json.dumps(time_arm(args.arm, args.steps, args.repeats, args.device)))
         return
 
     arms = [arm for arm in ARMS if arm == "raw" or arm in args.arms]
@@ -288,36 +304,39 @@ def main() -> None:
         print(f"The arm {arm} is left out: the package {NEEDS[arm]} is not installed.")
         arms.remove(arm)
     rounds: list[dict[str, dict[str, Any]]] = []
+    started, rows, shown = time.perf_counter(), [], ""
     for number in range(args.rounds):
+        if rounds and args.seconds and (time.perf_counter() - started) * (number + 1) / number > args.seconds:
+            break
         order = arms if number % 2 == 0 else arms[::-1]
-        rounds.append({arm: spawn([__file__, "--arm", arm, "--steps", args.steps, "--repeats", args.repeats]) for arm in order})
+        given = ["--steps", args.steps, "--repeats", args.repeats, "--device", args.device]
+        rounds.append({arm: spawn([__file__, "--arm", arm, *given]) for arm in order})
         print(f"round {number + 1}: " + ", ".join(f"{a} {rounds[-1][a]['us_per_step']:.0f} us" for a in arms), file=sys.stderr, flush=True)
+        rows, shown = report(rounds, arms)
+        if args.json:
+            args.json.write_text(json.dumps(results(args, rows, rounds, arms), indent=1))
+    print(f"\n{shown}\n\n{load([r[a] for r in rounds for a in arms])}")
+    facts = results(args, rows, rounds, arms)
+    versions = ", ".join(f"{name} {found or 'not installed'}" for name, found in facts["versions"].items())
+    print(f"{facts['cpu']}, {facts['threads']} thread, {facts['device']}; {len(rounds)} rounds of {args.repeats} samples; {versions}.")
 
-    rows, table = report(rounds, arms)
-    said = load([r[a] for r in rounds for a in arms])
-    versions = {"python": platform.python_version()} | {p: version(p) for p in NEEDS.values()}
-    print(f"\n{table}\n\n{said}")
-    print(
-        f"{cpu_model()}, {rounds[0]['raw']['threads']} thread; {args.rounds} rounds of {args.repeats} samples, "
-        f"N = {args.steps} steps; " + ", ".join(f"{k} {v or 'not installed'}" for k, v in versions.items()) + "."
-    )
-    if args.json:
-        args.json.write_text(
-            json.dumps(
-                {
-                    "versions": versions,
-                    "cpu": cpu_model(),
-                    "cores": os.cpu_count(),
-                    "threads": rounds[0]["raw"]["threads"],
-                    "steps": args.steps,
-                    "repeats": args.repeats,
-                    "load": said,
-                    "summary": rows,
-                    "rounds": rounds,
-                },
-                indent=1,
-            )
-        )
+
+def results(
+    args: argparse.Namespace, rows: list[dict[str, Any]], rounds: list[dict[str, dict[str, Any]]], arms: list[str]
+) -> dict[str, Any]:
+    """What the file of results holds."""
+    return {
+        "versions": {"python": platform.python_version()} | {package: version(package) for package in NEEDS.values()},
+        "cpu": cpu_model(),
+        "cores": os.cpu_count(),
+        "threads": rounds[0]["raw"]["threads"],
+        "device": rounds[0]["raw"]["device"],
+        "steps": args.steps,
+        "repeats": args.repeats,
+        "load": load([row[arm] for row in rounds for arm in arms]),
+        "summary": rows,
+        "rounds": rounds,
+    }
 
 
 if __name__ == "__main__":

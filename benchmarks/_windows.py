@@ -1,0 +1,237 @@
+"""Windows: an arm measures its own epochs, each as a command asks.
+
+``warmup`` and ``measure`` time an epoch; ``syncs`` counts in some of its steps how often the host waits for the device; ``profile``
+records their kernels. The device is synchronized at both ends of a window.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from _measure import memory
+
+SKIPPED, PROBED = 2, 20
+"""A probe leaves out the first steps of its window, and observes so many of the next."""
+ATTENTION = re.compile(r"flash|fmha|mha_|sdpa|attention|attn", re.IGNORECASE)
+"""Matches the names of attention kernels: of FlashAttention, cuDNN, CUTLASS, and torch's operations on a CPU."""
+
+
+class Probe(Protocol):
+    """Observes a few steps."""
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def found(self, steps: int) -> dict[str, Any]:
+        """The result, where ``steps`` were observed."""
+        ...
+
+
+class Syncs:
+    """Counts operations for which the host waits for a CUDA device, as ``torch.cuda.set_sync_debug_mode`` reports them.
+
+    Explicit calls of ``synchronize``, of a device, stream or event, are not counted.
+    """
+
+    def __init__(self, device: str) -> None:
+        self.device, self.places = device, Counter[str]()
+
+    def start(self) -> None:
+        import torch
+
+        self.catcher = warnings.catch_warnings()
+        self.catcher.__enter__()
+        warnings.filterwarnings("always", message=".*synchronizing")
+        self.before = warnings.showwarning
+        warnings.showwarning = self.show
+        if self.device == "cuda":
+            torch.cuda.set_sync_debug_mode("warn")
+
+    def show(self, message: Warning | str, *rest: Any, **more: Any) -> None:
+        """Replaces ``warnings.showwarning``."""
+        if "synchronizing" not in str(message):
+            self.before(message, *rest, **more)
+            return
+        frames = [frame for frame in traceback.extract_stack()[:-1] if "/torch/" not in frame.filename and frame.name != "_showwarnmsg"]
+        self.places[f"{'/'.join(Path(frames[-1].filename).parts[-2:])}:{frames[-1].lineno}" if frames else "?"] += 1
+
+    def stop(self) -> None:
+        import torch
+
+        if self.device == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+        self.catcher.__exit__()
+
+    def found(self, steps: int) -> dict[str, Any]:
+        if self.device != "cuda":
+            return {"syncs_per_step": None, "sync_places": {}}
+        return {"syncs_per_step": sum(self.places.values()) / steps, "sync_places": dict(self.places.most_common(8))}
+
+
+class Kernels:
+    """Records the kernels of a CUDA device; on a CPU the operations."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+
+    def start(self) -> None:
+        import torch
+        from torch.profiler import ProfilerActivity, profile
+
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        self.profiler = profile(activities=[ProfilerActivity.CUDA if self.device == "cuda" else ProfilerActivity.CPU])
+        self.profiler.start()
+        self.started = time.perf_counter()
+
+    def stop(self) -> None:
+        import torch
+
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        self.seconds = time.perf_counter() - self.started
+        self.profiler.stop()
+
+    def found(self, steps: int) -> dict[str, Any]:
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, "trace.json")
+            self.profiler.export_chrome_trace(str(file))
+            events = json.loads(file.read_text())["traceEvents"]
+        return summarize_kernels(events, steps, self.seconds, "kernel" if self.device == "cuda" else "cpu_op")
+
+
+def summarize_kernels(events: list[dict[str, Any]], steps: int, seconds: float, category: str) -> dict[str, Any]:
+    """What the events of a trace say of ``steps`` steps that took ``seconds``.
+
+    Returns:
+        ``kernels``: name -> milliseconds a step, of those that took most; ``attention``: the same of attention kernels;
+        ``kernels_per_step``; ``busy``: the share of the time in which one ran at least.
+    """
+    found = [event for event in events if event.get("ph") == "X" and event.get("cat") == category]
+    spent = Counter[str]()
+    for event in found:
+        spent[event["name"][:120]] += event["dur"] / 1e3 / steps
+    busy, end = 0.0, 0.0
+    for event in sorted(found, key=lambda event: float(event["ts"])):
+        first, last = float(event["ts"]), float(event["ts"]) + event["dur"]
+        busy += max(0.0, last - max(first, end))
+        end = max(end, last)
+    attention = Counter({name: value for name, value in spent.items() if ATTENTION.search(name)})
+    return {
+        "kernels_per_step": len(found) / steps,
+        "busy": busy / 1e6 / seconds,
+        "attention": dict(attention.most_common(4)),
+        "kernels": dict(spent.most_common(10)),
+    }
+
+
+PROBES: dict[str, Callable[[str], Probe]] = {"syncs": Syncs, "profile": Kernels}
+
+
+def compile_seconds() -> float:
+    """Seconds that this process has spent compiling, as torch counts them."""
+    if "torch._dynamo" not in sys.modules:
+        return 0.0
+    from torch._dynamo import utils
+
+    return float(utils.calculate_time_spent().get("total_wall_time", 0.0))
+
+
+class Windows:
+    """What an arm calls while it trains: ``begin`` and ``end`` around each epoch, ``batch`` before each forward, ``step`` after each step.
+
+    Args:
+        device: ``cpu`` or ``cuda``.
+        next_command: Says what to do with the epoch that begins; may wait.
+        report: Gets the result of each epoch.
+        lengths: Tokens of each sample of an epoch, where floating-point operations are to be counted.
+    """
+
+    def __init__(self, device: str, next_command: Callable[[], str], report: Callable[[dict[str, Any]], None], lengths: Any = None) -> None:
+        self.device, self.next_command, self.report, self.lengths = device, next_command, report, lengths
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        import torch
+
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+    def begin(self) -> None:
+        import torch
+
+        self.command = self.next_command()
+        self.rows, self.computed, self.losses = 0, 0, []
+        self.compiled = compile_seconds()
+        self.probe = PROBES[self.command](self.device) if self.command in PROBES else None
+        self.probing = False
+        self.synchronize()
+        if self.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        self.started = time.perf_counter()
+
+    def batch(self, inputs: Any, rows: int | None = None) -> None:
+        self.rows += rows or inputs["input_ids"].shape[0]
+        self.computed += inputs["input_ids"].numel()
+
+    def step(self, loss: Any) -> None:
+        self.losses.append(loss.detach())
+        if self.probe is not None and len(self.losses) == SKIPPED:
+            self.probe.start()
+            self.probing = True
+        elif len(self.losses) == SKIPPED + PROBED:
+            self._stop_probe()
+
+    def _stop_probe(self) -> None:
+        if self.probe is not None and self.probing:
+            self.probe.stop()
+            self.probing = False
+
+    def end(self, model: Any) -> None:
+        import torch
+
+        self._stop_probe()
+        self.synchronize()
+        seconds = time.perf_counter() - self.started
+        result = {
+            "command": self.command,
+            "seconds": seconds,
+            "samples": self.rows,
+            "samples_per_second": self.rows / seconds,
+            "computed": self.computed,
+            "steps": len(self.losses),
+            "losses": [round(float(loss), 4) for loss in self.losses],
+            "train_mode": all(part.training for part in model.modules()),
+            "compile_seconds": compile_seconds() - self.compiled,
+            "peak_bytes": torch.cuda.max_memory_allocated() if self.device == "cuda" else memory("VmHWM"),
+        }
+        if self.lengths is not None:
+            result["flops"] = training_flops(model, self.lengths)
+        probed = min(len(self.losses) - SKIPPED, PROBED)
+        if self.probe is not None and probed > 0:
+            result |= self.probe.found(probed)
+        self.report(result)
+
+
+def training_flops(model: Any, lengths: Any) -> float:
+    """Floating-point operations of one epoch over samples of these lengths in tokens, padding left out.
+
+    A forward and backward pass is 6 operations a weight and token (Kaplan et al. 2020, arXiv:2001.08361, section 2.1), and in attention
+    12 times the width a pair of tokens and layer. Embeddings, norms and the classifier are not counted.
+    """
+    from torch import nn
+
+    weights = sum(part.weight.numel() for name, part in model.named_modules() if isinstance(part, nn.Linear) and ".layer." in f".{name}")
+    config, squares = model.config, float((lengths.astype(float) ** 2).sum())
+    return 6.0 * weights * float(lengths.sum()) + 12.0 * config.num_hidden_layers * config.hidden_size * squares

@@ -1,0 +1,294 @@
+"""What the three commands share: the time budget, records that are on disk at once, and workers that measure when asked.
+
+A worker is a process that trains one arm (``worker.py``). It is started and warmed up once; each window is then asked for by itself, so
+that rounds interleave without a new start. A worker that fails or does not answer in time is a record, and the others go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from _measure import ROOT, machine
+from _reviews import MAX_LENGTH, Reviews, generate, load
+
+FOLDER = Path(__file__).resolve().parent
+DATA = FOLDER / "data"
+PACKAGES = ("torch", "triton", "transformers", "accelerate", "lightning", "tokenizers", "numpy", "fastloop")
+TINY_LENGTH = 64
+"""Tokens of the longest review with ``--tiny``."""
+START_SECONDS = 300.0
+"""Seconds that a worker may take to start, build its arm and warm up once."""
+WINDOW_SECONDS = 120.0
+"""Seconds that a window may take."""
+
+
+class Failure(Exception):
+    """A worker failed or did not answer; with the last lines that it printed."""
+
+
+class Budget:
+    """The seconds that a command has. It starts nothing that would not fit."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.started = seconds, time.monotonic()
+
+    def left(self) -> float:
+        """Seconds until the end."""
+        return self.seconds - (time.monotonic() - self.started)
+
+    def fits(self, seconds: float) -> bool:
+        """Whether something of this length ends in time."""
+        return self.left() > seconds
+
+
+class Records:
+    """JSON lines, written as they come: a command that is killed loses only what it had not measured yet."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path, self.lines = path, list[dict[str, Any]]()
+        path.write_text("")
+        self.started = time.monotonic()
+
+    def add(self, kind: str, note: str = "", **fields: Any) -> dict[str, Any]:
+        """Write a record, and print what it is with a note."""
+        at = round(time.monotonic() - self.started, 1)
+        record = {"kind": kind, "at": at, **fields}
+        self.write(record)
+        print(f"{at:7.1f} s  {kind:8} {fields.get('name', '')} {note}".rstrip(), flush=True)
+        return record
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Write a record."""
+        self.lines.append(record)
+        with self.path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def error(self, name: str, during: str, error: BaseException | str) -> None:
+        """Record a failure."""
+        text = str(error).strip()
+        self.add("error", f"({during}): {text.splitlines()[-1][:200] if text else ''}", name=name, during=during, error=text[-2500:])
+
+
+class Worker:
+    """A process of ``worker.py``.
+
+    Args:
+        spec: What it trains; see ``worker.py``.
+        environment: Further variables.
+    """
+
+    def __init__(self, name: str, spec: Mapping[str, Any], folder: Path, environment: Mapping[str, str]) -> None:
+        self.name, self.folder, self.log = name, folder / name, folder / f"{name}.log"
+        self.folder.mkdir(parents=True)
+        self.started = time.monotonic()
+        read, write = os.pipe()
+        command = [sys.executable, str(FOLDER / "worker.py"), "--reply", str(write), json.dumps({**spec, "folder": str(self.folder)})]
+        paths = {"PYTHONPATH": os.pathsep.join(filter(None, [str(FOLDER.parent), os.environ.get("PYTHONPATH")]))}
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **paths, **environment},
+                pass_fds=[write],
+                start_new_session=True,
+                bufsize=0,
+            )
+        os.close(write)
+        self.replies, self.unread = read, b""
+
+    def ask(self, command: str, timeout: float) -> dict[str, Any]:
+        """Have it do something, and wait for its reply.
+
+        Raises:
+            Failure: It ended, or there is no reply after ``timeout`` seconds.
+        """
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(f"{command}\n".encode())
+        except BrokenPipeError:
+            raise Failure(f"ended before {command!r}\n{self.output()}") from None
+        end = time.monotonic() + timeout
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.replies, selectors.EVENT_READ)
+            while b"\n" not in self.unread:
+                if selector.select(timeout=0.5):
+                    part = os.read(self.replies, 1 << 16)
+                    self.unread += part
+                elif self.process.poll() is not None:
+                    part = b""
+                else:
+                    part = b"waiting"
+                if not part:
+                    raise Failure(f"{self.output()}\nended in {command!r} with {self.process.wait()}")
+                if time.monotonic() > end:
+                    raise Failure(f"{self.output()}\nno reply to {command!r} within {timeout:.0f} s")
+        line, _, self.unread = self.unread.partition(b"\n")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def output(self) -> str:
+        """The last lines that it printed."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-25:])
+
+    def stop(self) -> None:
+        """End the process and all that it started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+
+
+@contextmanager
+def workers(
+    specs: Mapping[str, tuple[Mapping[str, Any], Mapping[str, str], int]],
+    folder: Path,
+    records: Records,
+    budget: Budget,
+    parallel: int,
+) -> Iterator[dict[str, Worker]]:
+    """Workers by name, warmed up, a few at a time; those that fail are recorded and left out. They are ended at exit.
+
+    Args:
+        specs: Name -> what the worker trains, its environment, and how many epochs it warms up.
+        parallel: How many start at once.
+    """
+    found: dict[str, Worker] = {}
+    started: list[Worker] = []
+
+    def start(name: str) -> None:
+        spec, environment, warmups = specs[name]
+        if not budget.fits(30):
+            records.add("skipped", name=name, why="no time to start")
+            return
+        worker = Worker(name, spec, folder, environment)
+        started.append(worker)
+        try:
+            replies = [worker.ask("warmup", min(START_SECONDS, budget.left())) for _ in range(warmups)]
+        except Failure as error:
+            records.error(name, "warm-up", error)
+            worker.stop()
+            return
+        seconds, compiling = time.monotonic() - worker.started, sum(reply["compile_seconds"] for reply in replies)
+        note = f"{seconds:.0f} s, of which compilation {compiling:.0f}"
+        records.add("warmup", note, name=name, seconds=seconds, compile_seconds=compiling, plugins=replies[0]["plugins"])
+        found[name] = worker
+
+    pool = ThreadPoolExecutor(parallel)
+    try:
+        list(pool.map(start, specs))
+        yield {name: found[name] for name in specs if name in found}  # threads ended in any order
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for worker in started:
+            worker.stop()
+
+
+def measure(workers: dict[str, Worker], name: str, command: str, records: Records, budget: Budget, **fields: Any) -> dict[str, Any] | None:
+    """Ask a worker for one window and record it; one that fails is ended and removed."""
+    try:
+        found = workers[name].ask(command, min(WINDOW_SECONDS, max(budget.left(), 1.0)))
+    except Failure as error:
+        records.error(name, command, error)
+        workers.pop(name).stop()
+        return None
+    notes = {
+        "measure": f"{found['samples_per_second']:.1f} samples/s"
+        + f", compiled {found['compile_seconds']:.1f} s" * bool(found["compile_seconds"]),
+        "syncs": f"{found.get('syncs_per_step')} a step",
+        "profile": f"busy {found.get('busy', 0):.0%}, attention: {', '.join(name[:60] for name in found.get('attention', {}))}",
+    }
+    return records.add(command, notes[command], name=name, **fields, **{key: value for key, value in found.items() if key != "plugins"})
+
+
+def read_reviews(count: int, tiny: bool) -> tuple[dict[str, Reviews], int]:
+    """The splits ``train`` and ``evaluate``, and the tokens of the longest review. Generated where they did not travel.
+
+    Args:
+        count: Reviews to train on, where they are generated.
+        tiny: Generate few and short ones.
+    """
+    file = DATA / "reviews.npz"
+    if tiny:
+        return {"train": generate(96, 0, TINY_LENGTH), "evaluate": generate(24, 1, TINY_LENGTH)}, TINY_LENGTH
+    if file.exists():
+        return load(file), MAX_LENGTH
+    print(f"{file}: no such file. Generated reviews of the same lengths take its place.", flush=True)
+    return {"train": generate(count, 0), "evaluate": generate(count // 7, 1)}, MAX_LENGTH
+
+
+def chunks(names: Iterable[str], size: int) -> Iterator[list[str]]:
+    """The names, ``size`` at a time."""
+    listed = list(names)
+    for first in range(0, len(listed), size):
+        yield listed[first : first + size]
+
+
+def facts(device: str) -> dict[str, Any]:
+    """The machine, its GPU and driver, versions, and a hash of the library's sources (there may be no git)."""
+    digest = hashlib.sha256()
+    for file in sorted([*(ROOT / "core").rglob("*.py"), *(ROOT / "plugins").rglob("*.py")]):
+        digest.update(file.read_bytes())
+    found = machine(*PACKAGES) | {"sources": digest.hexdigest()[:12]}
+    if device == "cuda":
+        import torch
+
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        try:
+            driver = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
+        except OSError:
+            driver = ""
+        properties = torch.cuda.get_device_properties(0)
+        found |= {
+            "device": properties.name,
+            "driver": driver or None,
+            "memory_bytes": properties.total_memory,
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
+        }
+    return found
+
+
+def find_device() -> str:
+    """``cuda`` where there is such a device, else ``cpu``."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def options(doc: str | None, prepare: Callable[[argparse.ArgumentParser], None] = lambda parser: None) -> argparse.Namespace:
+    """The options that the commands share."""
+    parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
+    parser.add_argument("--seconds", type=float, default=520.0, help="nothing begins that would end later (default 520)")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model and few steps, on any machine: a test of the command itself")
+    parser.add_argument("--results", type=Path, help="folder of the records (default: $OUT, else benchmarks/results; tiny: build/gpu-tiny)")
+    prepare(parser)
+    found = parser.parse_args()
+    usual = ROOT / "build" / "gpu-tiny" if found.tiny else ROOT / "benchmarks" / "results"
+    found.results = found.results or Path(os.environ.get("OUT") or usual)
+    return found
+
+
+@contextmanager
+def scratch() -> Iterator[Path]:
+    """A temporary folder; SIGTERM ends the command as Ctrl-C does, so that it and all workers go."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        yield Path(folder)

@@ -1,0 +1,243 @@
+"""Command 2: what each plugin adds on a GPU, and how long the whole published job then takes.
+
+    bash benchmarks/gpu/all.sh ablation
+
+* The work: DistilBERT's architecture (66M parameters, random weights) on IMDB's reviews as BERT's tokenizer cuts them, 512 tokens at most;
+  AdamW at 5e-5, 12 reviews a step, dropout as the model has it. The baseline is fp32 without TF32, every review padded to 512.
+* A variant adds to the one that it names in ``over``. All see the same reviews, drawn evenly over all lengths.
+* Each variant is a process that is started and warmed up once. Its windows are whole epochs over these reviews, with the device
+  synchronized at both ends. Rounds are interleaved, A B C, C B A; ratios are formed inside a round.
+* After the first round, variants that are slower than nine tenths of what they build on are dropped.
+* The whole job: the fastest variant of 12 reviews a step trains 3 epochs of 35,000 reviews, with an evaluation of 5,000 after each, from
+  token ids to the written model, in a fresh process: with an empty folder of compiled code (cold), and with the one that this run left
+  (warm).
+* Accuracy: pretrained MiniLM-L6 trains one epoch with the baseline and with the fastest variant.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from _measure import rounds
+from _reviews import save, spread
+from _suite import DATA, Budget, Failure, Records, Worker, chunks, facts, find_device, measure, options, read_reviews, scratch, workers
+
+from fastloop.recipe import load_recipe
+
+BATCH, EPOCHS = 12, 3
+PAYS = 0.9
+"""A variant below this ratio to what it builds on is dropped after the first round."""
+AMP: dict[str, Any] = {"amp": {"dtype": "bf16"}}
+BUCKETS: dict[str, Any] = {"length-bucketing": {"multiple": 64}}
+PREFETCH: dict[str, Any] = {"dataloader-workers": {"num_workers": 2}, "prefetch": {"cache": None}}
+OPTIMIZER: dict[str, Any] = {"fused-optimizer": {}}
+FIRST: dict[str, Any] = {"first-token": {}}
+COMPILE: dict[str, Any] = {"compile": {"pad_to_multiple_of": None}}
+GRAPHS: dict[str, Any] = {"compile": {"mode": "reduce-overhead"}}
+
+
+def recipe_plugins() -> dict[str, Any]:
+    """The plugins of the recipe ``distilbert_imdb_gpu``, without what saves checkpoints."""
+    listed = load_recipe("distilbert_imdb_gpu").plugins
+    return {name: options or {} for name, options in listed.items() if options is not False and name != "checkpoint-best"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """A set of plugins.
+
+    Attributes:
+        over: The variant that it builds on, and whose speed it is compared with.
+        plugins: Name -> options.
+        environment: Variables of its process.
+        cuda: Whether it needs a CUDA device.
+    """
+
+    over: str = "baseline"
+    plugins: Mapping[str, Any] = field(default_factory=dict)
+    padding: str = "longest"
+    batch_size: int = BATCH
+    environment: Mapping[str, str] = field(default_factory=dict)
+    cuda: bool = False
+
+
+EAGER = AMP | BUCKETS | PREFETCH | OPTIMIZER | FIRST
+PACKED = AMP | {"packing": {}} | PREFETCH | OPTIMIZER | FIRST
+VARIANTS: dict[str, Variant] = {
+    "baseline": Variant(padding="max_length"),
+    "tf32": Variant(plugins={"matmul-precision": {}}, padding="max_length", cuda=True),
+    "bf16": Variant(plugins=AMP, padding="max_length"),
+    "bucketing": Variant(over="bf16", plugins=AMP | BUCKETS),
+    "prefetch": Variant(over="bucketing", plugins=AMP | BUCKETS | PREFETCH),
+    "fused-optimizer": Variant(over="prefetch", plugins=AMP | BUCKETS | PREFETCH | OPTIMIZER),
+    "first-token": Variant(over="fused-optimizer", plugins=EAGER),
+    "compile": Variant(over="first-token", plugins=EAGER | COMPILE),
+    "graphs": Variant(over="compile", plugins=recipe_plugins()),
+    "packing": Variant(over="first-token", plugins=PACKED),
+    "packing-compile": Variant(over="packing", plugins=PACKED | {"compile": {}}),
+    "packing-graphs": Variant(over="packing-compile", plugins=PACKED | GRAPHS),
+    "no-cudnn-attention": Variant(over="graphs", plugins=recipe_plugins(), environment={"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"}),
+    "batch-48": Variant(over="graphs", plugins=recipe_plugins(), batch_size=48),
+}
+"""``graphs`` is the recipe ``distilbert_imdb_gpu``."""
+
+
+def shrunk(variant: Variant, kernels: bool = False) -> Variant:
+    """For ``--tiny``: without the compiler's kernels, which take minutes on a busy CPU; or, with ``kernels``, for all shapes at once."""
+    if "compile" not in variant.plugins:
+        return variant
+    quick = {"dynamic": True} if kernels else {"backend": "aot_eager", "mode": "default"}
+    return replace(variant, plugins={**variant.plugins, "compile": {**variant.plugins["compile"], **quick}})
+
+
+def spec(variant: Variant, reviews: Path, work: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    """What a worker trains; ``work``: what is the same for all."""
+    plugins = [{name: dict(given)} for name, given in variant.plugins.items()]
+    given = {"arm": "fastloop", "reviews": str(reviews), "plugins": plugins, "padding": variant.padding, "batch_size": variant.batch_size}
+    return {**work, **given, **more}
+
+
+def job(
+    name: str, given: Mapping[str, Any], compiled: Path, folder: Path, records: Records, budget: Budget, expected: float, **notes: Any
+) -> bool:
+    """Train and evaluate in a fresh process, from its start to its end; whether that worked."""
+    if not budget.fits(expected):
+        records.add("skipped", name=name, why=f"about {expected:.0f} s are needed, {budget.left():.0f} are left")
+        return False
+    started = time.monotonic()
+    worker = Worker(name, given, folder, {"TORCHINDUCTOR_CACHE_DIR": str(compiled)})
+    try:
+        found = worker.ask("job", budget.left() - 2)
+        worker.process.wait(max(budget.left(), 1))
+    except (Failure, TimeoutError) as error:
+        records.error(name, "job", error)
+        return False
+    finally:
+        worker.stop()
+    seconds = time.monotonic() - started
+    spans = ", ".join(f"{span} {found[f'{span}_seconds']:.1f}" for span in ("startup", "compile", "train", "evaluate"))
+    shown = f"{seconds:.1f} s from start to end: {spans}; accuracy {found['evaluate']['accuracy']:.3f}"
+    records.add("job", shown, name=name, wall_seconds=seconds, **notes, **found)
+    return True
+
+
+def speeds(records: Records) -> dict[str, float]:
+    """Variant -> median samples a second so far."""
+    found: dict[str, list[float]] = {}
+    for line in records.lines:
+        if line["kind"] == "measure":
+            found.setdefault(line["name"], []).append(line["samples_per_second"])
+    return {name: statistics.median(values) for name, values in found.items()}
+
+
+def run_rounds(
+    chosen: Mapping[str, Variant], settings: argparse.Namespace, specs: Any, folder: Path, records: Records, budget: Budget, kept: float
+) -> None:
+    """Windows of all variants, round by round; ``kept``: seconds that are left to what comes after."""
+    for names in chunks(chosen, settings.hold):
+        with workers({name: specs[name] for name in names}, folder, records, budget, settings.parallel) as ready:
+            last = 0
+            for number, name in rounds(names, settings.rounds):
+                if number == 1 and last == 0:
+                    drop(names, chosen, ready, records)
+                last = number
+                took = max(
+                    (line["seconds"] for line in records.lines if line.get("name") == name and line["kind"] == "measure"), default=10
+                )
+                if name not in ready:
+                    continue
+                if not budget.fits(took + (kept if number else 0)):
+                    records.add("skipped", name=name, round=number, why="no time")
+                    continue
+                measure(ready, name, "measure", records, budget, round=number)
+            best = max(ready, key=lambda name: speeds(records).get(name, 0), default=None)
+            for command in ("syncs", "profile"):
+                for name in [name for name in dict.fromkeys(("baseline", best)) if name in ready]:
+                    if budget.fits(kept + 20):
+                        measure(ready, name, command, records, budget)
+
+
+def drop(names: list[str], chosen: Mapping[str, Variant], ready: dict[str, Worker], records: Records) -> None:
+    """End the variants that do not pay."""
+    found = speeds(records)
+    for name in [name for name in names if name in ready and name != "baseline"]:
+        other = chosen[name].over
+        if other in found and name in found and found[name] < PAYS * found[other]:
+            records.add("dropped", f"{found[name] / found[other]:.2f} of {other}", name=name, over=other, ratio=found[name] / found[other])
+            ready.pop(name).stop()
+
+
+def main() -> None:
+    """Run the rounds and the jobs."""
+
+    def prepare(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
+        parser.add_argument("--rounds", type=int, help="interleaved rounds (default 3)")
+        parser.add_argument("--steps", type=int, help="steps of 12 a window (default 192)")
+        parser.add_argument("--hold", type=int, help="workers that are held at once (default: all on a GPU, 4 on a CPU)")
+        parser.add_argument("--parallel", type=int, help="workers that start at once (default: 4 on a GPU, 2 on a CPU)")
+
+    settings = options(__doc__, prepare)
+    budget, records, device = Budget(settings.seconds), Records(settings.results / "gpu-ablation.jsonl"), find_device()
+    cuda = device == "cuda"
+    settings.rounds = settings.rounds or (1 if settings.tiny else 3)
+    settings.hold, settings.parallel = settings.hold or (99 if cuda else 4), settings.parallel or (4 if cuda else 2)
+    steps = settings.steps or (4 if settings.tiny else 192)
+    model = "tiny" if settings.tiny else "distilbert"
+    records.add("facts", **facts(device), tiny=settings.tiny, steps=steps, model=model)
+    chosen = {name: shrunk(VARIANTS[name], kernels=name == "graphs") if settings.tiny else VARIANTS[name] for name in settings.variants}
+    for name in [name for name in chosen if chosen[name].cuda and not cuda]:
+        records.add("skipped", name=name, why="needs CUDA")
+        chosen.pop(name)
+
+    with scratch() as folder:
+        splits, longest = read_reviews(35_000, settings.tiny)
+        work = {"model": model, "device": device, "max_length": longest}
+        windowed = folder / "window.npz"
+        save(windowed, train=splits["train"].keep(spread(splits["train"].lengths, steps * BATCH, seed=0)))
+        whole = folder / "whole.npz"
+        save(whole, **splits)
+        shared = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "compiled")}
+        specs = {
+            name: (spec(variant, windowed, work), {**shared, **variant.environment}, 2 if "compile" in variant.plugins else 1)
+            for name, variant in chosen.items()
+        }
+        run_rounds(chosen, settings, specs, folder, records, budget, kept=0 if settings.tiny else 200)
+
+        found = speeds(records)
+        candidates = sorted(
+            (name for name in found if chosen[name].batch_size == BATCH and not chosen[name].environment), key=found.__getitem__
+        )
+        total = EPOCHS * (len(splits["train"]) + len(splits["evaluate"]) / 3)
+        if candidates:
+            best = candidates[-1]
+            given = spec(chosen[best], whole, work, job=EPOCHS)
+            training = total / found[best]
+            fresh = folder / "job-cache"
+            if job("job-cold", given, fresh, folder, records, budget, training + 45, variant=best, cache="cold"):
+                job("job-warm", given, fresh, folder, records, budget, training + 20, variant=best, cache="warm")
+            elif len(candidates) > 1:
+                second = spec(chosen[candidates[-2]], whole, work, job=EPOCHS)
+                job("job-second", second, fresh, folder, records, budget, training + 60, variant=candidates[-2], cache="cold")
+            small = str(DATA / "minilm") if (DATA / "minilm").exists() and not settings.tiny else model
+            for name in dict.fromkeys((best, "baseline")):
+                if name in found:  # MiniLM computes an eighth of what DistilBERT does
+                    expected = len(splits["train"]) / found[name] / (1 if settings.tiny else 4) + 40
+                    quality = spec(chosen[name], whole, work, model=small, job=1)
+                    job(f"accuracy-{name}", quality, fresh, folder, records, budget, expected, variant=name, cache="other model")
+
+    from report import show_ablation
+
+    print(f"\n{show_ablation(records.lines)}\n{records.path}")
+    sys.exit(any(line["kind"] == "error" for line in records.lines))
+
+
+if __name__ == "__main__":
+    main()

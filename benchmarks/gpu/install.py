@@ -1,0 +1,29 @@
+"""Let this checkout be found as an installed fastloop: metadata with its entry points, in a folder for PYTHONPATH. No build tool is needed.
+
+python3 benchmarks/gpu/install.py FOLDER
+"""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def write_metadata(folder: Path) -> Path:
+    """Write ``fastloop-VERSION.dist-info`` into a folder."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    info = folder / f"fastloop-{project['version']}.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    lines = ["Metadata-Version: 2.1", f"Name: {project['name']}", f"Version: {project['version']}"]
+    (info / "METADATA").write_text("\n".join(lines) + "\n")
+    groups = {"console_scripts": project["scripts"], **project["entry-points"]}
+    sections = [f"[{group}]\n" + "".join(f"{name} = {value}\n" for name, value in points.items()) for group, points in groups.items()]
+    (info / "entry_points.txt").write_text("\n".join(sections))
+    return info
+
+
+if __name__ == "__main__":
+    write_metadata(Path(sys.argv[1]))

@@ -1,0 +1,78 @@
+"""Prepare what travels to a GPU machine beside the repository: token ids of IMDB, and MiniLM's weights in half precision.
+
+    python3 benchmarks/gpu/prepare.py --minilm FOLDER --data ../shared/data/imdb
+
+Writes ``benchmarks/gpu/data.tar.xz``: ``reviews.npz`` (35,000 reviews to train on, 5,000 to evaluate; see ``_reviews.py``) and ``minilm/``,
+the pretrained model as ``save_pretrained`` writes it, with weights in fp16. Without the data, reviews are generated, of the same lengths.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import tarfile
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from _measure import ROOT
+from _reviews import Reviews, generate, save, tokenize
+
+TARGET = Path(__file__).resolve().parent / "data.tar.xz"
+CONFIGURATION = ("config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+
+
+def halve(source: Path, target: Path) -> None:
+    """Copy a pretrained model with its floating-point weights in fp16."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    target.mkdir()
+    weights = load_file(source / "model.safetensors")
+    halved = {name: tensor.to(torch.float16) if tensor.is_floating_point() else tensor for name, tensor in weights.items()}
+    save_file(halved, target / "model.safetensors", metadata={"format": "pt"})
+    for name in CONFIGURATION:
+        if (source / name).exists():
+            shutil.copy(source / name, target)
+
+
+def read(file: Path, tokenizer: Any) -> Reviews:
+    """Tokenize the texts of a parquet file."""
+    from pyarrow import parquet
+
+    rows = parquet.read_table(file, columns=["text", "label"])
+    return tokenize(rows["text"].to_pylist(), rows["label"].to_pylist(), tokenizer)
+
+
+def main() -> None:
+    """Write the archive."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--minilm", type=Path, required=True, help="folder of the pretrained model, with its tokenizer")
+    parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data" / "imdb", help="folder of IMDB's parquet files")
+    parser.add_argument("--target", type=Path, default=TARGET, help="the archive")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        halve(options.minilm, folder / "minilm")
+        if (options.data / "train.parquet").exists():
+            from transformers import AutoTokenizer
+
+            tokenizer = AutoTokenizer.from_pretrained(options.minilm)
+            splits = {
+                split: read(options.data / f"{name}.parquet", tokenizer) for split, name in (("train", "train"), ("evaluate", "validation"))
+            }
+        else:
+            print(f"{options.data}: no train.parquet; reviews are generated")
+            splits = {"train": generate(35_000, 0), "evaluate": generate(5_000, 1)}
+        save(folder / "reviews.npz", **splits)
+        partial = options.target.with_suffix(".part")
+        with tarfile.open(partial, "w:xz", preset=6) as archive:
+            for path in sorted(folder.iterdir()):
+                archive.add(path, path.name)
+        partial.replace(options.target)
+    shown = ", ".join(f"{name} {len(split):,} reviews of {split.lengths.mean():.0f} tokens" for name, split in splits.items())
+    print(f"{options.target}: {options.target.stat().st_size / 2**20:.1f} MiB; {shown}")
+
+
+if __name__ == "__main__":
+    main()

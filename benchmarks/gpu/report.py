@@ -1,0 +1,210 @@
+"""The records of the three commands as tables, and the section "GPU" of docs/benchmarks.md.
+
+    python3 benchmarks/gpu/report.py [FOLDER]        # of gpu-*.jsonl; default: benchmarks/results
+
+Writes nothing where there are no records, or none of a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from _measure import RESULTS, caution, ratio, show_machine, show_ratio, table, write_section
+
+TITLE = "GPU"
+Lines = Sequence[dict[str, Any]]
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    """The records of a file; a last line that was cut off is left out."""
+    found = []
+    for line in file.read_text().splitlines() if file.exists() else ():
+        try:
+            found.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return found
+
+
+def of_kind(lines: Lines, kind: str) -> dict[str, list[dict[str, Any]]]:
+    """Name -> its records of a kind, in order."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for line in lines:
+        if line["kind"] == kind:
+            found.setdefault(line["name"], []).append(line)
+    return found
+
+
+def compare(windows: dict[str, list[dict[str, Any]]], ours: str, theirs: str) -> str:
+    """The ratio of two speeds, formed inside the rounds that have both."""
+    by_round = [{line["round"]: line["samples_per_second"] for line in windows.get(name, ())} for name in (ours, theirs)]
+    both = sorted(by_round[0].keys() & by_round[1].keys())
+    if ours == theirs or not both:
+        return ""
+    return show_ratio(ratio(*([speeds[number] for number in both] for speeds in by_round)))
+
+
+def median(lines: Lines, key: str) -> float:
+    """Of a field."""
+    return statistics.median(line[key] for line in lines)
+
+
+def teraflops(lines: Lines) -> str:
+    """10^12 operations a second on real tokens."""
+    return f"{statistics.median(line['flops'] / line['seconds'] for line in lines) / 1e12:.1f}"
+
+
+def failures(lines: Lines) -> str:
+    """Errors and what was left out."""
+    shown = [
+        f"* failed: `{line['name']}` ({line['during']}): `{line['error'].splitlines()[-1][:200]}`"
+        for line in lines
+        if line["kind"] == "error"
+    ]
+    shown += [f"* left out: `{line['name']}`: {line['why']}" for line in lines if line["kind"] == "skipped"]
+    shown += [
+        f"* dropped after the first round: `{line['name']}`: {line['ratio']:.2f} of `{line['over']}`"
+        for line in lines
+        if line["kind"] == "dropped"
+    ]
+    return "\n".join(shown)
+
+
+def show_ablation(lines: Lines) -> str:
+    """Command 2."""
+    from ablation import VARIANTS
+
+    windows, warmups = of_kind(lines, "measure"), of_kind(lines, "warmup")
+    rows = []
+    for name, found in windows.items():
+        over = VARIANTS[name].over
+        late = sum(line["compile_seconds"] for line in found)
+        rows.append(
+            [
+                f"`{name}`",
+                f"`{over}`" if over != name else "",
+                f"{median(found, 'samples_per_second'):.0f}",
+                teraflops(found),
+                compare(windows, name, "baseline"),
+                compare(windows, name, over) if over != name else "",
+                f"{max(line['peak_bytes'] for line in found) / 2**20:.0f}",
+                f"{warmups[name][0]['compile_seconds']:.0f}" + f" (and {late:.1f} in windows)" * (late > 0.05),
+            ]
+        )
+    head = ["variant", "over", "samples/s", "TFLOP/s", "x baseline", "x over", "peak MiB", "compile s"]
+    jobs = [show_job(name, line) for name, (line,) in of_kind(lines, "job").items()]
+    return "\n\n".join(filter(None, [table(head, rows, 2), "\n".join(jobs), show_probes(lines), failures(lines)]))
+
+
+def show_job(name: str, line: dict[str, Any]) -> str:
+    """A whole training."""
+    parts = [("start-up", "startup"), ("training", "train"), ("compilation in it", "compile"), ("evaluation", "evaluate")]
+    spans = ", ".join(f"{shown} {line[f'{span}_seconds']:.1f}" for shown, span in parts)
+    what = f"`{name}` (`{line['variant']}`, cache: {line['cache']})"
+    return f"* {what}: **{line['wall_seconds']:.1f} s** from start to end: {spans}; accuracy {line['evaluate']['accuracy']:.3f}."
+
+
+def show_probes(lines: Lines) -> str:
+    """Synchronizations and kernels."""
+    syncs, profiles = of_kind(lines, "syncs"), of_kind(lines, "profile")
+    rows = []
+    for name in dict.fromkeys((*syncs, *profiles)):
+        (sync,), (profile,) = syncs.get(name, [{}]), profiles.get(name, [{}])
+        count = sync.get("syncs_per_step")
+        rows.append(
+            [
+                f"`{name}`",
+                "; ".join(f"`{kernel[:70]}`" for kernel in list(profile.get("attention", ()))[:2]),
+                "" if count is None else f"{count:.2f}",
+                f"{profile.get('kernels_per_step', 0):.0f}",
+                f"{profile.get('busy', 0):.0%}",
+            ]
+        )
+    return table(["", "attention kernel", "host syncs a step", "kernels a step", "device busy"], rows, 2) if rows else ""
+
+
+def show_peers(lines: Lines) -> str:
+    """Command 3."""
+    windows, warmups = of_kind(lines, "measure"), of_kind(lines, "warmup")
+    rows = []
+    for name, found in windows.items():
+        compiling = [line["compile_seconds"] for line in warmups[name]]
+        rows.append(
+            [
+                f"`{name}`",
+                f"{median(found, 'samples_per_second'):.0f}",
+                teraflops(found),
+                compare(windows, name, "naive"),
+                compare(windows, "fastloop", name),
+                f"{1 - found[0]['tokens'] / median(found, 'computed'):.0%}",
+                f"{max(line['peak_bytes'] for line in found) / 2**20:.0f}",
+                " / ".join(f"{seconds:.0f}" for seconds in compiling) if max(compiling) > 0.5 else "",
+                f"{statistics.fmean(found[-1]['losses'][-20:]):.3f}",
+            ]
+        )
+    head = ["arm", "samples/s", "TFLOP/s", "x naive", "fastloop x it", "padding", "peak MiB", "compile s, cold / warm", "last losses"]
+    costs = [
+        [
+            f"`{name}`",
+            f"{line['us_per_step']:.0f}",
+            f"{line['us_over_raw']:.0f}",
+            f"{line['ratio']:.2f}",
+            "yes" if line["same_weights"] else "NO",
+        ]
+        for name, (line,) in of_kind(lines, "overhead").items()
+    ]
+    cost = table(["step around one layer", "us", "us over raw", "x raw", "same weights"], costs) if costs else ""
+    return "\n\n".join(filter(None, [table(head, rows), show_probes(lines), cost, failures(lines)]))
+
+
+def show_tests(lines: Lines) -> str:
+    """Command 1."""
+    tests = [line for line in lines if line["kind"] == "test"]
+    counts = Counter(line["outcome"] for line in tests)
+    shown = [f"Tests: {', '.join(f'{count} {outcome}' for outcome, count in counts.items()) or 'none'}."]
+    for line in tests:
+        if line["outcome"] == "failed":
+            last = next((text for text in reversed(line["reason"].splitlines()) if text.startswith("E ")), line["reason"][-200:])
+            shown.append(f"* failed: `{line['name']}`: `{last[:200].strip()}`")
+    return "\n\n".join(filter(None, ["\n".join(shown), failures(lines)]))
+
+
+def section(folder: Path) -> str | None:
+    """The text of the section; None without records of a GPU."""
+    parts = {name: read(folder / f"gpu-{name}.jsonl") for name in ("ablation", "peers", "tests")}
+    facts = {name: next((line for line in lines if line["kind"] == "facts"), {}) for name, lines in parts.items()}
+    shown = []
+    for name, title, show in (("ablation", "Ablation", show_ablation), ("peers", "Peers", show_peers), ("tests", "Tests", show_tests)):
+        fact = facts[name]
+        if "device" not in fact or fact.get("tiny"):
+            continue
+        windows = of_kind(parts[name], "measure")
+        repeats = max(map(len, windows.values()), default=0)
+        machine = f"{show_machine(fact)} Driver {fact['driver']}, CUDA {fact['cuda']}, cuDNN {fact['cudnn']}; sources {fact['sources']}."
+        counts = f" {repeats} rounds of {fact['steps']} steps. {caution(repeats)}" if repeats else ""
+        shown += [
+            f"### {title} on {fact['device']}",
+            show(parts[name]),
+            f"{machine}{counts}",
+            f"Raw figures: `benchmarks/results/gpu-{name}.jsonl`.",
+        ]
+    return "\n\n".join(shown) or None
+
+
+def main() -> None:
+    """Write the section."""
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS
+    text = section(folder)
+    if text is None:
+        sys.exit(f"{folder}: no records of a GPU (gpu-*.jsonl): docs/benchmarks.md stays as it is.")
+    write_section(TITLE, f"{text}\n\nbenchmarks/gpu/README.md says how it is measured.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# Run on the GPU machine, which has no network: installs the wheels, unpacks the data, and prints the PYTHONPATH that the commands need.
+#
+#   export PYTHONPATH=$(bash benchmarks/gpu/setup.sh)
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+python=${PYTHON:-python3}
+site=$PWD/build/gpu-site
+mkdir -p "$site"
+if ! "$python" -c 'import omegaconf, pydantic' 2>/dev/null && compgen -G 'benchmarks/gpu/wheels/*.whl' >/dev/null; then
+  "$python" -m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir --disable-pip-version-check --root-user-action=ignore \
+    --upgrade --target "$site" benchmarks/gpu/wheels/*.whl >&2
+fi
+"$python" benchmarks/gpu/install.py "$site"
+if [ -e benchmarks/gpu/data.tar.xz ] && [ ! -e benchmarks/gpu/data/reviews.npz ]; then
+  rm -rf benchmarks/gpu/data benchmarks/gpu/data.part
+  unpack='import sys, tarfile; tarfile.open(sys.argv[1]).extractall(sys.argv[2], filter="data")'
+  if "$python" -c "$unpack" benchmarks/gpu/data.tar.xz benchmarks/gpu/data.part; then
+    mv benchmarks/gpu/data.part benchmarks/gpu/data
+  else
+    echo "benchmarks/gpu/data.tar.xz cannot be unpacked: reviews will be generated" >&2
+  fi
+fi
+echo "$site:$PWD/core:$PWD/plugins:$PWD/benchmarks${PYTHONPATH:+:$PYTHONPATH}"

@@ -1,0 +1,79 @@
+"""One arm in a process of its own, for ``_suite.Worker``: commands come on stdin, replies go to a pipe as JSON lines.
+
+The specification is JSON: ``arm`` of ``_arms.ARMS``, ``reviews`` (a file of ``_reviews``), and the fields of ``_arms.Work``. With
+``job``, a number of epochs, fastloop trains them over the split ``train`` with an evaluation after each, and replies once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from _arms import ARMS, Work, prepare_fastloop, restart_for_fastloop
+from _reviews import load
+from _windows import Windows, training_flops
+
+EPOCHS = 1000
+"""More than is ever asked for: the command ends the worker."""
+
+
+def next_command() -> str:
+    """Wait for the next command; end with the one who gives them."""
+    line = sys.stdin.readline()
+    if not line:
+        os._exit(0)
+    return line.strip()
+
+
+def run_job(work: Work, splits: dict[str, Any]) -> dict[str, Any]:
+    """Train and evaluate; what the summary says of it."""
+    from fastloop.registry import resolve
+    from fastloop.run import Run
+
+    recipe, task = prepare_fastloop(work, splits)
+    run = Run(recipe, resolve(recipe, objects=[task]))
+    summary = run.execute()
+    spans = ("startup_seconds", "compile_seconds", "train_seconds", "evaluate_seconds", "evaluate", "compile", "steps")
+    return {key: summary[key] for key in spans if key in summary} | {
+        "flops": work.epochs * training_flops(run.unwrapped(), splits["train"].lengths),
+    }
+
+
+def main() -> None:
+    """Train what the specification says."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--reply", type=int, required=True, help="file descriptor of the pipe for replies")
+    parser.add_argument("spec", type=json.loads, help="what to train")
+    arguments = parser.parse_args()
+    given = dict(arguments.spec)
+    arm, reviews, job = given.pop("arm"), Path(given.pop("reviews")), given.pop("job", 0)
+    work = Work(**{**given, "folder": Path(given["folder"]), "epochs": job or EPOCHS})
+    if arm == "fastloop":
+        restart_for_fastloop(work)
+    import torch
+    from transformers import set_seed
+
+    torch.set_float32_matmul_precision("highest")  # no TF32, which would make the baseline faster than fp32
+    torch.backends.cudnn.allow_tf32 = False
+    splits = load(reviews)
+    set_seed(work.seed)
+
+    def reply(found: dict[str, Any]) -> None:
+        extra = {"plugins": work.plugins, "tokens": int(splits["train"].lengths.sum()), "pid": os.getpid()}
+        os.write(arguments.reply, (json.dumps(found | extra) + "\n").encode())
+
+    if job:
+        next_command()
+        started = time.perf_counter()
+        reply({"command": "job", **run_job(work, splits), "seconds": time.perf_counter() - started})
+        return
+    ARMS[arm](work, splits["train"], Windows(work.device, next_command, reply, splits["train"].lengths))
+
+
+if __name__ == "__main__":
+    main()

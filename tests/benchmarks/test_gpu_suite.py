@@ -1,0 +1,246 @@
+"""The GPU suite in benchmarks/gpu, in short form on this machine: its commands, its records, and what it does about failures."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parent.parent.parent / "benchmarks"
+GPU = {"device": "NVIDIA H100", "driver": "580", "cuda": "13.0", "cudnn": 91900, "sources": "abc", "cpu": "x", "cores": 16, "versions": {}}
+
+
+@pytest.fixture(autouse=True)
+def _own_modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The suite's modules can be imported; ``peers`` and others are not those of another test."""
+    before = set(sys.modules)
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.syspath_prepend(str(BENCHMARKS / "gpu"))
+    yield
+    for name in set(sys.modules) - before:
+        if str(BENCHMARKS) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def run(name: str, results: Path, *options: str) -> list[dict[str, Any]]:
+    """Run a command of the suite; its records."""
+    command = ["bash", str(BENCHMARKS / "gpu" / "all.sh"), name, "--tiny", "--results", str(results), *options]
+    done = subprocess.run(command, env=os.environ | {"PYTHON": sys.executable}, capture_output=True, text=True, check=False, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return read(results / f"gpu-{name}.jsonl")
+
+
+@pytest.mark.slow
+def test_the_ablation_measures_variants_and_the_whole_job(tmp_path: Path) -> None:
+    lines = run("ablation", tmp_path, "--variants", "baseline", "bucketing")
+    windows = {line["name"]: line for line in lines if line["kind"] == "measure"}
+    assert windows.keys() == {"baseline", "bucketing"}
+    assert all(line["samples"] == 48 and line["train_mode"] and line["flops"] > 0 for line in windows.values())
+    assert windows["baseline"]["computed"] == 48 * 64
+    assert windows["bucketing"]["tokens"] <= windows["bucketing"]["computed"] <= 48 * 64
+    jobs = {line["name"]: line for line in lines if line["kind"] == "job"}
+    assert {"job-cold", "job-warm"} < jobs.keys()
+    assert jobs["job-cold"]["steps"] == 3 * 96 / 12
+    assert 0 <= jobs["job-cold"]["evaluate"]["accuracy"] <= 1
+    assert jobs["job-cold"]["wall_seconds"] > jobs["job-cold"]["train_seconds"]
+    assert next(line for line in lines if line["kind"] == "profile")["attention"]
+
+
+@pytest.mark.slow
+def test_the_peers_are_measured_on_the_same_reviews(tmp_path: Path) -> None:
+    lines = run("peers", tmp_path, "--arms", "naive", "bare", "fastloop", "--variant", "fused-optimizer", "--no-overhead")
+    windows = {line["name"]: line for line in lines if line["kind"] == "measure"}
+    assert windows.keys() == {"naive", "bare", "fastloop"}
+    assert len({(line["samples"], line["tokens"]) for line in windows.values()}) == 1
+    assert windows["fastloop"]["computed"] < windows["naive"]["computed"]
+
+
+@pytest.mark.slow
+def test_each_test_is_a_record(tmp_path: Path) -> None:
+    lines = run("tests", tmp_path, "--files", "test_small_speedups.py")
+    outcomes = {line["name"].rpartition("::")[2]: line["outcome"] for line in lines if line["kind"] == "test"}
+    assert "passed" in outcomes.values()
+    assert "failed" not in outcomes.values()
+
+
+def test_a_worker_that_fails_is_a_record_and_the_others_go_on(tmp_path: Path) -> None:
+    import _reviews
+    import _suite
+
+    reviews = tmp_path / "reviews.npz"
+    _reviews.save(reviews, train=_reviews.generate(24, 0, 64))
+    common = {"arm": "fastloop", "reviews": str(reviews), "model": "tiny", "device": "cpu", "max_length": 64}
+    specs = {name: ({**common, "plugins": [{name: {}}]}, {}, 1) for name in ("fused-optimizer", "fused-optimiser")}
+    records = _suite.Records(tmp_path / "records.jsonl")
+    budget = _suite.Budget(300)
+    with _suite.workers(specs, tmp_path, records, budget, parallel=2) as ready:
+        assert list(ready) == ["fused-optimizer"]
+        _suite.measure(ready, "fused-optimizer", "measure", records, budget, round=0)
+        ready["fused-optimizer"].process.kill()
+        _suite.measure(ready, "fused-optimizer", "measure", records, budget, round=1)
+        assert not ready
+    lines = read(tmp_path / "records.jsonl")
+    errors = {line["name"]: line for line in lines if line["kind"] == "error"}
+    assert "no plugin 'fused-optimiser' is installed" in errors["fused-optimiser"]["error"]
+    assert errors["fused-optimizer"]["during"] == "measure"
+    assert [line["round"] for line in lines if line["kind"] == "measure"] == [0]
+
+
+def test_nothing_starts_that_does_not_fit_the_budget(tmp_path: Path) -> None:
+    import _suite
+
+    records = _suite.Records(tmp_path / "records.jsonl")
+    with _suite.workers({"one": ({}, {}, 1)}, tmp_path, records, _suite.Budget(10), parallel=1) as ready:
+        assert not ready
+    assert [line["kind"] for line in read(tmp_path / "records.jsonl")] == ["skipped"]
+
+
+def test_variants_that_do_not_pay_are_dropped(tmp_path: Path) -> None:
+    import _suite
+    import ablation
+
+    class Stopped:
+        stopped = False
+
+        def stop(self) -> None:
+            self.stopped = True
+
+    records = _suite.Records(tmp_path / "records.jsonl")
+    for name, speed in (("baseline", 10.0), ("bf16", 20.0), ("bucketing", 17.0), ("prefetch", 16.0)):
+        records.add("measure", name=name, samples_per_second=speed)
+    ready: dict[str, Any] = {name: Stopped() for name in ("baseline", "bf16", "bucketing", "prefetch")}
+    slow = ready["bucketing"]
+    ablation.drop(list(ready), ablation.VARIANTS, ready, records)
+    assert list(ready) == ["baseline", "bf16", "prefetch"]  # 0.94 of bucketing
+    assert slow.stopped
+
+
+def test_every_variant_resolves_on_a_gpu() -> None:
+    import ablation
+    from _arms import Work, prepare_fastloop
+
+    from fastloop.machine import Machine
+    from fastloop.registry import resolve
+    from fastloop.state import AcceleratorDraft, DataLoaderDraft, OptimizerDraft
+
+    for name, variant in ablation.VARIANTS.items():
+        assert variant.over in ablation.VARIANTS
+        plugins = [{plugin: dict(options)} for plugin, options in variant.plugins.items()]
+        recipe, task = prepare_fastloop(Work(model="tiny", device="cuda", folder=Path(name), plugins=plugins), {})
+        resolution = resolve(recipe, Machine("cuda", "H100", ("fp32", "bf16", "fp16", "fp8")), objects=[task])
+        assert variant.plugins.keys() <= set(resolution.names())
+        resolution.draft("configure_accelerator", AcceleratorDraft())
+        loading = resolution.draft("configure_dataloader", DataLoaderDraft())
+        resolution.draft("configure_optimizer", OptimizerDraft())
+        if "compile" in variant.plugins or "length-bucketing" in variant.plugins:
+            assert loading.pad_to_multiple_of == 64
+    graphs = ablation.VARIANTS["graphs"].plugins
+    assert graphs["compile"]["mode"] == "reduce-overhead"
+
+
+def test_kernels_are_summed_by_name_and_overlaps_counted_once() -> None:
+    from _windows import summarize_kernels
+
+    def event(name: str, ts: float, dur: float, cat: str = "kernel") -> dict[str, Any]:
+        return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur}
+
+    events = [
+        event("cudnn_generated_fort_native_sdpa_sm90_flash_fprop", 0, 400),
+        event("gemm", 300, 300),  # on another stream
+        event("gemm", 900, 100),
+        event("gemm", 0, 1000, "gpu_user_annotation"),
+        event("cudaLaunchKernel", 0, 1000, "cuda_runtime"),
+        {"ph": "M", "name": "process_name"},
+    ]
+    found = summarize_kernels(events, steps=2, seconds=1e-3, category="kernel")
+    assert found["kernels_per_step"] == 1.5
+    assert found["busy"] == pytest.approx(0.7)
+    assert found["attention"] == {"cudnn_generated_fort_native_sdpa_sm90_flash_fprop": 0.2}
+    assert found["kernels"]["gemm"] == pytest.approx(0.2)
+
+
+def test_operations_are_those_of_the_layers_and_of_attention(tmp_path: Path) -> None:
+    import numpy as np
+    from _reviews import build_model
+    from _windows import training_flops
+
+    lengths = np.array([10, 20])
+    weights = 2 * (4 * 32 * 32 + 2 * 32 * 64)  # layers x (projections + feed-forward)
+    assert training_flops(build_model("tiny"), lengths) == 6 * weights * 30 + 12 * 2 * 32 * (100 + 400)
+
+
+def test_the_checkout_is_found_as_an_installed_package(tmp_path: Path) -> None:
+    from install import write_metadata
+
+    info = write_metadata(tmp_path)
+    found = importlib.metadata.PathDistribution(info)
+    ours = importlib.metadata.distribution("fastloop")
+    assert found.version == ours.version
+    assert {(point.group, point.name, point.value) for point in found.entry_points} == {
+        (point.group, point.name, point.value) for point in ours.entry_points
+    }
+
+
+def window(name: str, number: int, speed: float, **more: Any) -> dict[str, Any]:
+    common = {
+        "kind": "measure",
+        "name": name,
+        "round": number,
+        "samples_per_second": speed,
+        "seconds": 2.0,
+        "flops": 6e12,
+        "compile_seconds": 0.0,
+    }
+    return common | {"peak_bytes": 2**30, "computed": 200, "tokens": 150, "losses": [0.5]} | more
+
+
+def test_the_section_has_ratios_formed_inside_rounds(tmp_path: Path) -> None:
+    import report
+
+    warm = [{"kind": "warmup", "name": name, "compile_seconds": 9.0} for name in ("baseline", "bf16")]
+    speeds = [("baseline", 10.0, 20.0, 10.0), ("bf16", 30.0, 40.0, 30.0)]  # ratios 3, 2, 3; of the medians 3
+    windows = [window(name, number, speed) for name, *row in speeds for number, speed in enumerate(row)]
+    facts = {"kind": "facts", "tiny": False, "steps": 4, **GPU}
+    lines = [facts, *warm, *windows, {"kind": "error", "name": "graphs", "during": "warm-up", "error": "a\nout of memory"}]
+    text = "\n".join(map(json.dumps, lines)) + '\n{"kind": "measure", "na'  # killed while it wrote
+    (tmp_path / "gpu-ablation.jsonl").write_text(text)
+    shown = report.section(tmp_path)
+    assert shown is not None
+    assert "### Ablation on NVIDIA H100" in shown
+    assert "| `bf16` | `baseline` | 30 | 3.0 | 3.00 (2.00 to 3.00) | 3.00 (2.00 to 3.00) | 1024 | 9 |" in shown
+    assert "failed: `graphs` (warm-up): `out of memory`" in shown
+
+
+@pytest.mark.parametrize("facts", [None, {"cpu": "x"}, GPU | {"tiny": True}])
+def test_without_records_of_a_gpu_there_is_no_section(facts: dict[str, Any] | None, tmp_path: Path) -> None:
+    import report
+
+    if facts is not None:
+        (tmp_path / "gpu-ablation.jsonl").write_text(json.dumps({"kind": "facts", **facts}) + "\n")
+    assert report.section(tmp_path) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_step_cost_of_all_arms_is_that_of_one_device(device: str, tmp_path: Path) -> None:
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs CUDA")
+    target = tmp_path / "overhead.json"
+    command = [sys.executable, str(BENCHMARKS / "overhead.py"), "--device", device, "--rounds", "1", "--steps", "4", "--repeats", "1"]
+    subprocess.run([*command, "--json", str(target)], check=True, timeout=400, capture_output=True)
+    (found,) = json.loads(target.read_text())["rounds"]
+    assert {"raw", "accelerate", "hf-trainer", "fastloop"} <= found.keys()
+    assert {row["device"].partition(":")[0] for row in found.values()} == {device}

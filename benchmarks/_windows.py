@@ -112,7 +112,7 @@ class Kernels:
 
 
 def summarize_kernels(events: list[dict[str, Any]], steps: int, seconds: float, category: str) -> dict[str, Any]:
-    """What the events of a trace say of ``steps`` steps that took ``seconds``.
+    """Sum the events of a trace over ``steps`` steps that took ``seconds``.
 
     Returns:
         ``kernels``: name -> milliseconds a step, of those that took most; ``attention``: the same of attention kernels;
@@ -153,7 +153,7 @@ class Windows:
 
     Args:
         device: ``cpu`` or ``cuda``.
-        next_command: Says what to do with the epoch that begins; may wait.
+        next_command: Returns the command for the epoch that begins; may wait for it.
         report: Gets the result of each epoch.
         lengths: Tokens of each sample of an epoch, where floating-point operations are to be counted.
     """

@@ -1,7 +1,7 @@
 """What the three commands share: the time budget, records that are on disk at once, and workers that measure when asked.
 
 A worker is a process that trains one arm (``worker.py``). It is started and warmed up once; each window is then asked for by itself, so
-that rounds interleave without a new start. A worker that fails or does not answer in time is a record, and the others go on.
+that rounds interleave without a new start. A worker that fails or does not answer in time is recorded, and the others continue.
 """
 
 from __future__ import annotations
@@ -193,8 +193,8 @@ def workers(
 
     pool = ThreadPoolExecutor(parallel)
     try:
-        list(pool.map(start, specs))
-        yield {name: found[name] for name in specs if name in found}  # threads ended in any order
+        list(pool.map(start, sorted(specs, key=lambda name: -specs[name][2])))  # those that take longest first
+        yield {name: found[name] for name in specs if name in found}
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
         for worker in started:

@@ -203,7 +203,7 @@ def main() -> None:
     text = section(folder)
     if text is None:
         sys.exit(f"{folder}: no records of a GPU (gpu-*.jsonl): docs/benchmarks.md stays as it is.")
-    write_section(TITLE, f"{text}\n\nbenchmarks/gpu/README.md says how it is measured.")
+    write_section(TITLE, f"{text}\n\nbenchmarks/gpu/README.md describes the protocol.")
 
 
 if __name__ == "__main__":

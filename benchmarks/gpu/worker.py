@@ -31,7 +31,7 @@ def next_command() -> str:
 
 
 def run_job(work: Work, splits: dict[str, Any]) -> dict[str, Any]:
-    """Train and evaluate; what the summary says of it."""
+    """Train and evaluate; returns a part of the summary."""
     from fastloop.registry import resolve
     from fastloop.run import Run
 
@@ -45,7 +45,7 @@ def run_job(work: Work, splits: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Train what the specification says."""
+    """Train as the specification asks."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--reply", type=int, required=True, help="file descriptor of the pipe for replies")
     parser.add_argument("spec", type=json.loads, help="what to train")

@@ -74,7 +74,7 @@ def test_each_test_is_a_record(tmp_path: Path) -> None:
     assert "failed" not in outcomes.values()
 
 
-def test_a_worker_that_fails_is_a_record_and_the_others_go_on(tmp_path: Path) -> None:
+def test_a_worker_that_fails_is_recorded_and_the_others_continue(tmp_path: Path) -> None:
     import _reviews
     import _suite
 
@@ -168,6 +168,30 @@ def test_kernels_are_summed_by_name_and_overlaps_counted_once() -> None:
     assert found["busy"] == pytest.approx(0.7)
     assert found["attention"] == {"cudnn_generated_fort_native_sdpa_sm90_flash_fprop": 0.2}
     assert found["kernels"]["gemm"] == pytest.approx(0.2)
+
+
+def test_each_wait_for_the_device_is_counted_at_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    import warnings
+
+    import torch
+    from _windows import Syncs
+
+    modes: list[str] = []
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    probe, others = Syncs("cuda"), []
+    monkeypatch.setattr(warnings, "showwarning", lambda message, *rest: others.append(str(message)))
+    monkeypatch.setattr(warnings, "filters", [("default", None, Warning, None, 0)])
+    probe.start()
+    for _ in range(3):
+        warnings.warn("called a synchronizing CUDA operation (Triggered internally at ...)", stacklevel=1)
+    warnings.warn("something else", stacklevel=1)
+    probe.stop()
+    found = probe.found(steps=2)
+    assert modes == ["warn", "default"]
+    assert others == ["something else"]
+    assert found["syncs_per_step"] == 1.5
+    (place,) = found["sync_places"]
+    assert place.startswith("benchmarks/test_gpu_suite.py:")
 
 
 def test_operations_are_those_of_the_layers_and_of_attention(tmp_path: Path) -> None:

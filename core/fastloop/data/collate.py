@@ -1,0 +1,33 @@
+"""From the samples of a micro-batch to a ``Batch``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils.data import get_worker_info
+
+from fastloop.data.datasets import Filler, Numbered, Read
+from fastloop.state import Batch
+
+
+class Collate:
+    """The task's collator; its result as a ``Batch`` that knows its number of samples."""
+
+    def __init__(self, collator: Callable[[list[Any]], Any]) -> None:
+        self.collator = collator
+
+    def __call__(self, samples: list[Any]) -> Batch:
+        fills = bool(samples) and isinstance(samples[0], Filler)
+        ids, last, unreadable = (samples.ids, samples.last, samples.unreadable) if isinstance(samples, Read) else ((), False, ())
+        if samples and isinstance(samples[0], Numbered):
+            ids, samples = tuple(number for number, _ in samples), [sample for _, sample in samples]
+        result = self.collator(samples[0] if fills else samples)
+        batch = result if isinstance(result, Batch) else Batch(result)
+        batch.samples, batch.ids, batch.last, batch.unreadable = len(samples), ids, last, unreadable
+        batch.weight = batch.weight or batch.samples
+        if fills:
+            batch.samples = batch.weight = batch.tokens = 0
+        info = get_worker_info()
+        batch.worker = info.id if info is not None else -1
+        return batch

@@ -1,0 +1,209 @@
+"""Batches of one split, from a ``DataLoader`` whose workers are watched."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+from multiprocessing import connection
+from time import monotonic
+from typing import Any
+
+import torch
+from torch import _C
+from torch.utils.data import DataLoader, IterableDataset
+
+from fastloop.data.collate import Collate
+from fastloop.data.datasets import Samples, Stream
+from fastloop.data.sampler import StepSampler
+from fastloop.data.workers import leave_signals
+from fastloop.errors import CheckpointError, DataError
+from fastloop.state import Batch, DataLoaderDraft
+
+log = logging.getLogger("fastloop")
+
+ENDED = {
+    "SIGKILL": "The system does that when memory runs out (dmesg tells): use fewer workers, or let them read less ahead.",
+    "SIGBUS": "Shared memory is full: use fewer workers, or make /dev/shm larger.",
+    "": "To see what happens in it, read the data in the training process (no workers).",
+}
+"""Signal -> what to do about a worker that it ended; none: any other end."""
+LOOK = 5.0
+"""Seconds between two looks at whether workers live, while a batch is waited for."""
+ENDING = 5.0
+"""Seconds that a worker gets to be over, once its connections are broken."""
+SAID = 10
+"""Samples that could not be read which are named; the others are only counted."""
+
+
+class Loader:
+    """Batches of one split on this process, still on the host.
+
+    Args:
+        dataset: Map-style (``len`` and ``[]``) or iterable.
+        batch_size: Samples an optimizer step, over all processes; for evaluation, what all processes hold at once.
+        device_batch_size: Samples a micro-batch of one process.
+        pieces: See ``StepSampler``.
+
+    Attributes:
+        unreadable: Samples that could not be read so far, and are not in their batches.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        collator: Callable[[list[Any]], Any],
+        draft: DataLoaderDraft,
+        *,
+        batch_size: int,
+        device_batch_size: int,
+        rank: int,
+        world_size: int,
+        seed: int,
+        shuffle: bool,
+        pieces: int = 1,
+    ) -> None:
+        self.dataset = dataset
+        self.unreadable, self.timeout = 0, draft.timeout
+        self.workers: list[Any] = []  # of the newest pass
+        self.since = 0.0  # when a batch was asked for
+        self.batch_size, self.device_batch_size, self.world_size = batch_size, device_batch_size, world_size
+        self.micro_steps = batch_size // (device_batch_size * world_size)
+        self.in_step = not getattr(dataset, "shards_itself", False)  # else processes may have different numbers of batches
+        self.stream: Stream | None = None
+        self.sampler: StepSampler | None = None
+        arguments: dict[str, Any] = {
+            "collate_fn": Collate(collator),
+            "num_workers": draft.num_workers,
+            "pin_memory": draft.pin_memory,
+            "generator": torch.Generator().manual_seed(seed),  # else each epoch would draw from the global state
+            "worker_init_fn": leave_signals,
+        }
+        if draft.num_workers:
+            arguments |= {
+                "persistent_workers": draft.persistent_workers,
+                "prefetch_factor": draft.prefetch_factor,
+                "multiprocessing_context": draft.multiprocessing_context,
+            }
+        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+            self.stream = Stream(dataset, device_batch_size, rank, world_size, seed)
+            self.loader: DataLoader[Any] = DataLoader(self.stream, batch_size=device_batch_size, **arguments)
+        else:
+            arrange = partial(draft.arrange, dataset) if draft.arrange is not None else None
+            split = partial(draft.split, dataset) if draft.split is not None else None
+            self.sampler = StepSampler(len(dataset), batch_size, device_batch_size, rank, world_size, seed, shuffle, arrange, split, pieces)
+            self.loader = DataLoader(Samples(dataset, draft.skip_unreadable), batch_sampler=self.sampler, **arguments)
+
+    def steps_per_epoch(self) -> int | None:
+        """Optimizer steps an epoch; None for a dataset of unknown length."""
+        return None if self.sampler is None else -(-self.sampler.size // self.batch_size)
+
+    def batches(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
+        """Micro-batches of an epoch, without its first ``start`` samples.
+
+        Raises:
+            DataError: A sample could not be read or collated, or a worker died or hangs.
+            CheckpointError: ``start`` is inside an epoch of a dataset that shards itself, whose order is its own.
+        """
+        if start and getattr(self.dataset, "shards_itself", False):
+            raise CheckpointError(
+                f"{type(self.dataset).__name__} shards itself, so a run cannot go on {start} samples into its epoch. "
+                "Resume from a checkpoint of an epoch's end (train.save_every: epoch)."
+            )
+        if self.sampler is not None:
+            self.sampler.epoch, self.sampler.start = epoch, start
+        elif self.stream is not None:
+            self.stream.position[0], self.stream.position[1] = epoch, start
+        batches: Iterator[Batch] | None = None
+        while True:
+            self.since = monotonic()
+            try:
+                if batches is None:
+                    batches = self._begin()
+                batch = self._next(batches)
+            except StopIteration:
+                return
+            except DataError:
+                raise
+            except Exception as error:
+                raise self._explain(error) from error
+            for index, why in batch.unreadable:
+                self.unreadable += 1
+                if self.unreadable <= SAID:
+                    log.warning("sample %d cannot be read and is left out: %s", index, why)
+            yield batch
+
+    def _begin(self) -> Iterator[Batch]:
+        """A pass over the loader, which looks every few seconds whether its workers live: torch with a timeout does so at its end only."""
+        batches: Any = iter(self.loader)
+        self.workers = getattr(batches, "_workers", [])
+        if self.workers and batches._worker_pids_set:
+            _C._remove_worker_pids(id(batches))  # see ``_next``
+            batches._worker_pids_set = False
+        if self.workers and self.timeout and "_try_get_data" not in vars(batches):
+            look: Any = weakref.WeakMethod(batches._try_get_data)  # a circle would keep the workers
+
+            def within_timeout() -> tuple[bool, Any]:
+                found: tuple[bool, Any] = look()(min(self.timeout, LOOK))
+                if not found[0] and monotonic() - self.since > self.timeout:
+                    raise DataError(
+                        f"no batch in {self.timeout:g} seconds: a worker that reads data hangs, or the limit is too low for it."
+                    )
+                return found
+
+            batches._try_get_data = within_timeout
+        return iter(batches)
+
+    def _next(self, batches: Iterator[Batch]) -> Batch:
+        """The next micro-batch. Only here counts that a worker ended: torch's signal handler would raise wherever training is then, out of
+        a save, with a lock held, or in a plugin that is blamed for it."""
+        if not self.workers:
+            return next(batches)
+        _C._set_worker_pids(id(self), tuple(process.pid for process in self.workers))
+        try:
+            _C._error_if_any_worker_fails()  # before this
+            return next(batches)
+        finally:
+            _C._remove_worker_pids(id(self))
+
+    def _explain(self, error: Exception) -> DataError:
+        said = str(error).strip().splitlines() or [""]
+        if self.workers and isinstance(error, OSError | EOFError):  # one that ends breaks its connections, before it is over
+            ending = connection.wait([process.sentinel for process in self.workers], ENDING)
+            for process in self.workers:
+                if process.sentinel in ending:
+                    process.join(ENDING)  # else it may have no exit code yet
+        ended = [(number, process) for number, process in enumerate(self.workers) if process.exitcode]
+        if not ended:
+            why = said[-1].removeprefix(f"{type(error).__name__}: ")  # a worker's ends with its traceback's last line
+            return DataError(f"reading a batch failed: {type(error).__name__}: {why}")
+        number, process = ended[0]
+        name = signal.Signals(-process.exitcode).name if process.exitcode < 0 else ""
+        how = f"was ended by {name}" if name else f"ended with exit code {process.exitcode}"
+        return DataError(
+            f"worker {number} of the {len(self.workers)} that read data (pid {process.pid}) {how}. "
+            f"{ENDED.get(name, ENDED[''])} Go on from the newest checkpoint with --resume."
+        )
+
+    def close(self) -> None:
+        """End the worker processes."""
+        workers = getattr(self.loader, "_iterator", None)
+        if workers is not None:
+            workers._shutdown_workers()
+            self.loader._iterator = None
+        for process in self.workers:
+            if process.exitcode is None:
+                process.kill()  # it hangs, maybe in native code where it takes no signal: the interpreter's end would wait for it
+
+    def steps(self, epoch: int = 0, start: int = 0) -> Iterator[list[Batch]]:
+        """The same, grouped into the micro-batches of each optimizer step."""
+        group: list[Batch] = []
+        for batch in self.batches(epoch, start):
+            group.append(batch)
+            if batch.last or (self.sampler is None and len(group) == self.micro_steps):
+                yield group
+                group = []
+        if group:
+            yield group

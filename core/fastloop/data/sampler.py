@@ -1,0 +1,72 @@
+"""Which samples the micro-batches of an epoch take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch.utils.data import Sampler
+
+
+class Draw(list[int]):
+    """The sample ids of one micro-batch, and what random numbers drawn while they are read in a worker are seeded with."""
+
+    seed: int = 0
+    fills: bool = False
+    last: bool = False
+
+
+class StepSampler(Sampler[Draw]):
+    """Sample ids of every micro-batch of this process, for the epoch ``epoch`` from ``start`` samples on.
+
+    Args:
+        size: Samples in the dataset.
+        batch_size: Samples an optimizer step, over all processes.
+        device_batch_size: Samples a micro-batch of one process.
+        shuffle: Whether to permute; otherwise the ids count up.
+        arrange: Gives ids another order; see ``DataLoaderDraft``, less its first argument.
+        split: Makes micro-batches of a step's ids; see there too.
+        pieces: How many further ones each of those is cut into.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        batch_size: int,
+        device_batch_size: int,
+        rank: int,
+        world_size: int,
+        seed: int,
+        shuffle: bool,
+        arrange: Callable[[list[int], int, torch.Generator | None], list[int]] | None = None,
+        split: Callable[[list[int], int], list[list[int]]] | None = None,
+        pieces: int = 1,
+    ) -> None:
+        self.size, self.batch_size, self.device_batch_size, self.arrange, self.split = size, batch_size, device_batch_size, arrange, split
+        self.pieces = pieces
+        self.rank, self.world_size, self.seed, self.shuffle = rank, world_size, seed, shuffle
+        self.epoch = self.start = 0
+
+    def order(self) -> list[int]:
+        """All sample ids in this epoch's order."""
+        generator = torch.Generator().manual_seed(self.seed + self.epoch) if self.shuffle else None
+        ids = list(range(self.size)) if generator is None else torch.randperm(self.size, generator=generator).tolist()
+        return ids if self.arrange is None else self.arrange(ids, self.batch_size, generator)
+
+    def micro_batches(self, ids: list[int]) -> list[list[int]]:
+        """A step's ids as micro-batches of all processes."""
+        if self.split is not None:
+            parts = [(part, -(-len(part) // self.pieces)) for part in self.split(ids, self.world_size)]
+            return [part[first : first + size] for part, size in parts for first in range(0, len(part), size)]
+        return [ids[first : first + self.device_batch_size] for first in range(0, len(ids), self.device_batch_size)]
+
+    def __iter__(self) -> Iterator[Draw]:
+        order = self.order()
+        for start in range(self.start, self.size, self.batch_size):
+            parts = self.micro_batches(order[start : start + self.batch_size])
+            for first in range(0, len(parts), self.world_size):
+                mine = first + self.rank
+                draw = Draw(parts[mine] if mine < len(parts) else parts[first][:1])
+                draw.fills, draw.last = mine >= len(parts), first + self.world_size >= len(parts)
+                draw.seed = hash((self.seed, self.epoch, start + sum(map(len, parts[:mine])))) % 2**32
+                yield draw

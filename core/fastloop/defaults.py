@@ -11,8 +11,9 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 
 from fastloop import loop, resume
-from fastloop.checkpoint import save_tensors, shaped_like, whole
+from fastloop.checkpoint import shaped_like, whole
 from fastloop.errors import RecipeError, SaveError, did_you_mean
+from fastloop.export import save_model
 from fastloop.importing import import_object
 from fastloop.plugin import hookimpl
 
@@ -150,9 +151,5 @@ def evaluate(run: Run, split: str) -> dict[str, float]:
 
 @core_default
 def export_model(run: Run, folder: Path) -> Path:
-    """The weights as ``model.safetensors``."""
-    weights = run.weights()
-    if run.is_main:
-        folder.mkdir(parents=True, exist_ok=True)
-        save_tensors(weights, folder / "model.safetensors")
-    return folder
+    """By the model's own ``save_pretrained``, or the weights as ``model.safetensors``."""
+    return save_model(run, folder)

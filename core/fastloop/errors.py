@@ -50,7 +50,19 @@ class ProcessLost(FastloopError):
 
 
 class PluginCrash(FastloopError):
-    """A plugin raised while it ran; names the plugin, its distribution and the hook. ``__cause__`` is the exception."""
+    """A plugin raised while it ran; names the plugin, its distribution and the hook. ``__cause__`` is the exception.
+
+    Attributes:
+        plugin: The plugin's name.
+    """
+
+    def __init__(self, message: str, plugin: str = "") -> None:
+        super().__init__(message)
+        self.plugin = plugin
+
+
+class UserCodeError(FastloopError):
+    """Code of the user's own raised: a model, a loss, a metric, a dataset. Names the file and line; ``__cause__`` is the exception."""
 
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:

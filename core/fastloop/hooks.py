@@ -20,10 +20,11 @@ from typing import Any
 import pluggy
 
 from fastloop import hookspecs, importing, plugin_checks
-from fastloop.errors import FastloopError, PluginCrash, PluginError, UsageError
+from fastloop.errors import FastloopError, PluginCrash, PluginError, UsageError, UserCodeError
 from fastloop.plugin import GROUP, Plugin
 from fastloop.recipe import Recipe
 from fastloop.state import Draft
+from fastloop.tracebacks import user_line
 
 log = logging.getLogger("fastloop")
 
@@ -201,7 +202,7 @@ class Hooks(pluggy.PluginManager):
 
 def crash(plugin: Plugin, hook: str, error: BaseException) -> PluginCrash:
     """The error of a plugin that failed in a hook."""
-    found = PluginCrash(f"plugin {plugin.name!r} ({origin(type(plugin))}) failed in {hook}: {type(error).__name__}: {error}")
+    found = PluginCrash(f"plugin {plugin.name!r} ({origin(type(plugin))}) failed in {hook}: {type(error).__name__}: {error}", plugin.name)
     found.__cause__ = error
     return found
 
@@ -319,6 +320,7 @@ class Resolution:
 
         Raises:
             PluginCrash: With the error as its cause. Errors for the user go through as they are, and so do those of the core.
+            UserCodeError: With the error as its cause, where it came out of the user's code.
         """
         try:
             yield
@@ -329,10 +331,13 @@ class Resolution:
                 raise crash from error
             raise
 
-    def blame(self, error: BaseException) -> PluginCrash | None:
-        """The plugin and hook that an error came out of; None when it was in none."""
+    def blame(self, error: BaseException) -> PluginCrash | UserCodeError | None:
+        """The line of the user's code that an error came out of, where a task or the core called it; else the plugin and its hook. None:
+        it came out of neither."""
         failed, self.manager.failed = self.manager.failed, None
-        if failed is None or failed[0] is not error:
-            return None
-        _, plugin, hook = failed
-        return crash(plugin, hook, error)
+        plugin, hook = (failed[1], failed[2]) if failed is not None and failed[0] is error else (None, "")
+        if plugin is None or plugin.slot == "task":
+            bundled = [type(other) for other in self.plugins if origin(type(other)) == origin(Plugin)]
+            if place := user_line(error, bundled if plugin is None else [*bundled, type(plugin)]):
+                return UserCodeError(f"{place}: {type(error).__name__}: {error}")
+        return None if plugin is None else crash(plugin, hook, error)

@@ -4,7 +4,9 @@
     check_recipe                                    # everything here is also done by `fastloop plan`
     configure_accelerator, configure_dataloader, configure_optimizer
 
-    build_datasets, build_collator, build_model
+    build_datasets
+    for each split, train first: build_sampler, build_collator
+    build_model
     before_prepare                                  # the model as built, on the CPU
     build_optimizer, build_scheduler
     prepare                                         # the model and the optimizer onto the device, into the strategy
@@ -68,6 +70,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
+    from torch.utils.data import BatchSampler
     from torchmetrics import MetricCollection
 
     from fastloop.recipe import Recipe
@@ -133,8 +136,15 @@ def build_datasets(run: Run) -> Mapping[str, Any] | None:
 
 
 @first
-def build_collator(run: Run) -> Callable[[list[Any]], Batch | Any] | None:
-    """First. Makes a batch of a list of samples; returns a ``Batch``, or just its inputs."""
+def build_sampler(run: Run, split: str) -> BatchSampler | None:
+    """First. The order of a map-style dataset: torch's ``BatchSampler`` around any sampler with a length. Its ``drop_last`` leaves out an
+    epoch's last samples that do not fill a batch: to train, one of ``train.batch_size``; to evaluate, one of its own ``batch_size``.
+    Without a sampler, an epoch takes all samples: to train, in an order drawn by seed and epoch; to evaluate, in the dataset's order."""
+
+
+@first
+def build_collator(run: Run, split: str) -> Callable[[list[Any]], Batch | Any] | None:
+    """First. Makes a batch of a list of samples of a split; returns a ``Batch``, or just its inputs."""
 
 
 @first

@@ -20,13 +20,13 @@ import torch
 from accelerate.utils import send_to_device, set_seed
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset
+from torch.utils.data import BatchSampler, IterableDataset
 
 from fastloop import checkpoint, folder, launch, loop, resume
 from fastloop.accelerator import build_accelerator, micro_batches
 from fastloop.clock import Clock
 from fastloop.data import Loader, fingerprint
-from fastloop.errors import PluginError, ProcessLost, RecipeError, SaveError
+from fastloop.errors import PluginError, ProcessLost, RecipeError, SaveError, UsageError
 from fastloop.hooks import Resolution
 from fastloop.optimizer_check import OptimizerCheck
 from fastloop.recipe import Recipe
@@ -65,6 +65,8 @@ class Run:
         loading: How batches are loaded: the finished ``DataLoaderDraft``.
         optimizer_arguments: From the finished ``OptimizerDraft``: what the optimizer's class gets beside ``lr`` and ``weight_decay``.
         datasets: Split -> dataset.
+        samplers: Split -> its ``BatchSampler``, or None for our own order.
+        collators: Split -> collator.
         model: As trained: on its device, wrapped, compiled. ``unwrapped()`` is the model as built.
         optimizer: Torch's optimizer, or Accelerate's wrapper where loss scaling or a strategy needs it.
         scheduler: Stepped by the loop, never prepared by Accelerate (which would step it once a process).
@@ -136,20 +138,47 @@ class Run:
         for split, dataset in self.datasets.items():
             if not isinstance(dataset, IterableDataset) and hasattr(dataset, "__len__") and len(dataset) == 0:
                 raise RecipeError(f"{self.recipe.where}: data: the {split} split is empty. Expected at least one sample.")
-        self.collator = self.hooks.build_collator(run=self)
+        self.samplers: dict[str, BatchSampler | None] = {}
+        self.collators: dict[str, Any] = {}
+        for split in sorted(self.datasets, key=lambda split: split != "train"):  # train first: plugins adapt the others to it
+            self.samplers[split] = self.hooks.build_sampler(run=self, split=split)
+            self.collators[split] = self.hooks.build_collator(run=self, split=split)
         self.train_loader = self.loader("train", self.device_batch_size)
-        size = train.eval_batch_size or self.device_batch_size
-        self.eval_loaders = {split: self.loader(split, size) for split in self.datasets if split != "train"}
+        self.eval_loaders = {split: self.loader(split, self._eval_batch_size(split)) for split in self.datasets if split != "train"}
+        self._check_same_order()
         steps = self.train_loader.steps_per_epoch()
         limits = [limit for limit in (train.max_steps, steps and steps * train.epochs) if limit is not None]
         self.total_steps: int | None = min(limits) if limits else None
+
+    def _eval_batch_size(self, split: str) -> int:
+        sampler = self.samplers[split]
+        return self.recipe.train.eval_batch_size or (sampler.batch_size if sampler is not None else self.device_batch_size)
+
+    def _check_same_order(self) -> None:
+        """Every process must draw the same samples.
+
+        Raises:
+            UsageError: A sampler gives another order on another process.
+        """
+        for split, orders in ((split, {found[split] for found in self.gather(self.orders)}) for split in self.orders):
+            if len(orders) > 1:
+                raise UsageError(
+                    f"the {split} split's sampler gives another order on each process. It must not depend on the process: not on its rank, "
+                    "nor on the order of a set of strings (PYTHONHASHSEED)."
+                )
+
+    @cached_property
+    def orders(self) -> dict[str, str]:
+        """Split -> what the order of its samples is known again by; empty for our own."""
+        loaders = {"train": self.train_loader, **self.eval_loaders}
+        return {split: loader.sampler.fingerprint() if loader.sampler is not None else "" for split, loader in loaders.items()}
 
     def loader(self, split: str, size: int, pieces: int = 1) -> Loader:
         """A loader of a split in micro-batches of ``size`` samples; those that a plugin splits are cut into ``pieces`` further ones."""
         train = self.recipe.train
         loader = Loader(
             self.datasets[split],
-            self.collator,
+            self.collators[split],
             self.loading,
             batch_size=train.batch_size if split == "train" else size * self.world_size,
             device_batch_size=size,
@@ -158,6 +187,8 @@ class Run:
             world_size=self.world_size,
             seed=train.seed,
             shuffle=split == "train",
+            split=split,
+            sampler=self.samplers[split],
         )
         self.loaders.append(loader)
         return loader
@@ -176,7 +207,7 @@ class Run:
     @cached_property
     def fingerprints(self) -> dict[str, str]:
         """Split -> what its dataset is known again by at --resume."""
-        return {split: fingerprint(dataset) for split, dataset in self.datasets.items()}
+        return {split: f"{fingerprint(dataset)} {self.orders[split]}".strip() for split, dataset in self.datasets.items()}
 
     def _task(self) -> str:
         return next((plugin.name for plugin in self.resolution.plugins if plugin.slot == "task"), "none")

@@ -168,6 +168,8 @@ class DataLoaderDraft(Draft):
     """Seconds a batch may take before the run ends with an error; 0 waits for ever."""
     multiprocessing_context: str | None = None
     """``fork``, ``spawn`` or ``forkserver``; None: the platform's default."""
+    worker_init_fn: Callable[[int], None] | None = None
+    """Called in each worker with its number, before it reads."""
     pad_to_multiple_of: int | None = None
     """Tasks that pad pad to a multiple of this, so that the shapes are few."""
     arrange: Callable[[Any, list[int], int, Generator | None], list[int]] | None = None
@@ -181,6 +183,35 @@ class DataLoaderDraft(Draft):
     split: Callable[[Any, list[int], int], list[list[int]]] | None = None
     """``split(dataset, ids, processes)``: a step's sample ids as micro-batches, instead of shares of ``device_batch_size``. Processes take
     them in turn, one each micro-step. Every id once; the same on all processes. Evaluation is split likewise."""
+
+    READING = (
+        "num_workers",
+        "persistent_workers",
+        "prefetch_factor",
+        "pin_memory",
+        "timeout",
+        "multiprocessing_context",
+        "worker_init_fn",
+    )
+    """Fields that may differ between splits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.__dict__["suggested"] = {}
+
+    def suggest(self, split: str, **values: Any) -> None:
+        """Set ``READING`` fields for one split, such as those of a ``DataLoader`` that the user gave. A plugin that assigns such a field
+        overrides it for every split, whichever comes first. The draft's own fields show those of ``train``."""
+        self.suggested[split] = values
+        if split == "train":
+            self.__dict__.update({name: value for name, value in values.items() if name not in self.writers})
+
+    def of(self, split: str) -> dict[str, Any]:
+        """The ``READING`` fields as they hold for one split."""
+        own = {name: value for name, value in self.suggested.get(split, {}).items() if name not in self.writers}
+        return {name: getattr(self, name) for name in self.READING} | own
+
+    suggested: dict[str, dict[str, Any]]
 
 
 class OptimizerDraft(Draft):

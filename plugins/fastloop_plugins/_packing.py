@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from itertools import accumulate
@@ -100,6 +101,13 @@ def unpadded(batch: Any, lengths: list[int]) -> Ragged:
                 0 if name in READ else IGNORED,
             )
     return Ragged(columns=columns, fixed=fixed, weight=batch.weight, tokens=batch.tokens)
+
+
+def pack_with(packed: PackedCollator, collate: Callable[[list[Any]], Any], samples: list[Any]) -> Batch:
+    """Collate by another collator, and pack as ``packed`` does now: the model may be adapted after collators are built."""
+    other = copy.copy(packed)
+    other.collate = collate
+    return other(samples)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator] # every mix of lengths would be another graph

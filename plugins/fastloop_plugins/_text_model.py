@@ -9,10 +9,11 @@ import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastloop import RecipeError, option
 from fastloop.errors import did_you_mean
+from fastloop.export import save_model
 from fastloop.options import parse
 from fastloop_plugins._hub import explain, is_hub_name, offline, quiet
 
@@ -247,10 +248,9 @@ class TextModel:
 
     def export(self, run: Run, folder: Path) -> Path:
         """Write model and tokenizer so that ``from_pretrained`` reads them."""
-        weights, model = run.weights(), cast("Any", run.unwrapped())
-        if run.is_main:
-            with quiet():
-                model.save_pretrained(folder, state_dict=weights)
+        with quiet():
+            save_model(run, folder)
+            if run.is_main:
                 self.tokenizer.save_pretrained(folder)
         return folder
 

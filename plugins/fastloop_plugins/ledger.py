@@ -19,7 +19,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Annotated, Any, Literal
 
-from fastloop import FastloopError, Plugin, hookimpl, option
+from fastloop import FastloopError, Plugin, PluginError, hookimpl, option
 from fastloop_plugins._ledger_files import Files, check
 
 if TYPE_CHECKING:
@@ -59,6 +59,15 @@ class Ledger(Plugin):
     def load_state(self, run: Run, state: dict[str, Any]) -> None:
         self.loaded, self.unrecorded, self.totals = True, state["unrecorded"], dict(state["totals"])
         self.readers = Counter({(rank, worker): samples for rank, worker, samples in state["readers"]})
+
+    @hookimpl
+    def check_run(self, run: Run) -> None:
+        sampler, dataset = run.train_loader.sampler, run.datasets["train"]
+        if sampler is not None and sampler.fingerprint() and len(set(sampler.order())) < len(dataset):
+            raise PluginError(
+                f"{run.recipe.where}: plugins.ledger: the training order leaves samples out or repeats some (drop_last or a sampler), and "
+                "ledger checks that every sample comes once an epoch. Leave ledger out, or give a loader that takes each sample once."
+            )
 
     @hookimpl
     def before_fit(self, run: Run) -> None:

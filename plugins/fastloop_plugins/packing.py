@@ -19,6 +19,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastloop import Plugin, PluginError, Win, hookimpl, option
@@ -27,7 +28,7 @@ from fastloop_plugins._shapes import MULTIPLE, SHAPES, multiple_for
 if TYPE_CHECKING:
     from torch import nn
 
-    from fastloop import Output, Run
+    from fastloop import Batch, Output, Run
     from fastloop.profile.seen import Seen
     from fastloop.recipe import Recipe
     from fastloop_plugins._packing import PackedCollator
@@ -47,6 +48,7 @@ class Packing(Plugin):
     runs_after = ("first-token", "attention", "fast-dropout", "lora")
     runs_before = ("activation-checkpointing", "slot:strategy", "compile")
     configures = "puts the sequences of a batch end to end: no padding is computed"
+    collator: PackedCollator
 
     @dataclass(kw_only=True)
     class Config:
@@ -68,10 +70,12 @@ class Packing(Plugin):
         )
 
     @hookimpl(wrapper=True)
-    def build_collator(self, run: Run) -> Generator[None, Callable[[list[Any]], Any], PackedCollator]:
-        from fastloop_plugins._packing import PackedCollator
+    def build_collator(self, run: Run, split: str) -> Generator[None, Callable[[list[Any]], Any], Callable[[list[Any]], Batch]]:
+        from fastloop_plugins._packing import PackedCollator, pack_with
 
         collate = yield
+        if split != "train":
+            return partial(pack_with, self.collator, collate)
         self.collator = PackedCollator(collate, self.config.multiple or run.loading.pad_to_multiple_of)
         return self.collator
 

@@ -63,7 +63,12 @@ BUILD = """
     configure_dataloader
     configure_optimizer
     build_datasets
-    build_collator
+    build_sampler train
+    build_collator train
+    build_sampler evaluate
+    build_collator evaluate
+    build_sampler test
+    build_collator test
     build_model
     before_prepare
     build_optimizer

@@ -86,13 +86,13 @@ def test_the_core_knows_no_plugin():
 
 
 LAYERS = [
-    {"errors"},
+    {"errors", "tracebacks"},
     {"plain", "secrets", "source"},
     {"options", "hookspecs", "launch", "plugin", "state"},
     {"machine", "recipe", "checkpoint", "clock", "files", "importing", "data", "regions"},
     {"hooks", "plugin_checks"},
     {"registry"},
-    {"accelerator", "defaults", "folder", "loop", "optimizer_check", "resume", "schema", "skipped_steps", "update_check"},
+    {"accelerator", "defaults", "export", "folder", "loop", "optimizer_check", "resume", "schema", "skipped_steps", "update_check"},
     {"run"},
     {"trainer", "bench"},
     {"profile"},

@@ -142,8 +142,8 @@ def test_a_fallback_is_asked_last_wherever_it_is_listed_and_plan_shows_it():
 
 def test_a_fallback_comes_before_the_core():
     collate = make("mine", build_collator=answer("mine"), fallback_hooks=("build_collator",))
-    assert resolved(collate).hooks.build_collator(run=None) == "mine"
-    assert resolved(make("last", build_collator=answer("mine", trylast=True))).hooks.build_collator(run=None) == "mine"
+    assert resolved(collate).hooks.build_collator(run=None, split="train") == "mine"
+    assert resolved(make("last", build_collator=answer("mine", trylast=True))).hooks.build_collator(run=None, split="train") == "mine"
 
 
 def test_a_loss_of_a_plugin_replaces_the_tasks_in_any_order(tiny_run):

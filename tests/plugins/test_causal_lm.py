@@ -49,7 +49,7 @@ def test_texts_are_joined_by_the_end_token_and_cut_into_blocks_without_loss():
 
 def test_weights_are_target_tokens_and_padding_has_no_part_in_the_loss():
     run = make_run("causal-lm", MODEL, DATA)
-    collate, dataset = run.collator, run.datasets["train"]
+    collate, dataset = run.collators["train"], run.datasets["train"]
     long, short = dataset[0], {"input_ids": dataset[1]["input_ids"][:5]}
     batch = collate([long, short])
     assert (batch.tokens, batch.weight) == (16 + 5, 15 + 4)
@@ -65,7 +65,7 @@ def test_weights_are_target_tokens_and_padding_has_no_part_in_the_loss():
 
 def test_the_loss_is_that_of_transformers():
     run = make_run("causal-lm", MODEL, DATA)
-    batch = run.collator([run.datasets["train"][0], run.datasets["train"][1]])
+    batch = run.collators["train"]([run.datasets["train"][0], run.datasets["train"][1]])
     model = run.model.eval()
     with torch.no_grad():
         ours = run.hooks.compute_loss(run=run, model=model, batch=batch.inputs).loss
@@ -93,7 +93,7 @@ def test_accumulated_micro_batches_of_unequal_length_give_the_loss_of_the_whole(
 def test_padding_to_max_length_pads_the_short_last_block():
     run = make_run("causal-lm", MODEL, DATA | {"padding": "max_length"})
     last = {"input_ids": run.datasets["train"][0]["input_ids"][:3]}
-    assert run.collator([last]).inputs["input_ids"].shape == (1, 16)
+    assert run.collators["train"]([last]).inputs["input_ids"].shape == (1, 16)
 
 
 def test_a_split_of_less_than_two_tokens_has_nothing_to_learn():

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from fastloop import PluginCrash, RecipeError
+from fastloop import RecipeError
+from fastloop.errors import UserCodeError
 from fastloop.recipe import load_recipe
 from fastloop.registry import resolve
 from fastloop.run import Run
@@ -120,10 +121,10 @@ def test_what_is_wrong_is_said_with_its_key_and_nothing_is_written(changes, mess
     assert not Path("out").exists()
 
 
-def test_an_error_inside_the_model_names_plugin_and_hook():
+def test_an_error_inside_the_model_names_its_file_and_line():
     Path("bad.py").write_text(
         "from torch import nn\n\nclass Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
         "        self.layer = nn.Linear(4, 3)\n\n    def forward(self, inputs):\n        return [self.layer(inputs)][1]\n"
     )
-    with pytest.raises(PluginCrash, match=r"plugin 'module' \(fastloop 0\..*\) failed in compute_loss: IndexError"):
+    with pytest.raises(UserCodeError, match=r"^bad\.py:9 in forward: IndexError: list index out of range$"):
         train({"model.module": "bad.py:Net", "model.arguments": {}})

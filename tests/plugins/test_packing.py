@@ -265,7 +265,7 @@ def test_compiled_it_computes_the_same():
 def test_flash_attention_is_told_where_sequences_end():
     plain = made(ENCODERS["bert"])
     samples = [plain.datasets["train"][i] for i in (3, 4, 6)]
-    collator = PackedCollator(plain.collator, 16)
+    collator = PackedCollator(plain.collators["train"], 16)
     collator.varlen = True
     inputs, lengths = collator(samples).inputs, [len(sample["input_ids"]) for sample in samples]
     ends = [0, lengths[0], lengths[0] + lengths[1], sum(lengths), inputs["input_ids"].shape[1]]

@@ -13,7 +13,7 @@ import typer
 from fastloop import __version__, launch, secrets
 from fastloop.cli import bench, doctor, new, plan, plugins, profile, recipes, report, schema, train, tune
 from fastloop.cli.commands import Commands
-from fastloop.errors import DataError, FastloopError, PluginCrash, ProcessLost, UsageError
+from fastloop.errors import DataError, FastloopError, PluginCrash, ProcessLost, UsageError, UserCodeError
 
 LATE = 5.0
 """Seconds that a process waits before it says what another process is likely to say."""
@@ -56,7 +56,7 @@ def main() -> None:
     except FastloopError as error:
         if isinstance(error, ProcessLost) or (launch.rank() and isinstance(error, UsageError)):
             time.sleep(LATE)  # another process was the first to fail, or says the same: its end ends this one
-        if isinstance(error, PluginCrash | DataError) and error.__cause__ is not None:
+        if isinstance(error, PluginCrash | UserCodeError | DataError) and error.__cause__ is not None:
             print(secrets.hide("".join(traceback.format_exception(error.__cause__))), end="", file=sys.stderr)
         print(f"error: {secrets.hide(str(error))}", file=sys.stderr)
         sys.exit(error.exit_code)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import count, islice
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
-from torch.utils.data._utils import worker
 
 from fastloop.data.sampler import Draw
+from fastloop.data.seeding import Alone, seed_all
 from fastloop.errors import DataError
 
 NEARBY = 100
@@ -37,47 +35,6 @@ class Numbered(tuple[int, Any]):
 class Filler(list[Any]):
     """A sample that counts for nothing. A process that has no share of an epoch's last micro-step gets one: it computes along, since the
     others wait for its gradients."""
-
-
-def seed_all(seed: int) -> None:
-    """Seed what datasets draw from. The generators of other devices are left alone: they are the training's."""
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.default_generator.manual_seed(seed)
-
-
-class _Alone:
-    """While inside, a stream sees no worker, and draws from random generators of its own, which go on where they were at the next entry.
-
-    So what it draws does not depend on what training drew, and is drawn again when a resumed run skips to its place.
-    """
-
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
-        self.inside: tuple[Any, Any, Tensor] | None = None
-
-    def __enter__(self) -> None:
-        self.info, worker._worker_info = worker._worker_info, None
-        self.outside = self._states()
-        if self.inside is None:
-            seed_all(self.seed)
-        else:
-            self._restore(self.inside)
-
-    def __exit__(self, *error: object) -> None:
-        self.inside = self._states()
-        self._restore(self.outside)
-        worker._worker_info = self.info
-
-    @staticmethod
-    def _states() -> tuple[Any, Any, Tensor]:
-        return random.getstate(), np.random.get_state(), torch.get_rng_state()
-
-    @staticmethod
-    def _restore(states: tuple[Any, Any, Tensor]) -> None:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
 
 
 class Samples(Dataset[Any]):
@@ -105,20 +62,24 @@ class Samples(Dataset[Any]):
         """The samples of a draw without those that cannot be read; where none is left, one that counts for nothing."""
         with suppress(Exception):
             return Read(self.read(draw))
-        found, why = {}, {}
+        samples = Read()
+        ids: list[int] = []  # a draw may hold an id twice
+        unreadable: list[tuple[int, str]] = []
         for index in draw:
             try:
-                (found[index],) = self.read([index])
+                (sample,) = self.read([index])
             except Exception as error:
-                why[index] = f"{type(error).__name__}: {error}"
-        samples = Read(found.values())
-        samples.ids, samples.unreadable = tuple(found), tuple(why.items())
-        for index in range(draw[0] + 1, draw[0] + NEARBY) if not found else ():
+                unreadable.append((index, f"{type(error).__name__}: {error}"))
+            else:
+                samples.append(sample)
+                ids.append(index)
+        samples.ids, samples.unreadable = tuple(ids), tuple(unreadable)
+        for index in range(draw[0] + 1, draw[0] + NEARBY) if not ids else ():
             with suppress(Exception):
                 samples.append(Filler(self.read([index % len(self.dataset)])))
                 break
         if not samples:
-            raise DataError(f"none of {NEARBY} samples from {draw[0]} on can be read: {why[draw[0]]}")
+            raise DataError(f"none of {NEARBY} samples from {draw[0]} on can be read: {unreadable[0][1]}")
         return samples
 
 
@@ -129,10 +90,14 @@ class Stream(IterableDataset[Any]):
     iterated as if it were alone: one that shards by ``get_worker_info()`` must not do so a second time, unless it has the
     attribute ``shards_itself = True``, and then all it yields is taken. What it draws at random is the same for every reader, with
     and without workers, and at every resume.
+
+    Args:
+        batch: Samples a micro-batch.
+        whole: Micro-batches of a step, over all processes, to leave out a last step that is not full; 0: take what there is.
     """
 
-    def __init__(self, dataset: Any, batch: int, rank: int, world_size: int, seed: int) -> None:
-        self.dataset, self.batch, self.rank, self.world_size, self.seed = dataset, batch, rank, world_size, seed
+    def __init__(self, dataset: Any, batch: int, rank: int, world_size: int, seed: int, whole: int = 0) -> None:
+        self.dataset, self.batch, self.rank, self.world_size, self.seed, self.whole = dataset, batch, rank, world_size, seed, whole
         self.position: Tensor = torch.zeros(2, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call] # epoch, start: persistent workers see changes
 
     def __iter__(self) -> Iterator[Any]:
@@ -148,10 +113,11 @@ class Stream(IterableDataset[Any]):
         mine, readers = self.rank, self.world_size
         if info is not None:
             mine, readers = self.rank + self.world_size * info.id, self.world_size * info.num_workers
-        alone = _Alone(hash((self.seed, epoch)) % 2**32)  # every reader's is the same: they must agree on the order
+        alone = Alone(hash((self.seed, epoch)) % 2**32)  # every reader's is the same: they must agree on the order
         with alone:
             samples = iter(self.dataset)
             deque(islice(samples, start), maxlen=0)
+        held: list[tuple[int, list[Any]]] = []  # this reader's micro-batches of a step that may turn out not to be full
         for number in count():
             with alone:
                 group = list(islice(samples, self.batch))
@@ -159,10 +125,15 @@ class Stream(IterableDataset[Any]):
                 break
             last = group[-1]
             if number % readers == mine:
+                held.append((start + number * self.batch, group))
+            if self.whole and ((number + 1) % self.whole or len(group) < self.batch):
+                continue
+            for position, mine_now in held:
                 if info is not None:  # what the collator draws does not depend on the worker either
-                    seed_all(hash((self.seed, epoch, start + number * self.batch)) % 2**32)
-                yield from (Numbered(pair) for pair in enumerate(group, start + number * self.batch))
-        if any(filler % readers == mine for filler in range(number, number + -number % self.world_size)):
+                    seed_all(hash((self.seed, epoch, position)) % 2**32)
+                yield from (Numbered(pair) for pair in enumerate(mine_now, position))
+            held.clear()
+        if not self.whole and any(filler % readers == mine for filler in range(number, number + -number % self.world_size)):
             yield Filler([last])
 
 

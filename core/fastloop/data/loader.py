@@ -13,14 +13,16 @@ from typing import Any
 
 import torch
 from torch import _C
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from fastloop.data.collate import Collate
 from fastloop.data.datasets import Samples, Stream
 from fastloop.data.sampler import StepSampler
-from fastloop.data.workers import leave_signals
-from fastloop.errors import CheckpointError, DataError
+from fastloop.data.sampler_order import SamplerOrder, is_our_order
+from fastloop.data.workers import start_worker
+from fastloop.errors import CheckpointError, DataError, UsageError
 from fastloop.state import Batch, DataLoaderDraft
+from fastloop.tracebacks import user_line
 
 log = logging.getLogger("fastloop")
 
@@ -46,6 +48,12 @@ class Loader:
         batch_size: Samples an optimizer step, over all processes; for evaluation, what all processes hold at once.
         device_batch_size: Samples a micro-batch of one process.
         pieces: See ``StepSampler``.
+        split: Its name: how its workers are set up, and for messages.
+        sampler: The order of a map-style dataset, and whether an incomplete last batch is dropped. To train, a batch is an optimizer step
+            of ``batch_size``; to evaluate, one of the sampler's ``batch_size``. None: all samples in our own order.
+
+    Raises:
+        UsageError: The sampler's order cannot be repeated, or it leaves no sample.
 
     Attributes:
         unreadable: Samples that could not be read so far, and are not in their batches.
@@ -64,9 +72,12 @@ class Loader:
         seed: int,
         shuffle: bool,
         pieces: int = 1,
+        split: str = "train",
+        sampler: BatchSampler | None = None,
     ) -> None:
         self.dataset = dataset
-        self.unreadable, self.timeout = 0, draft.timeout
+        reading = draft.of(split)
+        self.unreadable, self.timeout = 0, reading["timeout"]
         self.workers: list[Any] = []  # of the newest pass
         self.since = 0.0  # when a batch was asked for
         self.batch_size, self.device_batch_size, self.world_size = batch_size, device_batch_size, world_size
@@ -76,25 +87,48 @@ class Loader:
         self.sampler: StepSampler | None = None
         arguments: dict[str, Any] = {
             "collate_fn": Collate(collator),
-            "num_workers": draft.num_workers,
-            "pin_memory": draft.pin_memory,
+            "num_workers": reading["num_workers"],
+            "pin_memory": reading["pin_memory"],
             "generator": torch.Generator().manual_seed(seed),  # else each epoch would draw from the global state
-            "worker_init_fn": leave_signals,
+            "worker_init_fn": partial(start_worker, init=reading["worker_init_fn"]),
         }
-        if draft.num_workers:
-            arguments |= {
-                "persistent_workers": draft.persistent_workers,
-                "prefetch_factor": draft.prefetch_factor,
-                "multiprocessing_context": draft.multiprocessing_context,
-            }
+        if reading["num_workers"]:
+            arguments |= {name: reading[name] for name in ("persistent_workers", "prefetch_factor", "multiprocessing_context")}
+        drop_last = sampler is not None and sampler.drop_last
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
-            self.stream = Stream(dataset, device_batch_size, rank, world_size, seed)
+            if drop_last and not (self.in_step and shuffle):
+                why = "is iterable and only evaluated" if self.in_step else "shards itself"
+                raise UsageError(
+                    f"the {split} split: drop_last=True for {type(dataset).__name__}, which {why}: the samples dropped would depend on the "
+                    "number of processes. Set drop_last=False, or let the dataset end earlier."
+                )
+            self.stream = Stream(dataset, device_batch_size, rank, world_size, seed, self.micro_steps * world_size if drop_last else 0)
             self.loader: DataLoader[Any] = DataLoader(self.stream, batch_size=device_batch_size, **arguments)
-        else:
-            arrange = partial(draft.arrange, dataset) if draft.arrange is not None else None
-            split = partial(draft.split, dataset) if draft.split is not None else None
-            self.sampler = StepSampler(len(dataset), batch_size, device_batch_size, rank, world_size, seed, shuffle, arrange, split, pieces)
-            self.loader = DataLoader(Samples(dataset, draft.skip_unreadable), batch_sampler=self.sampler, **arguments)
+            return
+        draw = (
+            None
+            if sampler is None or is_our_order(sampler.sampler, dataset, shuffle, draft.arrange is not None)
+            else SamplerOrder(sampler.sampler, split, seed)
+        )
+        self.sampler = StepSampler(
+            len(dataset) if draw is None else draw.size,
+            batch_size,
+            device_batch_size,
+            rank,
+            world_size,
+            seed,
+            shuffle,
+            partial(draft.arrange, dataset) if draft.arrange is not None else None,
+            partial(draft.split, dataset) if draft.split is not None else None,
+            pieces,
+            draw,
+            0 if sampler is None or not drop_last else batch_size if shuffle else sampler.batch_size,
+        )
+        if not self.sampler.size:
+            raise UsageError(
+                f"the {split} split: drop_last=True leaves no batch of its {self.sampler.drawn} samples. Make the batch size smaller."
+            )
+        self.loader = DataLoader(Samples(dataset, draft.skip_unreadable), batch_sampler=self.sampler, **arguments)
 
     def steps_per_epoch(self) -> int | None:
         """Optimizer steps an epoch; None for a dataset of unknown length."""
@@ -178,7 +212,8 @@ class Loader:
         ended = [(number, process) for number, process in enumerate(self.workers) if process.exitcode]
         if not ended:
             why = said[-1].removeprefix(f"{type(error).__name__}: ")  # a worker's ends with its traceback's last line
-            return DataError(f"reading a batch failed: {type(error).__name__}: {why}")
+            place = user_line(error)
+            return DataError(f"reading a batch failed: {type(error).__name__}: {why}" + (f" ({place})" if place else ""))
         number, process = ended[0]
         name = signal.Signals(-process.exitcode).name if process.exitcode < 0 else ""
         how = f"was ended by {name}" if name else f"ended with exit code {process.exitcode}"

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import torch
 from torch.utils.data import Sampler
+
+from fastloop.data.sampler_order import SamplerOrder
 
 
 class Draw(list[int]):
@@ -20,13 +24,18 @@ class StepSampler(Sampler[Draw]):
     """Sample ids of every micro-batch of this process, for the epoch ``epoch`` from ``start`` samples on.
 
     Args:
-        size: Samples in the dataset.
+        size: Samples of an epoch: of the dataset, or those that ``draw`` gives.
         batch_size: Samples an optimizer step, over all processes.
         device_batch_size: Samples a micro-batch of one process.
-        shuffle: Whether to permute; otherwise the ids count up.
+        shuffle: Whether to permute; otherwise the ids count up. ``arrange`` gets a generator if so.
         arrange: Gives ids another order; see ``DataLoaderDraft``, less its first argument.
         split: Makes micro-batches of a step's ids; see there too.
         pieces: How many further ones each of those is cut into.
+        draw: Gives an epoch's ids, in place of the permutation.
+        drop_last: Leave out an epoch's last samples that do not fill a batch of this size; 0: take all.
+
+    Attributes:
+        size: Samples taken of an epoch: a multiple of ``drop_last``.
     """
 
     def __init__(
@@ -41,8 +50,13 @@ class StepSampler(Sampler[Draw]):
         arrange: Callable[[list[int], int, torch.Generator | None], list[int]] | None = None,
         split: Callable[[list[int], int], list[list[int]]] | None = None,
         pieces: int = 1,
+        draw: SamplerOrder | None = None,
+        drop_last: int = 0,
     ) -> None:
+        self.drawn, self.draw = size, draw
         self.size, self.batch_size, self.device_batch_size, self.arrange, self.split = size, batch_size, device_batch_size, arrange, split
+        if drop_last:
+            self.size = size // drop_last * drop_last
         self.pieces = pieces
         self.rank, self.world_size, self.seed, self.shuffle = rank, world_size, seed, shuffle
         self.epoch = self.start = 0
@@ -50,8 +64,21 @@ class StepSampler(Sampler[Draw]):
     def order(self) -> list[int]:
         """All sample ids in this epoch's order."""
         generator = torch.Generator().manual_seed(self.seed + self.epoch) if self.shuffle else None
-        ids = list(range(self.size)) if generator is None else torch.randperm(self.size, generator=generator).tolist()
+        if self.draw is not None:
+            ids = self.draw(self.epoch)
+        else:
+            ids = list(range(self.drawn)) if generator is None else torch.randperm(self.drawn, generator=generator).tolist()
+        if self.size < self.drawn:
+            ids = ids[: self.size]
         return ids if self.arrange is None else self.arrange(ids, self.batch_size, generator)
+
+    def fingerprint(self) -> str:
+        """A string that changes with the samples that epochs take and their order; empty for all samples in our own order."""
+        taken = f"{self.size} of an epoch's {self.drawn} taken" if self.size < self.drawn else ""
+        if self.draw is None:
+            return taken
+        digest = hashlib.sha256(np.array(self.draw(0), np.int64).tobytes()).hexdigest()[:12]
+        return " ".join(filter(None, (taken, f"{self.drawn} drawn in the order {digest}")))
 
     def micro_batches(self, ids: list[int]) -> list[list[int]]:
         """A step's ids as micro-batches of all processes."""

@@ -1,0 +1,93 @@
+"""What a ``DataLoader`` of the user's says about its data, and which of it cannot be kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
+
+from fastloop.data.sampler_order import SeededWorkers
+from fastloop.errors import UsageError
+
+
+@dataclass(frozen=True)
+class LoaderSettings:
+    """Attributes:
+    dataset: Map-style or iterable.
+    collate_fn: None: there was no loader.
+    sampler: Order of samples, batch size and ``drop_last``; None: there was no loader.
+    reading: ``DataLoaderDraft.READING`` fields.
+    """
+
+    dataset: Any
+    collate_fn: Callable[[list[Any]], Any] | None = None
+    sampler: BatchSampler | None = None
+    reading: dict[str, Any] = field(default_factory=dict)
+
+
+def read_loader(name: str, loader: Any) -> LoaderSettings:
+    """Take over a loader, or a dataset.
+
+    Args:
+        name: What messages call it: ``train_loader``.
+
+    Raises:
+        UsageError: It holds what cannot be kept; names it and what to do instead.
+    """
+    if not isinstance(loader, DataLoader):
+        if not isinstance(loader, Dataset) and hasattr(loader, "dataset") and hasattr(loader, "batch_size"):
+            raise UsageError(f"{name} is a {type(loader).__name__}. Expected a torch.utils.data.DataLoader, or a dataset.")
+        return LoaderSettings(loader)
+    kind = type(loader)
+    if kind.__iter__ is not DataLoader.__iter__:
+        raise UsageError(
+            f"{name}: {kind.__name__} has an __iter__ of its own, which fastloop would not call: it reads the dataset itself. "
+            "Give a torch.utils.data.DataLoader. One that Accelerate prepared: give it before it is prepared."
+        )
+    batches = loader.batch_sampler
+    if batches is None:
+        raise UsageError(
+            f"{name} has batch_size=None: its dataset makes batches itself, and fastloop counts samples. "
+            "Give a dataset of samples and DataLoader(batch_size=...)."
+        )
+    if type(batches) is not BatchSampler:
+        raise UsageError(
+            f"{name}: the batch sampler {type(batches).__name__} is not kept: fastloop cuts an order of samples into batches "
+            "itself, the same for any number of processes. Give DataLoader(sampler=..., batch_size=...), or a plugin that arranges samples."
+        )
+    sampler: Any = batches.sampler
+    if hasattr(sampler, "num_replicas"):
+        raise UsageError(
+            f"{name}: {type(sampler).__name__} shares samples between processes, which fastloop does itself. "
+            "Leave sampler= out, and set shuffle=True to shuffle."
+        )
+    iterable = isinstance(loader.dataset, IterableDataset)
+    if iterable and loader.worker_init_fn is not None and not getattr(loader.dataset, "shards_itself", False):
+        raise UsageError(
+            f"{name}: worker_init_fn with {type(loader.dataset).__name__}, which is iterable: fastloop shares its samples between workers "
+            "itself, and a function that does so too would lose some. Remove it; or, if the dataset does the sharding alone, give it the "
+            "attribute shards_itself = True."
+        )
+    if loader.generator is not None and getattr(sampler, "generator", None) is loader.generator:
+        sampler = SeededWorkers(sampler, once=loader.persistent_workers)
+    return LoaderSettings(loader.dataset, loader.collate_fn, BatchSampler(sampler, batches.batch_size, batches.drop_last), _reading(loader))
+
+
+def _reading(loader: DataLoader[Any]) -> dict[str, Any]:
+    """How it reads, in the words of ``DataLoaderDraft``."""
+    fields: dict[str, Any] = {"num_workers": loader.num_workers}
+    if loader.pin_memory:
+        fields["pin_memory"] = True
+    if loader.worker_init_fn is not None:
+        fields["worker_init_fn"] = loader.worker_init_fn
+    if loader.num_workers:
+        context = loader.multiprocessing_context
+        fields |= {
+            "persistent_workers": loader.persistent_workers,
+            "prefetch_factor": loader.prefetch_factor,
+            "timeout": loader.timeout,
+            "multiprocessing_context": context and context.get_start_method(),
+        }
+    return fields

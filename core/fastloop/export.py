@@ -1,0 +1,33 @@
+"""The trained model in the run folder, for use outside fastloop."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastloop.checkpoint import save_tensors
+
+if TYPE_CHECKING:
+    from fastloop.run import Run
+
+
+def save_model(run: Run, folder: Path) -> Path:
+    """Write the model: by its own ``save_pretrained`` where it has one, so that ``from_pretrained`` loads it, else as
+    ``model.safetensors``. Every process must call it; the main one writes.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    weights, model = run.weights(), run.unwrapped()
+    if not run.is_main:
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    save: Any = getattr(model, "save_pretrained", None)
+    if save is None:
+        save_tensors(weights, folder / "model.safetensors")
+    else:
+        parameters = inspect.signature(save).parameters.values()
+        takes_weights = any(one.name == "state_dict" or one.kind is one.VAR_KEYWORD for one in parameters)
+        save(folder, **({"state_dict": weights} if takes_weights else {}))
+    return folder

@@ -1,0 +1,177 @@
+"""The run folder's ``model/`` loads with ``from_pretrained``; batches that a model cannot take are named by their keys."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import PyTorchModelHubMixin
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    DataCollatorWithPadding,
+    DistilBertConfig,
+    DistilBertForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
+
+from fastloop import Trainer, UsageError
+from fastloop.testing import tiny_data
+
+QUIET: list[Any] = [{"log": False}, {"progress": False}]
+WORDS = ["[PAD]", "[UNK]", "good", "bad", "film"]
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]", unk_token="[UNK]", model_max_length=16)
+
+
+def bert() -> DistilBertForSequenceClassification:
+    torch.manual_seed(0)
+    config = DistilBertConfig(
+        vocab_size=len(WORDS), dim=16, n_layers=1, n_heads=2, hidden_dim=32, max_position_embeddings=16, id2label={0: "BAD", 1: "GOOD"}
+    )
+    return DistilBertForSequenceClassification(config)
+
+
+class Reviews(Dataset[dict[str, Any]]):
+    def __init__(self, tokenizer: Any, label: str) -> None:
+        self.tokenizer, self.label = tokenizer, label
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        found = self.tokenizer(("bad film", "good good film")[index % 2], return_token_type_ids=False)
+        return {**found, self.label: index % 2}
+
+
+def stacked(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Pads and leaves names as they are; ``DataCollatorWithPadding`` renames ``label`` by itself."""
+    longest = max(len(sample["input_ids"]) for sample in samples)
+    return {
+        name: torch.tensor(
+            [sample[name] + [0] * (longest - len(sample[name])) if isinstance(sample[name], list) else sample[name] for sample in samples]
+        )
+        for name in samples[0]
+    }
+
+
+def fit(model: nn.Module, loader: Any, **settings: Any) -> Trainer:
+    trainer = Trainer(model, loader, plugins=QUIET, **{"epochs": 1, "lr": 1e-2, "output": "run", "device": "cpu"} | settings)
+    trainer.fit()
+    return trainer
+
+
+def test_a_hugging_face_model_and_its_tokenizer_load_from_the_run_folder(tokenizer):
+    model = bert()
+    loader = DataLoader(Reviews(tokenizer, "label"), batch_size=4, collate_fn=DataCollatorWithPadding(tokenizer))
+    fit(model, loader, processing_class=tokenizer)
+    again = AutoModelForSequenceClassification.from_pretrained("run/model")
+    assert again.config.id2label == {0: "BAD", 1: "GOOD"}
+    words = AutoTokenizer.from_pretrained("run/model")
+    batch = words(["good film", "bad"], padding=True, return_tensors="pt", return_token_type_ids=False)
+    assert batch["input_ids"].tolist() == [[2, 4], [3, 0]]
+    with torch.no_grad():
+        assert torch.equal(again.eval()(**batch).logits, model.eval()(**batch).logits)
+    assert not torch.equal(again.classifier.weight, bert().classifier.weight), "it was trained"
+
+
+def test_the_task_module_exports_so_too(tmp_path):
+    from fastloop.recipe import make_recipe
+    from fastloop.registry import resolve
+    from fastloop.run import Run
+
+    Path("hub.py").write_text(
+        "import torch\nfrom torch import nn\nfrom huggingface_hub import PyTorchModelHubMixin\n\n\n"
+        "class Net(nn.Module, PyTorchModelHubMixin):\n    def __init__(self, width: int = 3):\n        super().__init__()\n"
+        "        self.layer = nn.Linear(8, width)\n\n    def forward(self, inputs):\n        return self.layer(inputs)\n\n\n"
+        "def data():\n    inputs = torch.randn(16, 8)\n"
+        "    return {'train': torch.utils.data.TensorDataset(inputs, inputs[:, :3].argmax(1))}\n"
+    )
+    sections = {"model": {"module": "hub.py:Net"}, "data": {"module": "hub.py:data"}}
+    tree = sections | {"train": {"epochs": 1, "batch_size": 4, "device": "cpu"}, "plugins": [{"module": {"loss": "cross_entropy"}}, *QUIET]}
+    recipe = make_recipe(tree | {"output": "run"}, Path("recipe.yaml"))
+    run = Run(recipe, resolve(recipe))
+    run.execute()
+    again: Any = type(run.unwrapped()).from_pretrained("run/model")
+    assert torch.equal(again.layer.weight, run.unwrapped().layer.weight)
+    assert Path("run/model/config.json").is_file()
+
+
+class HubNet(nn.Module, PyTorchModelHubMixin):
+    def __init__(self, width: int = 5) -> None:
+        super().__init__()
+        self.width = width
+        self.layer = nn.Linear(8, width)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.layer(inputs)
+
+
+def test_any_model_with_save_pretrained_is_written_by_it():
+    model = HubNet(width=7)
+    fit(model, tiny_data(16), loss=nn.functional.cross_entropy, batch_size=4)
+    again = HubNet.from_pretrained("run/model")
+    assert again.width == 7
+    assert torch.equal(again.layer.weight, model.layer.weight)
+
+
+def test_a_processing_class_that_cannot_be_saved_is_refused():
+    with pytest.raises(UsageError, match=r"^processing_class: dict has no save_pretrained"):
+        fit(nn.Linear(8, 3), tiny_data(16), processing_class={}, batch_size=4)
+
+
+def test_labels_under_another_name_are_found_at_the_first_batch(tokenizer):
+    loader = DataLoader(Reviews(tokenizer, "label"), batch_size=4, collate_fn=stacked)
+    with pytest.raises(
+        UsageError, match=r"keys input_ids, attention_mask, label.*rename 'label' to 'labels' in the dataset or the collator"
+    ):
+        fit(bert(), loader)
+    assert fit(bert(), DataLoader(Reviews(tokenizer, "labels"), batch_size=4, collate_fn=stacked)).run.state.step == 3
+
+
+class Strict(nn.Module):
+    """Takes what it names, and nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        logits = self.layer(x)
+        return {"logits": logits} if labels is None else {"logits": logits, "loss": nn.functional.cross_entropy(logits, labels)}
+
+
+def test_a_loss_that_the_models_own_replaces_is_mentioned(caplog):
+    def collate(samples: list[Any]) -> dict[str, torch.Tensor]:
+        return dict(zip(("x", "labels"), torch.utils.data.default_collate(samples), strict=True))
+
+    fit(Strict(), DataLoader(tiny_data(16), batch_size=4, collate_fn=collate), loss=nn.functional.cross_entropy)
+    assert caplog.text.count("loss= is not used: batches are mappings, and Strict returns its own loss") == 1
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (("x", "label"), r"the model's forward does not take a batch with the keys x, label: .* rename 'label' to 'labels'"),
+        (("x", "lables"), r"the keys x, lables: .* Did you mean 'labels'\?"),
+        (("labels",), r"the model's forward does not take a batch with the keys labels: .*missing 1 required positional argument: 'x'"),
+        (("x",), r"the model returned no loss for a batch with the keys x\. Put the labels into the batch"),
+    ],
+)
+def test_keys_that_the_model_does_not_take_are_named(keys, message):
+    def collate(samples: list[Any]) -> dict[str, torch.Tensor]:
+        inputs, labels = torch.utils.data.default_collate(samples)
+        return {key: inputs if key == "x" else labels for key in keys}
+
+    with pytest.raises(UsageError, match=message):
+        fit(Strict(), DataLoader(tiny_data(16), batch_size=4, collate_fn=collate))

@@ -127,7 +127,8 @@ class Run:
         self.host_group = torch.distributed.new_group(backend="gloo") if self.world_size > 1 and self.device.type != "cpu" else None
         self.clock = Clock(torch.accelerator.synchronize if self.device.type != "cpu" else lambda: None)
         self.device_batch_size, self.micro_steps = micro_batches(self.recipe, self.world_size)
-        self.loading: DataLoaderDraft = self.resolution.draft("configure_dataloader", DataLoaderDraft())
+        loading = DataLoaderDraft(pin_memory=self.device.type == "cuda")
+        self.loading: DataLoaderDraft = self.resolution.draft("configure_dataloader", loading)
         self.optimizer_arguments: Mapping[str, Any] = self.resolution.draft("configure_optimizer", OptimizerDraft()).arguments
 
     def _build_loaders(self) -> None:

@@ -104,8 +104,9 @@ class Output:
 
     Attributes:
         loss: 0-dim tensor: the mean over the batch's ``weight``.
-        predictions: What metrics are updated with, first argument; None when there are no metrics.
-        targets: Second argument.
+        predictions: What metrics are updated with, first argument; None when there are no metrics. Of shape (N, ...): evaluation puts
+            those of many batches together before an update.
+        targets: Second argument, of shape (N, ...) too.
     """
 
     loss: Tensor
@@ -114,11 +115,14 @@ class Output:
 
 
 class Draft:
-    """A typed draft that plugins fill in before the real thing is built. Two plugins that write one field is an error."""
+    """A typed draft that plugins fill in before the real thing is built. Two plugins that write one field is an error.
 
-    def __init__(self) -> None:
-        self.__dict__["_writer"] = ""
-        self.__dict__["writers"] = {}
+    Args:
+        defaults: Values of fields that the core derives from the machine, before any plugin writes.
+    """
+
+    def __init__(self, **defaults: Any) -> None:
+        self.__dict__.update(defaults, _writer="", writers={})
 
     def __setattr__(self, name: str, value: Any) -> None:
         from fastloop.errors import PluginError, did_you_mean
@@ -164,6 +168,7 @@ class DataLoaderDraft(Draft):
     persistent_workers: bool = False
     prefetch_factor: int | None = None
     pin_memory: bool = False
+    """Put batches into page-locked memory, with and without workers, so that copies to the device do not block. True on CUDA."""
     timeout: float = 0.0
     """Seconds a batch may take before the run ends with an error; 0 waits for ever."""
     multiprocessing_context: str | None = None

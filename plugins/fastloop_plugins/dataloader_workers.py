@@ -26,7 +26,7 @@ logger = logging.getLogger("fastloop")
 
 
 class DataLoaderWorkers(Plugin):
-    """Worker processes, prefetching and pinned memory."""
+    """Worker processes and how far they read ahead."""
 
     name = "dataloader-workers"
     parity = "exact"
@@ -39,7 +39,6 @@ class DataLoaderWorkers(Plugin):
         num_workers: Annotated[NonNegativeInt | Literal["auto"], option("Worker processes for each training process.")] = "auto"
         persistent_workers: Annotated[bool, option("Keep the workers between epochs.")] = True
         prefetch_factor: Annotated[int, option("Batches that each worker reads ahead.", ge=1)] = 2
-        pin_memory: Annotated[bool | Literal["auto"], option("Page-locked batches, for faster copies; auto: when there is CUDA.")] = "auto"
         timeout: Annotated[float, option("Seconds to wait for a batch before the run ends with an error; 0: for ever.", ge=0)] = 600.0
         multiprocessing_context: Annotated[
             Literal["fork", "spawn", "forkserver"] | None, option("How workers start; null: the platform's way.")
@@ -64,11 +63,8 @@ class DataLoaderWorkers(Plugin):
 
     @hookimpl
     def configure_dataloader(self, draft: DataLoaderDraft) -> None:
-        import torch
-
         config: Any = self.config
         workers: int = self._auto() if config.num_workers == "auto" else config.num_workers
-        draft.pin_memory = torch.cuda.is_available() if config.pin_memory == "auto" else config.pin_memory
         draft.num_workers = workers
         if workers:
             draft.persistent_workers = config.persistent_workers

@@ -56,8 +56,6 @@ class Prefetch(Plugin):
     def configure_dataloader(self, draft: DataLoaderDraft) -> None:
         if self.kind != "cuda":
             return
-        if not draft.pin_memory:  # a copy from other memory waits
-            draft.pin_memory = True
         draft.placing = self.copied if draft.num_workers else self.copied_in_turn
 
     @hookimpl(wrapper=True)

@@ -183,7 +183,8 @@ def after_prepare(run: Run, model: nn.Module) -> nn.Module | None:
 
 @first
 def build_metrics(run: Run) -> MetricCollection | None:
-    """First. Torchmetrics that evaluation updates with ``Output.predictions`` and ``Output.targets``. ``loss`` is always there."""
+    """First. Torchmetrics that evaluation updates with ``Output.predictions`` and ``Output.targets``, those of many batches put together.
+    ``loss`` is always there."""
 
 
 @hookspec

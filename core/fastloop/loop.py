@@ -23,6 +23,7 @@ from torch import Tensor
 
 from fastloop import checkpoint, resume
 from fastloop.regions import region
+from fastloop.results import Results
 from fastloop.state import Batch
 
 if TYPE_CHECKING:
@@ -164,15 +165,14 @@ def evaluate(run: Run, split: str) -> None:
 def evaluation_loop(run: Run, split: str) -> dict[str, float]:
     """Mean loss and the task's metrics over every sample of a split, each once, over all processes.
 
+    No batch waits for the one before: the device is read after the last.
+
     Raises:
         CutOff: The run was asked to end meanwhile, on every process.
     """
     modes = [(module, module.training) for module in run.model.modules()]
     run.model.eval()
-    if run.metrics is not None:
-        run.metrics.reset()
-    losses = torch.zeros(2, dtype=torch.float64)  # sum of loss x weight, sum of weights
-    loader = run.eval_loaders[split]
+    results, loader = Results(run.metrics), run.eval_loaders[split]
     try:
         for number, (batch,) in enumerate(run.placed([batch] for batch in loader.batches())):
             if run.world_size == 1 or (number % LOOK == 0 and loader.in_step):
@@ -181,14 +181,10 @@ def evaluation_loop(run: Run, split: str) -> dict[str, float]:
                     raise CutOff
             with region("loss"):
                 output = run.hooks.compute_loss(run=run, model=run.model, batch=batch.inputs)
-            losses += torch.tensor([output.loss.item() * batch.weight, batch.weight], dtype=torch.float64)
-            if run.metrics is not None and output.predictions is not None and batch.samples:  # none: only here to compute along
-                run.metrics.update(output.predictions, output.targets)
+            results.add(output, batch.weight, batch.samples)
     finally:
         for module, training in modes:
             module.training = training
-    total, weight = run.sum_over_processes(losses).tolist()
-    metrics = {"loss": total / weight if weight else float("nan")}
-    if run.metrics is not None:
-        metrics |= {name: float(value) for name, value in run.metrics.compute().items()}
-    return metrics
+    *sums, metrics = results.read()
+    total, weight = run.sum_over_processes(torch.tensor(sums, dtype=torch.float64)).tolist()
+    return {"loss": total / weight if weight else float("nan"), **metrics}

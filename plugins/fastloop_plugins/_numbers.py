@@ -53,7 +53,7 @@ def of_step(run: Run, loss: Tensor, grad_norm: Tensor | None) -> Tensor:
     import torch
 
     if run.accelerator.scaler is not None:  # gradients overflow now and then: that is how the scale is found
-        grad_norm = torch.zeros(())
+        grad_norm = torch.zeros_like(loss)
     elif grad_norm is None:
         grad_norm = run.hooks.clip_gradients(run=run, max_norm=math.inf)
     assert grad_norm is not None

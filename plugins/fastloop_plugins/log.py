@@ -87,7 +87,7 @@ class Log(Plugin):
         elapsed = max(seconds - self.mark[0], 1e-9)
         self.write(
             run,
-            loss=sum(value.item() for value in self.losses) / len(self.losses),
+            loss=sum(self.read_losses()) / len(self.losses),
             lr=run.optimizer.param_groups[0]["lr"],
             samples_per_second=(samples - self.mark[1]) / elapsed,
             tokens_per_second=(tokens - self.mark[2]) / elapsed,
@@ -102,18 +102,25 @@ class Log(Plugin):
 
     @hookimpl
     def save_state(self, run: Run) -> dict[str, Any]:
-        return {"offset": self.offset, "losses": [float(loss) for loss in self.losses]}
+        return {"offset": self.offset, "losses": self.read_losses()}
 
     @hookimpl
     def load_state(self, run: Run, state: dict[str, Any]) -> None:
         import torch
 
         self.offset = state["offset"]
-        self.losses = [torch.tensor(loss) for loss in state["losses"]]
+        self.losses = [torch.tensor(loss, device=run.device) for loss in state["losses"]]
 
     @hookimpl
     def write_summary(self, run: Run) -> None:
         self.close()
+
+    def read_losses(self) -> list[float]:
+        """Losses of the steps since the last log point, in one read of the device."""
+        import torch
+
+        losses: list[float] = torch.stack(self.losses).tolist() if self.losses else []
+        return losses
 
     def write(self, run: Run, **values: Any) -> None:
         """Append one line to ``metrics.jsonl`` (main process only)."""

@@ -89,7 +89,7 @@ LAYERS = [
     {"errors", "tracebacks"},
     {"plain", "secrets", "source"},
     {"options", "hookspecs", "launch", "plugin", "state"},
-    {"machine", "recipe", "checkpoint", "clock", "files", "importing", "data", "regions"},
+    {"machine", "recipe", "checkpoint", "clock", "files", "importing", "data", "regions", "results"},
     {"hooks", "plugin_checks"},
     {"registry"},
     {"accelerator", "defaults", "export", "folder", "loop", "optimizer_check", "resume", "schema", "skipped_steps", "update_check"},

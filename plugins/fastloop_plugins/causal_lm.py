@@ -93,8 +93,11 @@ class CausalLM(Plugin):
     def compute_loss(self, model: nn.Module, batch: dict[str, Any]) -> Output:
         from torch.nn.functional import cross_entropy
 
+        from fastloop_plugins._text_masks import forward
+
         # No mask: padding is on the right, so no real token sees it, and attention stays on its causal fast path.
-        logits = model(**{name: value for name, value in batch.items() if name != "targets"}, use_cache=False).logits
+        inputs = {name: value for name, value in batch.items() if name != "targets"} | {"use_cache": False}
+        logits = forward(model, inputs, never=True).logits
         return Output(cross_entropy(logits.flatten(0, 1).float(), batch["targets"].flatten(), ignore_index=IGNORED))
 
     @hookimpl(wrapper=True, trylast=True)

@@ -97,7 +97,10 @@ class TextClassification(Plugin):
     def compute_loss(self, model: nn.Module, batch: dict[str, Any]) -> Output:
         from torch.nn.functional import cross_entropy
 
-        logits = model(**{name: value for name, value in batch.items() if name != "labels"}).logits
+        from fastloop_plugins._text_masks import forward
+
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        logits = forward(model, inputs, never="position_ids" in batch).logits  # with positions: a packed row, which has no mask
         return Output(cross_entropy(logits.float(), batch["labels"]), logits, batch["labels"])
 
     @hookimpl
@@ -106,7 +109,7 @@ class TextClassification(Plugin):
 
 
 class Collator:
-    """Pads a list of samples; the mask is 1 on real tokens."""
+    """Pads a list of samples. The mask is 1 on real tokens; a batch without padding has none."""
 
     def __init__(self, pad_token_id: int, width: Width) -> None:
         self.pad_token_id, self.width = pad_token_id, width
@@ -119,8 +122,10 @@ class Collator:
         batch = self.ragged(samples)
         rows, fill = batch.columns["input_ids"]
         width, lengths = self.width(rows), torch.tensor([len(row) for row in rows])
-        inputs = {"input_ids": padded(rows, width, fill), "attention_mask": (torch.arange(width) < lengths[:, None]).long()}
-        return Batch(inputs | batch.fixed, weight=batch.weight, tokens=batch.tokens)
+        inputs = {"input_ids": padded(rows, width, fill)} | batch.fixed
+        if min(map(len, rows)) < width:
+            inputs["attention_mask"] = (torch.arange(width) < lengths[:, None]).long()
+        return Batch(inputs, weight=batch.weight, tokens=batch.tokens)
 
     def ragged(self, samples: list[dict[str, Any]]) -> Ragged:
         """The batch without padding and mask."""

@@ -1,0 +1,183 @@
+"""Training steps do not wait for the device, except at a log point; an evaluation does so after its last batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from emulated_device import DEVICE, DeviceTensor, EmulatedDevice, emulation
+from torch.amp import GradScaler
+
+from fastloop import Plugin, hookimpl, registry
+from fastloop.recipe import make_recipe
+from fastloop.run import Run
+from fastloop.testing import LANGUAGE, TEXTS, write_texts
+from fastloop_plugins._numbers import of_step, read
+from fastloop_plugins.log import Log
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator is found"),
+    pytest.mark.filterwarnings("ignore:for .* copying from a non-meta parameter"),
+]
+
+FAST = [{"amp": {"dtype": "bf16"}}, {"length-bucketing": {"multiple": 16}}, "fused-optimizer", {"lr-scheduler": {"warmup": 3}}]
+"""Speedups that a GPU run takes first. Precision is that of the emulation: torch casts nothing on its device."""
+
+
+def recipe(task: Mapping[str, Any] = TEXTS, plugins: tuple[Any, ...] = (), **train: Any) -> Any:
+    """67 texts in batches of 8: nine steps an epoch."""
+    write_texts(Path())
+    settings = {"epochs": 1, "batch_size": 8, "lr": 1e-3, "device": "cpu"} | train
+    return make_recipe({**task, "train": settings, "plugins": [*plugins, {"progress": False}], "output": "run"})
+
+
+@pytest.fixture
+def emulated(monkeypatch):
+    """Trains on the emulated device: ``emulated(task, plugins, epochs=2)`` -> the plugin that recorded the waits, and the summary."""
+
+    def train(*arguments: Any, pin_memory: bool = True, **settings: Any) -> tuple[EmulatedDevice, dict[str, Any]]:
+        device = EmulatedDevice(pin_memory)
+        with device.emulate(monkeypatch):
+            wanted = recipe(*arguments, **settings)
+            return device, Run(wanted, registry.resolve(wanted, objects=[device])).execute()
+
+    return train
+
+
+def in_file(waits: list[str], file: str) -> list[bool]:
+    return [file in wait for wait in waits]
+
+
+# -- the emulation itself --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("operation", "waits"),
+    [
+        (lambda x: x.sum().item(), 1),
+        (lambda x: bool(x.any()), 1),
+        (lambda x: float(x[0]), 1),
+        (lambda x: x.tolist(), 1),
+        (lambda x: x.cpu(), 1),
+        (lambda x: torch.zeros(3).copy_(x), 1),
+        (lambda x: torch.equal(x, x), 1),
+        (lambda x: x.nonzero(), 1),
+        (lambda x: x[x > 0], 1),
+        (lambda x: torch.unique(x), 1),
+        (lambda x: torch.bincount(x.long()), 1),
+        (lambda x: torch.zeros(3).to(x.device), 1),
+        (lambda x: torch.tensor([1.0, 2.0], device=x.device), 1),
+        (lambda x: torch.zeros(3).to(x.device, non_blocking=True), 0),
+        (lambda x: torch.zeros(3, device=x.device) + x * 2, 0),
+        (lambda x: x[torch.arange(2, device=x.device)].masked_fill(x[:2] > 0, 0.0), 0),
+        (lambda x: torch.zeros(3).sum().item(), 0),
+    ],
+)
+def test_what_would_wait_for_a_gpu_waits_for_the_emulated_device(operation, waits):
+    recorded: list[str] = []
+    values = DeviceTensor(torch.tensor([1.0, 0.0, 3.0]))
+    with emulation(recorded):
+        operation(values)
+    assert len(recorded) == waits, recorded
+
+
+def test_tensors_of_the_host_and_of_the_device_do_not_mix():
+    with emulation([]), pytest.raises(RuntimeError, match="inputs on the device and on the host"):
+        DeviceTensor(torch.ones(3)) + torch.ones(3)
+
+
+def test_a_run_on_the_emulated_device_computes_what_one_on_the_cpu_does(emulated):
+    still = {**TEXTS, "model": {**TEXTS["model"], "config": TEXTS["model"]["config"] | {"hidden_dropout_prob": 0.0}}}
+    still["model"]["config"]["attention_probs_dropout_prob"] = 0.0
+    device, summary = emulated(still)
+    plain = recipe(still)
+    expected = Run(plain, registry.resolve(plain)).execute()
+    assert summary["evaluate"] == pytest.approx(expected["evaluate"], rel=1e-4)
+    assert len(device.steps) == 9
+
+
+# -- steps and evaluations -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("task", [TEXTS, LANGUAGE], ids=["classification", "language model"])
+def test_no_step_of_the_default_loop_waits_and_an_evaluation_does_after_its_last_batch(emulated, task):
+    device, _ = emulated(task)
+    assert device.steps == [[]] * len(device.steps)
+    (waits,) = device.evaluations
+    *own, last = waits
+    assert "results.py" in last, "losses and metrics are read together"
+    assert in_file(own, "torchmetrics/utilities/data.py") == [True] * (task is TEXTS), "F1 counts once, over all batches"
+
+
+def test_steps_of_the_fast_recipe_wait_once_at_a_log_point(emulated):
+    device, _ = emulated(TEXTS, (*FAST, "checkpoint-best"), epochs=2, clip_norm=1.0, device_batch_size=4)
+    waiting = {number: waits for number, waits in enumerate(device.steps, 1) if waits}
+    assert len(device.steps) == 18
+    assert {number: in_file(waits, "fastloop_plugins/log.py") for number, waits in waiting.items()} == {10: [True]}
+    assert [len(waits) for waits in device.evaluations] == [2, 2]
+
+
+def test_finite_reads_the_steps_since_its_last_look_together(emulated):
+    device, _ = emulated(TEXTS, (*FAST, "finite", {"log": False}), epochs=2, clip_norm=1.0)
+    waiting = {number: waits for number, waits in enumerate(device.steps, 1) if waits}
+    assert {number: in_file(waits, "fastloop_plugins/_numbers.py") for number, waits in waiting.items()} == {10: [True]}
+
+
+def test_packed_rows_do_not_wait(emulated):
+    device, _ = emulated(LANGUAGE, ("packing",))
+    assert device.steps == [[]] * len(device.steps)
+
+
+def test_without_pinned_memory_each_tensor_of_a_batch_would_be_waited_for(emulated):
+    device, _ = emulated(TEXTS, pin_memory=False)
+    assert {len(waits) for waits in device.steps} == {3}, "token ids, mask and labels"
+
+
+# -- parts -----------------------------------------------------------------------------------------------------------------------------
+
+
+def test_batches_are_pinned_and_copied_without_blocking_on_cuda(monkeypatch):
+    class Built(Exception):
+        """The loaders are there, and no model can be put on the device."""
+
+    class Looks(Plugin):
+        name = "looks"
+
+        @hookimpl(tryfirst=True)
+        def build_model(self, run: Run) -> None:
+            self.loaders = [run.train_loader, *run.eval_loaders.values()]
+            raise Built
+
+    looks, wanted = Looks(), recipe()
+    cuda = SimpleNamespace(device=torch.device("cuda", 0), num_processes=1, process_index=0, is_main_process=True)
+    monkeypatch.setattr("fastloop.run.build_accelerator", lambda *_: cuda)
+    with pytest.raises(Exception, match="build_model") as raised:
+        Run(wanted, registry.resolve(wanted, objects=[looks]))
+    assert isinstance(raised.value.__cause__, Built)
+    assert [loader.loader.pin_memory for loader in looks.loaders] == [True, True]
+    assert [loader.loader.num_workers for loader in looks.loaders] == [0, 0]
+
+
+def test_finite_makes_no_number_on_the_host_under_loss_scaling():
+    waits: list[str] = []
+    run: Any = SimpleNamespace(accelerator=SimpleNamespace(scaler=GradScaler("cpu")), device=DEVICE)
+    with emulation(waits):
+        numbers = [of_step(run, DeviceTensor(torch.tensor(loss)), None) for loss in (2.0, 3.0)]
+        assert not waits
+        assert read(numbers) == [[2.0, 0.0], [3.0, 0.0]]
+    assert len(waits) == 1
+
+
+def test_losses_of_a_log_point_are_read_together_and_across_a_resume():
+    waits: list[str] = []
+    log = Log()
+    with emulation(waits):
+        log.load_state(run=SimpleNamespace(device=DEVICE), state={"offset": 0, "losses": [1.0, 2.5]})
+        waits.clear()
+        log.losses += [DeviceTensor(torch.tensor(loss)) for loss in (4.0, 5.0)]
+        assert log.save_state(run=SimpleNamespace()) == {"offset": 0, "losses": [1.0, 2.5, 4.0, 5.0]}
+    assert len(waits) == 1

@@ -200,8 +200,8 @@ class DataLoaderDraft(Draft):
     )
     """Fields that may differ between splits."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, **defaults: Any) -> None:
+        super().__init__(**defaults)
         self.__dict__["suggested"] = {}
 
     def suggest(self, split: str, **values: Any) -> None:

@@ -116,6 +116,9 @@ class TextData:
             raise RecipeError(f"{self.where}.label: missing. Name the column of labels, such as data.label=label.")
         if not labelled and self.options.label is not None:
             raise RecipeError(f"{self.where}.label: a language model has no labels. Remove it, or use the plugin text-classification.")
+        for key in ("label_offset", "label_map"):
+            if not labelled and getattr(self.options, key):
+                raise RecipeError(f"{self.where}.{key}: a language model has no labels. Remove it.")
         if self.options.name is not None and self.options.files is not None:  # as when a shipped recipe is given files of one's own
             logger.info("data: files are given, so data.name (%s) is not used", self.options.name)
             self.options.name = None
@@ -273,6 +276,7 @@ class TextData:
 
     def _rows(self, role: str, parts: list[Part]) -> Rows:
         texts: list[str] = []
+        empty: list[tuple[Part, int]] = []
         for part in parts:
             for number, value in enumerate(part.column("text", self.options.text), 1):
                 if value is not None and not isinstance(value, str):
@@ -282,14 +286,17 @@ class TextData:
                         f"{part.row(number)}: column {self.options.text!r} (data.text) holds half of a UTF-16 pair, which is no text."
                     )
                 texts.append(value or "")
+                if not texts[-1].strip():
+                    empty.append((part, number))
         where = ", ".join(part.where for part in parts)
-        empty = sum(not text.strip() for text in texts)
         if not texts:
             raise RecipeError(f"{where}: the {role} split is empty. Expected at least one row (data.files, data.splits).")
-        if empty == len(texts):
-            raise RecipeError(f"{where}: all {empty} texts in column {self.options.text!r} are empty (data.text).")
+        if len(empty) == len(texts):
+            raise RecipeError(f"{where}: all {len(texts)} texts in column {self.options.text!r} are empty (data.text).")
         if empty:
-            self.said.append((logging.WARNING, f"{where}: {empty} of {len(texts)} texts are empty"))
+            part, number = empty[0]
+            first = f"the first in {part.row(number)}: column {self.options.text!r} (data.text)"
+            self.said.append((logging.WARNING, f"{where}: {len(empty)} of {len(texts)} texts are empty, {first}"))
         return Rows(texts)
 
     def _hold_out(self, rows: Rows) -> tuple[Rows, Rows]:

@@ -303,6 +303,12 @@ def test_text_that_is_half_of_a_character_is_refused():
     assert "train.jsonl, row 2: column 'text' (data.text) holds half of a UTF-16 pair" in refusal(path)
 
 
+def test_a_missing_text_is_empty_and_warns_with_the_row(caplog):
+    path = write("train.jsonl", '{"text": "a", "label": 0}\n{"txt": "b", "label": 1}\n{"text": null, "label": 1}\n')
+    assert [text for text, _ in named_rows(text_data(path))] == ["a", "", ""]
+    assert "train.jsonl: 2 of 3 texts are empty, the first in train.jsonl, row 2: column 'text' (data.text)" in caplog.text
+
+
 def test_json_beyond_any_bound_is_refused():
     path = write("train.jsonl", '{"text": "a", "label": 0}\n{"text": "b", "label": 1, "n": ' + "9" * 5000 + "}\n")
     assert "train.jsonl, line 2: cannot be read as JSON: Exceeds the limit (4300 digits)" in refusal(path)

@@ -145,6 +145,8 @@ def test_an_offset_that_does_not_fit_is_refused():
     assert "holds text ('neg', 'pos'), and data.label_offset is for numbers. Remove it." in refusal(
         csv_file(["neg", "pos"]), label_offset=1
     )
+    for option in ({"label_offset": 1}, {"label_map": {0: "neg"}}):
+        assert f"data.{next(iter(option))}: a language model has no labels. Remove it." in refusal(csv_file(["0"]), label=None, **option)
     assert "data.label_offset: found -1" in refusal(csv_file(["0", "1"]), label_offset=-1)
 
 

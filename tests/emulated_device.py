@@ -191,10 +191,11 @@ class EmulatedDevice(Plugin):
                 self.waits.clear()
             yield place(step)
 
-    @hookimpl(tryfirst=True)
-    def build_datasets(self, run: Run) -> None:
+    @hookimpl(wrapper=True)
+    def build_datasets(self, run: Run) -> Generator[None, Any, Any]:
         run.device = DEVICE
         run.clock = Clock(lambda: self.waits.append("synchronize"))
+        return (yield)
 
     @hookimpl(tryfirst=True)
     def after_prepare(self, model: nn.Module) -> None:

@@ -1,8 +1,8 @@
-"""Training steps do not wait for the device, except at a log point; an evaluation does so after its last batch."""
+"""Steps wait for the device only where they are logged, and while the first ones are checked; an evaluation waits after its last batch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,8 +48,18 @@ def emulated(monkeypatch):
     return train
 
 
-def in_file(waits: list[str], file: str) -> list[bool]:
-    return [file in wait for wait in waits]
+def files(waits: list[str]) -> list[str]:
+    """The source file of each wait."""
+    return [wait.partition(" in ")[2].partition(": ")[0] for wait in waits]
+
+
+def waiting(device: EmulatedDevice) -> dict[int, list[str]]:
+    """Number of each step that waits -> the source file of each wait."""
+    return {number: files(waits) for number, waits in enumerate(device.steps, 1) if waits}
+
+
+CHECK, LOG = "fastloop/update_check.py", "fastloop_plugins/log.py"
+"""The first steps are read once each until all weights are known to change: step 1, and step 2 where warm-up starts from a rate of 0."""
 
 
 # -- the emulation itself --------------------------------------------------------------------------------------------------------------
@@ -106,35 +116,32 @@ def test_a_run_on_the_emulated_device_computes_what_one_on_the_cpu_does(emulated
 @pytest.mark.parametrize("task", [TEXTS, LANGUAGE], ids=["classification", "language model"])
 def test_no_step_of_the_default_loop_waits_and_an_evaluation_does_after_its_last_batch(emulated, task):
     device, _ = emulated(task)
-    assert device.steps == [[]] * len(device.steps)
+    assert waiting(device) == {1: [CHECK]}
     (waits,) = device.evaluations
-    *own, last = waits
-    assert "results.py" in last, "losses and metrics are read together"
-    assert in_file(own, "torchmetrics/utilities/data.py") == [True] * (task is TEXTS), "F1 counts once, over all batches"
+    counts = ["torchmetrics/utilities/data.py"] * (task is TEXTS)  # F1 counts once, over all batches
+    assert files(waits) == [*counts, "fastloop/results.py"], "losses and metrics are read together"
 
 
 def test_steps_of_the_fast_recipe_wait_once_at_a_log_point(emulated):
     device, _ = emulated(TEXTS, (*FAST, "checkpoint-best"), epochs=2, clip_norm=1.0, device_batch_size=4)
-    waiting = {number: waits for number, waits in enumerate(device.steps, 1) if waits}
     assert len(device.steps) == 18
-    assert {number: in_file(waits, "fastloop_plugins/log.py") for number, waits in waiting.items()} == {10: [True]}
+    assert waiting(device) == {1: [CHECK], 2: [CHECK], 10: [LOG]}
     assert [len(waits) for waits in device.evaluations] == [2, 2]
 
 
 def test_finite_reads_the_steps_since_its_last_look_together(emulated):
     device, _ = emulated(TEXTS, (*FAST, "finite", {"log": False}), epochs=2, clip_norm=1.0)
-    waiting = {number: waits for number, waits in enumerate(device.steps, 1) if waits}
-    assert {number: in_file(waits, "fastloop_plugins/_numbers.py") for number, waits in waiting.items()} == {10: [True]}
+    assert waiting(device) == {1: [CHECK], 2: [CHECK], 10: ["fastloop_plugins/_numbers.py"]}
 
 
 def test_packed_rows_do_not_wait(emulated):
     device, _ = emulated(LANGUAGE, ("packing",))
-    assert device.steps == [[]] * len(device.steps)
+    assert waiting(device) == {1: [CHECK]}
 
 
 def test_without_pinned_memory_each_tensor_of_a_batch_would_be_waited_for(emulated):
     device, _ = emulated(TEXTS, pin_memory=False)
-    assert {len(waits) for waits in device.steps} == {3}, "token ids, mask and labels"
+    assert {len(waits) for waits in device.steps[1:]} == {3}, "token ids, mask and labels"
 
 
 # -- parts -----------------------------------------------------------------------------------------------------------------------------
@@ -147,10 +154,11 @@ def test_batches_are_pinned_and_copied_without_blocking_on_cuda(monkeypatch):
     class Looks(Plugin):
         name = "looks"
 
-        @hookimpl(tryfirst=True)
-        def build_model(self, run: Run) -> None:
+        @hookimpl(wrapper=True)
+        def build_model(self, run: Run) -> Generator[None, Any, Any]:
             self.loaders = [run.train_loader, *run.eval_loaders.values()]
             raise Built
+            yield
 
     looks, wanted = Looks(), recipe()
     cuda = SimpleNamespace(device=torch.device("cuda", 0), num_processes=1, process_index=0, is_main_process=True)

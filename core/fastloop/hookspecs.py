@@ -16,6 +16,8 @@
     load_model_state, load_optimizer_state, load_state   # only with --resume
 
     before_fit
+    for each split that is evaluated:               # only with metrics, to try them on one batch; not for iterable datasets
+        compute_loss
     when a signal cut one off: the evaluation that is due
     for each epoch:
         before_epoch

@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
 
-from fastloop import checkpoint, resume
+from fastloop import checkpoint, resume, scoring
 from fastloop.regions import region
 from fastloop.results import Results
 from fastloop.state import Batch
@@ -44,6 +45,8 @@ def fit(run: Run) -> None:
     """Train until the epochs or ``max_steps`` are done, or a plugin asks to stop; then evaluate what is not yet evaluated."""
     with resume.same_random_states(run.found is not None):
         run.hooks.before_fit(run=run)
+    with run.clock("startup"):
+        scoring.check(run)
     with run.clock("train"):
         if run.evaluation_due():  # an interrupted run was saved before it
             evaluate(run, "evaluate")
@@ -172,7 +175,8 @@ def evaluation_loop(run: Run, split: str) -> dict[str, float]:
     """
     modes = [(module, module.training) for module in run.model.modules()]
     run.model.eval()
-    results, loader = Results(run.metrics), run.eval_loaders[split]
+    results, loader = Results(run.metrics, partial(scoring.check_number, run, split)), run.eval_loaders[split]
+    output = None
     try:
         for number, (batch,) in enumerate(run.placed([batch] for batch in loader.batches())):
             if run.world_size == 1 or (number % LOOK == 0 and loader.in_step):
@@ -181,10 +185,12 @@ def evaluation_loop(run: Run, split: str) -> dict[str, float]:
                     raise CutOff
             with region("loss"):
                 output = run.hooks.compute_loss(run=run, model=run.model, batch=batch.inputs)
-            results.add(output, batch.weight, batch.samples)
+            with scoring.explained(run, split, output):
+                results.add(output, batch.weight, batch.samples)
+        with scoring.explained(run, split, output):
+            *sums, metrics = results.read()
     finally:
         for module, training in modes:
             module.training = training
-    *sums, metrics = results.read()
     total, weight = run.sum_over_processes(torch.tensor(sums, dtype=torch.float64)).tolist()
     return {"loss": total / weight if weight else float("nan"), **metrics}

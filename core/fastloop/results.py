@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,10 +24,13 @@ class Results:
     The metrics are updated with the predictions of many batches together, and with those of the last batch before they are computed. By
     torchmetrics' contract the division into updates does not matter. Predictions that are not tensors, or have another shape after the
     first dimension than those that wait, start an update of their own.
+
+    Args:
+        check: Called with each metric's name and value before they are read; raises an error for a value that is not one number.
     """
 
-    def __init__(self, metrics: MetricCollection | None) -> None:
-        self.metrics = metrics
+    def __init__(self, metrics: MetricCollection | None, check: Callable[[str, Any], None] | None = None) -> None:
+        self.metrics, self.check = metrics, check
         self.losses: list[Tensor] = []
         self.weights: list[int] = []
         self.waiting: list[tuple[Tensor, Tensor]] = []
@@ -63,6 +67,8 @@ class Results:
         processes. The host reads the device once; a metric may read it for its own computation."""
         self._update()
         values: dict[str, Any] = {} if self.metrics is None else dict(self.metrics.compute())
+        for name, value in values.items() if self.check is not None else ():
+            self.check(str(name), value)
         losses = torch.stack(self.losses) if self.losses else torch.zeros(0)
         wide = torch.float32 if losses.device.type == "mps" else torch.float64  # which holds the others exactly
         beside = [name for name, value in values.items() if isinstance(value, Tensor) and (value.dim(), value.device) == (0, losses.device)]

@@ -16,6 +16,8 @@ from fastloop.errors import did_you_mean
 from fastloop.export import save_model
 from fastloop.options import parse
 from fastloop_plugins._hub import explain, is_hub_name, offline, quiet
+from fastloop_plugins._label_order import LabelOrder, label_order, start_head_fresh
+from fastloop_plugins._model_checks import unsupported
 
 if TYPE_CHECKING:
     from fastloop.recipe import Recipe
@@ -82,6 +84,23 @@ class TextModel:
         for key in ("name", "tokenizer"):
             if isinstance(name := getattr(self.options, key), str):
                 self._check_name(key, name)
+        self._check_architecture(self.options.config or self._folder_config())
+
+    def _folder_config(self) -> dict[str, Any]:
+        """``config.json`` of a local model, as far as it can be read: ``load_tokenizer`` tells what is wrong with it."""
+        try:
+            found = json.loads((self.recipe.find(self.options.name or "") / "config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def _check_architecture(self, config: dict[str, Any]) -> None:
+        """Refuse an architecture that cannot do the task."""
+        key, kind = ("name" if self.options.config is None else "config"), config.get("model_type")
+        if not isinstance(kind, str):
+            return
+        if problem := unsupported(kind, config, self.classify, self.trained is not None):
+            raise RecipeError(f"{self.where}.{key}: {problem}")
 
     def _check_name(self, key: str, name: str) -> None:
         path = self.recipe.find(name)
@@ -121,6 +140,7 @@ class TextModel:
             self.config = self._from_scratch(self.options.config)
         else:
             self.config = self._pretrained(AutoConfig, "name")
+            self._check_architecture(self.config.to_dict())  # of the hub: not known before
         source = "tokenizer" if isinstance(self.options.tokenizer, str) else "name"
         if self.trained is None:
             self.tokenizer = self._pretrained(AutoTokenizer, source)
@@ -201,20 +221,33 @@ class TextModel:
 
     # -- the model -------------------------------------------------------------------------------------------------------
 
-    def build(self, auto: Any, **heads: Any) -> Any:
+    def order_labels(self, classes: list[str]) -> LabelOrder:
+        """The classes in the order of the checkpoint's, where their names agree. Call it after ``load_tokenizer`` and before ``build``.
+
+        Args:
+            classes: The data's class names, in the order of its ids.
+        """
+        if self.options.config is not None:
+            return LabelOrder(classes, list(range(len(classes))), keeps_head=True)
+        return label_order(classes, self.config, f"model.name={self.options.name}")
+
+    def build(self, auto: Any, labels: LabelOrder | None = None) -> Any:
         """The model with its initial or pretrained weights, in float32.
 
         Args:
             auto: Transformers' Auto class of the task.
-            heads: Further fields of the configuration, such as the labels.
+            labels: The classes of a classifier. A checkpoint's head for other classes starts fresh.
 
         Raises:
             RecipeError: The architecture cannot do the task, or the configuration does not fit.
         """
         import torch
 
-        for key, value in heads.items():
-            setattr(self.config, key, value)
+        theirs = dict(self.config.id2label)
+        if labels is not None:
+            self.config.id2label = dict(enumerate(labels.names))
+            self.config.label2id = {name: index for index, name in enumerate(labels.names)}
+            self.config.problem_type = "single_label_classification"  # a checkpoint's may be another; pipelines read it
         if getattr(self.config, "pad_token_id", None) is None or self.trained is not None:
             self.config.pad_token_id = self.tokenizer.pad_token_id
         if self.options.config is None and torch.get_default_device().type != "meta":  # there, the weights come from another process
@@ -231,6 +264,8 @@ class TextModel:
             new = sorted({*notes["missing_keys"], *(item[0] for item in notes["mismatched_keys"])})
             if new:
                 logger.info("not in %s, so they start at random: %s%s", self.options.name, ", ".join(new[:4]), ", ..." * (len(new) > 4))
+            if labels is not None and not labels.keeps_head:
+                start_head_fresh(model, set(notes["missing_keys"]), theirs, labels, f"{self.where}.name")
             return model
         if self.options.config is not None:
             tokens, given = len(self.tokenizer), self.options.config.get("vocab_size")

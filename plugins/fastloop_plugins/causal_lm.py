@@ -15,6 +15,7 @@ from collections.abc import Generator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Batch, Output, Plugin, RecipeError, hookimpl
+from fastloop_plugins._model_checks import check_causal
 from fastloop_plugins._text_data import Data, TextData
 from fastloop_plugins._text_model import Model, TextModel
 
@@ -83,10 +84,11 @@ class CausalLM(Plugin):
         return Collator(self.text_model.tokenizer.pad_token_id, width)
 
     @hookimpl
-    def build_model(self) -> nn.Module:
+    def build_model(self, run: Run) -> nn.Module:
         from transformers import AutoModelForCausalLM
 
         model: nn.Module = self.text_model.build(AutoModelForCausalLM)
+        check_causal(run, model, run.datasets["train"][0]["input_ids"][:8].tolist(), self.text_model.where)
         return model
 
     @hookimpl

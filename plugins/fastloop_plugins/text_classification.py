@@ -5,7 +5,11 @@
     plugins:
       - text-classification
 
-Labels are text, or whole numbers from 0; the training split says which there are.
+Labels are text, or whole numbers from 0; the training split says which there are. Where the classes of a checkpoint have the same names,
+they keep its ids and its head. Otherwise the head starts fresh, and a warning says so.
+
+``f1`` follows scikit-learn: with two classes it is the F1 score of class 1 (``average="binary"``), else the mean over the classes
+(``average="macro"``).
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Batch, Output, Plugin, Win, hookimpl
+from fastloop_plugins._model_checks import PROBE, check_classifies
 from fastloop_plugins._text_data import Data, TextData
 from fastloop_plugins._text_model import Model, TextModel
 
@@ -21,7 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import nn
-    from torchmetrics import MetricCollection
+    from torchmetrics import Metric, MetricCollection
 
     from fastloop import Run
     from fastloop.profile.seen import Seen
@@ -30,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class TextClassification(Plugin):
-    """One label a text: cross entropy, ``accuracy`` and macro ``f1``."""
+    """One label a text: cross entropy, ``accuracy`` and ``f1`` (of class 1 where there are two classes, else macro)."""
 
     name = "text-classification"
     slot = "task"
@@ -60,13 +65,17 @@ class TextClassification(Plugin):
 
     @hookimpl
     def build_datasets(self, run: Run) -> Mapping[str, Sequences]:
+        import numpy as np
+
         from fastloop_plugins import _text_tokens
         from fastloop_plugins._text_batches import Sequences
 
         self.data.skip_unreadable = run.loading.skip_unreadable
         splits = _text_tokens.read(self.data, self.text_model, truncation=True, max_length=self.data.options.max_length)
         run.state.unreadable += self.data.unreadable
-        return {name: Sequences(split.ids, split.lengths, split.labels) for name, split in splits.items()}
+        self.labels = self.text_model.order_labels(self.data.classes)
+        ids = np.array(self.labels.ids)
+        return {name: Sequences(split.ids, split.lengths, ids[split.labels]) for name, split in splits.items()}
 
     @hookimpl
     def build_collator(self, run: Run) -> Collator:
@@ -77,21 +86,27 @@ class TextClassification(Plugin):
         return Collator(self.text_model.tokenizer.pad_token_id, width)
 
     @hookimpl
-    def build_model(self) -> nn.Module:
+    def build_model(self, run: Run) -> nn.Module:
         from transformers import AutoModelForSequenceClassification
 
-        names = dict(enumerate(self.data.classes))
-        ids = {name: index for index, name in names.items()}
-        model: nn.Module = self.text_model.build(AutoModelForSequenceClassification, num_labels=len(names), id2label=names, label2id=ids)
+        model: nn.Module = self.text_model.build(AutoModelForSequenceClassification, self.labels)
+        probe = self.text_model.tokenizer(list(PROBE), truncation=True, max_length=self.data.options.max_length)["input_ids"]
+        inputs = self.build_collator(run)([{"input_ids": ids, "label": 0} for ids in probe]).inputs
+        del inputs["labels"]
+        check_classifies(run, model, inputs, len(self.labels.names), self.text_model.where)
         return model
 
     @hookimpl
     def build_metrics(self) -> MetricCollection:
         from torchmetrics import MetricCollection
-        from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
+        from torchmetrics.classification import BinaryF1Score, MulticlassAccuracy, MulticlassF1Score
+        from torchmetrics.wrappers import LambdaInputTransformer
 
-        count = len(self.data.classes)
-        return MetricCollection({"accuracy": MulticlassAccuracy(count, average="micro"), "f1": MulticlassF1Score(count, average="macro")})
+        count = len(self.labels.names)
+        f1: Metric = MulticlassF1Score(count, average="macro")
+        if count == 2:
+            f1 = LambdaInputTransformer(BinaryF1Score(), transform_pred=lambda logits: logits.argmax(1))
+        return MetricCollection({"accuracy": MulticlassAccuracy(count, average="micro"), "f1": f1})
 
     @hookimpl
     def compute_loss(self, model: nn.Module, batch: dict[str, Any]) -> Output:

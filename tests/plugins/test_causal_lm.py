@@ -103,7 +103,7 @@ def test_a_split_of_less_than_two_tokens_has_nothing_to_learn():
 
 
 def test_an_encoder_is_refused_as_a_language_model():
-    with pytest.raises(RecipeError, match=r"model.config: Unrecognized configuration class"):
+    with pytest.raises(RecipeError, match=r"model.config: transformers has no causal language model for 'distilbert'"):
         make_run("causal-lm", {"config": {"model_type": "distilbert"}}, DATA)
 
 

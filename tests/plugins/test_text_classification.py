@@ -163,7 +163,7 @@ def test_it_is_on_by_default_where_data_names_a_label():
         ({"config": TINY | {"dim": 15}}, "model.config: config.n_heads 2 must divide config.dim 15 evenly"),
         ({"config": TINY | {"vocab_size": 9}}, "model.config.vocab_size: found 9, and the tokenizer has"),
         ({"config": TINY | {"max_position_embeddings": 16}}, "data.max_length: found 32, and the model takes 16 tokens at most."),
-        ({"config": {"model_type": "clap"}}, "model.config: Unrecognized configuration class"),
+        ({"config": {"model_type": "clap"}}, "model.config: transformers has no text classifier for 'clap'"),
         ({"config": TINY, "tokenizer": {"kind": "words"}}, "model.tokenizer.kind: found 'words'"),
         ({"config": TINY, "tokenizer": {"kind": "bpe", "vocab_size": 100}}, "model.tokenizer.vocab_size: found 100, expected 300 or more"),
         ({"config": TINY, "attn_implementation": "fast"}, "model.config: "),

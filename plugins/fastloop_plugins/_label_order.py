@@ -1,0 +1,112 @@
+"""The classes of a data set as the classes of a checkpoint: which names agree, in whose order, and when the head starts fresh."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fastloop import RecipeError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+logger = logging.getLogger("fastloop")
+
+
+@dataclass(frozen=True)
+class LabelOrder:
+    """How a run numbers its classes.
+
+    Attributes:
+        names: Class names in the order of the model's ids.
+        ids: The data's id -> the model's id.
+        keeps_head: Whether the checkpoint's head, if it has one, is for these classes.
+    """
+
+    names: list[str]
+    ids: list[int]
+    keeps_head: bool
+
+
+def label_order(classes: Sequence[str], config: Any, name: str) -> LabelOrder:
+    """Compare the data's classes with a checkpoint's.
+
+    Names that agree, exactly or but for case and outer spaces, take the checkpoint's ids. The data's numbers 0 to n-1 are the ids of the
+    checkpoint's n classes. Anything else is numbered as the data has it, for a fresh head.
+
+    Args:
+        classes: The data's class names in the order of its ids; numbers as text where it has no names.
+        config: The checkpoint's configuration, as loaded.
+        name: The checkpoint, for messages.
+    """
+    as_given = list(range(len(classes)))
+    if _has_another_head(config):
+        return LabelOrder(list(classes), as_given, keeps_head=False)
+    theirs = [config.id2label.get(index) for index in range(len(config.id2label))]
+    unnamed = theirs == [f"LABEL_{index}" for index in range(len(theirs))]  # transformers' own names
+    numbers = list(classes) == [str(index) for index in as_given]
+    for fold in (str, _folded):
+        ours, known = [fold(label) for label in classes], [fold(label) for label in theirs]
+        if len(set(ours)) == len(ours) and sorted(ours) == sorted(known):
+            ids = [known.index(label) for label in ours]
+            names = [classes[ids.index(index)] for index in as_given]
+            if fold is _folded or ids != as_given:
+                loosely = " but for case and spaces" if fold is _folded else ""
+                logger.info("data.label: the names agree with those of %s%s, and get its ids: %s", name, loosely, _listed(names))
+            return LabelOrder(names, ids, keeps_head=True)
+    if numbers and len(theirs) == len(classes):
+        if unnamed and not config.architectures:
+            return LabelOrder(list(classes), as_given, keeps_head=True)
+        logger.info("data.label: the labels are numbers, and taken as the ids of %s: %s", name, _listed(theirs))
+        return LabelOrder(theirs, as_given, keeps_head=True)
+    return LabelOrder(list(classes), as_given, keeps_head=False)
+
+
+def _folded(label: Any) -> str:
+    return str(label).strip().casefold()
+
+
+def _has_another_head(config: Any) -> bool:
+    """Whether the checkpoint's configuration says that it has a head for another task, or none."""
+    names = config.architectures or ()
+    return bool(names) and not any(name.endswith("ForSequenceClassification") for name in names)
+
+
+def _listed(names: Sequence[Any]) -> str:
+    return ", ".join(f"{index} = {name}" for index, name in enumerate(names[:8])) + ", ..." * (len(names) > 8)
+
+
+def start_head_fresh(model: Any, missing: set[str], theirs: Mapping[int, str], order: LabelOrder, where: str) -> None:
+    """Initialise anew all weights outside the base model, where a checkpoint's head was loaded. Draws from torch's random state.
+
+    Args:
+        model: A transformers model, as ``from_pretrained`` gives it.
+        missing: Names of weights that the checkpoint does not have.
+        theirs: The checkpoint's ``id2label``.
+
+    Raises:
+        RecipeError: The model does not say which of its modules is the base model.
+    """
+    base: nn.Module = model.base_model
+    if base is model and _has_another_head(model.config):
+        return
+    differ = f"{where}: its classes are {_listed(list(theirs.values()))}, and the data's are {_listed(order.names)}"
+    if base is model:
+        raise RecipeError(
+            f"{differ}. {type(model).__name__} does not name its base model, so its head cannot start fresh. "
+            "Rename the labels in the data, or use another model."
+        )
+    head = [child for child in model.children() if child is not base]
+    loaded = {name for name, _ in model.named_parameters() if not name.startswith(f"{model.base_model_prefix}.")} - missing
+    if not loaded:
+        return
+    for child in head:
+        for part in child.modules():
+            part._is_hf_initialized = False
+        for parameter in child.parameters():
+            parameter._is_hf_initialized = False
+    model.init_weights()
+    listed = ", ".join(sorted(loaded)[:4]) + ", ..." * (len(loaded) > 4)
+    logger.warning("%s: the head starts fresh (%s)", differ, listed)

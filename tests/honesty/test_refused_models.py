@@ -1,0 +1,191 @@
+"""Models that cannot do the task are refused before training: by architecture where that is certain, else by trying them."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoint_kit import BERT, DISTILBERT, save_checkpoint, text_recipe, text_run, write_rows
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    AutoModelForSpeechSeq2Seq,
+    pipeline,
+)
+
+from fastloop import RecipeError
+from fastloop.recipe import make_recipe
+from fastloop.registry import resolve
+from fastloop.run import Run
+from fastloop.testing import start
+
+LM, CLASSIFY = "causal-lm", "text-classification"
+LABELLED = {"label": "label"}
+BPE = {"tokenizer": {"kind": "bpe", "vocab_size": 300}}
+SIZES = {key: value for key, value in BERT.items() if key != "model_type"}
+T5 = {"model_type": "t5", "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
+BART = {"model_type": "bart", "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "max_position_embeddings": 64}
+BART |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+XLNET = {"model_type": "xlnet", "d_model": 16, "n_layer": 1, "n_head": 2, "d_inner": 32}
+READS_AHEAD = "each position sees the tokens after it"
+
+
+@pytest.fixture(autouse=True)
+def _rows():
+    write_rows(["A", "B"])
+
+
+def planned(task: str, model: Any, data: dict[str, Any] | None = None) -> str:
+    """The message with which `fastloop plan` refuses a model: the data files are not read."""
+    Path("rows.jsonl").write_text("this is no JSON")
+    recipe = text_recipe(task, model, data)
+    with pytest.raises(RecipeError) as caught:
+        resolve(recipe).hooks.check_recipe(recipe=recipe)
+    return str(caught.value)
+
+
+def test_an_encoder_whose_label_column_is_forgotten_is_refused_by_plan():
+    save_checkpoint(AutoModelForMaskedLM, BERT)
+    recipe = make_recipe(
+        {"model": {"name": "checkpoint"}, "data": {"files": {"train": "rows.jsonl"}}, "output": "run"}, Path("recipe.yaml")
+    )
+    resolution = resolve(recipe)
+    assert LM in resolution.names()
+    with pytest.raises(RecipeError) as caught:
+        resolution.hooks.check_recipe(recipe=recipe)
+    message = str(caught.value)
+    assert message.startswith(f"recipe.yaml: model.name: 'bert' is an encoder (is_decoder: false): {READS_AHEAD}")
+    assert "To classify texts, name the column of their labels: data.label=COLUMN." in message
+    assert "use a decoder such as gpt2" in message
+
+
+def test_an_encoder_from_scratch_is_refused_by_plan_and_as_a_decoder_it_trains():
+    assert "model.config: 'bert' is an encoder" in planned(LM, {"config": BERT} | BPE)
+    write_rows(["A", "B"])
+    summary = text_run(LM, {"config": BERT | {"is_decoder": True}} | BPE).execute()
+    assert summary["status"] == "completed"
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [({"model_type": "bert-generation"} | SIZES, "BertGenerationDecoder"), (XLNET, "XLNetLMHeadModel")],
+    ids=["bert-generation", "xlnet"],
+)
+def test_a_model_in_which_a_later_token_changes_an_earlier_logit_is_refused_before_training(model, name):
+    with pytest.raises(RecipeError) as caught:
+        text_run(LM, {"config": model} | BPE)
+    assert str(caught.value).startswith(f"recipe.yaml: model: {name} is not causal: {READS_AHEAD}")
+    assert not Path("run").exists()
+
+
+def test_a_checkpoint_that_reads_ahead_is_refused_before_training():
+    save_checkpoint(AutoModelForCausalLM, XLNET)
+    with pytest.raises(RecipeError, match="XLNetLMHeadModel is not causal"):
+        text_run(LM, "checkpoint")
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"model_type": "gpt2", "n_layer": 2, "n_head": 2, "n_embd": 16},
+        {"model_type": "llama", "num_key_value_heads": 2} | SIZES,
+        {"model_type": "mixtral", "num_key_value_heads": 2, "num_local_experts": 2} | SIZES,
+        {"model_type": "mamba", "hidden_size": 16, "num_hidden_layers": 1},
+        BART,
+    ],
+    ids=lambda model: model["model_type"],
+)
+def test_causal_models_pass(model):
+    assert text_run(LM, {"config": model} | BPE, max_steps=1).execute()["status"] == "completed"
+
+
+def test_the_trial_of_causality_changes_no_random_state_and_no_mode(monkeypatch):
+    import torch
+
+    from fastloop_plugins import _model_checks
+
+    states = []
+    check = _model_checks.check_causal
+
+    def watched(run: Run, model: Any, *arguments: Any) -> None:
+        modes = [module.training for module in model.modules()]
+        states.append(torch.get_rng_state())
+        check(run, model, *arguments)
+        states.append(torch.get_rng_state())
+        assert [module.training for module in model.modules()] == modes
+
+    monkeypatch.setattr("fastloop_plugins.causal_lm.check_causal", watched)
+    text_run(LM, {"config": {"model_type": "gpt2", "n_layer": 1, "n_head": 2, "n_embd": 16}} | BPE)
+    assert torch.equal(*states)
+
+
+def reads_ahead_on_two() -> str:
+    """On one of two processes, of which only the first has weights."""
+    model = {"config": {"model_type": "bert-generation"} | SIZES} | BPE
+    try:
+        text_run(LM, model, plugins=[{"fsdp": {"meta_device": True}}])
+    except RecipeError as error:
+        return str(error)
+    return "built"
+
+
+@pytest.mark.slow
+def test_processes_without_weights_learn_that_the_model_reads_ahead():
+    ended = start(2, reads_ahead_on_two)
+    assert [process.code for process in ended] == [0, 0], ended
+    assert all("BertGenerationDecoder is not causal" in process.result for process in ended)
+
+
+@pytest.mark.parametrize(
+    ("task", "model", "message"),
+    [
+        (CLASSIFY, "whisper", "transformers has no text classifier for 'whisper' (AutoModelForSequenceClassification)"),
+        (LM, "distilbert", "transformers has no causal language model for 'distilbert' (AutoModelForCausalLM). To classify texts, name"),
+        (LM, "t5", "transformers has no causal language model for 't5' (AutoModelForCausalLM)"),
+        (CLASSIFY, "t5", "'t5' is an encoder-decoder, which classifies at a text's end token; a tokenizer that is trained here adds none."),
+        (CLASSIFY, "bart", "'bart' is an encoder-decoder"),
+    ],
+)
+def test_an_architecture_without_the_head_is_refused_by_plan(task, model, message):
+    refused = planned(task, {"config": {"model_type": model}}, LABELLED if task == CLASSIFY else None)
+    assert refused.startswith(f"recipe.yaml: model.config: {message}")
+
+
+def test_a_checkpoint_of_an_architecture_without_the_head_is_refused_by_plan():
+    whisper = {"model_type": "whisper", "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "num_mel_bins": 8}
+    whisper |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+    save_checkpoint(AutoModelForSpeechSeq2Seq, whisper, eos_token_id=1, bos_token_id=1, decoder_start_token_id=1)
+    assert "model.name: transformers has no text classifier for 'whisper'" in planned(CLASSIFY, "checkpoint", LABELLED)
+
+
+@pytest.mark.parametrize("model", [T5, BART], ids=["t5", "bart"])
+def test_an_encoder_decoder_with_a_tokenizer_that_ends_texts_classifies(model):
+    save_checkpoint(
+        AutoModelForSequenceClassification, model, ends=True, eos_token_id=1, decoder_start_token_id=0, id2label={0: "A", 1: "B"}
+    )
+    assert text_run(CLASSIFY, "checkpoint", LABELLED, epochs=12).execute()["evaluate"]["accuracy"] > 0.9
+    classify = pipeline("text-classification", model="run/model")
+    assert [found["label"] for found in classify(["a fine film", "a dull film"])] == ["A", "B"]
+
+
+@pytest.mark.parametrize("model", [T5, BART], ids=["t5", "bart"])
+def test_an_encoder_decoder_whose_tokenizer_ends_no_text_is_refused_before_training(model):
+    save_checkpoint(AutoModelForSequenceClassification, model, eos_token_id=1, decoder_start_token_id=0)
+    with pytest.raises(RecipeError) as caught:
+        text_run(CLASSIFY, "checkpoint", LABELLED)
+    assert "ForSequenceClassification cannot compute logits from the task's batches: ValueError: Each example must contain" in str(
+        caught.value
+    )
+    assert "the tokenizer that it was trained with" in str(caught.value)
+
+
+def test_a_damaged_configuration_is_left_to_the_loader(caplog):
+    caplog.set_level(logging.INFO, "fastloop")
+    save_checkpoint(AutoModelForSequenceClassification, DISTILBERT)
+    for text in ("[]", "{", '{"model_type": 3}'):
+        Path("checkpoint/config.json").write_text(text)
+        with pytest.raises(RecipeError, match=r"model.name: checkpoint cannot be loaded"):
+            text_run(CLASSIFY, "checkpoint", LABELLED)

@@ -67,8 +67,9 @@ class Results:
         processes. The host reads the device once; a metric may read it for its own computation."""
         self._update()
         values: dict[str, Any] = {} if self.metrics is None else dict(self.metrics.compute())
-        for name, value in values.items() if self.check is not None else ():
-            self.check(str(name), value)
+        if self.check is not None:
+            for name, value in values.items():
+                self.check(str(name), value)
         losses = torch.stack(self.losses) if self.losses else torch.zeros(0)
         wide = torch.float32 if losses.device.type == "mps" else torch.float64  # which holds the others exactly
         beside = [name for name, value in values.items() if isinstance(value, Tensor) and (value.dim(), value.device) == (0, losses.device)]

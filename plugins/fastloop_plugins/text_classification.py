@@ -105,7 +105,7 @@ class TextClassification(Plugin):
         count = len(self.labels.names)
         f1: Metric = MulticlassF1Score(count, average="macro")
         if count == 2:
-            f1 = LambdaInputTransformer(BinaryF1Score(), transform_pred=lambda logits: logits.argmax(1))
+            f1 = LambdaInputTransformer(BinaryF1Score(validate_args=False), transform_pred=lambda logits: logits.argmax(1))
         return MetricCollection({"accuracy": MulticlassAccuracy(count, average="micro"), "f1": f1})
 
     @hookimpl

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastloop import RecipeError, option
 from fastloop.errors import did_you_mean
-from fastloop.export import save_model
 from fastloop.options import parse
 from fastloop_plugins._hub import explain, is_hub_name, offline, quiet
 from fastloop_plugins._label_order import LabelOrder, label_order, start_head_fresh
@@ -283,6 +282,8 @@ class TextModel:
 
     def export(self, run: Run, folder: Path) -> Path:
         """Write model and tokenizer so that ``from_pretrained`` reads them."""
+        from fastloop.export import save_model
+
         with quiet():
             save_model(run, folder)
             if run.is_main:

@@ -17,6 +17,7 @@ import os
 import shutil
 from collections import Counter
 from dataclasses import dataclass
+from operator import length_hint
 from typing import IO, TYPE_CHECKING, Annotated, Any, Literal
 
 from fastloop import FastloopError, Plugin, PluginError, hookimpl, option
@@ -164,8 +165,8 @@ class Ledger(Plugin):
 
     def _check(self, run: Run, epoch: int, samples: int, done: bool) -> str:
         """What is wrong with an epoch of which ``samples`` were trained on, in words."""
-        dataset, stream = run.datasets["train"], run.train_loader.stream is not None
-        size = _length(dataset, samples) if done or not stream else samples
+        stream = run.train_loader.stream is not None
+        size = length_hint(run.datasets["train"], samples) if done or not stream else samples
 
         def ids() -> Iterator[list[int]]:
             for rank, _, batch in self.files.batches(epoch):
@@ -187,11 +188,3 @@ class Ledger(Plugin):
         if done:
             self.files.epoch_ended()
         return wrong
-
-
-def _length(dataset: Any, otherwise: int) -> int:
-    """What a dataset says of its length; an iterable one may say nothing."""
-    try:
-        return len(dataset)
-    except TypeError:
-        return otherwise

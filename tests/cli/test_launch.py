@@ -135,7 +135,7 @@ def test_a_process_that_raises_is_shown_first_and_ends_all():
     done = do(*FASTLOOP, *TRAIN, "data.arguments={fault: raise1}", "--nproc", "2")
     assert done.returncode == 1
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert errors == ["error: reading a batch failed: ValueError: row 7 is spoilt"]
+    assert errors == ["error: reading a batch failed: ValueError: row 7 is spoilt (code.py:23 in __getitem__)"]
     assert "ChildFailedError" not in done.stderr
     assert (
         json.loads(Path("run/summary.json").read_text())["status"] in ("failed", "completed") if Path("run/summary.json").exists() else True

@@ -223,7 +223,7 @@ def test_a_padded_batch_of_several_sequences_is_refused():
 @pytest.mark.parametrize("config", [ENCODERS["bert"], DECODERS["gpt2"]], ids=["bert", "gpt2"])
 def test_a_collator_that_pads_makes_the_same_row(config):
     packed = made(config, Packing())
-    collate = packed.collator.collate
+    collate = packed.collators["train"].collate
     samples = [packed.datasets["train"][i] for i in range(8)]
     one, other = PackedCollator(collate, 16)(samples), PackedCollator(lambda samples: collate(samples), 16)(samples)
     assert (one.weight, one.tokens) == (other.weight, other.tokens)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fastloop import resume
 from fastloop.errors import UsageError
+from fastloop.tracebacks import user_line
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -162,6 +163,7 @@ def _not_a_number(run: Run, name: str, split: str, value: Any) -> str | None:
 
 def _message(run: Run, what: str, split: str, output: Output, error: Exception, metric: Metric | None = None) -> str:
     said = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+    said += f" ({line})" if (line := user_line(error)) else ""
     return (
         f"{what} cannot measure a batch of {split}: predictions {_described(output.predictions)}, targets {_described(output.targets)}. "
         f"{type(error).__name__}: {said}. {_advice(output, metric)}"

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric
 
-from fastloop import DataLoaderDraft, Plugin, PluginCrash, Trainer, hookimpl
+from fastloop import DataLoaderDraft, Plugin, PluginCrash, Trainer, UsageError, hookimpl
 from fastloop.errors import DataError
 from fastloop.testing import tiny_data
 
@@ -78,7 +78,6 @@ def fit(model: nn.Module, loader: Any = None, loss: Any = nn.functional.cross_en
         ("a layer", "forward", RuntimeError, {"model": Fails("a layer")}),
         ("backward", "backward", KeyError, {"model": Fails("backward")}),
         ("loss", "bad_loss", AttributeError, {"model": Fails(""), "loss": bad_loss}),
-        ("metric", "update", ZeroDivisionError, {"model": Fails(""), "metrics": {"bad": BadMetric()}}),
     ],
 )
 def test_the_users_own_error_comes_out_of_fit_with_its_traceback_and_a_note(place, function, kind, arguments):
@@ -92,6 +91,12 @@ def test_the_users_own_error_comes_out_of_fit_with_its_traceback_and_a_note(plac
     assert "given" not in "".join(traceback.format_exception(failed.value))
     assert failed.value.__cause__ is None
     assert f"{HERE.name}:{line_of(place)} in {function}: {kind.__name__}" in Path("run/summary.json").read_text()
+
+
+def test_a_metric_that_fails_is_refused_before_training_with_its_line():
+    with pytest.raises(UsageError, match=r"the metric 'bad' \(BadMetric\) cannot measure a batch of evaluate") as failed:
+        fit(Fails(""), metrics={"bad": BadMetric()})
+    assert f"ZeroDivisionError: metric ({HERE}:{line_of('metric')} in update)" in str(failed.value)
 
 
 def test_an_error_that_no_line_of_the_users_is_near_comes_out_of_fit_as_it_is():

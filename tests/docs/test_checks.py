@@ -9,7 +9,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs" / "checks").glob("*.md"))
-TESTS = {path: path.read_text(encoding="utf-8") for path in sorted((ROOT / "tests").rglob("test_*.py"))}
+FILES = [*(ROOT / "tests").rglob("test_*.py"), ROOT / "core/fastloop/testing/conformance.py"]
+TESTS = {path: path.read_text(encoding="utf-8") for path in FILES}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

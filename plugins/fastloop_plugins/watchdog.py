@@ -69,6 +69,8 @@ class Watchdog(Plugin):
 
     @hookimpl(wrapper=True)
     def compute_loss(self) -> Generator[None, Any, Any]:
+        if self.thread is None:  # a plugin tries the model while the run is built
+            return (yield)
         self.places.move("computing the loss")
         output = yield
         self.places.move("after the loss: backward, or the next batch of an evaluation")

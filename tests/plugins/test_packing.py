@@ -27,6 +27,7 @@ from fastloop_plugins.first_token import FirstToken, at_first
 from fastloop_plugins.ledger import Ledger
 from fastloop_plugins.length_bucketing import LengthBucketing
 from fastloop_plugins.packing import Packing
+from fastloop_plugins.watchdog import Watchdog
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, "max_position_embeddings": 48}
 STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -342,3 +343,7 @@ def test_a_task_that_lets_sequences_see_each_other_is_refused(config):
 def test_a_model_that_is_not_transformers_is_refused(tiny_run):
     with pytest.raises(PluginError, match="Sequential is no transformers model"):
         tiny_run([Packing()], epochs=1)
+
+
+def test_the_model_is_tried_before_the_watchdog_starts():
+    assert made(ENCODERS["bert"], Packing(), Watchdog()).collators["train"].first_position == 0

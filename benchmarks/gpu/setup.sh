@@ -8,7 +8,7 @@ python=${PYTHON:-python3}
 site=$PWD/build/gpu-site-$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 mkdir -p "$site"
 if ! "$python" -c 'import omegaconf, pydantic' 2>/dev/null && compgen -G 'benchmarks/gpu/wheels/*.whl' >/dev/null; then
-  "$python" -m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir --disable-pip-version-check --root-user-action=ignore \
+  "$python" -m pip install --quiet --no-index --no-deps --no-cache-dir --disable-pip-version-check --root-user-action=ignore \
     --upgrade --target "$site" benchmarks/gpu/wheels/*.whl >&2
 fi
 "$python" benchmarks/gpu/install.py "$site"

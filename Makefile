@@ -16,6 +16,7 @@ lint: $(VENV)/ready
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache --no-logo
 
 # The documentation, into site/; a warning is an error.
 docs: $(VENV)/ready

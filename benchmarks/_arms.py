@@ -253,7 +253,7 @@ NEEDS = {"hf-trainer": "accelerate", "hf-trainer-compile": "accelerate", "lightn
 
 def restart_for_fastloop(work: Work) -> None:
     """As ``fastloop train`` does before it loads anything: start this process again with the variables that plugins ask for."""
-    from fastloop import launch
+    from fastloop.distributed import launch
     from fastloop.registry import select
 
     recipe, task = prepare_fastloop(work, {})

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastloop import hookimpl
-from fastloop_plugins.text_classification import Collator, TextClassification
+from fastloop_plugins.tasks.text_classification import Collator, TextClassification
 
 MAX_LENGTH, VOCABULARY, PAD, CLS, SEP = 512, 30_522, 0, 101, 102
 LENGTHS = (14, 86, 122, 147, 158, 168, 178, 188, 204, 218, 236, 256, 277, 305, 338, 384, 437, 512, 512, 512, 512)
@@ -150,13 +150,13 @@ class ReviewTask(TextClassification):
 
     @hookimpl
     def build_datasets(self) -> Mapping[str, Any]:
-        from fastloop_plugins._text_batches import Sequences
+        from fastloop_plugins.tasks._text_batches import Sequences
 
         return {name: Sequences(split.ids.astype(np.int32), split.lengths, split.labels) for name, split in self.splits.items()}
 
     @hookimpl
     def build_collator(self, run: Any) -> Collator:
-        from fastloop_plugins._text_batches import Width
+        from fastloop_plugins.tasks._text_batches import Width
 
         return Collator(PAD, Width(self.max_length, run.loading.pad_to_multiple_of, self.padding == "max_length"))
 

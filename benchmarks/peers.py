@@ -58,7 +58,7 @@ from _reviews import load as load_reviews
 from _reviews import minilm, save, spread, tokenize
 from _windows import Windows
 
-from fastloop_plugins.memory import LIBRARIES, SETTINGS, TUNABLES
+from fastloop_plugins.memory.memory import LIBRARIES, SETTINGS, TUNABLES
 
 PLUGINS: list[Any] = [
     {"amp": {"dtype": "bf16"}},

@@ -46,8 +46,8 @@ def tune(data: Path, budget: str, target: Path) -> dict[str, Any]:
 
 def against_hand(data: Path, target: Path, folder: Path) -> list[float]:
     """The speed of what was found over that of the recipe by hand, pair by pair."""
-    from fastloop.bench.pairs import Window, Workshop, faster
     from fastloop.recipe import load_recipe
+    from fastloop_tools.measure.pairs import Window, Workshop, faster
 
     ours = load_recipe(str(target))
     hand = load_recipe(str(ROOT / "recipes" / "distilbert_imdb_cpu.yaml"), work(data), (), ("checkpoint-best",))

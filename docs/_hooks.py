@@ -17,11 +17,12 @@ import typer
 
 from fastloop import defaults, hookspecs
 from fastloop.cli import app
+from fastloop.cli.commands import Commands
 from fastloop.options import OptionInfo, describe
 from fastloop.plugin import DEFAULTS, Device, Dtype, Observer, Package, Plugin, When
 from fastloop.recipe import Train
+from fastloop.recipe.schema import recipe_schema, summary
 from fastloop.registry import installed, load
-from fastloop.schema import recipe_schema, summary
 
 DOCS = Path(__file__).parent
 MARK = re.compile(r"<!-- made: ([\w-]+) -->")
@@ -174,7 +175,9 @@ def recipe_keys() -> str:
 
 def leaves(group: Any = None, name: str = "fastloop") -> Iterator[tuple[str, Any]]:
     """Every command by its whole name, those of groups too."""
-    for word, command in (group or typer.main.get_command(app)).commands.items():
+    group = group or typer.main.get_command(app)
+    for word in group.ours() if isinstance(group, Commands) else group.commands:
+        command = group.get_command(None, word)
         if hasattr(command, "commands"):
             yield from leaves(command, f"{name} {word}")
         else:

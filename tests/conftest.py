@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastloop import launch
 from fastloop.cli.messages import Messages
+from fastloop.distributed import launch
 
 pytest_plugins = ["fastloop.testing"]
 

@@ -27,8 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fastloop import Batch, DataLoaderDraft, Plugin, hookimpl
-from fastloop.clock import Clock
 from fastloop.run import Run
+from fastloop.runtime.clock import Clock
 
 aten = torch.ops.aten
 DEVICE = torch.device("meta")

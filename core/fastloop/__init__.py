@@ -12,10 +12,10 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from fastloop.errors import CheckpointError, FastloopError, PluginCrash, PluginError, RecipeError, UsageError
+from fastloop.estimates import Seen, Win
 from fastloop.hookspecs import hookspec
 from fastloop.options import option
 from fastloop.plugin import Device, Dtype, Package, Plugin, When, hookimpl
-from fastloop.profile.seen import Seen, Win
 from fastloop.state import AcceleratorDraft, Batch, DataLoaderDraft, OptimizerDraft, Output, State
 
 if TYPE_CHECKING:

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 
-from fastloop import loop, resume
-from fastloop.checkpoint import shaped_like, whole
+from fastloop import loop
+from fastloop.checkpoint import resume, shaped_like, whole
+from fastloop.checkpoint.export import save_model
 from fastloop.errors import RecipeError, SaveError, did_you_mean
-from fastloop.export import save_model
-from fastloop.importing import import_object
 from fastloop.plugin import hookimpl
+from fastloop.recipe.importing import import_object
 
 if TYPE_CHECKING:
     from fastloop.recipe import Recipe

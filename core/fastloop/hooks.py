@@ -19,12 +19,12 @@ from typing import Any
 
 import pluggy
 
-from fastloop import hookspecs, importing, plugin_checks
+from fastloop import hookspecs, plugin_checks
 from fastloop.errors import FastloopError, PluginCrash, PluginError, UsageError, UserCodeError
 from fastloop.plugin import GROUP, Plugin
-from fastloop.recipe import Recipe
+from fastloop.recipe import Recipe, importing
+from fastloop.runtime.tracebacks import user_line
 from fastloop.state import Draft
-from fastloop.tracebacks import user_line
 
 log = logging.getLogger("fastloop")
 

@@ -22,9 +22,11 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor
 
-from fastloop import checkpoint, resume, scoring
-from fastloop.regions import region
+from fastloop import checkpoint
+from fastloop.checkpoint import resume
+from fastloop.checks import metrics as scoring
 from fastloop.results import Results
+from fastloop.runtime.regions import region
 from fastloop.state import Batch
 
 if TYPE_CHECKING:

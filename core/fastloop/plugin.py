@@ -29,9 +29,9 @@ from fastloop.errors import RecipeError
 from fastloop.options import check_options, option, parse
 
 if TYPE_CHECKING:
-    from fastloop.machine import Machine
-    from fastloop.profile.seen import Seen, Win
+    from fastloop.estimates import Seen, Win
     from fastloop.recipe import Recipe
+    from fastloop.runtime.hardware import Machine
 
 GROUP = "fastloop.plugins"
 """The entry points by which plugins are found."""

@@ -16,13 +16,13 @@ from packaging.utils import canonicalize_name
 
 from fastloop.errors import FastloopError, PluginError, did_you_mean
 from fastloop.hooks import Resolution, origin
-from fastloop.importing import import_file
-from fastloop.machine import Machine
 from fastloop.options import check_options
 from fastloop.plugin import GROUP, Plugin, defaults
 from fastloop.plugin_checks import check_together
 from fastloop.recipe import Recipe
-from fastloop.source import split
+from fastloop.recipe.importing import import_file
+from fastloop.recipe.source import split
+from fastloop.runtime.hardware import Machine
 
 
 def installed(group: str = GROUP, taken: Iterable[str] = ()) -> dict[str, importlib.metadata.EntryPoint]:
@@ -203,7 +203,7 @@ def select(recipe: Recipe, objects: Iterable[Plugin] = ()) -> Resolution:
 
 
 def _machine(recipe: Recipe) -> Machine:
-    from fastloop.machine import this_machine
+    from fastloop.runtime.hardware import this_machine
 
     return this_machine(recipe.train.device)
 

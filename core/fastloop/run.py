@@ -22,18 +22,20 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, IterableDataset
 
-from fastloop import checkpoint, folder, launch, loop, resume
-from fastloop.accelerator import build_accelerator, micro_batches
-from fastloop.clock import Clock
+from fastloop import checkpoint, loop
+from fastloop.checkpoint import folder, resume
+from fastloop.checks.optimizer import OptimizerCheck
+from fastloop.checks.skipped_steps import SkippedSteps
+from fastloop.checks.updates import UpdateCheck
 from fastloop.data import Loader, fingerprint
+from fastloop.distributed import launch
+from fastloop.distributed.accelerator import build_accelerator, micro_batches
 from fastloop.errors import PluginError, ProcessLost, RecipeError, SaveError, UsageError
 from fastloop.hooks import Resolution
-from fastloop.optimizer_check import OptimizerCheck
 from fastloop.recipe import Recipe
-from fastloop.regions import each, region
-from fastloop.skipped_steps import SkippedSteps
+from fastloop.runtime.clock import Clock
+from fastloop.runtime.regions import each, region
 from fastloop.state import INTERRUPTED, Batch, DataLoaderDraft, OptimizerDraft, State
-from fastloop.update_check import UpdateCheck
 
 if TYPE_CHECKING:
     from torchmetrics import MetricCollection

@@ -130,8 +130,8 @@ def test_every_variant_resolves_on_a_gpu() -> None:
     import ablation
     from _arms import Work, prepare_fastloop
 
-    from fastloop.machine import Machine
     from fastloop.registry import resolve
+    from fastloop.runtime.hardware import Machine
     from fastloop.state import AcceleratorDraft, DataLoaderDraft, OptimizerDraft
 
     for name, variant in ablation.VARIANTS.items():

@@ -18,13 +18,13 @@ import torch
 import yaml
 from torch import nn
 
-from fastloop.bench import pairs, parity
-from fastloop.bench.plan import make_ladder
-from fastloop.bench.results import rung_results
-from fastloop.bench.statistics import break_even, interval, largest_difference, verdict
-from fastloop.bench.worker import Spec, measure, switch_dropout_off
 from fastloop.cli import main
 from fastloop.recipe import load_recipe
+from fastloop_tools.bench.plan import make_ladder
+from fastloop_tools.measure import numerics, pairs
+from fastloop_tools.measure.results import rung_results
+from fastloop_tools.measure.statistics import break_even, interval, largest_difference, verdict
+from fastloop_tools.measure.worker import Spec, measure, switch_dropout_off
 
 CODE = """
 import torch
@@ -419,7 +419,7 @@ def test_parity_allows_a_class_no_more_than_it_promises(recipe):
 
     for promise, kept in (("exact", "broken"), ("reassociated", "holds"), ("changes-training", "not compared")):
         found.plugins["lies"].parity = promise
-        (row,) = parity.check(found, 2, work)
+        (row,) = numerics.check(found, 2, work)
         assert row["verdict"] == kept, promise
 
 

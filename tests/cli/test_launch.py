@@ -16,8 +16,8 @@ import yaml
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from fastloop import launch
 from fastloop.cli import app
+from fastloop.distributed import launch
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,7 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 from fastloop import __version__
-from fastloop.cli.new import LICENSES, TAKEN, render
+from fastloop_tools.new.command import LICENSES, TAKEN, render
 
 
 @pytest.fixture

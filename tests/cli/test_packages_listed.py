@@ -222,7 +222,7 @@ def test_a_command_cannot_take_a_name_of_ours_or_of_another_package(cli, install
         ("import sys; sys.exit(3)", "warm_pack:warm", "", "cannot be imported: SystemExit: 3"),
         (COMMAND, "warm_pack:wram", "", "cannot be imported: AttributeError: "),
         (COMMAND, "nothing_here:warm", "", "cannot be imported: ModuleNotFoundError: "),
-        (COMMAND, "warm_pack:number", "", "cannot be imported: TypeError: expected a function, found a int"),
+        (COMMAND, "warm_pack:number", "", "cannot be imported: TypeError: expected a function or a typer.Typer, found a int"),
         (COMMAND, "warm_pack:warm", "fastloop>=99", "is made for fastloop >=99, and this is "),
     ],
     ids=["error", "exit", "attribute", "module", "no function", "version"],

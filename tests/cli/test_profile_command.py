@@ -17,11 +17,11 @@ import yaml
 from torch._C._autograd import DeviceType
 
 from fastloop.cli import main
-from fastloop.profile import page
-from fastloop.profile.observe import fault_seconds, peaks, spans
-from fastloop.profile.seen import Seen
-from fastloop.profile.verdicts import verdicts
+from fastloop.estimates import Seen
 from fastloop.recipe import make_recipe
+from fastloop_tools.profile import page
+from fastloop_tools.profile.observe import fault_seconds, peaks, spans
+from fastloop_tools.profile.verdicts import verdicts
 
 CODE = """
 import os
@@ -218,7 +218,7 @@ def test_what_is_compiled_but_for_a_number_that_is_read_is_compiled_whole():
 
 
 def test_reading_that_takes_processors_itself_wins_less_than_waiting():
-    from fastloop_plugins.dataloader_workers import DataLoaderWorkers
+    from fastloop_plugins.data.dataloader_workers import DataLoaderWorkers
 
     usual = {"device": "cpu", "seconds": 1.0, "regions": {"data": 0.5, "loss": 0.5}, "cores": 2, "threads": 2}
     sleeps, reads = (DataLoaderWorkers.forecast(Seen(**usual, reading=seconds), make_recipe({})) for seconds in (0.0, 0.5))
@@ -233,7 +233,7 @@ def test_what_costs_more_once_than_the_recipe_has_steps_to_win_back_is_not_propo
 
 
 def test_what_cannot_be_is_told_apart(monkeypatch):
-    from fastloop_plugins.memory import Memory
+    from fastloop_plugins.memory.memory import Memory
 
     monkeypatch.setattr(Memory, "conflicts", {"amp": "They were planted as enemies."})
     Path("net.py").write_text(CODE)

@@ -16,8 +16,8 @@ import pytest
 
 from fastloop.cli import main
 from fastloop.errors import UsageError
-from fastloop.report.charts import MOST, bars, line_chart, number, thinned, ticks
-from fastloop.report.read import differences, read
+from fastloop_tools.report.charts import MOST, bars, line_chart, number, thinned, ticks
+from fastloop_tools.report.read import differences, read
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 

@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 import yaml
 
-from fastloop.bench import pairs
-from fastloop.bench.worker import Spec, measure
 from fastloop.cli import main
-from fastloop.cli.tune import parse_time
 from fastloop.errors import UsageError
-from fastloop.profile import observe
 from fastloop.recipe import load_recipe, make_recipe
-from fastloop.tune.search import Search
-from fastloop.tune.write import text
+from fastloop_tools.measure import pairs
+from fastloop_tools.measure.worker import Spec, measure
+from fastloop_tools.profile import observe
+from fastloop_tools.tune.command import parse_time
+from fastloop_tools.tune.search import Search
+from fastloop_tools.tune.write import text
 
 CODE = """
 import os

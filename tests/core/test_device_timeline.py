@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity
 
-from fastloop.profile.timeline import build_timeline, host_regions, read_timeline
-from fastloop.regions import region
+from fastloop.runtime.regions import region
+from fastloop_tools.profile.timeline import build_timeline, host_regions, read_timeline
 
 TRACE = Path(__file__).with_name("cuda_trace.json")
 

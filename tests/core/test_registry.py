@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from fastloop import DataLoaderDraft, Device, Dtype, Package, Plugin, PluginCrash, PluginError, RecipeError, When, hookimpl
-from fastloop.machine import Machine
 from fastloop.recipe import Recipe, make_recipe
 from fastloop.registry import Resolution, installed, load, resolve
+from fastloop.runtime.hardware import Machine
 
 pytest_plugins = ["installing"]
 

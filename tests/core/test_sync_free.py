@@ -16,8 +16,8 @@ from fastloop import Plugin, hookimpl, registry
 from fastloop.recipe import make_recipe
 from fastloop.run import Run
 from fastloop.testing import LANGUAGE, TEXTS, write_texts
-from fastloop_plugins._numbers import of_step, read
-from fastloop_plugins.log import Log
+from fastloop_plugins.guards._numbers import of_step, read
+from fastloop_plugins.observe.log import Log
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator is found"),
@@ -58,7 +58,7 @@ def waiting(device: EmulatedDevice) -> dict[int, list[str]]:
     return {number: files(waits) for number, waits in enumerate(device.steps, 1) if waits}
 
 
-CHECK, LOG = "fastloop/update_check.py", "fastloop_plugins/log.py"
+CHECK, LOG = "fastloop/checks/updates.py", "fastloop_plugins/observe/log.py"
 """The first steps are read once each until all weights are known to change: step 1, and step 2 where warm-up starts from a rate of 0."""
 
 
@@ -130,7 +130,7 @@ def test_steps_of_the_fast_recipe_wait_once_at_a_log_point(emulated):
 
 def test_finite_reads_the_steps_since_its_last_look_together(emulated):
     device, _ = emulated(TEXTS, (*FAST, "finite", {"log": False}), epochs=2, clip_norm=1.0)
-    assert waiting(device) == {1: [CHECK], 2: [CHECK], 10: ["fastloop_plugins/_numbers.py"]}
+    assert waiting(device) == {1: [CHECK], 2: [CHECK], 10: ["fastloop_plugins/guards/_numbers.py"]}
 
 
 def test_packed_rows_do_not_wait(emulated):

@@ -15,13 +15,13 @@ from torch import nn
 import fastloop
 from fastloop import Plugin, PluginCrash, PluginError, RecipeError, Trainer, UsageError, hookimpl, hookspec
 from fastloop.hooks import Resolution
-from fastloop.importing import files
-from fastloop.profile.verdicts import candidates
 from fastloop.recipe import load_recipe, make_recipe
+from fastloop.recipe.importing import files
 from fastloop.registry import load, resolve, select
 from fastloop.run import Run
 from fastloop.testing import tiny_data, tiny_model
-from fastloop.tune.write import text
+from fastloop_tools.profile.verdicts import candidates
+from fastloop_tools.tune.write import text
 
 pytest_plugins = ["installing"]
 
@@ -153,12 +153,12 @@ def test_a_package_that_takes_a_name_of_ours_leaves_what_is_on_by_default_alone(
     install("rogue", WARMTH.replace('"warmth"', '"log"'), log="rogue:Warmth")
     resolution = resolve(make_recipe({}))
     assert resolution.names() == ["log", "progress"]
-    assert type(resolution.plugins[0]).__module__ == "fastloop_plugins.log"
+    assert type(resolution.plugins[0]).__module__ == "fastloop_plugins.observe.log"
     assert "rogue" not in sys.modules
     assert select(make_recipe({"plugins": [{"log": False}]})).names() == ["progress"]
     with pytest.raises(PluginError, match="'log' is the name of plugins in several packages"):
         resolve(make_recipe({"plugins": ["log"]}))
-    assert type(resolve(make_recipe({"plugins": ["fastloop:log"]})).plugins[0]).__module__ == "fastloop_plugins.log"
+    assert type(resolve(make_recipe({"plugins": ["fastloop:log"]})).plugins[0]).__module__ == "fastloop_plugins.observe.log"
 
 
 # -- the range of versions ----------------------------------------------------------------------------------------------------

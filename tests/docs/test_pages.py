@@ -27,8 +27,8 @@ from omegaconf import OmegaConf
 from fastloop import hookspecs
 from fastloop.options import describe
 from fastloop.recipe import Train
+from fastloop.recipe.schema import recipe_schema
 from fastloop.registry import installed, load
-from fastloop.schema import recipe_schema
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))

@@ -9,7 +9,7 @@ import pytest
 
 from fastloop.errors import RecipeError
 from fastloop.recipe import make_recipe
-from fastloop_plugins._text_data import Rows, TextData
+from fastloop_plugins.tasks._text_data import Rows, TextData
 
 
 def text_data(files: dict[str, Any] | str | None = None, label: str | None = "label", **data: Any) -> TextData:

@@ -178,7 +178,7 @@ def test_the_log_counts_the_rows_of_each_class(caplog):
 
 
 def test_many_classes_are_counted_in_short():
-    from fastloop_plugins._text_labels import count_classes
+    from fastloop_plugins.tasks._text_labels import count_classes
 
     ids = [index for index in range(20) for _ in range(index + 1)]
     assert count_classes(ids, [f"c{i}" for i in range(20)]) == "c19 20, c18 19, c17 18, c16 17, c15 16, c14 15, c13 14, 12 more, and c0 1"

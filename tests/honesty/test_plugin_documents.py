@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from fastloop.cli.new import render
 from fastloop.registry import load
 from fastloop.testing import Conformance
 from fastloop.testing.documents import Documents, option_rows, problems
+from fastloop_tools.new.command import render
 
 ROOT = Path(__file__).parents[2]
 DOUBLES = '''"""Doubles every gradient.

@@ -105,7 +105,7 @@ def test_causal_models_pass(model):
 def test_the_trial_of_causality_changes_no_random_state_and_no_mode(monkeypatch):
     import torch
 
-    from fastloop_plugins import _model_checks
+    from fastloop_plugins.tasks import _model_checks
 
     states = []
     check = _model_checks.check_causal
@@ -117,7 +117,7 @@ def test_the_trial_of_causality_changes_no_random_state_and_no_mode(monkeypatch)
         states.append(torch.get_rng_state())
         assert [module.training for module in model.modules()] == modes
 
-    monkeypatch.setattr("fastloop_plugins.causal_lm.check_causal", watched)
+    monkeypatch.setattr("fastloop_plugins.tasks.causal_lm.check_causal", watched)
     text_run(LM, {"config": {"model_type": "gpt2", "n_layer": 1, "n_head": 2, "n_embd": 16}} | BPE)
     assert torch.equal(*states)
 

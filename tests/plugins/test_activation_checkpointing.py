@@ -14,7 +14,7 @@ from torch import nn
 
 from fastloop import Plugin, PluginError, Trainer, hookimpl
 from fastloop.testing import Recorder, TinyResult
-from fastloop_plugins.activation_checkpointing import ActivationCheckpointing
+from fastloop_plugins.memory.activation_checkpointing import ActivationCheckpointing
 
 
 class Block(nn.Module):

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from fastloop import Plugin, PluginError, RecipeError, Trainer, hookimpl
-from fastloop.machine import this_machine
+from fastloop.runtime.hardware import this_machine
 from fastloop.testing import tiny_data
-from fastloop_plugins.amp import Amp
+from fastloop_plugins.precision.amp import Amp
 
 
 class Dtypes(Plugin):

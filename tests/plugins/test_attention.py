@@ -10,10 +10,10 @@ import torch
 from text_kit import TINY, make_run
 
 from fastloop import PluginError
-from fastloop_plugins import _fast_dropout
-from fastloop_plugins._fast_dropout import BLOCKED
-from fastloop_plugins.attention import Attention
-from fastloop_plugins.compile import Compile
+from fastloop_plugins.kernels import _fast_dropout
+from fastloop_plugins.kernels._fast_dropout import BLOCKED
+from fastloop_plugins.kernels.attention import Attention
+from fastloop_plugins.kernels.compile import Compile
 
 DATA = {"files": {"train": "a.csv", "validation": "a.csv"}, "label": "label", "max_length": 32}
 STILL = TINY | {"dropout": 0.0, "attention_dropout": 0.0, "seq_classif_dropout": 0.0}

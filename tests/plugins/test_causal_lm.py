@@ -10,7 +10,7 @@ import torch
 from text_kit import TINY_GPT, make_run
 
 from fastloop.errors import RecipeError
-from fastloop_plugins.stdlib_source import stdlib_source
+from fastloop_plugins.datasets.stdlib_source import stdlib_source
 
 MODEL = {"config": TINY_GPT, "tokenizer": {"kind": "bpe", "vocab_size": 300}}
 DATA = {"files": {"train": "train.txt", "validation": "train.txt"}, "max_length": 16}

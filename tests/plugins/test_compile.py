@@ -11,7 +11,7 @@ from torch import nn
 
 from fastloop import PluginError, Trainer, hookimpl
 from fastloop.testing import tiny_data, tiny_model
-from fastloop_plugins.compile import Compile
+from fastloop_plugins.kernels.compile import Compile
 
 pytestmark = [  # torch's own, inside inductor
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),

@@ -11,7 +11,7 @@ import pytest
 from fastloop import PluginError
 from fastloop.recipe import make_recipe
 from fastloop.testing import tiny_data
-from fastloop_plugins.deepspeed import DeepSpeed
+from fastloop_plugins.strategies.deepspeed import DeepSpeed
 
 
 def check(config: Any = None, train: dict[str, Any] | None = None, **options: Any) -> DeepSpeed:

@@ -11,9 +11,9 @@ import torch
 from text_kit import make_run
 from torch import nn
 
-from fastloop_plugins._fast_dropout import Attention, dropout, keep_mask
-from fastloop_plugins.activation_checkpointing import ActivationCheckpointing
-from fastloop_plugins.fast_dropout import FastDropout
+from fastloop_plugins.kernels._fast_dropout import Attention, dropout, keep_mask
+from fastloop_plugins.kernels.fast_dropout import FastDropout
+from fastloop_plugins.memory.activation_checkpointing import ActivationCheckpointing
 
 BERT = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
 BERT |= {"max_position_embeddings": 32}
@@ -118,7 +118,7 @@ def test_what_has_no_dropout_is_said(tiny_run, caplog):
 
 
 def text_run(*objects: Any, amp: bool = False, **model: Any) -> Any:
-    from fastloop_plugins.amp import Amp
+    from fastloop_plugins.precision.amp import Amp
 
     Path("a.csv").write_text("text,label\n" + "".join(f"{('fine ', 'dull ')[i % 2] * (1 + i % 9)},{i % 2}\n" for i in range(64)))
     precision = [Amp(dtype="bf16")] if amp else []

@@ -11,11 +11,11 @@ import torch
 from text_kit import make_run, rows
 
 from fastloop import Plugin, PluginError, hookimpl
-from fastloop_plugins.activation_checkpointing import ActivationCheckpointing
-from fastloop_plugins.amp import Amp
-from fastloop_plugins.attention import Attention
-from fastloop_plugins.fast_dropout import FastDropout
-from fastloop_plugins.first_token import FirstToken
+from fastloop_plugins.kernels.attention import Attention
+from fastloop_plugins.kernels.fast_dropout import FastDropout
+from fastloop_plugins.kernels.first_token import FirstToken
+from fastloop_plugins.memory.activation_checkpointing import ActivationCheckpointing
+from fastloop_plugins.precision.amp import Amp
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, "max_position_embeddings": 40}
 OFF = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}

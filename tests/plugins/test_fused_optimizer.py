@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from fastloop import PluginError
-from fastloop.machine import Machine
 from fastloop.recipe import make_recipe
-from fastloop_plugins.fused_optimizer import FusedOptimizer
+from fastloop.runtime.hardware import Machine
+from fastloop_plugins.kernels.fused_optimizer import FusedOptimizer
 
 
 @pytest.mark.parametrize("implementation", ["fused", "foreach"])

@@ -11,10 +11,10 @@ from text_kit import TINY_GPT
 from torch import nn
 
 from fastloop import PluginError, Trainer
-from fastloop.machine import Machine
+from fastloop.runtime.hardware import Machine
 from fastloop.testing import Recorder
-from fastloop_plugins.liger import Liger
-from fastloop_plugins.torchao_fp8 import TorchaoFp8
+from fastloop_plugins.kernels.liger import Liger
+from fastloop_plugins.precision.torchao_fp8 import TorchaoFp8
 
 A100 = Machine("cuda", "A100", ("fp32", "bf16", "fp16"))
 CUDA = torch.cuda.is_available()

@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from fastloop import Plugin, hookimpl
 from fastloop.data import StepSampler
 from fastloop.testing import tiny_data
-from fastloop_plugins.ledger import Ledger, LedgerError
+from fastloop_plugins.data.ledger import Ledger, LedgerError
 
 SCRIPT = Path(__file__).with_name("ledger_runs.py")
 ALL = list(range(67))

@@ -13,13 +13,14 @@ from text_kit import TINY, make_run
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
-from fastloop import Batch, DataLoaderDraft, Plugin, PluginError, Trainer, hookimpl, machine
+from fastloop import Batch, DataLoaderDraft, Plugin, PluginError, Trainer, hookimpl
 from fastloop.data import StepSampler
 from fastloop.recipe import make_recipe
 from fastloop.registry import select
 from fastloop.run import Run
-from fastloop_plugins.ledger import Ledger
-from fastloop_plugins.length_bucketing import LengthBucketing
+from fastloop.runtime import hardware as machine
+from fastloop_plugins.data.ledger import Ledger
+from fastloop_plugins.data.length_bucketing import LengthBucketing
 
 
 class Rows(Dataset[Any]):

@@ -15,14 +15,14 @@ import torch
 
 from fastloop import PluginError, hookimpl
 from fastloop.recipe import make_recipe
-from fastloop_plugins.memory import CUDA_SETTINGS, Memory
+from fastloop_plugins.memory.memory import CUDA_SETTINGS, Memory
 
 STEPS = """
 import json, resource, sys
 import torch
 from torch import nn
 from fastloop import Plugin, Trainer, hookimpl
-from fastloop_plugins.memory import Memory
+from fastloop_plugins.memory.memory import Memory
 
 torch.set_num_threads(1)
 torch.manual_seed(0)
@@ -207,7 +207,7 @@ def test_in_a_process_that_runs_growing_segments_join_the_users_settings(given, 
 
 def test_plugins_that_want_different_variables_are_both_named(monkeypatch):
     from fastloop.registry import select
-    from fastloop_plugins.ema import EMA
+    from fastloop_plugins.training.ema import EMA
 
     monkeypatch.setattr(Memory, "environment", hookimpl(lambda self, recipe: {"A": "1"}))
     monkeypatch.setattr(EMA, "environment", hookimpl(lambda self, recipe: {"A": "2"}), raising=False)

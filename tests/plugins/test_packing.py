@@ -16,18 +16,18 @@ from text_kit import make_run
 
 from fastloop import Batch, Plugin, PluginError, hookimpl
 from fastloop.run import Run
-from fastloop_plugins._packing import PackedCollator
-from fastloop_plugins.activation_checkpointing import ActivationCheckpointing
-from fastloop_plugins.amp import Amp
-from fastloop_plugins.attention import Attention
-from fastloop_plugins.compile import Compile
-from fastloop_plugins.dataloader_workers import DataLoaderWorkers
-from fastloop_plugins.fast_dropout import FastDropout
-from fastloop_plugins.first_token import FirstToken, at_first
-from fastloop_plugins.ledger import Ledger
-from fastloop_plugins.length_bucketing import LengthBucketing
-from fastloop_plugins.packing import Packing
-from fastloop_plugins.watchdog import Watchdog
+from fastloop_plugins.data._packing import PackedCollator
+from fastloop_plugins.data.dataloader_workers import DataLoaderWorkers
+from fastloop_plugins.data.ledger import Ledger
+from fastloop_plugins.data.length_bucketing import LengthBucketing
+from fastloop_plugins.data.packing import Packing
+from fastloop_plugins.guards.watchdog import Watchdog
+from fastloop_plugins.kernels.attention import Attention
+from fastloop_plugins.kernels.compile import Compile
+from fastloop_plugins.kernels.fast_dropout import FastDropout
+from fastloop_plugins.kernels.first_token import FirstToken, at_first
+from fastloop_plugins.memory.activation_checkpointing import ActivationCheckpointing
+from fastloop_plugins.precision.amp import Amp
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, "max_position_embeddings": 48}
 STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -64,7 +64,7 @@ class Uneven(Plugin):
 
     @hookimpl(wrapper=True)
     def build_datasets(self) -> Any:
-        from fastloop_plugins._text_batches import Sequences
+        from fastloop_plugins.tasks._text_batches import Sequences
 
         datasets = yield
         cut = {split: [dataset[i]["input_ids"][: 2 + i * 7 % 30] for i in range(len(dataset))] for split, dataset in datasets.items()}

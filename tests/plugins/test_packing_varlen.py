@@ -14,14 +14,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from varlen_kit import kernels_on_cpu
 
 from fastloop import PluginError
-from fastloop_plugins import _varlen
-from fastloop_plugins._packing import PackedCollator
-from fastloop_plugins._shapes import SHAPES, multiple_for
-from fastloop_plugins.activation_checkpointing import ActivationCheckpointing
-from fastloop_plugins.amp import Amp
-from fastloop_plugins.compile import Compile
-from fastloop_plugins.first_token import FirstToken
-from fastloop_plugins.packing import Packing
+from fastloop_plugins.data import _varlen
+from fastloop_plugins.data._packing import PackedCollator
+from fastloop_plugins.data._shapes import SHAPES, multiple_for
+from fastloop_plugins.data.packing import Packing
+from fastloop_plugins.kernels.compile import Compile
+from fastloop_plugins.kernels.first_token import FirstToken
+from fastloop_plugins.memory.activation_checkpointing import ActivationCheckpointing
+from fastloop_plugins.precision.amp import Amp
 
 MODELS = ENCODERS | DECODERS
 PER_TOKEN = ("input_ids", "position_ids", "targets")

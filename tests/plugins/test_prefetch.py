@@ -15,10 +15,10 @@ import torch
 from text_kit import TINY, TINY_GPT, make_run
 
 from fastloop import Batch, DataLoaderDraft, Plugin, PluginError, hookimpl
-from fastloop_plugins import _text_tokens
 from fastloop_plugins._cache import digest, kept
-from fastloop_plugins._text_data import TextData
-from fastloop_plugins.prefetch import Prefetch, one_ahead
+from fastloop_plugins.data.prefetch import Prefetch, one_ahead
+from fastloop_plugins.tasks import _text_tokens
+from fastloop_plugins.tasks._text_data import TextData
 
 TASKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "text-classification": ({"config": TINY, "tokenizer": {"kind": "word"}}, {"label": "label", "max_length": 16}),

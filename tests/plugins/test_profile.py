@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from fastloop import Plugin, hookimpl, regions
+from fastloop import Plugin, hookimpl
 from fastloop.errors import PluginCrash
-from fastloop_plugins.profile import Profile
+from fastloop.runtime import regions
+from fastloop_plugins.observe.profile import Profile
 
 
 class Sleepless(Plugin):

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-import fastloop_plugins.reviews as module
-from fastloop_plugins.reviews import KINDS, LABELS, LEXICON, PLURAL, SINGULAR, reviews
+import fastloop_plugins.datasets.reviews as module
+from fastloop_plugins.datasets.reviews import KINDS, LABELS, LEXICON, PLURAL, SINGULAR, reviews
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,9 @@ def test_another_seed_gives_other_rows(splits):
 
 
 def test_rows_do_not_depend_on_the_process_or_its_hash_seed(splits):
-    script = "import hashlib; from fastloop_plugins.reviews import reviews; print(hashlib.sha256(repr(reviews()).encode()).hexdigest())"
+    script = (
+        "import hashlib; from fastloop_plugins.datasets.reviews import reviews; print(hashlib.sha256(repr(reviews()).encode()).hexdigest())"
+    )
     expected = hashlib.sha256(repr(splits).encode()).hexdigest()
     for hash_seed in ("1", "2"):
         environment = os.environ | {"PYTHONHASHSEED": hash_seed}

@@ -11,9 +11,9 @@ from torch import nn
 
 from fastloop import Plugin, PluginError, Trainer, hookimpl
 from fastloop.testing import tiny_data
-from fastloop_plugins.channels_last import ChannelsLast
-from fastloop_plugins.matmul_precision import MatmulPrecision
-from fastloop_plugins.threads import Threads
+from fastloop_plugins.kernels.channels_last import ChannelsLast
+from fastloop_plugins.precision.matmul_precision import MatmulPrecision
+from fastloop_plugins.strategies.threads import Threads
 
 
 def images() -> torch.utils.data.TensorDataset:

@@ -13,8 +13,8 @@ from text_kit import TINY, TINY_GPT, make_run, rows
 
 from fastloop.errors import RecipeError
 from fastloop.recipe import make_recipe
-from fastloop_plugins.causal_lm import CausalLM
-from fastloop_plugins.text_classification import TextClassification
+from fastloop_plugins.tasks.causal_lm import CausalLM
+from fastloop_plugins.tasks.text_classification import TextClassification
 
 TASK = "text-classification"
 DATA = {"files": {"train": "train.csv", "validation": "train.csv", "test": "test.csv"}, "label": "label", "max_length": 32}

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastloop_plugins import _varlen
+from fastloop_plugins.data import _varlen
 
 
 def probabilities(query: Tensor, key: Tensor, scale: float, causal: bool) -> Tensor:

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastloop.machine import Machine
 from fastloop.recipe import load_recipe, shipped_recipes
 from fastloop.registry import resolve
 from fastloop.run import Run
+from fastloop.runtime.hardware import Machine
 
 SHIPPED = {
     "quickstart",
@@ -84,7 +84,7 @@ def test_distilbert_imdb_gpu_is_planned_on_a_gpu(monkeypatch, capsys):
     from fastloop.cli import main
 
     h100 = Machine("cuda", "NVIDIA H100 80GB HBM3", ("fp32", "bf16", "fp16", "fp8"))
-    monkeypatch.setattr("fastloop.machine.this_machine", lambda device="auto": h100)
+    monkeypatch.setattr("fastloop.runtime.hardware.this_machine", lambda device="auto": h100)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(sys, "argv", ["fastloop", "plan", "distilbert_imdb_gpu"])
     with pytest.raises(SystemExit) as exited:

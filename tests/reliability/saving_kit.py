@@ -23,7 +23,7 @@ import yaml
 
 import fastloop.cli
 import fastloop.run
-from fastloop import launch
+from fastloop.distributed import launch
 
 LOADED = (fastloop.cli, fastloop.run, torch._dynamo, torchmetrics)
 """What a run needs, before processes are forked."""

@@ -23,10 +23,11 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from saving_kit import times
 
-from fastloop import CheckpointError, FastloopError, PluginCrash, checkpoint, plain, secrets
-from fastloop.accelerator import micro_batches
+from fastloop import CheckpointError, FastloopError, PluginCrash, checkpoint
+from fastloop.distributed.accelerator import micro_batches
 from fastloop.options import describe
-from fastloop.recipe import load_recipe, make_recipe, shipped_recipes
+from fastloop.recipe import load_recipe, make_recipe, secrets, shipped_recipes
+from fastloop.recipe import safe_yaml as plain
 from fastloop.registry import installed, load, resolve
 from fastloop.state import AcceleratorDraft, DataLoaderDraft, OptimizerDraft
 
@@ -347,7 +348,7 @@ rows = st.lists(
 
 
 def read_data(path: str) -> Any:
-    from fastloop_plugins._text_data import TextData
+    from fastloop_plugins.tasks._text_data import TextData
 
     recipe = make_recipe({"data": {"files": {"train": path}, "text": "text", "label": "label", "held_out": 0.0}})
     return TextData(recipe, labelled=True).load()["train"]

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from fastloop import Plugin, PluginError, hookimpl
 from fastloop.testing import tiny_data, tiny_model
-from fastloop_plugins._numbers import NotFinite, Spikes
+from fastloop_plugins.guards._numbers import NotFinite, Spikes
 
 
 class Rows(Dataset):

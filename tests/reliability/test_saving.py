@@ -25,8 +25,8 @@ from saving_kit import Forked, mounted, record, said, steps, summary, times, tog
 
 from fastloop import Plugin, RecipeError, hookimpl
 from fastloop.checkpoint import MANIFEST, damage, find, read, write
+from fastloop.checkpoint.folder import Lock
 from fastloop.errors import CheckpointError, SaveError
-from fastloop.folder import Lock
 from fastloop.testing import tiny_model
 
 

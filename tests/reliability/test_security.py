@@ -24,9 +24,9 @@ import torch
 import yaml
 from omegaconf import OmegaConf
 
-from fastloop import CheckpointError, Plugin, RecipeError, UsageError, checkpoint, hookimpl, secrets
+from fastloop import CheckpointError, Plugin, RecipeError, UsageError, checkpoint, hookimpl
 from fastloop.cli import main
-from fastloop.recipe import load_recipe, make_recipe
+from fastloop.recipe import load_recipe, make_recipe, secrets
 from fastloop.registry import resolve
 from fastloop.run import Run
 
@@ -252,7 +252,7 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model folder as save_pretrained writes it."""
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
-    from fastloop_plugins._text_model import TrainedTokenizer, train_tokenizer
+    from fastloop_plugins.tasks._text_model import TrainedTokenizer, train_tokenizer
 
     folder = tmp_path_factory.mktemp("pretrained")
     tokenizer = train_tokenizer(TrainedTokenizer(kind="word"), [row["text"] for row in ROWS], True, 32)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from saving_kit import FASTLOOP, ONE_THREAD, Forked, record, said, steps, summary, times, together, train, until, write_recipe
 
-from fastloop import launch
+from fastloop.distributed import launch
 
 STOPPED, INTERRUPTED = 75, 130
 

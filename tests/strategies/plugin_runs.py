@@ -14,9 +14,9 @@ from runs import Deep, Stream, data
 from torch import nn
 
 from fastloop import FastloopError, Plugin, Trainer, hookimpl
-from fastloop_plugins.activation_checkpointing import ActivationCheckpointing
-from fastloop_plugins.ledger import Ledger
-from fastloop_plugins.length_bucketing import LengthBucketing
+from fastloop_plugins.data.ledger import Ledger
+from fastloop_plugins.data.length_bucketing import LengthBucketing
+from fastloop_plugins.memory.activation_checkpointing import ActivationCheckpointing
 
 TRAIN = {"batch_size": 12, "epochs": 2, "lr": 1e-2, "device": "cpu", "save_every": 4, "keep_checkpoints": 9}
 

@@ -120,7 +120,7 @@ class Fp16(Plugin):
 
     @hookimpl(wrapper=True)
     def build_collator(self, run: Any) -> Generator[None, Any, Any]:
-        from fastloop_plugins._deepspeed_state import imported
+        from fastloop_plugins.strategies._deepspeed_state import imported
 
         imported("cpu").accelerator.get_accelerator().is_fp16_supported = lambda: True
         run.accelerator.state._mixed_precision = "fp16"

@@ -10,10 +10,12 @@ from typing import Annotated
 
 import typer
 
-from fastloop import __version__, launch, secrets
-from fastloop.cli import bench, doctor, new, plan, plugins, profile, recipes, report, schema, train, tune
+from fastloop import __version__
+from fastloop.cli import doctor, plan, plugins, recipes, schema, train
 from fastloop.cli.commands import Commands
+from fastloop.distributed import launch
 from fastloop.errors import DataError, FastloopError, PluginCrash, ProcessLost, UsageError, UserCodeError
+from fastloop.recipe import secrets
 
 LATE = 5.0
 """Seconds that a process waits before it says what another process is likely to say."""
@@ -42,10 +44,9 @@ def options(
     """List plugins in a recipe, and get the fastest correct training your hardware can do."""
 
 
-for module in (train, plan, plugins, recipes, schema, bench, profile, tune, report, doctor):
+for module in (train, plan, plugins, recipes, schema, doctor):
     name = module.__name__.rpartition(".")[2]
     app.command(name)(getattr(module, name))
-app.add_typer(new.new, name="new")
 
 
 def main() -> None:

@@ -15,8 +15,8 @@ def doctor() -> None:
     import torch
     from packaging.requirements import Requirement
 
-    from fastloop import launch
-    from fastloop.machine import this_machine
+    from fastloop.distributed import launch
+    from fastloop.runtime.hardware import this_machine
 
     def line(name: str, value: str) -> None:
         typer.echo(f"{name:<14}{value}")

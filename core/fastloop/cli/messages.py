@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from fastloop import launch, secrets
+from fastloop.distributed import launch
+from fastloop.recipe import secrets
 
 
 class Messages(logging.Handler):

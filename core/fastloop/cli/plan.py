@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from fastloop import launch, secrets
 from fastloop.cli.arguments import Overrides, RecipeName, With, Without, names
+from fastloop.distributed import launch
+from fastloop.recipe import secrets
 
 
 def plan(
@@ -20,11 +21,11 @@ def plan(
 ) -> None:
     """Resolve a recipe and print what would run: files with code, plugins in order, what each changes, device, effective batch."""
     from fastloop.cli.messages import show_messages
-    from fastloop.importing import files
-    from fastloop.machine import this_machine
     from fastloop.options import describe
     from fastloop.recipe import load_recipe
+    from fastloop.recipe.importing import files
     from fastloop.registry import resolve
+    from fastloop.runtime.hardware import this_machine
     from fastloop.state import AcceleratorDraft, DataLoaderDraft, OptimizerDraft
 
     loaded = load_recipe(recipe, overrides or (), names(with_), names(without))
@@ -33,7 +34,7 @@ def plan(
         typer.echo(f"runs the code of {file}")
     resolution = resolve(loaded)
     resolution.hooks.check_recipe(recipe=loaded)
-    from fastloop.accelerator import check_launcher, micro_batches
+    from fastloop.distributed.accelerator import check_launcher, micro_batches
 
     drafts = [
         resolution.draft("configure_accelerator", AcceleratorDraft()),

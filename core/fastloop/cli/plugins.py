@@ -55,7 +55,7 @@ def listing(name: str, point: EntryPoint) -> dict[str, Any]:
 
 
 def _declared(point: EntryPoint) -> dict[str, Any]:
-    from fastloop.source import read
+    from fastloop.recipe.source import read
 
     module, _, cls = point.value.partition(":")
     relative = "/".join(module.strip().split("."))

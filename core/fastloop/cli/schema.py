@@ -15,7 +15,7 @@ def schema(
 ) -> None:
     """Print the JSON Schema of recipes: every section, every installed plugin, every option."""
     from fastloop.errors import UsageError
-    from fastloop.schema import recipe_schema
+    from fastloop.recipe.schema import recipe_schema
 
     made, problems = recipe_schema(every)
     for line in problems:

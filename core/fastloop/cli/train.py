@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fastloop import launch, secrets
 from fastloop.cli.arguments import Overrides, RecipeName, With, Without, names
+from fastloop.distributed import launch
+from fastloop.recipe import secrets
 
 if TYPE_CHECKING:
     from fastloop.hooks import Resolution
@@ -52,8 +53,8 @@ def train(
     2 what was asked is wrong; 75 stopped by SIGTERM or SIGUSR1, to be started again with --resume; 130 stopped by Ctrl-C.
     """
     from fastloop.cli.messages import show_messages
-    from fastloop.importing import libraries
     from fastloop.recipe import load_recipe
+    from fastloop.recipe.importing import libraries
     from fastloop.registry import resolve, select
 
     loaded = load_recipe(recipe, overrides or (), names(with_), names(without))

@@ -21,8 +21,8 @@ from fastloop.data.sampler import StepSampler
 from fastloop.data.sampler_order import SamplerOrder, is_our_order
 from fastloop.data.workers import start_worker
 from fastloop.errors import CheckpointError, DataError, UsageError
+from fastloop.runtime.tracebacks import user_line
 from fastloop.state import Batch, DataLoaderDraft
-from fastloop.tracebacks import user_line
 
 log = logging.getLogger("fastloop")
 

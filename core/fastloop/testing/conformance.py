@@ -23,13 +23,13 @@ import signal
 import sys
 import typing
 from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Any, ClassVar
 
 import pytest
 
-from fastloop.bench.parity import BOUNDS, HOLDS, compare
-from fastloop.bench.statistics import median
 from fastloop.errors import RecipeError
+from fastloop.numerics import BOUNDS, HOLDS, compare
 from fastloop.options import describe, parse
 from fastloop.plugin import Parity
 from fastloop.registry import installed, load

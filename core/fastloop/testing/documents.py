@@ -138,7 +138,7 @@ def _same_default(shown: str, default: str) -> bool:
 
 def _leftovers(cls: type[Plugin], documents: Documents) -> Iterator[Problem]:
     """Texts of the template's plugin, in a package whose plugin is another one."""
-    from fastloop.cli.new import render
+    from fastloop_tools.new.command import render
 
     files = render(cls.name)
     example = ast.parse(files[f"src/{cls.name.replace('-', '_')}/__init__.py"])

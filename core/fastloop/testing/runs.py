@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from fastloop import Plugin, UsageError, checkpoint, hookimpl
-from fastloop.bench.worker import switch_dropout_off
 from fastloop.hooks import Resolution
+from fastloop.numerics import switch_dropout_off
 from fastloop.plugin import defaults
 from fastloop.recipe import Recipe, make_recipe
 from fastloop.registry import load, resolve

@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 
-from fastloop import launch
+from fastloop.distributed import launch
 
 PRELOADED = ["fastloop.testing.runs", "torchmetrics.classification", "datasets", "transformers.models.auto.modeling_auto", "torch._dynamo"]
 PATIENCE = 10.0

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from fastloop.bench.parity import BOUNDS
 from fastloop.errors import FastloopError, PluginError
+from fastloop.numerics import BOUNDS
 from fastloop.plugin import Plugin
 from fastloop.registry import installed, load, resolve, select
 from fastloop.testing.runs import Failed, Study, Trained, alone, dies, resumed_together, together, without
@@ -92,7 +92,7 @@ class Findings:
 
     def resolved(self, **arguments: Any) -> None:
         """Skip where the plugin cannot run on this machine, or not with a strategy; with the message that a user gets."""
-        from fastloop.machine import this_machine
+        from fastloop.runtime.hardware import this_machine
 
         recipe = self.study.recipe("run", **arguments)
         machine = this_machine(recipe.train.device)

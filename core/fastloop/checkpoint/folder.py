@@ -1,0 +1,181 @@
+"""The run folder: whether it can be one, how it begins, and the summary that ends it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import json
+import logging
+import os
+import socket
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from fastloop.distributed import launch
+from fastloop.errors import RecipeError, SaveError
+from fastloop.recipe import anchored, secrets
+from fastloop.runtime import files
+from fastloop.runtime.clock import peak_memory
+
+if TYPE_CHECKING:
+    from fastloop.run import Run
+
+log = logging.getLogger("fastloop")
+
+
+class Lock:
+    """Holds a run folder for this process: ``.lock`` in it, which says who has it.
+
+    The operating system lets go of it when the process ends, however that ends, and no child inherits it (as it would one of
+    ``flock``). On a file system without locks the process that the file names is looked for.
+
+    Raises:
+        RecipeError: Another process has it.
+        OSError: The file cannot be made.
+    """
+
+    def __init__(self, folder: Path, where: str) -> None:
+        self.file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            taken = not os.path.samestat(os.fstat(self.file), (folder / ".lock").stat())  # moved aside by another run just now
+        except OSError as error:
+            taken = error.errno in (errno.EACCES, errno.EAGAIN) or self._owner_may_live()
+        if taken:
+            owner = self._owner()
+            os.close(self.file)
+            who = "process {pid} on {host}, since {since}".format(**owner) if owner else "another process"
+            raise RecipeError(
+                f"{where}: output: {folder} is in use by {who}. Wait for it to end, or set another output. "
+                f"If it is surely gone, remove {folder / '.lock'}."
+            )
+        with contextlib.suppress(OSError):  # a full disk: the lock holds all the same
+            owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+            os.ftruncate(self.file, 0)
+            os.pwrite(self.file, json.dumps(owner).encode(), 0)
+
+    def _owner(self) -> dict[str, Any] | None:
+        try:
+            owner: dict[str, Any] = json.loads(os.pread(self.file, 1000, 0))
+            return owner if {"pid", "host", "since"} <= owner.keys() else None
+        except (OSError, ValueError, AttributeError):
+            return None
+
+    def _owner_may_live(self) -> bool:
+        owner = self._owner()
+        return owner is not None and (owner["host"] != socket.gethostname() or psutil.pid_exists(owner["pid"]))
+
+    def release(self) -> None:
+        """Let others have it."""
+        with contextlib.suppress(OSError):
+            os.ftruncate(self.file, 0)
+        os.close(self.file)
+
+
+def check(run: Run) -> None:
+    """Refuse a run folder that cannot be made, that another process trains into, or that holds somebody's other files.
+
+    Raises:
+        RecipeError: Names the folder.
+    """
+    existing = next(parent for parent in (run.folder, *run.folder.absolute().parents) if parent.exists())
+    if not existing.is_dir() or not _writable(existing):
+        raise RecipeError(
+            f"{run.recipe.where}: output: {run.folder} cannot be written: {existing} is not a folder that this user may write to."
+        )
+    if existing == run.folder and (existing / ".lock").exists() and launch.rank() == 0:
+        Lock(existing, run.recipe.where).release()
+    if run.found is None and existing == run.folder and _files(existing) and not (existing / "recipe.yaml").is_file():
+        raise RecipeError(  # an earlier run would be moved aside: this may be a home folder
+            f"{run.recipe.where}: output: {run.folder} holds other files than a run's. Expected a new or empty folder, or a run's."
+        )
+
+
+def make(run: Run) -> None:
+    """Make the run folder, and lock it. Another run's is moved aside: nothing of it is lost.
+
+    Raises:
+        RecipeError: Another process has it, or it cannot be written.
+    """
+    if not run.is_main:
+        return
+    from omegaconf import OmegaConf
+
+    recipe = run.recipe
+    if recipe.source is not None:  # plugins' files are found from the run folder too
+        recipe = dataclasses.replace(recipe, references=anchored(recipe.references, recipe.source.parent))
+    goes_on = run.found is not None and run.found[0].resolve().is_relative_to(run.folder.resolve())
+    try:
+        run.folder.mkdir(parents=True, exist_ok=True)
+        run.lock = Lock(run.folder, run.recipe.where)
+        if not goes_on and _files(run.folder):
+            log.info("an earlier run was in %s: moved to %s", run.folder, files.move_aside(run.folder))
+            run.lock.release()
+            run.folder.mkdir()
+            run.lock = Lock(run.folder, run.recipe.where)
+        OmegaConf.save(OmegaConf.create(secrets.hidden(recipe.to_dict())), run.folder / "recipe.yaml")
+    except OSError as error:
+        raise RecipeError(f"{run.recipe.where}: output: {run.folder} cannot be written: {error}.") from error
+
+
+def summarise(run: Run, status: str, reason: str | None) -> dict[str, Any]:
+    """The summary of a run, as it stands; the main process writes it too. Nothing here waits for other processes: they may be gone.
+
+    Raises:
+        SaveError: It cannot be written.
+    """
+    state, seconds = run.state, run.clock.seconds
+    summary: dict[str, Any] = {
+        "status": status,
+        "reason": reason,
+        "steps": state.step,
+        "epochs": state.epoch,
+        "samples": state.samples,
+        "world_size": run.world_size,
+        "device": str(run.device),
+        "plugins": run.resolution.names(),
+        "disabled": run.resolution.disabled,
+        "train_seconds": seconds["train"],
+        "startup_seconds": seconds["startup"],
+        "compile_seconds": 0.0,
+        "evaluate_seconds": seconds["evaluate"],
+        "save_seconds": seconds["save"],
+        "peak_memory_bytes": peak_memory(run.device),
+        "evaluate": state.metrics.get("evaluate"),
+        "test": state.metrics.get("test"),
+        "best": state.best,
+        "save_errors": run.save_errors,
+    }
+    if state.unreadable:
+        summary["unreadable_samples"] = state.unreadable
+    run.hooks.write_summary(run=run, summary=summary)
+    summary["plugin_seconds"] = run.resolution.plugin_seconds()
+    summary["train_seconds"] = max(summary["train_seconds"] - summary["compile_seconds"], 0.0)  # compiling happens inside steps
+    for name, count in (("samples", state.samples), ("tokens", state.tokens)):
+        summary[f"{name}_per_second"] = count / summary["train_seconds"] if summary["train_seconds"] else 0.0
+    if run.is_main and run.folder.exists():
+        try:
+            files.write(run.folder / "summary.json", json.dumps(secrets.hidden(summary), indent=2) + "\n")
+        except OSError as error:
+            raise SaveError(f"{run.folder / 'summary.json'} cannot be written: {error}.") from error
+    return summary
+
+
+def _files(folder: Path) -> list[Path]:
+    """What is in a folder, but for a lock."""
+    return [path for path in folder.iterdir() if path.name != ".lock"]
+
+
+def _writable(folder: Path) -> bool:
+    """Whether files can be made in a folder: tried, because permission bits do not tell (root, read-only mounts)."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False

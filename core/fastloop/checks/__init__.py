@@ -1,0 +1,1 @@
+"""Checks during training: the optimizer, the updates of parameters, the task's metrics."""

@@ -1,0 +1,1 @@
+"""Several processes: starting them, stopping them, Accelerate."""

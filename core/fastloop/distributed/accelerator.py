@@ -1,0 +1,128 @@
+"""The finished draft -> one Accelerate ``Accelerator``, and the arithmetic of batch sizes."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from fastloop.distributed.launch import rank, restarts, world_size
+from fastloop.errors import PluginError, RecipeError
+from fastloop.recipe import Recipe
+from fastloop.runtime.hardware import this_machine
+from fastloop.state import AcceleratorDraft
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from fastloop.hooks import Resolution
+
+
+PRECISIONS = ("no", "bf16", "fp16")
+"""Accelerate's mixed precisions that keep the model's parameters. Its fp8 replaces them after the optimizer was built."""
+
+
+def build_accelerator(recipe: Recipe, resolution: Resolution) -> Accelerator:
+    """The run's one ``Accelerator``, made of what plugins wrote into the draft.
+
+    Raises:
+        PluginError: The launcher asks for what the recipe does not, or there are several processes and no plugin joins them, or a plugin
+            set a precision that is not in ``PRECISIONS``.
+    """
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, PartialState
+
+    draft: AcceleratorDraft = resolution.draft("configure_accelerator", AcceleratorDraft())
+    if draft.mixed_precision not in PRECISIONS:
+        raise PluginError(
+            f"{recipe.where}: plugin {draft.writers['mixed_precision']!r} set AcceleratorDraft.mixed_precision to "
+            f"{draft.mixed_precision!r}. Expected one of: {', '.join(PRECISIONS)}. For another precision, convert layers in before_prepare."
+        )
+    check_launcher(recipe, resolution, draft.mixed_precision, world_size())
+    for variable in STRATEGIES:
+        os.environ.pop(variable, None)  # the same as the recipe's: fastloop sets it up
+    cpu = this_machine(recipe.train.device).device == "cpu"  # said outright: else Accelerate would not join processes on CPUs
+    if AcceleratorState._shared_state and AcceleratorState().mixed_precision != draft.mixed_precision:
+        AcceleratorState._reset_state(reset_partial_state=False)  # an earlier run of this process had another precision
+    PartialState(cpu=cpu, **(draft.init_handler.to_kwargs() if draft.init_handler else {}), **_own_store())
+    return Accelerator(mixed_precision=draft.mixed_precision, cpu=cpu, kwargs_handlers=draft.handlers())
+
+
+def _own_store() -> dict[str, Any]:
+    """After a restart by torchrun: for the group of processes, a part of the store that torchrun keeps (torch 2.13) from start to start. In
+    the other one the addresses of the processes before still stand, and who reads them first waits for the dead."""
+    if not (number := restarts()):
+        return {}
+    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    return {"store": PrefixStore(f"restart {number}", store), "rank": rank(), "world_size": world_size()}
+
+
+STRATEGIES = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_MEGATRON_LM")
+"""What ``accelerate launch`` can ask for beside plain processes; a plugin of that name does it here."""
+
+
+def _strategy(resolution: Resolution) -> str | None:
+    return next((plugin.name for plugin in resolution.plugins if plugin.slot == "strategy"), None)
+
+
+def check_launcher(recipe: Recipe, resolution: Resolution, precision: str, processes: int) -> None:
+    """Hold what ``accelerate launch`` and its configuration file ask for against the recipe.
+
+    Args:
+        precision: Of the finished draft.
+        processes: How many there are.
+
+    Raises:
+        PluginError: They contradict each other; names both sides. Or there are several processes and no plugin joins them.
+    """
+    strategy, environment = _strategy(resolution), os.environ
+    given = environment.get("ACCELERATE_MIXED_PRECISION", "no")
+    compiler = environment.get("ACCELERATE_DYNAMO_BACKEND", "NO")
+    steps = environment.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
+    launcher = f"{recipe.where}: accelerate's configuration asks for"
+    for variable in STRATEGIES:
+        asked = variable.removeprefix("ACCELERATE_USE_").lower().replace("_", "-")
+        if environment.get(variable, "").lower() in ("true", "1") and asked != strategy:
+            listed = f"the recipe lists {strategy!r}" if strategy else "the recipe lists no strategy"
+            raise PluginError(f"{launcher} {asked!r} ({variable}), and {listed}. Take it out there, or list {asked!r} here.")
+    if given not in ("no", "", precision):
+        raise PluginError(
+            f"{launcher} mixed precision {given!r} (ACCELERATE_MIXED_PRECISION), and the recipe's is {precision!r}. "
+            "Take it out there, or list a plugin in the slot 'precision' here that says the same."
+        )
+    if compiler.upper() not in ("NO", ""):
+        raise PluginError(f"{launcher} the compiler {compiler!r} (ACCELERATE_DYNAMO_BACKEND). Take it out there: plugins compile.")
+    if steps not in ("1", "", "auto"):
+        raise PluginError(
+            f"{launcher} {steps} accumulation steps (ACCELERATE_GRADIENT_ACCUMULATION_STEPS). Take it out there: "
+            "train.batch_size and train.device_batch_size say it."
+        )
+    if processes > 1 and strategy is None:
+        raise PluginError(
+            f"{recipe.where}: started with {processes} processes, but no plugin fills the slot 'strategy', which joins them. "
+            "List one: `fastloop plugins` shows who fills it."
+        )
+
+
+def micro_batches(recipe: Recipe, world_size: int) -> tuple[int, int]:
+    """``(device_batch_size, micro-steps an optimizer step)`` for a number of processes.
+
+    Raises:
+        RecipeError: The sizes do not divide; names the nearest that do.
+    """
+    train = recipe.train
+    device = train.device_batch_size or max(1, train.batch_size // world_size)
+    if train.batch_size % (device * world_size) == 0:
+        return device, train.batch_size // (device * world_size)
+    given = train.device_batch_size is not None
+    share = f"{device} (device_batch_size) x {world_size} (processes)" if given else f"the {world_size} processes"
+    unit = device * world_size if given else world_size
+    near = sorted({size for size in (train.batch_size // unit * unit, -(-train.batch_size // unit) * unit) if size})
+    fits = [size for size in range(1, train.batch_size + 1) if train.batch_size % (size * world_size) == 0]
+    sizes = sorted(sorted(fits, key=lambda size: abs(size - device))[:2])
+    hint = f" or device_batch_size {' or '.join(map(str, sizes))}" if sizes else ""
+    raise RecipeError(
+        f"{recipe.where}: train.batch_size: {train.batch_size} is not a multiple of {share}. "
+        f"Nearest that are: batch_size {' or '.join(map(str, near))}{hint}."
+    )

@@ -1,0 +1,59 @@
+"""Compare losses step by step with those of a control, and hold plugins to the numerics class that they declare."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+
+BOUNDS = {"exact": 0.0, "reassociated": 1e-5, "reduced-precision": 0.1}
+"""Largest relative difference of a step's loss that a class allows. What changes the training is not compared."""
+HOLDS, BROKEN, FAILED, NOT_COMPARED = "holds", "broken", "failed", "not compared"
+
+
+def compare(promise: str, ours: dict[str, Any], control: dict[str, Any], again: dict[str, Any]) -> dict[str, Any]:
+    """Losses against those of a control that was trained twice.
+
+    Args:
+        promise: A parity class that has a bound.
+    """
+    bound = BOUNDS[promise]
+    found: dict[str, Any] = {"class": promise, "bound": bound, "difference": None, "why": None}
+    if failed := [result["error"] for result in (ours, control, again) if "error" in result]:
+        return found | {"verdict": FAILED, "why": failed[0]}
+    noise = largest_difference(again["losses"], control["losses"])
+    difference = largest_difference(ours["losses"], control["losses"])
+    return found | {
+        "verdict": HOLDS if difference <= max(bound, 2 * noise) else BROKEN,
+        "difference": difference,
+        "noise": noise,
+        "losses": ours["losses"],
+        "control_losses": control["losses"],
+    }
+
+
+def largest_difference(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """The largest relative difference of two loss curves; infinite where only one is a number."""
+    largest = 0.0
+    for a, b in zip(ours, theirs, strict=True):
+        if a == b or (math.isnan(a) and math.isnan(b)):
+            continue
+        difference = abs(a - b) / max(abs(b), 1e-12)
+        largest = max(largest, difference if math.isfinite(difference) else math.inf)
+    return largest
+
+
+def switch_dropout_off(model: nn.Module) -> None:
+    """Set every rate of dropout to 0: of torch's modules, and in the configuration and the attributes of transformers' models."""
+    from torch import nn
+
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        for holder in (module, getattr(module, "config", None)):
+            for name, value in list(getattr(holder, "__dict__", {}).items()):
+                if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
+                    setattr(holder, name, 0.0)

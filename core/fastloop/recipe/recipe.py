@@ -1,0 +1,418 @@
+"""The recipe: YAML and overrides in, one typed ``Recipe`` out.
+
+    model:   {name: distilbert-base-uncased}
+    data:    {name: imdb, text: text, label: label, max_length: 512}
+    train:   {epochs: 3, batch_size: 12, lr: 5.0e-5}
+    plugins:
+      - amp: {dtype: bf16}
+      - checkpoint-best
+    output:  runs/distilbert_imdb
+
+Order of precedence, low to high: what ``extends:`` names, the file, ``--with``, overrides (``train.lr=1e-4``,
+``plugins.amp.dtype=fp16``), ``--without``. An override may also set an option of a plugin that is on by default (``plugins.log.every=1``).
+``${train.lr}`` stands for another key's value; no resolver is called (``${oc.env:...}``).
+
+A recipe is data (``plain``): code runs only where it names a file or a module. What it calls a token, a key or a password is written
+nowhere (``secrets``).
+
+A plugin is listed by its name, or by where it comes from:
+
+      - my-plugin
+      - my-package:my-plugin             # of this package: for a name that several packages have
+      - ./my_plugin.py: {rate: 0.5}      # from a file, found from the current folder or beside the recipe
+      - ./my_plugins.py:Second           # the class Second of a file that holds several
+
+However it is listed, overrides and ``--without`` call it by its ``name`` (``plugins.my-plugin.rate=0.5``) or as it is listed. A file is
+only read for the name: its code runs when plugins are resolved.
+
+``model`` and ``data`` are checked by the task plugin, each plugin's options by the plugin: this file knows only ``train`` and the
+shape of the rest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import PositiveInt
+
+from fastloop.errors import RecipeError, did_you_mean
+from fastloop.options import option, parse
+from fastloop.plugin import defaults
+from fastloop.recipe import safe_yaml as plain
+from fastloop.recipe import secrets
+from fastloop.recipe.source import read, split
+
+SECTIONS = ("model", "data", "train", "plugins", "output")
+_RESOLVER = re.compile(r"\$\{[^}]*?[:$][^}]*\}*")
+
+
+@dataclass(kw_only=True)
+class Train:
+    """The ``train`` section."""
+
+    epochs: Annotated[int, option("Passes over the training data.", ge=1)] = 3
+    batch_size: Annotated[int, option("Samples an optimizer step, over all processes.", ge=1)] = 32
+    device_batch_size: Annotated[int | None, option("Samples one process holds at once; null: batch_size / world size.", ge=1)] = None
+    eval_batch_size: Annotated[int | None, option("Samples one process evaluates at once; null: as in training.", ge=1)] = None
+    lr: Annotated[float, option("Peak learning rate.", gt=0)] = 5e-5
+    optimizer: Annotated[str, option("A class of torch.optim, such as AdamW or SGD, or package.module:name, or file.py:name.")] = "AdamW"
+    weight_decay: Annotated[float, option("Weight decay of the optimizer.", ge=0)] = 0.0
+    seed: Annotated[int, option("Seeds initial weights, sample order and dropout.", ge=0, lt=2**32)] = 123
+    max_steps: Annotated[int | None, option("Stop after this many optimizer steps; null: after the epochs.", ge=1)] = None
+    clip_norm: Annotated[float | None, option("Clip the gradients' total 2-norm to this, once a step; null: do not.", gt=0)] = None
+    evaluate_every: Annotated[Literal["epoch"] | PositiveInt | None, option("'epoch', a number of steps, or null: only at the end.")] = (
+        "epoch"
+    )
+    save_every: Annotated[
+        Literal["epoch"] | PositiveInt | None,
+        option("When to save what --resume needs: 'epoch', a number of steps, or null: only when asked (Ctrl-C)."),
+    ] = "epoch"
+    keep_checkpoints: Annotated[int, option("Newest checkpoints kept.", ge=1)] = 1
+    on_save_error: Annotated[
+        Literal["continue", "stop"],
+        option("When a checkpoint cannot be written (disk full, quota): say so, train on and try again at the next save, or end the run."),
+    ] = "continue"
+    on_data_change: Annotated[
+        Literal["stop", "warn"], option("With --resume, when the data is not the checkpoint's: stop, or warn and go on.")
+    ] = "stop"
+    device: Annotated[Literal["auto", "cpu"], option("'auto' takes the accelerator when there is one.")] = "auto"
+
+
+@dataclass(kw_only=True)
+class Recipe:
+    """A resolved recipe.
+
+    Attributes:
+        plugins: Plugin name -> options, in the recipe's order. ``False`` turns a default plugin off.
+        references: Plugin name -> how it is listed, where that is not its name: ``package:name``, ``file.py``, ``file.py:Class``.
+        source: The file it came from, for messages and for paths relative to it; None when made in Python.
+    """
+
+    model: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
+    train: Train = field(default_factory=Train)
+    plugins: dict[str, dict[str, Any] | Literal[False]] = field(default_factory=dict)
+    output: str = "runs/run"
+    references: dict[str, str] = field(default_factory=dict)
+    source: Path | None = None
+
+    @property
+    def where(self) -> str:
+        """How messages name this recipe."""
+        return str(self.source) if self.source else "recipe"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The recipe as its YAML file would hold it."""
+        return {
+            "model": self.model,
+            "data": self.data,
+            "train": dataclasses.asdict(self.train),
+            "plugins": [entry if options == {} else {entry: options} for entry, options in self.listed(self.plugins).items()],
+            "output": self.output,
+        }
+
+    def listed(self, plugins: Mapping[str, dict[str, Any] | Literal[False]]) -> dict[str, dict[str, Any] | Literal[False]]:
+        """Plugins by what this recipe lists them as, instead of by name: what a recipe is made of."""
+        return {self.references.get(name, name): options for name, options in plugins.items()}
+
+    def place(self, name: str) -> str:
+        """How messages name a plugin's entry: as it is listed."""
+        return f"{self.where}: plugins.{self.references.get(name, name)}"
+
+    def find(self, path: str) -> Path:
+        """A path of the recipe: as given (absolute, or from the current folder), else from the recipe's own folder."""
+        return _find(path, self.source)
+
+
+def _find(path: str, source: Path | None) -> Path:
+    given = _path(path, source)
+    if not given.exists() and source is not None and (source.parent / given).exists():
+        return source.parent / given
+    return given
+
+
+def _path(text: str, source: Path | None) -> Path:
+    """A path. Refused is what no file could be called: with a null byte, in thousands of letters, from the home of nobody."""
+    try:
+        if "\0" in text:
+            raise ValueError("it holds a null byte")
+        path = Path(text).expanduser()
+        path.exists()
+    except (OSError, RuntimeError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error).rstrip(".")
+        raise RecipeError(f"{source or 'recipe'}: {text[:100]!r} cannot be a path: {why}.") from None
+    return path
+
+
+def recipe_folders() -> list[Path]:
+    """Where shipped recipes are: the checkout's recipes/ when there is one, else the copy inside the wheel."""
+    package = Path(__file__).resolve().parents[1]
+    checkout = package.parent.parent / "recipes"
+    return [folder for folder in (checkout, package / "recipes") if folder.is_dir()][:1]
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """Name -> path of every shipped recipe."""
+    return {path.stem: path for folder in recipe_folders() for path in sorted(folder.glob("*.yaml"))}
+
+
+def find_recipe(name: str) -> Path:
+    """A path to a recipe file, or the name of a shipped one.
+
+    Raises:
+        RecipeError: There is no such file and no such shipped recipe.
+    """
+    path = _path(name, None)
+    if path.is_file():
+        return path
+    shipped = shipped_recipes()
+    stem = path.stem if path.suffix in (".yaml", ".yml") and path.parent.name in ("", "recipes") else name
+    if stem in shipped and (path.parent == Path() or path.parent.name == "recipes"):
+        return shipped[stem]
+    kind = "a folder" if path.is_dir() else "no such file"
+    raise RecipeError(f"{name}: {kind}, and no shipped recipe has this name.{did_you_mean(stem, shipped)}")
+
+
+def load_recipe(
+    name: str,
+    overrides: Iterable[str] = (),
+    with_plugins: Iterable[str] = (),
+    without_plugins: Iterable[str] = (),
+) -> Recipe:
+    """Read a recipe file and apply what the command line adds.
+
+    Args:
+        name: A path, or a shipped recipe's name.
+        overrides: Dotlist items such as ``train.lr=1e-4`` or ``plugins.amp.dtype=fp16``.
+        with_plugins: Plugins to add, as a recipe lists them (those that are there already stay as they are).
+        without_plugins: Plugins to leave out, default ones included.
+
+    Raises:
+        RecipeError: The file cannot be read, or something in it cannot be; names file, key, what was expected.
+    """
+    path = find_recipe(name)
+    references: dict[str, str] = {}
+    tree = _read(path, (), references)
+    for plugin in with_plugins:
+        name = _name(plugin, "--with", path, references)
+        tree["plugins"][name] = tree["plugins"].get(name) or {}
+    listed = set(tree["plugins"])
+    tree = _apply(tree, overrides, str(path), references)
+    overridden = [name for name in tree["plugins"] if name not in listed]
+    for plugin in without_plugins:
+        tree["plugins"][_name(plugin, "--without", path, {})] = False
+    tree["plugins"] = {references.get(name, name): options for name, options in tree["plugins"].items()}
+    recipe = make_recipe(tree, path)
+    for name in overridden:
+        if recipe.plugins[name] is not False and not defaults()[name].load().activates(recipe):
+            raise RecipeError(
+                f"{path}: plugins.{name}: an override sets its options, but the recipe does not list it, and it is not on by default here. "
+                f"Add it with --with {name}."
+            )
+    return recipe
+
+
+def make_recipe(tree: Mapping[str, Any], source: Path | None = None) -> Recipe:
+    """A typed recipe from plain mappings.
+
+    Raises:
+        RecipeError: As ``load_recipe``.
+    """
+    where = str(source) if source else "recipe"
+    secrets.remember(tree, where)
+    for key in tree:
+        if key not in SECTIONS:
+            raise RecipeError(f"{where}: {key}: no such section.{did_you_mean(str(key), (*SECTIONS, 'extends'))}")
+    for section in ("model", "data"):
+        if not isinstance(tree.get(section) or {}, Mapping):
+            raise RecipeError(f"{where}: {section}: found {tree[section]!r}, expected a mapping such as {{name: ...}}.")
+    output = tree.get("output") or (f"runs/{source.stem}" if source else "runs/run")
+    if not isinstance(output, str):
+        raise RecipeError(f"{where}: output: found {output!r}, expected the path of a folder.")
+    _path(output, source)
+    references: dict[str, str] = {}
+    return Recipe(
+        model=dict(tree.get("model") or {}),
+        data=dict(tree.get("data") or {}),
+        train=parse(Train, tree.get("train"), f"{where}: train"),
+        plugins=_plugins_by_name(tree.get("plugins"), where, source, references),
+        output=output,
+        references=references,
+        source=source,
+    )
+
+
+def _read(path: Path, seen: tuple[Path, ...], references: dict[str, str]) -> dict[str, Any]:
+    """One file with what it extends, as plain containers, ``plugins`` by name; fills in ``references``."""
+    if path.resolve() in seen:
+        raise RecipeError(f"{path}: extends: goes round in a circle: {' -> '.join(map(str, (*seen, path)))}.")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path}: cannot be read: {error}.") from None
+    tree = plain.load(text, str(path))
+    if not isinstance(tree, dict) or not tree:
+        raise RecipeError(f"{path}: expected a mapping with the sections {', '.join(SECTIONS)}.")
+    secrets.remember(tree, str(path))
+    tree["plugins"] = _plugins_by_name(tree.get("plugins"), str(path), path, references)
+    base = tree.pop("extends", None)
+    if base is None:
+        return tree
+    if not isinstance(base, str):
+        raise RecipeError(f"{path}: extends: found {base!r}, expected one recipe's path or name.")
+    beside = path.parent / _path(base, path)
+    home = beside if beside.is_file() else find_recipe(base)
+    inherited: dict[str, str] = {}
+    parent = _read(home, (*seen, path.resolve()), inherited)
+    for name, reference in inherited.items():
+        references.setdefault(name, reference if home.parent == path.parent else anchored(reference, home.parent))
+    merged: dict[str, Any] = _merge(parent, {section: value for section, value in tree.items() if value is not None})
+    return merged
+
+
+def anchored(value: Any, home: Path) -> Any:
+    """The same value with paths that are found beside a recipe in ``home`` alone made absolute: for a recipe that lies elsewhere."""
+    if isinstance(value, Mapping):
+        return {key: anchored(item, home) for key, item in value.items()}
+    if isinstance(value, list):
+        return [anchored(item, home) for item in value]
+    if not isinstance(value, str):
+        return value
+    path, colon, name = value.rpartition(":") if ".py:" in value else (value, "", "")
+    beside = home / path
+    return f"{beside.resolve()}{colon}{name}" if path and not Path(path).exists() and beside.exists() else value
+
+
+def _merge(base: Any, top: Any) -> Any:
+    if not isinstance(base, Mapping) or not isinstance(top, Mapping):
+        return top
+    return {**base, **{key: _merge(base.get(key), value) for key, value in top.items()}}
+
+
+def _refuse_resolvers(tree: Any, where: str) -> None:
+    """``${key}`` is fine. ``${oc.env:HOME}`` is not: a recipe is data, and means the same on every machine and to whoever reads it."""
+    if isinstance(tree, Mapping):
+        for key, value in tree.items():
+            _refuse_resolvers(value, f"{where}.{key}")
+    elif isinstance(tree, list):
+        for index, value in enumerate(tree):
+            _refuse_resolvers(value, f"{where}[{index}]")
+    elif isinstance(tree, str) and (found := _RESOLVER.search(tree)):
+        raise RecipeError(f"{where}: found {found[0]!r}. Expected ${{...}} with the name of another key of the recipe in it, and no more.")
+
+
+def _name(reference: str, where: str, source: Path | None, references: dict[str, str]) -> str:
+    """The name of the plugin that a reference lists; another reference than the name is kept in ``references``, where it is the first.
+
+    Raises:
+        RecipeError: There is no such file, or no such plugin in it.
+    """
+    if (parts := split(reference)) is not None:
+        name = _name_in_file(*parts, where=f"{where}: {reference}", source=source)
+    else:
+        name = reference.rpartition(":")[2]
+    if reference != name:
+        references.setdefault(name, reference)
+    return name
+
+
+def _name_in_file(file: str, cls: str, where: str, source: Path | None) -> str:
+    path = _find(file, source)
+    try:
+        found = read(path)
+    except OSError:
+        beside = " nor beside the recipe" if source else ""
+        raise RecipeError(f"{where}: there is no file {file} that can be read, in the current folder{beside}.") from None
+    except SyntaxError as error:
+        raise RecipeError(f"{where}: {path}, line {error.lineno}: not valid Python: {error.msg}.") from None
+    plugins = found.plugins()
+    if cls and cls not in plugins:
+        what = "has no literal `name`, or no base class" if cls in found.classes else "is not a class of the file"
+        raise RecipeError(f"{where}: {cls} {what}.{did_you_mean(cls, plugins)}")
+    if not plugins:
+        classes = f"It has the classes {', '.join(found.classes)}. " if found.classes else ""
+        raise RecipeError(f'{where}: the file holds no plugin. {classes}Expected a subclass of fastloop.Plugin with `name = "..."`.')
+    if not cls and len(plugins) > 1:
+        raise RecipeError(f"{where}: the file holds several plugins. Say which: {' or '.join(f'{file}:{known}' for known in plugins)}.")
+    return plugins[cls] if cls else next(iter(plugins.values()))
+
+
+def _plugins_by_name(
+    plugins: Any, where: str, source: Path | None, references: dict[str, str]
+) -> dict[str, dict[str, Any] | Literal[False]]:
+    """The list of the recipe as a mapping: overrides address plugins by name, and a name stands once. Fills in ``references``."""
+    if plugins is None:
+        return {}
+    if isinstance(plugins, Mapping):
+        items = list(plugins.items())
+    elif isinstance(plugins, list):
+        items = []
+        for index, entry in enumerate(plugins):
+            if isinstance(entry, str):
+                items.append((entry, {}))
+            elif isinstance(entry, Mapping) and len(entry) == 1:
+                items.append(next(iter(entry.items())))
+            else:
+                raise RecipeError(f"{where}: plugins[{index}]: found {entry!r}, expected a name or one {{name: {{option: value}}}}.")
+    else:
+        raise RecipeError(f"{where}: plugins: found {plugins!r}, expected a list of names.")
+    found: dict[str, dict[str, Any] | Literal[False]] = {}
+    for reference, options in items:
+        name = _name(str(reference), f"{where}: plugins", source, references)
+        if name in found:
+            raise RecipeError(f"{where}: plugins: {name!r} is listed twice. Remove one.")
+        if options is not None and options is not False and not isinstance(options, Mapping):
+            raise RecipeError(f"{where}: plugins.{reference}: found {options!r}, expected a mapping of options, or false to leave it out.")
+        found[name] = False if options is False else dict(options or {})
+    return found
+
+
+def _apply(tree: dict[str, Any], overrides: Iterable[str], where: str, references: Mapping[str, str]) -> dict[str, Any]:
+    """Overrides, then OmegaConf's interpolations (``${train.lr}``). Plugins are by name before and after."""
+    import yaml
+    from omegaconf import OmegaConf
+    from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+    for section, value in tree.items():
+        _refuse_resolvers(value, f"{where}: {section}")
+    config = OmegaConf.create(tree)
+    for item in overrides:
+        key, equals, value = item.partition("=")
+        if not equals or not key:
+            raise RecipeError(f"{item}: not an override. Expected key=value, such as train.lr=1e-4.")
+        head, _, rest = key.partition(".")
+        if head not in SECTIONS:
+            raise RecipeError(f"{item}: there is no section {head!r}.{did_you_mean(head, SECTIONS)}")
+        for listed, reference in references.items():
+            if head == "plugins" and rest.startswith(f"{reference}."):
+                rest = listed + rest.removeprefix(reference)
+                item = f"plugins.{rest}={value}"
+        name = rest.partition(".")[0]
+        if head == "plugins" and not name:
+            raise RecipeError(f"{item}: expected plugins.NAME.OPTION=value. Plugins are added by --with, and left out by --without.")
+        on_by_default = [plugin for plugin in defaults() if plugin not in tree["plugins"]]
+        if head == "plugins" and not isinstance(tree["plugins"].get(name), Mapping) and name not in on_by_default:
+            there = [plugin for plugin, options in tree["plugins"].items() if options is not False]
+            there += difflib.get_close_matches(name, on_by_default)
+            raise RecipeError(f"{item}: the recipe {where} does not list {name!r}.{did_you_mean(name, there)} Add it with --with {name}.")
+        _refuse_resolvers(item, key)
+        secrets.remember({key.rpartition(".")[2]: value}, key)
+        try:
+            plain.check(value, item)
+            config = OmegaConf.merge(config, OmegaConf.from_dotlist([item]))  # type: ignore[assignment]
+        except (OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
+            raise RecipeError(f"{item}: cannot be applied to {where}: {str(error).splitlines()[0]}.") from None
+    try:
+        resolved: dict[str, Any] = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
+    except MissingMandatoryValue as error:
+        raise RecipeError(f"{where}: {error.full_key}: found '???', which stands for a value to fill in. Set it.") from None
+    except (OmegaConfBaseException, RecursionError) as error:
+        raise RecipeError(f"{where}: {str(error).splitlines()[0]}.") from None
+    resolved["plugins"] = _plugins_by_name(resolved.get("plugins"), where, None, {})
+    return resolved

@@ -1,0 +1,1 @@
+"""The clock, the regions of the loop and the hardware of a run."""

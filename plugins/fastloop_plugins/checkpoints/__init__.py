@@ -1,0 +1,1 @@
+"""Which checkpoints are kept, and how they are written."""

@@ -1,0 +1,148 @@
+"""Keeps the weights that evaluated best, and puts them back for the final test and the exported model.
+
+    plugins:
+      - checkpoint-best: {monitor: accuracy, keep: 1}
+
+They lie in ``checkpoints/best-*`` of the run folder, which the rotation of resume checkpoints does not touch.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from fastloop import Plugin, UsageError, hookimpl, option
+from fastloop.errors import SaveError
+from fastloop_plugins.training._monitor import Monitor
+
+if TYPE_CHECKING:
+    from fastloop import Run
+
+logger = logging.getLogger("fastloop")
+
+
+class CheckpointBest(Plugin):
+    """The best weights by a metric of the evaluation."""
+
+    name = "checkpoint-best"
+    parity = "exact"
+    runs_after = ("ema",)  # inside its wrapper: the weights kept are those that were evaluated
+    configures = "keeps the best weights, and ends with them"
+
+    @dataclass(kw_only=True)
+    class Config:
+        """Options."""
+
+        monitor: Annotated[str, option("Metric of the evaluation.")] = "loss"
+        mode: Annotated[Literal["auto", "min", "max"], option("Whether smaller or larger is better; auto tells by the name.")] = "auto"
+        keep: Annotated[int, option("How many of the best to keep.", ge=1)] = 1
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.monitor = Monitor(self.name, self.config.monitor, self.config.mode)
+        self.kept: list[tuple[int, float]] = []  # (step, value), best first
+        self.saved: dict[int, list[int]] = {}  # step of a resume checkpoint -> steps of the best then: it must find their folders
+
+    @hookimpl
+    def check_run(self, run: Run) -> None:
+        self.monitor.check(run)
+
+    @hookimpl
+    def before_fit(self, run: Run) -> None:
+        from fastloop import checkpoint
+
+        for step, value in list(self.kept):
+            if wrong := checkpoint.damage(run.folder / self.path(step)):
+                logger.warning("checkpoint-best: %s is lost: %s", self.path(step), wrong)
+                self.kept.remove((step, value))
+                run.state.best = self.best()
+        self.tidy(run)  # a killed run may have kept more than its newest checkpoint knows
+
+    @hookimpl(wrapper=True)
+    def evaluate(self, run: Run, split: str) -> Generator[None, dict[str, float], dict[str, float]]:
+        metrics = yield
+        if split == "evaluate":
+            self.consider(run, self.monitor.read(metrics))
+        return metrics
+
+    @hookimpl
+    def after_fit(self, run: Run) -> None:
+        if not self.kept:
+            logger.warning("checkpoint-best: no evaluation gave a %s that is a number: the last weights stay", self.monitor.name)
+            return
+        from fastloop import checkpoint
+
+        path = run.folder / self.path(self.kept[0][0])
+        run.wait()  # for the main process to have written them
+        if wrong := checkpoint.damage(path):
+            raise UsageError(f"{path}: the best weights cannot be used: {wrong}.")
+        run.hooks.load_model_state(run=run, state=checkpoint.read(path)[0])
+        self.saved = {}
+        self.tidy(run)
+
+    @hookimpl
+    def save_state(self, run: Run) -> dict[str, Any]:
+        stay: list[int] = []  # the checkpoints that are there once this one is
+        if run.is_main:
+            now = run.state.step
+            self.saved[now] = list(dict.fromkeys([*self.saved.get(now, ()), *(step for step, _ in self.kept)]))
+            stay = sorted(self.saved.keys() & {now, *self.there(run)})[-run.recipe.train.keep_checkpoints :]
+        return {"kept": self.kept, "saved": {step: self.saved[step] for step in stay}}
+
+    @hookimpl
+    def load_state(self, run: Run, state: dict[str, Any]) -> None:
+        self.kept, self.saved = state["kept"], state["saved"]
+
+    @staticmethod
+    def path(step: int) -> str:
+        """Where a step's weights are, from the run folder."""
+        return f"checkpoints/best-{step:08d}"
+
+    @staticmethod
+    def there(run: Run) -> list[int]:
+        """The steps of the checkpoints to resume from."""
+        from fastloop import checkpoint
+
+        return [int(path.name.removeprefix("step-")) for path in checkpoint.checkpoints(run.folder)]
+
+    def consider(self, run: Run, value: float) -> None:
+        """Keep the weights in place when they are among the best."""
+        from fastloop import checkpoint
+
+        step = run.state.step
+        worst = self.kept[-1][1] if len(self.kept) == self.config.keep else None
+        if not self.monitor.better(value, worst):
+            return
+        weights = run.weights()
+        if run.is_main:
+            try:
+                checkpoint.write(run.folder / self.path(step), weights, {"step": step, "value": value})
+            except SaveError as error:
+                run.save_failure = str(error)
+        if any(run.gather(run.save_failure)):  # it is not kept: on all processes
+            return
+        place = next((index for index, (_, old) in enumerate(self.kept) if self.monitor.better(value, old)), len(self.kept))
+        self.kept.insert(place, (step, value))
+        del self.kept[self.config.keep :]
+        self.tidy(run)
+        run.state.best = self.best()
+
+    def best(self) -> dict[str, Any] | None:
+        """For ``run.state``."""
+        return {"step": self.kept[0][0], "value": self.kept[0][1], "path": self.path(self.kept[0][0])} if self.kept else None
+
+    def tidy(self, run: Run) -> None:
+        """Remove what is no longer among the best; only after the new one is whole."""
+        if not run.is_main:
+            return
+        there = self.there(run)
+        self.saved = {step: best for step, best in self.saved.items() if step in there or step > max(there, default=-1)}  # or under way
+        wanted = {step for step, _ in self.kept}.union(*self.saved.values())
+        folders = run.folder / "checkpoints"
+        numbered = [folder for folder in folders.glob("best-*") if folder.name.removeprefix("best-").isdecimal()]
+        unwanted = [folder for folder in numbered if int(folder.name.removeprefix("best-")) not in wanted]
+        for folder in (*unwanted, *folders.glob(".best-*.partial")):
+            shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,1 @@
+"""Loading, ordering and packing samples."""

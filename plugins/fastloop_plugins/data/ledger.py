@@ -1,0 +1,190 @@
+"""Keeps a ledger of the samples trained on, and checks that each came exactly once an epoch.
+
+    plugins:
+      - ledger: {on_violation: error}
+
+``ledger/rank-R.jsonl`` in the run folder has a line for each optimizer step of process R: ``step`` and ``epoch`` (both from 0), and
+for each micro-batch its data-loader ``worker`` (-1: the process itself) and sample ``ids``: indices of a map-style dataset, positions in
+an iterable one. At an epoch's end the main process checks the ids of all; an epoch that is cut short must have none twice. Several
+machines must share the run folder.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from collections import Counter
+from dataclasses import dataclass
+from operator import length_hint
+from typing import IO, TYPE_CHECKING, Annotated, Any, Literal
+
+from fastloop import FastloopError, Plugin, PluginError, hookimpl, option
+from fastloop_plugins.data._ledger_files import Files, check
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from fastloop import Batch, Run
+
+logger = logging.getLogger("fastloop")
+
+
+class LedgerError(FastloopError):
+    """Samples of an epoch did not come, or came more than once."""
+
+
+class Ledger(Plugin):
+    """Which samples each process and worker trained on."""
+
+    name = "ledger"
+    parity = "exact"
+    configures = "records sample ids, and checks that each comes once an epoch"
+
+    @dataclass(kw_only=True)
+    class Config:
+        """Options."""
+
+        on_violation: Annotated[Literal["error", "warn"], option("What to do when samples are missing or came more than once.")] = "error"
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.file: IO[str] | None = None
+        self.loaded = False
+        self.unrecorded = -1  # the epoch whose beginning is not in the ledger
+        self.totals = {"epochs": 0, "missing": 0, "repeated": 0, "unknown": 0}  # of what was checked, on the main process
+        self.readers: Counter[tuple[int, int]] = Counter()  # (rank, worker) -> samples
+
+    @hookimpl
+    def load_state(self, run: Run, state: dict[str, Any]) -> None:
+        self.loaded, self.unrecorded, self.totals = True, state["unrecorded"], dict(state["totals"])
+        self.readers = Counter({(rank, worker): samples for rank, worker, samples in state["readers"]})
+
+    @hookimpl
+    def check_run(self, run: Run) -> None:
+        sampler, dataset = run.train_loader.sampler, run.datasets["train"]
+        if sampler is not None and sampler.fingerprint() and len(set(sampler.order())) < len(dataset):
+            raise PluginError(
+                f"{run.recipe.where}: plugins.ledger: the training order leaves samples out or repeats some (drop_last or a sampler), and "
+                "ledger checks that every sample comes once an epoch. Leave ledger out, or give a loader that takes each sample once."
+            )
+
+    @hookimpl
+    def before_fit(self, run: Run) -> None:
+        self.files = files = Files(run.folder / "ledger")
+        dataset = run.datasets["train"]
+        self.has_ids = run.train_loader.stream is None or not getattr(dataset, "shards_itself", False)
+        if run.is_main:
+            self._open(run)
+            if not self.has_ids:
+                logger.warning("ledger: %s shards itself: its samples have no ids to check, and are only counted", type(dataset).__name__)
+        run.wait()  # the folder is there
+        if run.rank in files.ranks():
+            files.cut(run.rank, run.state.step)
+        self.file = files.path(run.rank).open("a")
+
+    def _open(self, run: Run) -> None:
+        """Make the folder; when a run goes on, with what was recorded before."""
+        files = self.files
+        if run.found is not None:
+            source = run.found[0].resolve().parent.parent / "ledger"
+            if source.is_dir() and source != files.folder.resolve():  # it goes on in another folder
+                shutil.copytree(source, files.folder, dirs_exist_ok=True)
+        files.folder.mkdir(exist_ok=True)
+        for rank in files.ranks():
+            if rank >= run.world_size:  # it was on more processes; what they recorded counts
+                files.cut(rank, run.state.step)
+        if run.state.epoch_samples and not (self.loaded and files.ranks()):
+            self.unrecorded = run.state.epoch
+            logger.warning("ledger: the beginning of epoch %d is not recorded: it is only checked for repeated samples", run.state.epoch)
+
+    @hookimpl
+    def before_epoch(self, run: Run) -> None:
+        self.start = run.state.samples - run.state.epoch_samples
+
+    @hookimpl
+    def before_step(self, run: Run, batches: list[Batch]) -> None:
+        assert self.file is not None
+        rows = [
+            {"worker": batch.worker} | ({"ids": batch.ids} if self.has_ids else {"samples": batch.samples})
+            for batch in batches
+            if batch.samples  # else it is only here to compute along
+        ]
+        line = {"step": run.state.step, "epoch": run.state.epoch, "batches": rows}
+        self.file.write(json.dumps(line, separators=(",", ":")) + "\n")
+        self.file.flush()  # a process that is killed leaves all its lines
+
+    @hookimpl
+    def after_epoch(self, run: Run) -> None:
+        self._judge(run, run.state.epoch - 1, run.state.samples - self.start, done=True)
+
+    @hookimpl
+    def after_fit(self, run: Run) -> None:
+        if run.state.epoch_samples:
+            self._judge(run, run.state.epoch, run.state.epoch_samples, done=False)
+
+    @hookimpl
+    def save_state(self, run: Run) -> dict[str, Any]:
+        if self.file is not None:
+            os.fsync(self.file.fileno())  # no checkpoint is ahead of the ledger, even when the machine goes down
+        readers = [[*reader, samples] for reader, samples in self.readers.items()]
+        return {"totals": self.totals, "readers": readers, "unrecorded": self.unrecorded}
+
+    @hookimpl
+    def write_summary(self, run: Run, summary: dict[str, Any]) -> None:
+        ranks = range(1 + max((rank for rank, _ in self.readers), default=-1))
+        workers = [{str(worker): samples for (of, worker), samples in sorted(self.readers.items()) if of == rank} for rank in ranks]
+        by_rank = [sum(samples.values()) for samples in workers]
+        summary["ledger"] = {"samples": sum(by_rank), **self.totals, "by_rank": by_rank, "by_worker": workers}
+        if self.file is not None:
+            self.file.close()
+            self.file = None
+
+    def _judge(self, run: Run, epoch: int, samples: int, done: bool) -> None:
+        """The main process checks an epoch, and all processes act on what it found.
+
+        Raises:
+            LedgerError: Samples are missing or came more than once; on every process.
+        """
+        run.wait()  # all have written
+        wrong = ""
+        if run.is_main:
+            try:
+                wrong = self._check(run, epoch, samples, done)
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                wrong = f"{self.files.folder} cannot be read: {type(error).__name__}: {error}"
+        wrong = run.gather(wrong)[0]
+        if not wrong:
+            return
+        message = f"plugin 'ledger': epoch {epoch}: {wrong}. Every sample must come once an epoch. What came is in {self.files.folder}."
+        if self.config.on_violation == "error":
+            raise LedgerError(message)
+        if run.is_main:
+            logger.warning("%s", message)
+
+    def _check(self, run: Run, epoch: int, samples: int, done: bool) -> str:
+        """What is wrong with an epoch of which ``samples`` were trained on, in words."""
+        stream = run.train_loader.stream is not None
+        size = length_hint(run.datasets["train"], samples) if done or not stream else samples
+
+        def ids() -> Iterator[list[int]]:
+            for rank, _, batch in self.files.batches(epoch):
+                self.readers[rank, batch["worker"]] += len(batch["ids"]) if self.has_ids else batch["samples"]
+                yield batch.get("ids", [])
+
+        if absent := set(range(run.world_size)) - set(self.files.ranks()):
+            return f"{self.files.path(min(absent)).name} is not there (machines must share the run folder)"
+        recorded = self.has_ids and epoch != self.unrecorded
+        found = check(ids(), size, complete=recorded and (done or stream))
+        for name, count in (
+            ("epochs", done),
+            ("missing", len(found.missing)),
+            ("repeated", len(found.repeated)),
+            ("unknown", found.unknown),
+        ):
+            self.totals[name] += count
+        wrong = found.text(self.files, epoch)
+        if done:
+            self.files.epoch_ended()
+        return wrong

@@ -1,0 +1,191 @@
+"""Puts samples of like length into one batch, so that little padding is computed.
+
+    plugins:
+      - length-bucketing: {window: 100, max_tokens: 8192, multiple: 32}
+
+Samples are shuffled, sorted by length inside windows of so many batches, and the batches are shuffled again: nearly all padding goes,
+and the order stays random from epoch to epoch. Every sample comes once, whatever the number of processes, and a run resumes inside an
+epoch. Evaluation goes by length altogether: its metrics are sums. For map-style datasets whose samples have ``input_ids``, or that have
+``lengths``.
+
+With ``max_tokens`` a device computes at most so many tokens at once, padding included: long samples come in small micro-batches, short ones
+in large ones. Steps still take ``train.batch_size`` samples, so what is trained stays the same. ``multiple`` bounds shapes (CUDA: 64).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+from fastloop import DataLoaderDraft, Plugin, PluginError, Win, hookimpl, option
+from fastloop.runtime import hardware as machine
+from fastloop_plugins.data._shapes import MULTIPLE
+
+if TYPE_CHECKING:
+    from torch import Generator
+
+    from fastloop import Run
+    from fastloop.estimates import Seen
+    from fastloop.recipe import Recipe
+
+logger = logging.getLogger("fastloop")
+
+
+class LengthBucketing(Plugin):
+    """Batches of like length."""
+
+    name = "length-bucketing"
+    parity = "changes-training"
+    runs_after = ("compile",)  # which asks for a multiple of its own
+    configures = "makes batches of samples of like length"
+    kind = ""  # of the device
+
+    @dataclass(kw_only=True)
+    class Config:
+        """Options."""
+
+        window: Annotated[int, option("Batches among whose samples lengths are matched: more is less padding and less chance.", ge=2)] = 100
+        max_tokens: Annotated[int | None, option("Tokens of a device's batch at most, padding included; null: no limit.", ge=1)] = None
+        multiple: Annotated[int | None, option("Pad lengths to a multiple of this; null: as others ask, else 64 on CUDA.", ge=1)] = None
+
+    @classmethod
+    def forecast(cls, seen: Seen, recipe: Recipe) -> Win | None:
+        if {cls.name, "packing"} & recipe.plugins.keys() or not seen.longest or recipe.data.get("padding") == "max_length":
+            return None
+        padding = 1 - seen.real / seen.longest
+        return Win(
+            seconds=0.8 * padding * seen.computing,  # batches of like length still differ a little
+            why=f"{padding:.0%} of the tokens in a batch are padding to its longest sample.",
+        )
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.known: dict[int, Sequence[int]] = {}  # id of a dataset -> its lengths
+
+    @hookimpl
+    def check_recipe(self, recipe: Recipe) -> None:
+        self.kind = machine.this_machine(recipe.train.device).device
+        if self.config.max_tokens is None:
+            return
+        where = f"{recipe.where}: plugins.length-bucketing.max_tokens"
+        if recipe.train.device_batch_size is not None:
+            raise PluginError(
+                f"{where}: train.device_batch_size is set too, and both say what a device computes at once. "
+                "Remove one of them: train.device_batch_size=null, or plugins.length-bucketing.max_tokens=null."
+            )
+        if recipe.data.get("padding") == "max_length":
+            raise PluginError(f"{where}: with data.padding: max_length all batches are padded alike. Set data.padding: longest.")
+
+    @hookimpl
+    def configure_dataloader(self, draft: DataLoaderDraft) -> None:
+        draft.arrange, self.draft = self.arrange, draft
+        if self.config.multiple is not None:
+            draft.pad_to_multiple_of = self.config.multiple
+        elif self.kind == "cuda" and draft.pad_to_multiple_of is None:
+            draft.pad_to_multiple_of = MULTIPLE
+        if self.config.max_tokens is not None:
+            draft.split = self.split
+
+    @hookimpl
+    def check_run(self, run: Run) -> None:
+        where, limit = f"{run.recipe.where}: plugins.length-bucketing", self.config.max_tokens
+        for split, loader in {"train": run.train_loader, **(run.eval_loaders if limit else {})}.items():
+            dataset: Any = loader.dataset
+            if loader.sampler is None:
+                raise PluginError(f"{where}: {split}: {type(dataset).__name__} is iterable: its order is its own. Leave this out.")
+            lengths = self.lengths(dataset)
+            longest = max(range(len(lengths)), key=lengths.__getitem__)
+            if limit is not None and (width := self.width(lengths[longest])) > limit:
+                padded = f", padded to {width}" * (width > lengths[longest])
+                raise PluginError(
+                    f"{where}.max_tokens: sample {longest} of the {split} split has {lengths[longest]} tokens{padded}, and {limit} are "
+                    f"allowed. Set it to {width} or more, or cut samples to {limit // self.width(1) * self.width(1) or limit} "
+                    "(texts: data.max_length)."
+                )
+        lengths = self.lengths(run.datasets["train"])
+        if min(lengths) == max(lengths):
+            logger.warning("length-bucketing: all samples are of length %d: there is nothing to match", lengths[0])
+            return
+        sampler: Any = run.train_loader.sampler
+        ids, size = sampler.order(), sampler.batch_size
+        steps = [sampler.micro_batches(ids[first : first + size]) for first in range(0, len(ids), size)]
+        plain = [list(range(first, min(first + run.device_batch_size, len(ids)))) for first in range(0, len(ids), run.device_batch_size)]
+        shapes = self.shapes(lengths, (batch for step in steps for batch in step))
+        share, before = (self.padding(lengths, found) for found in (shapes, self.shapes(lengths, plain)))
+        logger.info("length-bucketing: %.0f%% of what is computed is padding, instead of %.0f%%", 100 * share, 100 * before)
+        logger.info(
+            "length-bucketing: %d shapes in %d micro-batches (%.1f a step), %d widths",
+            len(shapes), sum(shapes.values()), sum(shapes.values()) / len(steps), len({width for _, width in shapes}),
+        )  # fmt: skip
+
+    def shapes(self, lengths: Sequence[int], batches: Iterable[list[int]]) -> Counter[tuple[int, int]]:
+        """(samples, width) -> how many batches of that shape there are."""
+        return Counter((len(batch), self.width(max(lengths[index] for index in batch))) for batch in batches)
+
+    def padding(self, lengths: Sequence[int], shapes: Counter[tuple[int, int]]) -> float:
+        """The share of padding in what is computed in an epoch."""
+        return 1 - sum(lengths) / sum(samples * width * count for (samples, width), count in shapes.items())
+
+    def width(self, length: int) -> int:
+        """How wide a batch is whose longest sample has this length."""
+        multiple = self.draft.pad_to_multiple_of or 1
+        return -(-length // multiple) * multiple
+
+    def split(self, dataset: Any, ids: list[int], processes: int) -> list[list[int]]:
+        """Micro-batches within ``max_tokens``, no fewer than keep all processes busy; see ``DataLoaderDraft.split``."""
+        lengths, limit = self.lengths(dataset), self.config.max_tokens
+        ids = sorted(ids, key=lambda index: -lengths[index])
+        parts: list[list[int]] = []
+        while ids:
+            fit = max(limit // self.width(max(lengths[ids[0]], 1)), 1)
+            parts.append(ids[:fit])
+            ids = ids[fit:]
+
+        def cost(part: list[int]) -> int:
+            return len(part) * self.width(lengths[part[0]])
+
+        while len(parts) % processes and max(map(len, parts)) > 1:
+            largest = max((part for part in parts if len(part) > 1), key=cost)
+            parts.remove(largest)
+            half = (len(largest) + 1) // 2
+            parts += [largest[:half], largest[half:]]
+        return sorted(parts, key=cost, reverse=True)  # those that are computed side by side are alike
+
+    def arrange(self, dataset: Any, ids: list[int], batch_size: int, generator: Generator | None) -> list[int]:
+        """Like lengths together; see ``DataLoaderDraft.arrange``."""
+        import torch
+
+        lengths = self.lengths(dataset)
+
+        def by_length(ids: list[int]) -> list[int]:
+            return sorted(ids, key=lambda index: -lengths[index])
+
+        if generator is None:
+            return by_length(ids)
+        whole = len(ids) // batch_size * batch_size
+        batches = []
+        for start in range(0, whole, self.config.window * batch_size):
+            window = by_length(ids[start : min(start + self.config.window * batch_size, whole)])
+            batches += [window[first : first + batch_size] for first in range(0, len(window), batch_size)]
+        shuffled = [batches[index] for index in torch.randperm(len(batches), generator=generator).tolist()]
+        return [index for batch in [*shuffled, by_length(ids[whole:])] for index in batch]  # a short batch can only be the last
+
+    def lengths(self, dataset: Any) -> Sequence[int]:
+        """The length of each sample, looked up once.
+
+        Raises:
+            PluginError: Samples have none.
+        """
+        if id(dataset) not in self.known:
+            found = getattr(dataset, "lengths", None)
+            try:
+                self.known[id(dataset)] = list(found) if found is not None else [len(dataset[i]["input_ids"]) for i in range(len(dataset))]
+            except (TypeError, KeyError, IndexError):
+                raise PluginError(
+                    f"plugin 'length-bucketing': {type(dataset).__name__} has no lengths. "
+                    "Give it an attribute `lengths`, a number for each sample, or samples that are mappings with `input_ids`."
+                ) from None
+        return self.known[id(dataset)]

@@ -1,0 +1,189 @@
+"""Puts the sequences of a batch end to end in one row, so that no padding is computed, and none sees another.
+
+    plugins:
+      - packing
+
+Samples, batches and order stay as they are; only the shape is another: (1, all tokens) instead of (samples, longest). Positions restart
+with each sequence, attention is computed for each by itself, and one that is classified is so by its first token. With
+``length-bucketing`` little padding is left to save. For transformers models whose attention can be chosen (BERT, DistilBERT, RoBERTa,
+GPT-2, Llama and their like): before training, a few tokens are computed both ways, and a model whose results differ is refused.
+
+On CUDA in half precision one kernel computes the attention of a whole row: torch's FlashAttention, or that of the package flash-attn where
+``attention`` chose it. Rows are padded to few different numbers of tokens, so ``compile`` makes no break and few graphs, and CUDA graphs
+(``mode: reduce-overhead``) are recorded once a number. Elsewhere the attention that the model has is called once a sequence, and under
+``compile`` a graph ends at each call.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
+
+from fastloop import Plugin, PluginError, Win, hookimpl, option
+from fastloop_plugins.data._shapes import MULTIPLE, SHAPES, multiple_for
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from fastloop import Batch, Output, Run
+    from fastloop.estimates import Seen
+    from fastloop.recipe import Recipe
+    from fastloop_plugins.data._packing import PackedCollator
+
+logger = logging.getLogger("fastloop")
+
+FLASH = "flash_attention_2"
+INSIDE = {"sdpa": "sdpa", "eager": "sdpa", FLASH: "sdpa", "fast_dropout": "fast_dropout", "fastloop_blocked": "fastloop_blocked"}
+"""What a model's attention is -> what is asked for each sequence. FlashAttention, which needs CUDA, is tried out as sdpa."""
+
+
+class Packing(Plugin):
+    """Collator, attention and pooling of rows of sequences."""
+
+    name = "packing"
+    parity = "reassociated"
+    runs_after = ("first-token", "attention", "fast-dropout", "lora")
+    runs_before = ("activation-checkpointing", "slot:strategy", "compile")
+    configures = "puts the sequences of a batch end to end: no padding is computed"
+    collator: PackedCollator
+
+    @dataclass(kw_only=True)
+    class Config:
+        """Options."""
+
+        multiple: Annotated[
+            int | None,
+            option(f"Pad a row's tokens to a multiple of this; null: on CUDA for {SHAPES} shapes, else as other plugins ask.", ge=1),
+        ] = None
+
+    @classmethod
+    def forecast(cls, seen: Seen, recipe: Recipe) -> Win | None:
+
+        if cls.name in recipe.plugins or not seen.padding:
+            return None
+        return Win(
+            seconds=seen.padding * seen.computing,
+            why=f"{seen.padding:.0%} of the tokens that are computed are padding: none is, when samples lie in one row.",
+        )
+
+    @hookimpl(wrapper=True)
+    def build_collator(self, run: Run, split: str) -> Generator[None, Callable[[list[Any]], Any], Callable[[list[Any]], Batch]]:
+        from fastloop_plugins.data._packing import PackedCollator, pack_with
+
+        collate = yield
+        if split != "train":
+            return partial(pack_with, self.collator, collate)
+        self.collator = PackedCollator(collate, self.config.multiple or run.loading.pad_to_multiple_of)
+        return self.collator
+
+    @hookimpl
+    def before_prepare(self, run: Run, model: nn.Module) -> None:
+        found: Any = next((module for module in model.modules() if hasattr(module, "set_attn_implementation")), None)
+        if found is None:
+            raise PluginError(f"{run.recipe.where}: plugins.packing: {type(model).__name__} is no transformers model. Leave this out.")
+        elsewhere = any(parameter.is_meta for parameter in model.parameters())  # the main process has the weights
+        answers = run.gather(self.adapt(run, model, found, trial=not elsewhere))
+        answer = next(answer for answer in answers if answer is not None)
+        if isinstance(answer, str):
+            raise PluginError(f"{run.recipe.where}: plugins.packing: {type(found).__name__} cannot be packed: {answer}. Leave this out.")
+        self.collator.first_position = answer
+
+    def adapt(self, run: Run, model: nn.Module, found: Any, trial: bool) -> int | str | None:
+        """Prepare the model for rows, and try them out: the model's first position, or why it cannot be; None without a trial."""
+        from torch import nn
+
+        from fastloop_plugins.data import _varlen
+        from fastloop_plugins.data._packing import first_tokens, register
+
+        current, dataset = found.config._attn_implementation, run.datasets["train"]
+        longest = max(int(max(getattr(split, "lengths", [0]))) for split in run.datasets.values())
+        stack = next((module for module in found.modules() if any(isinstance(part, nn.ModuleList) for part in module.children())), None)
+        if current not in INSIDE or not getattr(found, "_supports_sdpa", False):
+            return f"its attention is {current!r}, and what is known here is {', '.join(INSIDE)}"
+        if stack is None:
+            return "it has no list of blocks"
+        if not hasattr(dataset, "__getitem__"):
+            return f"it is trained on {type(dataset).__name__}, which is iterable"
+        if longest > (chunk := getattr(found.config, "attention_chunk_size", None) or longest):
+            return f"attention looks at {chunk} tokens only, and sequences have {longest}"
+        if current != FLASH:  # which has windows
+            self.collator.longest = longest
+        found.set_attn_implementation(register(INSIDE[current]))
+        stack.register_forward_hook(first_tokens, with_kwargs=True)
+        answer = self.try_out(run, model, found) if trial else None
+        self.collator.longest = longest
+        absent = _varlen.missing(run.device, _varlen.computing_dtype(run, model), _varlen.head_size(found.config))
+        if current == FLASH or absent is None:
+            found.set_attn_implementation(FLASH if current == FLASH else _varlen.register())
+            self.collator.varlen = True
+        elif run.device.type == "cuda":
+            logger.warning("packing: attention is computed one sequence at a time, since %s", absent)
+        return answer
+
+    def try_out(self, run: Run, model: nn.Module, found: Any) -> int | str:
+        """Compute a short batch padded and packed, for each place where models let positions begin."""
+        dataset, collator = run.datasets["train"], self.collator
+        modes = [(module, module.training) for module in model.modules()]
+        model.eval()
+        try:
+            samples = [shortened(dataset[0], 12), shortened(dataset[len(dataset) - 1], 7)]
+            padded = collator.collate(samples)
+            expected = self.results(run, model, getattr(padded, "inputs", padded))
+            for collator.first_position in (0, (getattr(found.config, "pad_token_id", None) or 0) + 1):  # RoBERTa's follow the pad token
+                if same(self.results(run, model, collator(samples).inputs), expected):
+                    return collator.first_position
+        except Exception as error:  # whatever a model or a task that knows no rows may raise
+            return str(error) if isinstance(error, PluginError) else f"{type(error).__name__}: {error}"
+        finally:
+            for module, training in modes:
+                module.training = training
+        return "its results are others when sequences stand in one row"
+
+    @staticmethod
+    def results(run: Run, model: nn.Module, inputs: Mapping[str, Any]) -> Output:
+        """Of a batch, without gradients."""
+        import torch
+
+        with torch.no_grad():
+            output: Output = run.hooks.compute_loss(run=run, model=model, batch=inputs)
+        return output
+
+    @hookimpl
+    def check_run(self, run: Run) -> None:
+        lengths, sampler = getattr(run.datasets["train"], "lengths", None), run.train_loader.sampler
+        if lengths is None or sampler is None:
+            return
+        order, size = sampler.order(), sampler.batch_size
+        steps = [sampler.micro_batches(order[first : first + size]) for first in range(0, len(order), size)]
+        batches = [[int(lengths[index]) for index in batch] for step in steps for batch in step]
+        rows = [sum(batch) for batch in batches]
+        share = 1 - sum(rows) / sum(max(batch) * len(batch) for batch in batches)
+        if share < 0.02:
+            logger.warning("packing: batches have only %.1f%% of padding: there is little to leave out", 100 * share)
+        else:
+            logger.info("packing: %.0f%% of what would be computed is padding, and is left out", 100 * share)
+        if run.device.type == "cuda" and self.config.multiple is None:
+            self.collator.multiple = multiple_for(rows, run.loading.pad_to_multiple_of or MULTIPLE)
+        widths = [self.collator.width(row) for row in rows]
+        logger.info(
+            "packing: rows are padded to a multiple of %d tokens: %d shapes, %.0f%% more tokens",
+            self.collator.multiple, len(set(widths)), 100 * (sum(widths) / sum(rows) - 1),
+        )  # fmt: skip
+
+
+def shortened(sample: Mapping[str, Any], size: int) -> dict[str, Any]:
+    """A sample's first tokens."""
+    tokens = len(sample["input_ids"])
+    return {name: value[:size] if hasattr(value, "__len__") and len(value) == tokens else value for name, value in sample.items()}
+
+
+def same(output: Output, expected: Output) -> bool:
+    """Whether results differ by rounding alone, which is below 1e-6; one that ignores a boundary or a position is off by 1e-3 and more."""
+    if output.predictions is None or expected.predictions is None:  # a loss is a mean: of the rest, less is left
+        return bool((output.loss - expected.loss).abs() < 1e-5 * expected.loss.abs())
+    if output.predictions.shape != expected.predictions.shape:
+        return False
+    return bool((output.predictions - expected.predictions).norm() < 1e-4 * expected.predictions.norm())

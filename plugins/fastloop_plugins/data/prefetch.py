@@ -1,0 +1,125 @@
+"""Gets batches ready ahead of their turn: texts are tokenised once, and batches are copied to the device while it computes.
+
+    plugins:
+      - dataloader-workers
+      - prefetch: {cache: auto}
+
+Copies (CUDA): each step's batches go from page-locked memory to the device on a stream of their own while the step before is computed.
+A step is read ahead only where workers read it: what a dataset draws at random in the training process would else be drawn too early.
+
+Token ids (text tasks): kept in a folder, under a hash of the texts, the tokenizer's files and the options; later runs, and the other
+processes of one, map them from there. Where ``data.files`` and a pretrained tokenizer are the same, they read no text at all.
+``auto`` is ``fastloop/tokens`` in the user's cache folder. It can be deleted at any time.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+from fastloop import Batch, DataLoaderDraft, Plugin, PluginError, hookimpl, option
+
+if TYPE_CHECKING:
+    from fastloop import Run
+    from fastloop.recipe import Recipe
+
+logger = logging.getLogger("fastloop")
+T = TypeVar("T")
+
+
+class Prefetch(Plugin):
+    """Copies on a stream of their own, one step ahead; token ids from a cache."""
+
+    name = "prefetch"
+    parity = "exact"
+    runs_after = ("dataloader-workers",)
+    configures = "copies batches ahead (CUDA), keeps token ids"
+    kind = ""  # of the device; drafts are written without check_recipe too
+
+    @dataclass(kw_only=True)
+    class Config:
+        """Options."""
+
+        cache: Annotated[str | None, option("Folder of token ids; auto: in the user's cache; null: tokenise at each start.")] = "auto"
+
+    @hookimpl
+    def check_recipe(self, recipe: Recipe) -> None:
+        from fastloop.runtime.hardware import this_machine
+
+        self.kind = this_machine(recipe.train.device).device
+
+    @hookimpl
+    def configure_dataloader(self, draft: DataLoaderDraft) -> None:
+        if self.kind != "cuda":
+            return
+        draft.placing = self.copied if draft.num_workers else self.copied_in_turn
+
+    @hookimpl(wrapper=True)
+    def build_datasets(self, run: Run) -> Generator[None, Any, Any]:
+        from fastloop_plugins._cache import tokens_kept_in, user_cache
+
+        folder = None
+        if self.config.cache is not None:
+            folder = user_cache("tokens") if self.config.cache == "auto" else Path(self.config.cache).expanduser()
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise PluginError(
+                    f"{run.recipe.where}: plugins.prefetch.cache: {folder}: {error.strerror}. Give another folder, or null."
+                ) from None
+        with tokens_kept_in(folder):
+            return (yield)
+
+    @hookimpl
+    def check_run(self, run: Run) -> None:
+        if self.kind != "cuda":
+            logger.warning("prefetch: the device is %s: there is nothing to copy; only token ids are kept", self.kind)
+        elif not run.loading.num_workers:
+            logger.warning("prefetch: no workers read batches, so none is copied ahead. Add dataloader-workers, with num_workers from 1.")
+
+    def copied(self, steps: Iterable[list[Batch]], place: Callable[[list[Batch]], list[Batch]]) -> Iterator[list[Batch]]:
+        """Steps on the device, each handed on when the copy of the next is under way."""
+        copy, arrive = on_a_stream_of_its_own(place)
+        return map(arrive, one_ahead(map(copy, steps)))
+
+    def copied_in_turn(self, steps: Iterable[list[Batch]], place: Callable[[list[Batch]], list[Batch]]) -> Iterator[list[Batch]]:
+        """Steps on the device; a copy begins when the step is read, whatever the device still computes."""
+        copy, arrive = on_a_stream_of_its_own(place)
+        return map(arrive, map(copy, steps))
+
+
+def one_ahead(items: Iterable[T]) -> Iterator[T]:
+    """The same items; one is handed on when the next was got."""
+    waiting: deque[T] = deque()
+    for item in items:
+        waiting.append(item)
+        if len(waiting) > 1:
+            yield waiting.popleft()
+    yield from waiting
+
+
+def on_a_stream_of_its_own(place: Callable[[list[Batch]], list[Batch]]) -> tuple[Callable[..., Any], Callable[..., list[Batch]]]:
+    """``copy``, which begins to place batches and returns at once, and ``arrive``, after which what it returned can be computed with."""
+    import torch
+    from torch.utils._pytree import tree_leaves
+
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def copy(batches: list[Batch]) -> tuple[list[Batch], torch.cuda.Event]:
+        with torch.cuda.stream(stream):
+            return place(batches), stream.record_event()
+
+    def arrive(copied: tuple[list[Batch], torch.cuda.Event]) -> list[Batch]:
+        batches, done = copied
+        computing = torch.cuda.current_stream()
+        computing.wait_event(done)
+        for tensor in tree_leaves([batch.inputs for batch in batches]):
+            if isinstance(tensor, torch.Tensor):
+                tensor.record_stream(computing)  # its memory came from the other stream, which must not have it back too early
+        return batches
+
+    return copy, arrive

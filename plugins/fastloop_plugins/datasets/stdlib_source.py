@@ -1,0 +1,37 @@
+"""A corpus that every Python brings along: the source of its standard library, for a language model that trains offline.
+
+    data: {module: "fastloop_plugins.datasets.stdlib_source:stdlib_source"}
+
+One row a file; a tenth of the files is the validation split.
+"""
+
+from __future__ import annotations
+
+import sysconfig
+import zlib
+from pathlib import Path
+
+LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "pydoc_data", "encodings"}
+"""Folders that are not the standard library, or are tables and tests more than code."""
+
+
+def stdlib_source(largest: int = 100_000, validation: float = 0.1) -> dict[str, list[dict[str, str]]]:
+    """``train`` and ``validation``: one row a file, with its ``text`` and ``path``.
+
+    A file's split follows from a checksum of its path, so it is the same on every machine with this Python.
+
+    Args:
+        largest: Leave out files of more characters.
+        validation: About this share of the files.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    splits: dict[str, list[dict[str, str]]] = {"train": [], "validation": []}
+    for file in sorted(root.rglob("*.py")):
+        path = file.relative_to(root)
+        if LEFT_OUT & set(path.parts):
+            continue
+        text = file.read_text(encoding="utf-8", errors="replace")
+        if 0 < len(text) <= largest:
+            split = "validation" if zlib.crc32(path.as_posix().encode()) % 1000 < validation * 1000 else "train"
+            splits[split].append({"text": text, "path": path.as_posix()})
+    return splits

@@ -1,0 +1,1 @@
+"""Guards against bad numbers and hanging processes."""

@@ -1,0 +1,1 @@
+"""Faster operations: attention, dropout, optimizers, compilation."""

@@ -1,0 +1,77 @@
+"""Compiling a module in place, and what torch counts of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from fastloop import PluginError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from fastloop_plugins.kernels.compile import Compile
+
+logger = logging.getLogger("fastloop")
+
+
+def compile_in_place(module: nn.Module, plugin: Compile) -> None:
+    """Compile a module with a plugin's options: what calls it does not change, nor do the names of its weights.
+
+    When it cannot be compiled, ``plugin.failure`` says why, and all that the plugin compiles runs eagerly.
+    """
+    import torch
+    from torch._dynamo.exc import TorchDynamoException
+
+    eager: Callable[..., Any] = module._call_impl
+    config = plugin.config
+
+    def call(*args: Any, **kwargs: Any) -> Any:  # a frame of our own: torch skips frames that are torch's, as _call_impl is
+        return eager(*args, **kwargs)
+
+    compiled: Callable[..., Any] = torch.compile(
+        call, backend=config.backend, mode=config.mode, dynamic=config.dynamic, fullgraph=config.fullgraph
+    )
+
+    def compiled_or_eager(*args: Any, **kwargs: Any) -> Any:
+        if plugin.failure is not None:
+            return eager(*args, **kwargs)
+        try:
+            return compiled(*args, **kwargs)
+        except TorchDynamoException as error:  # the model's own errors are of other types, and go on to the caller
+            plugin.failure = " ".join(str(error).split("\n\n")[0].split())[:300]
+            if config.on_failure == "error":
+                raise PluginError(f"plugin 'compile': {type(module).__name__} cannot be compiled: {plugin.failure}") from error
+            logger.warning("compile: %s cannot be compiled and runs eagerly: %s", type(module).__name__, plugin.failure)
+            return eager(*args, **kwargs)
+
+    module._compiled_call_impl = compiled_or_eager
+
+
+def seconds() -> float:
+    """Seconds that this process has spent compiling, forward and backward, as torch counts them."""
+    from torch._dynamo import utils
+
+    return float(utils.calculate_time_spent().get("total_wall_time", 0.0))
+
+
+def counts(records: bool) -> dict[str, Any]:
+    """Graphs, recompilations and breaks since torch's counters were cleared.
+
+    Args:
+        records: Whether CUDA graphs were to be recorded.
+    """
+    from torch._dynamo import utils
+
+    graphs = [metric for metric in utils.get_compilation_metrics() if metric.is_forward]
+    reasons = [metric.recompile_reason.partition(": ")[2] for metric in graphs if metric.recompile_reason]
+    breaks = dict(utils.counters["graph_break"])
+    return {
+        "graphs": utils.counters["stats"]["unique_graphs"],
+        "recompilations": len(reasons),
+        "recompile_reasons": sorted(set(reasons)),
+        "graph_breaks": sum(breaks.values()),
+        "graph_break_reasons": sorted(breaks),
+        "cuda_graphs_skipped": utils.counters["inductor"]["cudagraph_skips"] if records else None,
+    }

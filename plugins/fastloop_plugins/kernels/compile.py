@@ -1,0 +1,180 @@
+"""Compiles the model with torch.compile: fused kernels instead of one call an operation.
+
+    plugins:
+      - compile: {mode: default, pad_to_multiple_of: 64}
+
+Lengths are padded to a multiple, so that the compiler meets few shapes. Compiled code is cached between runs. A model that cannot be
+compiled runs eagerly, and one warning says why. Weights keep the names that they have uncompiled. The summary's ``compile`` counts
+graphs, graph breaks and recompilations; ``compile_seconds`` is what training steps spent compiling.
+
+``mode: reduce-overhead`` and ``max-autotune`` record CUDA graphs, one a shape: a step is then launched at once instead of kernel by kernel.
+They pay for small models and few shapes: ``pad_to_multiple_of``, or ``data.padding: max_length``, and whole batches.
+
+What is printed in the forward is printed when its graph is done, and so cuts none. ``.item()`` cuts one, unless ``capture_scalars`` is on.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Generator, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from fastloop import Batch, DataLoaderDraft, Output, Plugin, PluginError, Win, hookimpl, option
+from fastloop_plugins._cache import private_cache
+from fastloop_plugins.kernels._blocks import transformer_blocks
+from fastloop_plugins.kernels._compiling import compile_in_place, counts, seconds
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from fastloop import Run
+    from fastloop.estimates import Seen
+    from fastloop.recipe import Recipe
+
+logger = logging.getLogger("fastloop")
+
+FUSED, SECONDS_A_CALL = 0.5, 0.02
+"""For forecasts: the share of what is fused that is won, and what compiling takes for each call of an operation in a step."""
+
+
+class Compile(Plugin):
+    """torch.compile, in place."""
+
+    name = "compile"
+    parity = "reassociated"
+    runs_after = ("slot:strategy", "lora", "activation-checkpointing")
+    configures = "compiles the model"
+
+    @dataclass(kw_only=True)
+    class Config:
+        """Options."""
+
+        backend: Annotated[str, option("A backend of torch.compile (`fastloop doctor` lists them).")] = "inductor"
+        mode: Annotated[
+            Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"], option("What the compiler optimises for.")
+        ] = "default"
+        dynamic: Annotated[bool | None, option("Kernels for any shape; null: from the second shape on.")] = None
+        fullgraph: Annotated[bool, option("Refuse a model whose graph breaks.")] = False
+        regional: Annotated[bool, option("Compile the repeated blocks only: far less to compile, nearly as fast.")] = False
+        capture_scalars: Annotated[bool, option("Keep numbers that a model reads off tensors (`.item()`) in the graph.")] = False
+        recompile_limit: Annotated[int, option("Graphs of one function before it runs eagerly.", ge=1)] = 16
+        pad_to_multiple_of: Annotated[int | None, option("Pad lengths to a multiple of this; null: leave them.", ge=1)] = 64
+        cache: Annotated[bool, option("Keep compiled code in the user's cache folder for later runs.")] = True
+        on_failure: Annotated[Literal["eager", "error"], option("What to do with a model that cannot be compiled.")] = "eager"
+
+    @classmethod
+    def forecast(cls, seen: Seen, recipe: Recipe) -> Win | None:
+        """Fusing saves about half the time of all operations but matrix products and attention, and of waiting for their launches."""
+        listed = recipe.plugins.get(cls.name)
+        cut = next((cut for cut in seen.graph_breaks if "capture_scalar_outputs" in cut["reason"]), None)
+        if listed and listed.get("capture_scalars"):
+            return None
+        if listed is not None and cut is None:
+            return None
+        fused = (
+            sum(seen.operations.values())
+            - seen.multiplying()
+            - seen.spent(name for name in seen.operations if "attention" in name)
+            + seen.region("launch")
+        )
+        calls = sum(seen.counts.values())
+        why = f"{fused / seen.seconds:.0%} of a step are operations that fuse, in {calls:,.0f} calls."
+        if cut is not None:
+            why = f"Compilation is cut at {cut['where']}, which reads a number off a tensor. {why}"
+        return Win(
+            seconds=FUSED * fused,
+            why=why,
+            options={} if cut is None else {"capture_scalars": True},
+            once=SECONDS_A_CALL * calls,
+        )
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.failure: str | None = None
+        self.while_evaluating, self.records = 0.0, False
+        self.settings = ExitStack()  # of torch, for the time of the run
+
+    @hookimpl
+    def configure_dataloader(self, draft: DataLoaderDraft) -> None:
+        if self.config.pad_to_multiple_of is not None:
+            draft.pad_to_multiple_of = self.config.pad_to_multiple_of
+
+    @hookimpl
+    def after_prepare(self, run: Run) -> None:
+        import torch
+        from torch._dynamo import config as dynamo
+        from torch._dynamo import list_backends, utils
+        from torch._functorch import config as functorch
+
+        if self.config.backend not in (known := list_backends(exclude_tags=())):
+            raise PluginError(f"plugins.compile.backend: torch has no {self.config.backend!r}. Expected one of: {', '.join(known)}.")
+        torch._dynamo.reset()  # an earlier run of this process must not count towards the limit
+        utils.counters.clear()
+        utils.clear_compilation_metrics()
+        set_here, limit = self.settings.enter_context, self.config.recompile_limit
+        set_here(dynamo.patch(recompile_limit=limit, capture_scalar_outputs=self.config.capture_scalars))
+        set_here(dynamo.patch(reorderable_logging_functions={*dynamo.reorderable_logging_functions, print}))
+        set_here(
+            functorch.patch(force_non_lazy_backward_lowering=True)
+        )  # what cannot be compiled is met in the forward, where it is caught
+        set_here(torch._inductor.config.patch(fx_graph_cache=self.config.cache))
+        if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # torch sets it too
+            self.settings.callback(os.environ.pop, "TORCHINDUCTOR_CACHE_DIR", None)
+        if self.config.cache:
+            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(private_cache("compiled")))
+        wanted = self.config.mode in ("reduce-overhead", "max-autotune")
+        self.records = wanted and self.config.backend == "inductor" and run.device.type == "cuda"
+        if wanted and not self.records:
+            logger.warning("compile: mode %s: CUDA graphs are inductor's, for CUDA: none is recorded", self.config.mode)
+        self.before = seconds()
+        for module in self._targets(run.unwrapped()):  # inside what a strategy put around it, which no graph can hold
+            compile_in_place(module, self)
+
+    @hookimpl
+    def before_step(self, run: Run, batches: list[Batch]) -> None:
+        """Gradients that micro-steps add up must not lie in a graph's memory, which the next replay writes to."""
+        if self.records and len(batches) > 1:
+            import torch
+
+            for parameter in run.model.parameters():
+                if parameter.requires_grad and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+
+    @hookimpl(wrapper=True)
+    def compute_loss(self) -> Generator[None, Output, Output]:
+        if not self.records:
+            return (yield)
+        import torch
+
+        torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call] # what the last micro-step returned is done with
+        output = yield
+        predictions = output.predictions
+        return Output(output.loss.clone(), None if predictions is None else predictions.clone(), output.targets)  # these may be kept
+
+    @hookimpl(wrapper=True)
+    def evaluate(self) -> Generator[None, Any, Any]:
+        before = seconds()
+        try:
+            return (yield)
+        finally:
+            self.while_evaluating += seconds() - before
+
+    @hookimpl
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        summary["compile_seconds"] = seconds() - self.before - self.while_evaluating
+        summary["compile"] = found = counts(self.records) | {"evaluate_seconds": self.while_evaluating, "failure": self.failure}
+        if skipped := found["cuda_graphs_skipped"]:
+            logger.warning("compile: %d graphs could not be recorded as CUDA graphs (TORCH_LOGS=cudagraphs says why)", skipped)
+        if (again := found["recompilations"]) >= self.config.recompile_limit:
+            logger.warning("compile: %d recompilations: shapes vary too much. Raise pad_to_multiple_of or set dynamic: true.", again)
+        self.settings.close()
+
+    def _targets(self, model: nn.Module) -> Iterator[nn.Module]:
+        """The model, or its repeated blocks."""
+        blocks = transformer_blocks(model) if self.config.regional else []
+        if self.config.regional and not blocks:
+            logger.warning("compile: regional: %s has no list of like blocks: the whole model is compiled", type(model).__name__)
+        yield from blocks or [model]

@@ -1,0 +1,80 @@
+"""Dropout of the same distribution from a faster generator, for training on a CPU.
+
+    plugins:
+      - fast-dropout
+
+Torch draws one number after the other for a mask on a CPU, and leaves its fast attention kernel when attention probabilities are dropped.
+Here masks come from a generator twenty times as fast, and attention with dropout is computed by products on the matrix unit. Rate, scale
+and independence are those of ``nn.Dropout``; the numbers drawn are others, as with another seed. Evaluation is left alone. On other devices
+it does nothing: there dropout is cheap. ``compile`` ends a graph at each mask: the two together gain little.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from fastloop import Plugin, Win, hookimpl
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from fastloop import Run
+    from fastloop.estimates import Seen
+    from fastloop.recipe import Recipe
+
+logger = logging.getLogger("fastloop")
+
+NAME = "fast_dropout"
+"""What transformers knows the attention by."""
+
+
+class FastDropout(Plugin):
+    """``nn.Dropout`` and the dropout of transformers' attention, on a CPU."""
+
+    name = "fast-dropout"
+    parity = "reassociated"
+    runs_before = ("activation-checkpointing", "slot:strategy", "compile")
+    runs_after = ("attention",)
+    configures = "draws dropout masks from a faster generator"
+
+    @classmethod
+    def forecast(cls, seen: Seen, recipe: Recipe) -> Win | None:
+
+        if cls.name in recipe.plugins or seen.device != "cpu":
+            return None
+        drawing = seen.spent(("aten::bernoulli_", "aten::native_dropout"))
+        return Win(
+            seconds=0.9 * drawing,
+            why=f"Drawing dropout masks is {drawing / seen.seconds:.0%} of a step; attention without it takes a faster path as well.",
+        )
+
+    @hookimpl
+    def before_prepare(self, run: Run, model: nn.Module) -> None:
+        from torch import nn
+
+        from fastloop_plugins.kernels._fast_dropout import BLOCKED, use
+
+        if run.device.type != "cpu":
+            logger.warning("fast-dropout: this run is on %s, where dropout is cheap: it does nothing", run.device.type)
+            return
+        found = [module for module in model.modules() if type(module) is nn.Dropout]
+        for module in found:
+            module.forward = partial(drop, module, module.forward)  # type: ignore[method-assign]
+        config: Any = getattr(model, "config", None)
+        usual = getattr(config, "_attn_implementation", None) in ("sdpa", "eager", BLOCKED)
+        attention = usual and use(model, NAME, drops=True)
+        if not found and not attention:
+            logger.warning("fast-dropout: %s has no dropout: there is nothing to make faster", type(model).__name__)
+
+
+def drop(module: nn.Dropout, torchs: Any, tensor: Tensor) -> Tensor:
+    """The forward of an ``nn.Dropout``."""
+    from fastloop_plugins.kernels._fast_dropout import dropout
+
+    if not module.training or not 0 < module.p < 1 or tensor.device.type != "cpu" or not tensor.is_floating_point():
+        kept: Tensor = torchs(tensor)
+        return kept
+    masked: Tensor = dropout(tensor, module.p)
+    return masked

@@ -1,0 +1,126 @@
+"""Computes a classifier's last layer only where it is read: at the first token.
+
+    plugins:
+      - first-token
+
+BERT-like models classify a text by what their last layer gives at its first token. Keys and values need every token there; queries, the
+output, the feed-forward part and the norms do not. Of six layers that saves a seventh of all work. The loss and its gradient are the same;
+whether they are is tried out on the model before training. For text classification with models of BERT's and DistilBERT's make (RoBERTa,
+XLM-R, ELECTRA, CamemBERT, ...).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from fastloop import Plugin, PluginError, Win, hookimpl
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from fastloop import Run
+    from fastloop.estimates import Seen
+    from fastloop.recipe import Recipe
+
+LINEARS = {("query", "key", "value"): None, ("q_lin", "k_lin", "v_lin"): "out_lin"}
+"""What attention modules call their projections -> the output's, where it is theirs."""
+
+
+class FirstToken(Plugin):
+    """The last layer at one position."""
+
+    name = "first-token"
+    parity = "reassociated"
+    requires = ("text-classification",)
+    runs_before = ("attention", "fast-dropout", "activation-checkpointing", "slot:strategy", "compile")
+    configures = "computes the last layer at the first token alone"
+
+    @classmethod
+    def forecast(cls, seen: Seen, recipe: Recipe) -> Win | None:
+
+        if cls.name in recipe.plugins or recipe.data.get("label") is None or not seen.layers:
+            return None
+        return Win(
+            seconds=0.6 * seen.computing / seen.layers,  # keys and values of that layer stay
+            why=f"Of the last of {seen.layers} layers the classifier reads one position.",
+        )
+
+    @hookimpl
+    def before_prepare(self, run: Run, model: nn.Module) -> None:
+        import torch
+        from torch import nn
+
+        found = [attention for attention in model.modules() if projections(attention) is not None]
+        lists = [modules for modules in model.modules() if isinstance(modules, nn.ModuleList) and len(modules)]
+        block = next((last for last in (modules[-1] for modules in lists) if found and found[-1] in list(last.modules())), None)
+        if block is None:
+            raise PluginError(
+                f"{run.recipe.where}: plugins.first-token: {type(model).__name__} is not made like BERT or DistilBERT. Leave it out."
+            )
+        config: Any = model.config
+        ids = torch.randint(min(100, config.vocab_size), (2, 8), generator=torch.Generator().manual_seed(0))
+        probe = {"input_ids": ids}
+        probe["attention_mask"] = (torch.arange(8) < torch.tensor([[8], [5]])).long()
+        before = self.logits(model, probe)
+        found[-1].forward = partial(attend, found[-1])
+        block.forward = partial(at_first, block.forward)
+        if not torch.allclose(before, self.logits(model, probe), rtol=1e-4, atol=1e-5):
+            raise PluginError(
+                f"{run.recipe.where}: plugins.first-token: {type(model).__name__} reads more than the first token. Leave it out."
+            )
+
+    @staticmethod
+    def logits(model: nn.Module, probe: dict[str, Any]) -> Tensor:
+        """Of the probe, without dropout."""
+        import torch
+
+        modes = [(module, module.training) for module in model.modules()]
+        model.eval()
+        with torch.no_grad():
+            logits: Tensor = model(**probe).logits
+        for module, training in modes:
+            module.training = training
+        return logits
+
+
+def projections(module: nn.Module) -> tuple[str, str, str] | None:
+    """What an attention module calls its projections of query, key and value."""
+    return next((names for names in LINEARS if all(hasattr(module, name) for name in names)), None)
+
+
+def at_first(forward: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+    """A block's forward for the first token, whose attention sees them all; in a row of sequences (``packing``), for the first of each."""
+    firsts = kwargs.get("first_tokens")
+    if firsts is not None:
+        if (ends := kwargs.get("cu_seq_lens_k")) is not None:  # as FlashAttention is told: each has one query
+            each = ends.new_ones(len(ends)).cumsum(0, dtype=ends.dtype) - 1
+            kwargs |= {"cu_seq_lens_q": each.clamp(max=len(firsts)), "max_length_q": 1}
+        return forward(hidden_states[:, firsts], attention_mask, *args, everything=hidden_states, **kwargs)
+    if attention_mask is not None and attention_mask.dim() == 4:
+        attention_mask = attention_mask[:, :, :1]
+    return forward(hidden_states[:, :1], attention_mask, *args, everything=hidden_states, **kwargs)
+
+
+def attend(
+    module: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, *, everything: Tensor, **kwargs: Any
+) -> tuple[Tensor, Any]:
+    """An attention module's forward: queries of ``hidden_states``, (B, 1, d), on keys and values of ``everything``, (B, T, d)."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    names = projections(module)
+    assert names is not None
+
+    def heads(name: str, states: Tensor) -> Tensor:
+        projected: Tensor = getattr(module, name)(states)
+        return projected.view(*projected.shape[:2], -1, module.attention_head_size).transpose(1, 2)
+
+    query, (key, value) = heads(names[0], hidden_states), (heads(name, everything) for name in names[1:])
+    implementation = module.config._attn_implementation
+    function = ALL_ATTENTION_FUNCTIONS["sdpa" if implementation == "eager" else implementation]
+    kwargs = {name: kept for name, kept in kwargs.items() if kept is not None}
+    dropout = module.dropout.p if module.training else 0.0
+    output, weights = function(module, query, key, value, attention_mask, dropout=dropout, scaling=module.scaling, **kwargs)
+    output = output.flatten(2)
+    last = LINEARS[names]
+    return (output if last is None else getattr(module, last)(output)), weights

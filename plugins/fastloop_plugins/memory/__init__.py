@@ -1,0 +1,1 @@
+"""Memory: allocator, activations, out-of-memory errors."""

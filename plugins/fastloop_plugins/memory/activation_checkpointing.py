@@ -1,0 +1,98 @@
+"""Computes the activations of the model's repeated blocks a second time in backward, instead of keeping them: less memory for more time.
+
+    plugins:
+      - activation-checkpointing: {every: 1}
+
+Between forward and backward only the inputs of a block are kept. Dropout draws the same numbers both times. Models of transformers are told
+to keep no cache for generation while they train, which by itself can change the last bits. Method: Chen et al., "Training Deep Nets with
+Sublinear Memory Cost", 2016.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
+
+from fastloop import Plugin, PluginError, hookimpl, option
+from fastloop_plugins.kernels._blocks import transformer_blocks
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from fastloop import Run
+
+logger = logging.getLogger("fastloop")
+
+CHANGES = {"num_batches_tracked", "_u", "weight_u"}
+"""Buffers, by name, that a forward in train mode writes: of batch norm with running statistics, and of spectral norm."""
+
+
+class ActivationCheckpointing(Plugin):
+    """Torch's checkpoint around the forward of each block."""
+
+    name = "activation-checkpointing"
+    parity = "exact"
+    runs_after = ("lora",)
+    configures = "recomputes activations in backward"
+
+    @dataclass(kw_only=True)
+    class Config:
+        """Options."""
+
+        blocks: Annotated[list[str] | None, option("Classes of the modules that are recomputed; null: the repeated blocks.")] = None
+        every: Annotated[int, option("Recompute every n-th block only.", ge=1)] = 1
+
+    @hookimpl
+    def before_prepare(self, run: Run, model: nn.Module) -> None:
+        found = transformer_blocks(model, self.config.blocks, f"{run.recipe.where}: plugins.activation-checkpointing.blocks")
+        inner = {id(part) for block in found for part in block.modules() if part is not block}
+        blocks = [block for block in found if id(block) not in inner][:: self.config.every]  # an outer one recomputes those within
+        if not blocks:
+            logger.warning(
+                "activation-checkpointing: %s has no list of like blocks: nothing is recomputed. Set blocks.", type(model).__name__
+            )
+            return
+        stateful = [block for block in blocks if any(name.rpartition(".")[2] in CHANGES for name, _ in block.named_buffers())]
+        if stateful:
+            logger.warning(
+                "activation-checkpointing: %d of %d blocks (%s) have batch or spectral norm, which must not see a batch twice: "
+                "they are not recomputed",
+                len(stateful),
+                len(blocks),
+                type(stateful[0]).__name__,
+            )
+        for block in blocks:
+            if block not in stateful:  # no module around it: the names of weights stay, and hooks on the block fire once
+                block.forward = partial(recomputed, block, block.forward)
+        for module in model.modules():
+            if hasattr(module, "config") and "use_cache" in inspect.signature(module.forward).parameters:
+                module.register_forward_pre_hook(without_cache, with_kwargs=True)
+
+    @hookimpl
+    def check_run(self, run: Run) -> None:
+        for plugin in run.resolution.plugins:
+            backend = plugin.config.backend if plugin.name == "compile" else ""
+            if "eager" in backend and "aot" not in backend:
+                raise PluginError(
+                    f"{run.recipe.where}: plugins.compile.backend: {backend!r} knows no activation checkpointing: dropout would draw other "
+                    "numbers in backward. Use 'aot_eager' or 'inductor'."
+                )
+
+
+def recomputed(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A block's forward, of which only the inputs are kept for backward."""
+    import torch
+    from torch.utils.checkpoint import checkpoint
+
+    if not (block.training and torch.is_grad_enabled()):
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+
+def without_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Training has no use for the keys and values that transformers keep for generation, and a second forward would add them twice."""
+    return (args, kwargs | {"use_cache": False}) if module.training else None

@@ -1,0 +1,137 @@
+"""Sets the memory allocator up for training: memory that a step has freed is kept for the next one.
+
+    plugins:
+      - memory
+
+On Linux a tensor's memory is given back to the system when it is freed, and at the next step each of its pages is zeroed and faulted in
+again. ``fastloop train`` therefore starts itself again with tcmalloc where that is installed (Debian: libtcmalloc-minimal4), else with
+glibc's malloc set to keep what it has. In Python, where nothing is started again, what to start it with is said.
+
+On CUDA, segments grow instead of being cut up when lengths vary: ``expandable_segments:True``. ``fastloop train`` starts itself again with
+that in ``PYTORCH_ALLOC_CONF``. In a Python process that already runs, and where the user has set that variable or
+``PYTORCH_CUDA_ALLOC_CONF``, torch's allocator gets it in addition to the user's settings. A user's own value of ``expandable_segments``
+and a backend other than ``native`` stay.
+
+The summary's ``memory`` counts page faults a step, and CUDA's retries.
+"""
+
+from __future__ import annotations
+
+import ctypes.util
+import logging
+import os
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from fastloop import Plugin, PluginError, Win, hookimpl, option
+
+if TYPE_CHECKING:
+    from fastloop import Run
+    from fastloop.estimates import Seen
+    from fastloop.recipe import Recipe
+
+logger = logging.getLogger("fastloop")
+
+LIBRARIES = {"tcmalloc": ("tcmalloc_minimal", "tcmalloc"), "jemalloc": ("jemalloc",)}
+"""Allocators that take malloc's place, and what their libraries are called."""
+SETTINGS = {
+    "tcmalloc": {"TCMALLOC_LARGE_ALLOC_REPORT_THRESHOLD": str(2**40)},  # else every gigabyte asked for is reported on stderr
+    "jemalloc": {"MALLOC_CONF": "dirty_decay_ms:-1,muzzy_decay_ms:-1"},
+}
+TUNABLES = {"mmap_max": 0, "trim_threshold": 2**40, "top_pad": 2**26, "arena_max": 1, "tcache_count": 0, "mxfast": 0}
+"""Of glibc.malloc. Without the last two, what aligned blocks leave over at their ends keeps neighbours from being joined, and a freed
+block is too small for the next of its size (glibc's bug 14581, until 2.38)."""
+CUDA_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""Environment variables with settings of CUDA's allocator. Torch 2.10 to 2.13 reads the first one that is set (CUDAAllocatorConfig.h)."""
+SEGMENTS = "expandable_segments"
+
+
+class Memory(Plugin):
+    """tcmalloc or a kept heap on a CPU, expandable segments on CUDA."""
+
+    name = "memory"
+    parity = "exact"
+    configures = "keeps freed memory for the next step"
+
+    @dataclass(kw_only=True)
+    class Config:
+        """Options."""
+
+        allocator: Annotated[
+            Literal["auto", "glibc", "tcmalloc", "jemalloc"],
+            option("What serves the CPU's memory; auto: tcmalloc if installed, else glibc."),
+        ] = "auto"
+
+    @classmethod
+    def forecast(cls, seen: Seen, recipe: Recipe) -> Win | None:
+
+        if cls.name in recipe.plugins or seen.device != "cpu":
+            return None
+        return Win(
+            seconds=seen.page_faults * seen.fault_seconds,
+            why=f"{seen.page_faults:,.0f} pages of memory are given back and handed out again in each step.",
+        )
+
+    @hookimpl
+    def environment(self, recipe: Recipe) -> dict[str, str]:
+        if recipe.train.device != "cpu" and Path("/dev/nvidiactl").exists():
+            return {} if any(name in os.environ for name in CUDA_SETTINGS) else {"PYTORCH_ALLOC_CONF": f"{SEGMENTS}:True"}
+        if platform.libc_ver()[0] != "glibc":
+            return {}
+        wanted = "tcmalloc" if self.config.allocator == "auto" else self.config.allocator
+        library = next(filter(None, map(ctypes.util.find_library, LIBRARIES.get(wanted, ()))), None)
+        if library is not None:
+            return {"LD_PRELOAD": library} | SETTINGS[wanted]
+        if self.config.allocator == wanted and wanted != "glibc":
+            raise PluginError(f"{recipe.where}: plugins.memory.allocator: {wanted} is not installed. Install it, or take auto.")
+        return {"GLIBC_TUNABLES": ":".join(f"glibc.malloc.{name}={value}" for name, value in TUNABLES.items())}
+
+    @hookimpl
+    def before_prepare(self, run: Run) -> None:
+        """While the model is still on the CPU: segments that are reserved from here on grow."""
+        if run.device.type == "cuda":
+            grow_segments()
+
+    @hookimpl
+    def before_fit(self, run: Run) -> None:
+        if run.device.type == "cpu":
+            wanted = self.environment(run.recipe)
+            missing = [f"{name}={value}" for name, value in wanted.items() if name not in os.environ]
+            if missing:
+                logger.warning("memory: freed memory is given back, since Python was started without: %s", " ".join(missing))
+            elif not wanted:
+                logger.warning("memory: this system's allocator is not glibc's: it stays as it is")
+        from fastloop.runtime.clock import page_faults
+
+        self.before, self.step = page_faults(), run.state.step
+
+    @hookimpl
+    def write_summary(self, run: Run, summary: dict[str, Any]) -> None:
+        import torch
+
+        from fastloop.runtime.clock import page_faults
+
+        if not hasattr(self, "before"):
+            return
+        steps = max(run.state.step - self.step, 1)
+        preloaded = os.environ.get("LD_PRELOAD", "")
+        allocator = next((name for name in LIBRARIES if name in preloaded), platform.libc_ver()[0] or "the system's")
+        summary["memory"] = {"allocator": allocator, "page_faults_a_step": (page_faults() - self.before) / steps}
+        if run.device.type == "cuda":
+            found = torch.cuda.memory_stats(run.device)
+            summary["memory"] |= {
+                "allocator_retries": found["num_alloc_retries"],
+                "reserved_bytes": found["reserved_bytes.all.peak"],
+                "allocated_bytes": found["allocated_bytes.all.peak"],
+            }
+
+
+def grow_segments() -> None:
+    """Add ``expandable_segments:True`` to the settings of torch's allocator, in this process and for good."""
+    import torch
+
+    current = next((os.environ[name] for name in CUDA_SETTINGS if name in os.environ), "")
+    if SEGMENTS not in current and "backend:" not in current.replace("backend:native", ""):
+        torch._C._accelerator_setAllocatorSettings(",".join(filter(None, [current, f"{SEGMENTS}:True"])))

@@ -1,0 +1,110 @@
+"""Looks into a few steps with torch's profiler.
+
+    plugins:
+      - profile: {wait: 5, warmup: 2, active: 5}
+
+Writes into the run folder, for every process: ``profile/rank0.*.pt.trace.json.gz``, a trace that ui.perfetto.dev, chrome://tracing and
+TensorBoard read, and ``profile/rank0.operations.txt``, the operations that took longest. The loop's regions are in both
+(``fastloop/data``, ``fastloop/loss``, ...: see ``fastloop.runtime.regions``), and plugins' hooks by name (``fastloop/ema.after_step``).
+With ``memory`` on CUDA it also writes a history of allocations, for pytorch.org/memory_viz.
+
+Steps that are looked into take longer: by an eighth for the quickstart's transformer on two cores, by a third with shapes, stacks and
+memory, and a trace of many of those takes long to write. So they are few, and the others are not slowed.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+from fastloop import Plugin, hookimpl, option
+
+if TYPE_CHECKING:
+    import torch
+
+    from fastloop import Run
+
+logger = logging.getLogger("fastloop")
+
+ROWS = 60
+"""Of the table of operations."""
+
+
+class Profile(Plugin):
+    """Traces of some steps, with regions and hooks by name."""
+
+    name = "profile"
+    observes = True
+    parity = "exact"
+    configures = "looks into a few steps"
+
+    @dataclass(kw_only=True)
+    class Config:
+        """Options."""
+
+        wait: Annotated[int, option("Steps before it looks.", ge=0)] = 5
+        warmup: Annotated[int, option("Steps that are looked at and not kept: the first are slower.", ge=1)] = 2
+        active: Annotated[int, option("Steps that are kept.", ge=1)] = 5
+        repeat: Annotated[int, option("How often to do this; 0: until the end.", ge=0)] = 1
+        memory: Annotated[bool, option("Also what is allocated.")] = False
+        shapes: Annotated[bool, option("Also the shapes of operations' inputs.")] = False
+        stacks: Annotated[bool, option("Also the lines of Python that operations come from.")] = False
+
+    @hookimpl
+    def before_fit(self, run: Run) -> None:
+        import torch
+        from torch import profiler
+
+        from fastloop.runtime.regions import region
+
+        config, self.written = self.config, 0
+        kinds = [profiler.ProfilerActivity.CPU]
+        if run.device.type == "cuda":
+            kinds.append(profiler.ProfilerActivity.CUDA)
+        self.history = config.memory and run.device.type == "cuda"
+        if self.history:
+            torch.cuda.memory._record_memory_history()
+        self.folder, self.prefix, self.open = run.folder / "profile", f"rank{run.rank}", ExitStack()
+        self.profiler = self.open.enter_context(
+            profiler.profile(
+                activities=kinds,
+                schedule=profiler.schedule(wait=config.wait, warmup=config.warmup, active=config.active, repeat=config.repeat),
+                on_trace_ready=self.write,
+                record_shapes=config.shapes,
+                profile_memory=config.memory,
+                with_stack=config.stacks,
+                acc_events=True,
+            )
+        )
+        self.open.enter_context(run.resolution.around(region))
+
+    @hookimpl(trylast=True)
+    def after_step(self) -> None:
+        self.profiler.step()
+
+    @hookimpl
+    def after_fit(self, run: Run) -> None:
+        self.open.close()
+        if not self.written:
+            logger.warning("profile: training ended after %d steps, before there was anything to keep: lower wait", run.state.step)
+
+    @hookimpl
+    def on_exception(self) -> None:
+        if hasattr(self, "open"):
+            self.open.close()
+
+    def write(self, profiler: torch.profiler.profile) -> None:
+        """Called when the steps to be kept are over."""
+        import torch
+
+        torch.profiler.tensorboard_trace_handler(str(self.folder), worker_name=self.prefix, use_gzip=True)(profiler)
+        found: Any = profiler.key_averages()
+        by = "self_device_time_total" if any(event.self_device_time_total for event in found) else "self_cpu_time_total"
+        table = found.table(sort_by=by, row_limit=ROWS, max_name_column_width=80)
+        (self.folder / f"{self.prefix}.operations.txt").write_text(table, encoding="utf-8")
+        if self.history:
+            torch.cuda.memory._dump_snapshot(str(self.folder / f"{self.prefix}.memory.pickle"))  # type: ignore[no-untyped-call]
+        self.written += 1
+        logger.info("profile: %d steps written to %s", self.config.active, self.folder)

@@ -1,0 +1,86 @@
+"""Mixed precision: the forward pass in a smaller dtype, weights and optimizer in fp32.
+
+    plugins:
+      - amp: {dtype: auto}
+
+``auto`` takes bf16 where the device has it, else fp16. fp16 scales the loss and skips the optimizer steps that overflow. A skipped step
+counts as a step and its samples count as trained, but the learning rate schedule does not advance. For fp8, list ``torchao-fp8`` beside
+``amp: {dtype: bf16}``.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from fastloop import AcceleratorDraft, Dtype, Plugin, RecipeError, When, Win, hookimpl, option
+
+if TYPE_CHECKING:
+    from fastloop.estimates import Seen
+    from fastloop.recipe import Recipe
+
+logger = logging.getLogger("fastloop")
+
+
+def wants(dtype: str) -> Any:
+    """Whether a config asks for a dtype."""
+    return lambda config: config.dtype == dtype
+
+
+class Amp(Plugin):
+    """Forward pass in bf16 or fp16; fp32 master weights."""
+
+    name = "amp"
+    slot = "precision"
+    parity = "reduced-precision"
+    needs = (
+        When(wants("bf16"), Dtype("bf16")),
+        When(wants("fp16"), Dtype("fp16")),
+    )
+    configures = "forward pass in a smaller dtype"
+
+    @dataclass(kw_only=True)
+    class Config:
+        """Options."""
+
+        dtype: Annotated[Literal["auto", "bf16", "fp16"], option("Dtype of the forward pass.")] = "auto"
+        init_scale: Annotated[float, option("fp16: the first factor that the loss is scaled with.", gt=0)] = 65536.0
+        growth_interval: Annotated[int, option("fp16: steps without overflow before the factor doubles.", ge=1)] = 2000
+
+    @classmethod
+    def forecast(cls, seen: Seen, recipe: Recipe) -> Win | None:
+
+        small = max((dtype for dtype in ("bf16", "fp16") if dtype in seen.peaks), key=seen.peaks.__getitem__, default=None)
+        if seen.precision != "fp32" or cls.name in recipe.plugins or small is None:
+            return None
+        factor, seconds = seen.peaks[small] / seen.peaks["fp32"], seen.multiplying()
+        return Win(
+            seconds=seconds * (1 - 1 / factor),
+            why=f"Matrix products in fp32 are {seconds / seen.seconds:.0%} of a step; {small} is {factor:.1f} times as fast here.",
+        )
+
+    def __init__(self, **options: Any) -> None:
+        if options.get("dtype") == "fp8":
+            where = options.get("_where") or self.name
+            raise RecipeError(f"{where}.dtype: fp8 is a plugin of its own. List 'torchao-fp8', and set dtype: bf16 here.")
+        super().__init__(**options)
+        self.dtype: str = self.config.dtype
+
+    @hookimpl
+    def check_recipe(self, recipe: Recipe) -> None:
+        if self.config.dtype != "auto":
+            return
+        from fastloop.runtime.hardware import this_machine
+
+        machine = this_machine(recipe.train.device)
+        self.dtype = next((dtype for dtype in ("bf16", "fp16") if dtype in machine.dtypes), "no")
+        logger.info("amp: dtype auto is %s on %s (%s)", self.dtype, machine.device, machine.name)
+
+    @hookimpl
+    def configure_accelerator(self, draft: AcceleratorDraft) -> None:
+        draft.mixed_precision = self.dtype
+        if self.dtype == "fp16":
+            from accelerate.utils import GradScalerKwargs
+
+            draft.scaler_handler = GradScalerKwargs(init_scale=self.config.init_scale, growth_interval=self.config.growth_interval)

@@ -1,0 +1,156 @@
+"""DeepSpeed ZeRO: several processes share what training holds: optimizer state, gradients, weights.
+
+    plugins:
+      - deepspeed: {stage: 2}
+
+Stage 1 shards the optimizer state, 2 the gradients too, 3 the weights too; 0 shards nothing. Start one process a device, for example
+``fastloop train recipe.yaml --nproc 4``. With ``amp`` in bf16 the weights stay in fp32 and the forward pass runs in bf16; a JSON of your
+own that says ``"bf16": {"enabled": true}`` keeps them in bf16 beside sharded fp32 ones, as fp16 always does. Checkpoints are whole: they
+resume under another stage, another strategy, or none.
+
+``config`` is a JSON of DeepSpeed's own options. The recipe wins where it is silent or says "auto"; a contradiction is an error. Every
+process builds the whole model on its CPU first, also under stage 3.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from fastloop import Package, Plugin, PluginError, hookimpl, option
+from fastloop_plugins.strategies._deepspeed_config import Configuration
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from fastloop import Run
+    from fastloop.recipe import Recipe
+
+logger = logging.getLogger("fastloop")
+
+
+class DeepSpeed(Plugin):
+    """ZeRO through ``deepspeed.initialize``; the loop stays in charge of steps, accumulation and the learning rate."""
+
+    name = "deepspeed"
+    slot = "strategy"
+    parity = "reassociated"
+    needs = (Package("deepspeed", ">=0.19", extra="deepspeed"),)
+    configures = "shards optimizer state, gradients or weights over the processes"
+
+    @dataclass(kw_only=True)
+    class Config:
+        """Options."""
+
+        stage: Annotated[Literal[0, 1, 2, 3] | None, option("What is sharded; null: what the JSON says, else 2.")] = None
+        offload_optimizer: Annotated[bool, option("Keep the optimizer state in the host's memory and step there (stages 1 to 3).")] = False
+        offload_parameters: Annotated[bool, option("Keep the weights in the host's memory (stage 3).")] = False
+        overlap_comm: Annotated[bool | None, option("Exchange gradients while backward goes on; null: DeepSpeed's default.")] = None
+        bucket_size: Annotated[int | None, option("Gradient elements exchanged at once; null: DeepSpeed's default.", ge=1)] = None
+        config: Annotated[str | None, option("A JSON file of DeepSpeed's own options.")] = None
+
+    @hookimpl
+    def check_recipe(self, recipe: Recipe) -> None:
+        self.configuration = Configuration(recipe, self.config)
+
+    @hookimpl
+    def prepare(self, run: Run, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Any]:
+        import torch
+
+        from fastloop_plugins.strategies._deepspeed_state import LossScale, Sharded, Stepper, cast_around, imported
+
+        elements = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        config, stage = self.configuration.build(run, elements), self.configuration.stage
+        if not torch.distributed.is_initialized() and "LOCAL_RANK" not in os.environ:
+            raise PluginError("plugins.deepspeed: needs a launcher, for one process too: fastloop train RECIPE --nproc 1.")
+        if not all(group["params"] for group in optimizer.param_groups):
+            raise PluginError("plugins.deepspeed: the optimizer has a parameter group without parameters. Leave it out of build_optimizer.")
+        deepspeed = imported(run.device.type)
+        self.sharded = Sharded(optimizer)
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", r"`torch\.jit\.\w+` is deprecated", category=DeprecationWarning)  # in its modules
+                engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        except (ValueError, AssertionError, deepspeed.DeepSpeedConfigError) as error:
+            raise PluginError(f"{self.configuration.file}: DeepSpeed refuses this: {' '.join(str(error).split())}") from error
+        self.sharded.taken(engine, stage, self.configuration.half)
+        engine.set_gradient_accumulation_boundary(True)
+        engine.no_sync = self.held_back
+        if self.configuration.half:
+            cast_around(engine)
+        if "compile" in run.resolution.names():  # what DeepSpeed does around the model's forward is not to be compiled with it
+            for hooks in (engine.module._forward_pre_hooks, engine.module._forward_hooks):
+                for key in list(hooks):
+                    hooks[key] = torch.compiler.disable(hooks[key])  # type: ignore[no-untyped-call]
+        if run.accelerator.scaler is not None:
+            run.accelerator.scaler = LossScale(engine.optimizer.loss_scaler)
+        self.engine: Any = engine
+        return engine, Stepper(self.sharded)
+
+    @contextmanager
+    def held_back(self) -> Iterator[None]:
+        """For all micro-steps but a step's last. DeepSpeed's own ``no_sync`` refuses stages 2 and 3, which exchange at each."""
+        self.engine.set_gradient_accumulation_boundary(False)
+        try:
+            yield
+        finally:
+            self.engine.set_gradient_accumulation_boundary(True)
+
+    @hookimpl
+    def check_run(self, run: Run) -> None:
+        names, sharded = run.resolution.names(), self.configuration.stage == 3
+        if sharded and any(plugin.name == "lora" and plugin.config.merge for plugin in run.resolution.plugins):
+            why = "stage 3 shards the weights that the adapters would be merged into."
+            raise PluginError(f"{run.recipe.where}: plugins 'deepspeed' and 'lora': {why} Set plugins.lora.merge: false, or stage: 2.")
+        if sharded and "compile" in names:
+            logger.warning("deepspeed: stage 3 gathers weights module by module, and compilation ends at each: it gains little")
+        if "ema" in names and (sharded or self.configuration.half):
+            why = "stage 3 shards the weights" if sharded else "weights in half precision are copies of sharded ones"
+            raise PluginError(f"{run.recipe.where}: plugins 'deepspeed' and 'ema': {why}, which ema cannot exchange. Remove one of them.")
+
+    @hookimpl
+    def backward(self, loss: Tensor) -> bool:
+        self.engine.backward(loss, scale_wrt_gas=False)  # the loop has weighted it; fp16 scaling is DeepSpeed's
+        return True
+
+    @hookimpl
+    def clip_gradients(self, run: Run, max_norm: float) -> Tensor:
+        """DeepSpeed clips inside its step; here is the norm. Stage 0 has whole gradients: they are clipped here."""
+        import torch
+
+        zero = self.sharded.zero
+        if zero is None:
+            return torch.nn.utils.clip_grad_norm_(run.model.parameters(), max_norm)
+        if self.configuration.stage == 3:
+            from deepspeed.runtime.utils import combine_grad_norm_groups
+
+            norm = combine_grad_norm_groups(zero._get_norm_groups())
+        else:
+            norm = zero.scaled_global_norm()
+        norm = torch.as_tensor(norm, device=run.device)
+        return torch.where(norm < 0, math.inf, norm / zero.loss_scale)  # -1 stands for an overflow
+
+    @hookimpl
+    def model_state(self, run: Run) -> dict[str, Any]:
+        return self.sharded.model_state(run)
+
+    @hookimpl
+    def load_model_state(self, run: Run, state: dict[str, Tensor]) -> bool:
+        self.sharded.load_model_state(run, state)
+        return True
+
+    @hookimpl
+    def optimizer_state(self, run: Run) -> dict[str, Any]:
+        return self.sharded.optimizer_state(run)
+
+    @hookimpl
+    def load_optimizer_state(self, run: Run, state: dict[str, Any]) -> bool:
+        self.sharded.load_optimizer_state(run, state)
+        return True

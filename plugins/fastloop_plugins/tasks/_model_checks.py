@@ -1,0 +1,145 @@
+"""Whether a transformers model can do a text task: known from its architecture, and tried on a few tokens before training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from fastloop import RecipeError
+from fastloop_plugins.tasks._hub import quiet
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from fastloop import Run
+
+CLASSIFIERS = "bert, distilbert, roberta, deberta-v2, modernbert, gpt2 or llama"
+DECODERS = "gpt2, llama, qwen3 or gemma3_text"
+"""Examples that messages give."""
+
+READS_AHEAD = "each position sees the tokens after it, so the model reads the tokens that it is to predict."
+
+PROBE = ("one two three four five six seven eight", "one two three")
+"""Texts that a classifier is tried on. The shorter one is padded."""
+
+TOLERANCE = 1e-5
+"""Largest change of an earlier logit, as a share of the largest logit. Measured on transformers 5.23's language models with random weights:
+rounding gives up to 3e-7, reading ahead 9e-5 and more."""
+
+
+def unsupported(model_type: str, config: Mapping[str, Any], classify: bool, trains_tokenizer: bool) -> str | None:
+    """Why an architecture is certain not to do a task; None where it does, or only a trial can tell.
+
+    Args:
+        config: Fields of the configuration, as far as they are given.
+        classify: For text classification; otherwise for causal language modelling.
+        trains_tokenizer: Whether the tokenizer is trained from the texts. It adds no end token to a text that is classified.
+    """
+    from transformers.models.auto import modeling_auto as auto
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if model_type not in CONFIG_MAPPING or config.get("auto_map"):  # refused elsewhere, or code that comes with the model
+        return None
+    can_classify = model_type in auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+    instead = f"For a language model, use a decoder such as {DECODERS}."
+    if can_classify:
+        instead = f"To classify texts, name the column of their labels: data.label=COLUMN. {instead}"
+    defaults: Any = CONFIG_MAPPING[model_type]
+    two_stacks = getattr(defaults, "is_encoder_decoder", False)
+    if classify and can_classify:
+        if not (two_stacks and trains_tokenizer):
+            return None
+        return (
+            f"{model_type!r} is an encoder-decoder, which classifies at a text's end token; a tokenizer that is trained here adds none. "
+            f"Use {CLASSIFIERS}, or a checkpoint with its tokenizer: model.name."
+        )
+    if classify:
+        return (
+            f"transformers has no text classifier for {model_type!r} (AutoModelForSequenceClassification). "
+            f"Use one that it has, such as {CLASSIFIERS}."
+        )
+    if model_type not in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return f"transformers has no causal language model for {model_type!r} (AutoModelForCausalLM). {instead}"
+    is_encoder = model_type in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES and not two_stacks
+    if is_encoder and config.get("is_decoder", getattr(defaults, "is_decoder", None)) is False:
+        return f"{model_type!r} is an encoder (is_decoder: false): {READS_AHEAD} {instead}"
+    return None
+
+
+def check_causal(run: Run, model: nn.Module, ids: list[int], where: str) -> None:
+    """Refuse a language model in which a later token changes an earlier logit.
+
+    The model computes two rows that differ in their second half: on the CPU, in eval mode, without gradients. A process whose weights are
+    on the meta device leaves it to the others. Every process must call this.
+
+    Args:
+        ids: A few token ids, at least two.
+
+    Raises:
+        RecipeError: The model reads ahead, or cannot compute logits from token ids alone.
+    """
+    import torch
+
+    def find() -> str | None:
+        config: Any = model.config
+        vocabulary, half = config.get_text_config().vocab_size, len(ids) // 2
+        rows = torch.tensor([ids, ids[:half] + [(token + 1) % vocabulary for token in ids[half:]]])
+        logits = model(input_ids=rows, use_cache=False).logits.float()
+        change = (logits[0, :half] - logits[1, :half]).abs().max()
+        if change > TOLERANCE * logits.abs().max():
+            return f"{where}: {type(model).__name__} is not causal: {READS_AHEAD} Use a decoder such as {DECODERS}."
+        return None
+
+    _agree(run, model, where, find)
+
+
+def check_classifies(run: Run, model: nn.Module, inputs: Mapping[str, Tensor], classes: int, where: str) -> None:
+    """Refuse a classifier that does not give one row of ``classes`` logits a text. Computed as by ``check_causal``.
+
+    Args:
+        inputs: Token ids and mask of two texts, as the task's batches have them.
+
+    Raises:
+        RecipeError: It cannot compute logits from token ids and mask alone, or they have another shape.
+    """
+
+    def find() -> str | None:
+        shape = tuple(model(**inputs).logits.shape)
+        if shape == (len(inputs["input_ids"]), classes):
+            return None
+        return f"{where}: {type(model).__name__} gives logits of shape {shape} for 2 texts, expected {(2, classes)}. Use another model."
+
+    _agree(run, model, where, find)
+
+
+def _agree(run: Run, model: nn.Module, where: str, find: Callable[[], str | None]) -> None:
+    """Raise on every process the problem that the first of them found."""
+    problem = None
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        try:
+            with _inference(model):
+                problem = find()
+        except Exception as error:  # models raise errors of any type
+            said = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+            problem = (
+                f"{where}: {type(model).__name__} cannot compute logits from the task's batches: {type(error).__name__}: {said}. "
+                "Use another model, or one with the tokenizer that it was trained with."
+            )
+    if problem := next(filter(None, run.gather(problem)), None):
+        raise RecipeError(problem)
+
+
+@contextmanager
+def _inference(model: nn.Module) -> Iterator[None]:
+    """Eval mode without gradients. Modes and random states are restored."""
+    import torch
+
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), quiet():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training

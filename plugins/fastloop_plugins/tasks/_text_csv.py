@@ -1,0 +1,216 @@
+"""Reads csv and tsv files, every cell as text, exactly as it is written.
+
+The parser is Python's csv module in strict mode: it refuses malformed quotes, which others repair by guessing, and it counts lines.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from fastloop.errors import RecipeError
+from fastloop_plugins.tasks._text_files import Part, Read, check_names, missing_column, open_text
+
+DELIMITERS = {",": "comma", "\t": "tab", ";": "semicolon", "|": "bar"}
+SAMPLE = 65_536
+"""Characters at the start of a file that show its delimiter, and whether it has a header line."""
+LINE_ENDS = {"\n": "LF", "\r\n": "CRLF", "\r": "CR"}
+LARGEST_CELL = 2**31 - 1
+"""Characters: the most that the csv module takes on every platform. Its default is 131,072."""
+
+
+def read_delimited(path: Path, how: Read, text: str, label: str | None, skip_unreadable: bool) -> Part:
+    """The columns ``text`` and ``label`` of one file.
+
+    Raises:
+        RecipeError: Quotes, line ends or cells of a line do not make a table, or its header lacks a column.
+        UnicodeError: It is not in its encoding.
+    """
+    with open_text(path, how) as stream:
+        sample = stream.read(SAMPLE)
+    file = _File(path, how, sample, text, label)
+    limit = csv.field_size_limit(LARGEST_CELL)
+    try:
+        with open_text(path, how) as stream:
+            return file.read(stream, skip_unreadable)
+    finally:
+        csv.field_size_limit(limit)
+
+
+class _File:
+    """One file, with what its first lines show of it."""
+
+    def __init__(self, path: Path, how: Read, sample: str, text: str, label: str | None) -> None:
+        self.path, self.how, self.sample, self.notes = path, how, sample, list[str]()
+        self.wanted = {"text": text} | ({} if label is None else {"label": label})
+        self.delimiter = self._find_delimiter()
+        self.header: list[str] = []
+        self.names: set[str] = set()  # of the header, which a second header would have
+
+    # -- what is detected ----------------------------------------------------------------------------------------------
+
+    def _find_delimiter(self) -> str:
+        """The one that ``data.read`` gives or the suffix implies; another one only if it alone makes a header of the wanted columns."""
+        suffixes = [suffix.lower() for suffix in self.path.suffixes]
+        usual = "\t" if ".tsv" in suffixes[-2:] else ","
+        if self.how.delimiter is not None or self.how.columns is not None:
+            return self.how.delimiter or usual
+        wanted = set(self.wanted.values())
+        fits = [delimiter for delimiter in DELIMITERS if wanted <= {name for row in self._first(1, delimiter) for name in row}]
+        if usual in fits or len(fits) != 1:
+            return usual
+        self.notes.append(f"{self.path}: the delimiter is a {DELIMITERS[fits[0]]}, as its header line shows")
+        return fits[0]
+
+    def _first(self, count: int, delimiter: str) -> list[list[str]]:
+        """The first records of the sample."""
+        try:
+            return list(islice(filter(None, self._reader(io.StringIO(self.sample, newline=""), delimiter, strict=False)), count))
+        except csv.Error:
+            return []
+
+    def _reader(self, lines: Any, delimiter: str, strict: bool = True) -> Any:
+        if self.how.quoting == "none":
+            return csv.reader(lines, delimiter=delimiter, quoting=csv.QUOTE_NONE, strict=strict)
+        return csv.reader(lines, delimiter=delimiter, strict=strict)
+
+    def _remedy(self) -> str:
+        """What may help where the header lacks a column; empty: nothing is known."""
+        first, *rows = self._first(50, self.delimiter) or [[]]
+        wider = [delimiter for delimiter in DELIMITERS if len(first) == 1 and len((self._first(1, delimiter) or [[]])[0]) > 1]
+        if len(wider) == 1:
+            return f" If the delimiter is a {DELIMITERS[wider[0]]}, give data.read.delimiter={_written(wider[0])}."
+        cells = [[row[index] for row in rows if index < len(row)] for index in range(len(first))]
+        number = re.compile(r"\s*[+-]?[0-9]+(\.[0-9]*)?\s*")
+        if not any(
+            cell in below or number.fullmatch(cell) or len(cell) > 40 or cell.count(" ") > 3
+            for cell, below in zip(first, cells, strict=True)
+        ):
+            return ""
+        names = [f"column{index + 1}" for index in range(len(first))]
+        order = sorted(range(len(first)), key=lambda index: -sum(map(len, [first[index], *cells[index]])))
+        names[order[0]] = self.wanted["text"]
+        if "label" in self.wanted and order[1:]:
+            names[min(order[1:], key=lambda index: len({first[index], *cells[index]}))] = self.wanted["label"]
+        return f" Line 1 looks like data, not like column names: if so, give data.read.columns=[{','.join(names)}]."
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+
+    def read(self, stream: io.TextIOWrapper, skip_unreadable: bool) -> Part:
+        """All rows; a line without any character is none."""
+        lines: list[str] = []  # of the current record
+
+        def kept() -> Iterator[str]:
+            for line in stream:
+                lines.append(line)
+                yield line
+
+        reader, first, unreadable, line_end = self._reader(kept(), self.delimiter), 1, 0, ""
+        found: dict[str, list[str]] = {name: [] for name in self.wanted.values()}
+        places = self._start(self.how.columns, 0) if self.how.columns is not None else []
+        cells = [(found[name].append, index) for name, index in zip(found, places, strict=False)]
+        joined: list[tuple[int, int, list[str]]] = []  # records of several lines: the first and last one's number, and the lines
+        try:
+            for row in reader:
+                tail = lines[-1][-2:]
+                if (end := tail if tail == "\r\n" else tail[-1:]) != line_end and end in LINE_ENDS and (row or line_end != "\r"):
+                    if line_end:
+                        raise self._other_line_end(reader.line_num, end, line_end)
+                    line_end = end
+                if row and not places:
+                    places = self._start(row, first)
+                    cells = [(found[name].append, index) for name, index in zip(found, places, strict=True)]
+                elif row and len(row) != len(self.header):
+                    if not skip_unreadable:
+                        raise self._other_width(first, len(row), "".join(lines))
+                    unreadable += 1
+                elif row:
+                    if row[places[0]] in self.names and (row[places[1]] in self.names if places[1:] else row == self.header):
+                        raise self._header_again(first, row)
+                    for append, index in cells:
+                        append(row[index])
+                    if len(lines) > 1:
+                        joined.append((first, reader.line_num, lines[:]))
+                first = reader.line_num + 1
+                lines.clear()
+        except csv.Error as error:
+            raise self._bad_quotes(first, reader.line_num, error) from None
+        if joined and self.how.quoting is None:
+            self._check_joined(joined, found)
+        return Part(str(self.path), found, unreadable=unreadable, untyped=True, notes=self.notes)
+
+    def _start(self, header: list[str], line: int) -> list[int]:
+        """Take a line as the header; where in it the wanted columns are."""
+        check_names(f"{self.path}, line {line}", header)
+        for key, name in self.wanted.items():
+            if name not in header:
+                raise missing_column(f"{self.path}", key, name, header, self._remedy())
+        self.header, self.names = header, {name for name in header if name}
+        return [header.index(name) for name in dict.fromkeys(self.wanted.values())]
+
+    def _check_joined(self, joined: list[tuple[int, int, list[str]]], found: dict[str, list[str]]) -> None:
+        """Refuse quoted cells over several lines if each of the lines makes a row of its own: stray quotes look the same.
+
+        A line makes one when it has as many cells as the header has, and its label is one of the others. Without labels, all cells over
+        several lines must look so.
+        """
+        label = self.header.index(self.wanted["label"]) if "label" in self.wanted else None
+        known = set(found[self.wanted["label"]]) if label is not None else set()
+        odd, width = [], len(self.header)
+        for first, last, lines in joined:
+            rows = [line.rstrip("\r\n").split(self.delimiter) for line in lines]
+            if width > 1 and all(len(row) == width and (label is None or row[label].strip('" ') in known) for row in rows):
+                odd.append((first, last))
+        if odd and (label is not None or len(odd) == len(joined)):
+            first, last = odd[0]
+            raise RecipeError(
+                f"{self.path}, line {first}: a quote opens a cell here that closes in line {last}, but each of these lines reads as a row "
+                "of its own. If quotes are part of the texts, give data.read.quoting=none; if the text spans these lines, "
+                "data.read.quoting=double."
+            )
+
+    # -- what is refused -----------------------------------------------------------------------------------------------
+
+    def _bad_quotes(self, first: int, last: int, error: csv.Error) -> RecipeError:
+        where = f"{self.path}, line {first}"
+        if "expected after" in str(error):
+            wrong = f"a quote opens a cell here, and more text follows where it closes in line {last}"
+        elif "end of data" in str(error):
+            wrong = f"a quote opens a cell here that never closes (line {last} is the last)"
+        else:
+            return RecipeError(f"{where}: cannot be read as rows of cells: {error}.")
+        return RecipeError(f'{where}: {wrong}. If quotes are part of the texts, give data.read.quoting=none; otherwise double them: "".')
+
+    def _other_width(self, line: int, count: int, raw: str) -> RecipeError:
+        width, name = len(self.header), DELIMITERS.get(self.delimiter, repr(self.delimiter))
+        others = [other for other in DELIMITERS if other != self.delimiter and raw.count(other) == width - 1 > 0]
+        remedy = f"Put quotes around a text that holds a {name} or a line end."
+        if self.how.quoting == "none":
+            remedy = f"With data.read.quoting=none, no text can hold a {name} or a line end."
+        if self.how.columns is not None and count == 1 and others:
+            remedy = f"If the delimiter is a {DELIMITERS[others[0]]}, give data.read.delimiter={_written(others[0])}."
+        return RecipeError(
+            f"{self.path}, line {line}: found {count} cell{'s' * (count != 1)}, expected {width} ({', '.join(self.header):.200}). {remedy}"
+        )
+
+    def _header_again(self, line: int, row: list[str]) -> RecipeError:
+        where = f"{self.path}, line {line}: found the column names ({', '.join(row):.200})"
+        if self.how.columns is not None:
+            return RecipeError(f"{where}, which data.read.columns gives too. Remove data.read.columns, or that line.")
+        return RecipeError(f"{where} again, as where files were joined. Remove that line, or give the files as a list: data.files.")
+
+    def _other_line_end(self, line: int, end: str, before: str) -> RecipeError:
+        return RecipeError(
+            f"{self.path}, line {line}: ends with {LINE_ENDS[end]}, the lines before it with {LINE_ENDS[before]}. Expected one kind of "
+            "line end outside of quotes: convert them (dos2unix, or mac2unix for CR)."
+        )
+
+
+def _written(delimiter: str) -> str:
+    """How a recipe gives a delimiter."""
+    return "tab" if delimiter == "\t" else repr(delimiter)

@@ -1,0 +1,317 @@
+"""What the text tasks read: the ``data`` section, from files, a Python function, a local folder or the hub.
+
+Sources give *parts* (one file, one split), so that an error names the file it is about. Which samples are held out or kept by
+``limit`` does not depend on ``train.seed``: runs with other seeds see the same data and stay comparable.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import logging
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from fastloop import RecipeError, option
+from fastloop.options import parse
+from fastloop.recipe.importing import check_reference, import_object
+from fastloop_plugins._cache import digest
+from fastloop_plugins.tasks._hub import explain, is_hub_name, offline, quiet
+from fastloop_plugins.tasks._text_files import FORMATS, Part, Read, format_of, make_part, read_file, show
+from fastloop_plugins.tasks._text_labels import count_classes, is_label, number_labels
+from fastloop_plugins.tasks._text_paths import find_files, refuse_options_without_files, refuse_url
+
+if TYPE_CHECKING:
+    from fastloop.recipe import Recipe
+
+logger = logging.getLogger("fastloop")
+
+DRAW = 0
+"""Seeds which samples are held out, and which ``limit`` keeps."""
+READER = 2
+"""Counts up when the same files and options give other rows, so that caches of token ids are made again."""
+
+
+@dataclass(kw_only=True)
+class Data:
+    """The ``data`` section."""
+
+    name: Annotated[str | None, option("A dataset: hub id or local folder.")] = None
+    subset: Annotated[str | None, option("A dataset's configuration, where it has several.")] = None
+    files: Annotated[dict[str, Any] | None, option(f"Split -> path, list of paths or pattern ({' '.join(FORMATS)}).")] = None
+    module: Annotated[str | None, option("A function that returns {split: rows}: package.module:name or file.py:name.")] = None
+    arguments: Annotated[dict[str, Any] | None, option("Arguments of that function.")] = None
+    splits: Annotated[dict[str, Any] | None, option("What the source calls the splits train, evaluate and test; null: leave out.")] = None
+    text: Annotated[str, option("The column of texts.")] = "text"
+    label: Annotated[str | None, option("The column of labels: text, or whole numbers from 0.")] = None
+    label_offset: Annotated[int, option("The number that the first class has, where labels are numbers: 1 if they count from 1.", ge=0)] = 0
+    label_map: Annotated[dict[Any, int | str] | None, option("Label as in the data -> name or number of its class; others stay.")] = None
+    read: Annotated[dict[str, Any] | None, option("How files are read: delimiter, columns, encoding, quoting, compression.")] = None
+    max_length: Annotated[int, option("Tokens of a sample at most.", ge=2)] = 512
+    padding: Annotated[Literal["longest", "max_length"], option("Pad to the longest of the batch, or always to max_length.")] = "longest"
+    limit: Annotated[dict[str, Any] | None, option("Split -> how many samples to keep, drawn at random, always the same.")] = None
+    held_out: Annotated[float, option("Share of train to evaluate on where there is no validation split.", ge=0, lt=1)] = 0.1
+
+
+@dataclass(kw_only=True)
+class Files:
+    """``data.files``."""
+
+    train: Annotated[str | list[str] | None, option("a path, a list of paths or a pattern")] = None
+    validation: Annotated[str | list[str] | None, option("a path, a list of paths or a pattern")] = None
+    test: Annotated[str | list[str] | None, option("a path, a list of paths or a pattern")] = None
+
+
+@dataclass(kw_only=True)
+class Splits:
+    """``data.splits``."""
+
+    train: Annotated[str, option("the source's name of the split to train on")] = "train"
+    evaluate: Annotated[str | None, option("the source's name of the split to evaluate on")] = "validation"
+    test: Annotated[str | None, option("the source's name of the split to test on")] = "test"
+
+
+@dataclass(kw_only=True)
+class Limit:
+    """``data.limit``."""
+
+    train: Annotated[int | None, option("samples", ge=1)] = None
+    validation: Annotated[int | None, option("samples", ge=1)] = None
+    test: Annotated[int | None, option("samples", ge=1)] = None
+
+
+@dataclass
+class Rows:
+    """One split: texts, and their labels as 0..n-1 where the task has labels."""
+
+    texts: list[str]
+    labels: list[int] | None = None
+
+    def keep(self, ids: Sequence[int]) -> Rows:
+        """The samples with these ids."""
+        return Rows([self.texts[index] for index in ids], None if self.labels is None else [self.labels[index] for index in ids])
+
+
+class TextData:
+    """The ``data`` section of a recipe: checked by the constructor, read by ``load``.
+
+    Raises:
+        RecipeError: Something in it cannot be, or a file is not there.
+    """
+
+    def __init__(self, recipe: Recipe, labelled: bool) -> None:
+        self.recipe, self.where = recipe, f"{recipe.where}: data"
+        self.options = parse(Data, recipe.data, self.where)
+        self.splits = parse(Splits, self.options.splits, f"{self.where}.splits")
+        self.limit = parse(Limit, self.options.limit, f"{self.where}.limit")
+        self.how = parse(Read, self.options.read, f"{self.where}.read")
+        self.classes: list[str] = []
+        self.said: list[tuple[int, str]] = []  # level and message
+        self.skip_unreadable, self.unreadable = False, 0  # whether rows that cannot be read are left out; how many were
+        if labelled and self.options.label is None:
+            raise RecipeError(f"{self.where}.label: missing. Name the column of labels, such as data.label=label.")
+        if not labelled and self.options.label is not None:
+            raise RecipeError(f"{self.where}.label: a language model has no labels. Remove it, or use the plugin text-classification.")
+        for key in ("label_offset", "label_map"):
+            if not labelled and getattr(self.options, key):
+                raise RecipeError(f"{self.where}.{key}: a language model has no labels. Remove it.")
+        if self.options.name is not None and self.options.files is not None:  # as when a shipped recipe is given files of one's own
+            logger.info("data: files are given, so data.name (%s) is not used", self.options.name)
+            self.options.name = None
+        sources = [key for key in ("name", "files", "module") if getattr(self.options, key) is not None]
+        if len(sources) != 1:
+            found = " and ".join(sources) or "none"
+            raise RecipeError(f"{self.where}: found {found}, expected one of: name (a dataset), files, module (a function).")
+        if self.options.arguments is not None and self.options.module is None:
+            raise RecipeError(f"{self.where}.arguments: they are for the function of data.module, which is not there.")
+        self.files: dict[str, list[Path]] = {}
+        if self.options.files is not None:
+            files = vars(parse(Files, self.options.files, f"{self.where}.files"))
+            self.files = {
+                split: find_files(recipe, given, split, f"{self.where}.files.{split}")
+                for split, given in files.items()
+                if given is not None
+            }
+            if "train" not in self.files:
+                raise RecipeError(f"{self.where}.files.train: missing. Expected a file to train on.")
+        if self.options.module is not None:
+            check_reference(self.options.module, recipe, "data.module")
+        if self.options.name is not None:
+            self._check_name(self.options.name)
+        if self.options.read is not None:
+            self._check_read()
+
+    def _check_read(self) -> None:
+        if self.options.files is None:
+            raise RecipeError(f"{self.where}.read: it is for data.files, which is not there. Remove it, or give the files there.")
+        refuse_options_without_files(self.how, [path for paths in self.files.values() for path in paths], f"{self.where}.read")
+        for key in ("text", "label"):
+            name = getattr(self.options, key)
+            if self.how.columns is not None and name is not None and name not in self.how.columns:
+                raise RecipeError(f"{self.where}.read.columns: found {self.how.columns}, expected {name!r} (data.{key}) among them.")
+
+    def _check_name(self, name: str) -> None:
+        refuse_url(name, f"{self.where}.name", "its files")
+        path = self.recipe.find(name)
+        if path.is_file():
+            raise RecipeError(f"{self.where}.name: {name} is a file. Give it as data.files.train={name}.")
+        if not path.is_dir() and not is_hub_name(name):
+            raise RecipeError(f"{self.where}.name: {name}: no such folder, and not a name that the hub could have.")
+
+    # -- reading ---------------------------------------------------------------------------------------------------------
+
+    def load(self) -> dict[str, Rows]:
+        """``train``, and where they are there ``evaluate`` and ``test``.
+
+        Raises:
+            RecipeError: Files, columns or labels are not as they must be.
+        """
+        self.said, self.unreadable, parts = [], 0, self._read()
+        splits = {role: name for role, name in vars(self.splits).items() if name is not None}
+        if self.skip_unreadable:
+            parts = {name: [self._readable(part) for part in found] if name in splits.values() else found for name, found in parts.items()}
+        for role, name in splits.items():
+            if name not in parts and (role == "train" or role in (self.options.splits or {})):
+                raise RecipeError(f"{self.where}.splits.{role}: there is no split {name!r}. There are: {', '.join(parts) or 'none'}.")
+        rows = {role: self._rows(role, parts[name]) for role, name in splits.items() if name in parts}
+        used = {role: parts[splits[role]] for role in rows}
+        self.said += [(logging.INFO, note) for found in used.values() for part in found for note in part.notes]
+        if self.options.label is not None:
+            labels = number_labels(used, self.options, self.where)
+            self.said += [(logging.INFO, note) for note in labels.notes] + [(logging.WARNING, line) for line in labels.warnings]
+            self.classes = labels.classes
+            for role in rows:
+                rows[role].labels = labels.ids[role]
+        said = ""
+        if "evaluate" not in rows and self.options.held_out:
+            rows["train"], rows["evaluate"] = self._hold_out(rows["train"])
+            said = f" (no validation split: {self.options.held_out:.0%} of train held out)"
+        for role, count in (("train", self.limit.train), ("evaluate", self.limit.validation), ("test", self.limit.test)):
+            if count is not None and role in rows and count < len(rows[role].texts):
+                rows[role] = rows[role].keep(sorted(random.Random(DRAW).sample(range(len(rows[role].texts)), count)))
+        if rows["train"].labels is not None:
+            said += f"; rows of each class in train: {count_classes(rows['train'].labels, self.classes)}"
+        self.said.append((logging.INFO, f"data: {', '.join(f'{role} {len(split.texts)}' for role, split in rows.items())}{said}"))
+        self.say()
+        return rows
+
+    def say(self) -> None:
+        """Log what was found in the data; the last line has its sizes."""
+        for level, line in self.said:
+            logger.log(level, "%s", line)
+
+    def identity(self) -> str:
+        """A hash of the files that ``load`` reads, and of all that decides what it makes of them."""
+        options = vars(self.options) | {"files": None, "label_map": sorted(map(str, (self.options.label_map or {}).items()))}
+        chosen = {"options": options, "splits": vars(self.splits), "limit": vars(self.limit), "draw": DRAW, "reader": READER}
+        chosen["skip_unreadable"] = self.skip_unreadable
+        facts = [json.dumps(chosen, sort_keys=True)]
+        for split, paths in self.files.items():
+            for path in paths:
+                with path.open("rb") as file:
+                    facts += [split, str(format_of(path)), hashlib.file_digest(file, "blake2b").hexdigest()]
+        return digest(facts)
+
+    def _read(self) -> dict[str, list[Part]]:
+        """Split -> parts, from the one source there is."""
+        if self.options.module is not None:
+            return self._call(self.options.module)
+        if self.options.name is not None:
+            return self._dataset(self.options.name)
+        return {split: self._read_files(paths) if split in vars(self.splits).values() else [] for split, paths in self.files.items()}
+
+    def _read_files(self, paths: Sequence[str | Path]) -> list[Part]:
+        options = self.options
+        return [read_file(Path(path), self.how, options.text, options.label, self.skip_unreadable) for path in paths]
+
+    def _call(self, reference: str) -> dict[str, list[Part]]:
+        function = import_object(reference, self.recipe, "data.module")
+        arguments = self.options.arguments or {}
+        try:
+            inspect.signature(function).bind(**arguments)
+        except TypeError as error:
+            raise RecipeError(f"{self.where}.arguments: {reference} cannot take them: {error}.") from None
+        result = function(**arguments)
+        if not isinstance(result, Mapping):
+            raise RecipeError(f"{self.where}.module: {reference} returned {type(result).__name__}, expected {{split: rows}}.")
+        return {str(split): [make_part(f"{reference}, split {split}", rows, self.options.label)] for split, rows in result.items()}
+
+    def _dataset(self, name: str) -> dict[str, list[Part]]:
+        import datasets
+
+        folder = self.recipe.find(name)
+        try:
+            with quiet():
+                if (folder / "dataset_dict.json").is_file():
+                    found = datasets.load_from_disk(str(folder))
+                elif folder.is_dir():
+                    builder = datasets.load_dataset_builder(str(folder.resolve()), self.options.subset)
+                    if builder.name == "csv":  # which datasets reads with guesses of types and missing values
+                        return {str(split): self._read_files(paths) for split, paths in builder.config.data_files.items()}
+                    found = datasets.load_dataset(str(folder.resolve()), self.options.subset)
+                else:
+                    offline()
+                    found = datasets.load_dataset(name, self.options.subset)
+        except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+            raise RecipeError(explain(f"{self.where}.name", name, folder, error, "data.files.train=FILE or data.name=FOLDER")) from None
+        return {split: [make_part(f"dataset {name}, split {split}", rows, self.options.label)] for split, rows in found.items()}
+
+    def _readable(self, part: Part) -> Part:
+        """A part without the rows whose text is no text, or which have no label."""
+        keys = {"text": self.options.text} | ({} if self.options.label is None else {"label": self.options.label})
+        columns = {name: part.column(key, name) for key, name in keys.items()}
+        bad = {index for index, value in enumerate(columns[keys["text"]]) if not isinstance(value, str | None)}
+        bad |= {index for index, value in enumerate(columns[keys["label"]]) if not is_label(value)} if "label" in keys else set()
+        if count := part.unreadable + len(bad):
+            self.said.append((logging.WARNING, f"{part.where}: {count} rows cannot be read, and are left out"))
+            self.unreadable += count
+        kept = {name: [value for index, value in enumerate(column) if index not in bad] for name, column in columns.items()}
+        return Part(part.where, kept, part.classes, untyped=part.untyped, notes=part.notes)
+
+    # -- checking --------------------------------------------------------------------------------------------------------
+
+    def _rows(self, role: str, parts: list[Part]) -> Rows:
+        texts: list[str] = []
+        empty: list[tuple[Part, int]] = []
+        for part in parts:
+            for number, value in enumerate(part.column("text", self.options.text), 1):
+                if value is not None and not isinstance(value, str):
+                    raise RecipeError(f"{part.row(number)}: column {self.options.text!r} holds {show(value)}, expected text (data.text).")
+                if value and not value.isascii() and not _encodable(value):
+                    raise RecipeError(
+                        f"{part.row(number)}: column {self.options.text!r} (data.text) holds half of a UTF-16 pair, which is no text."
+                    )
+                texts.append(value or "")
+                if not texts[-1].strip():
+                    empty.append((part, number))
+        where = ", ".join(part.where for part in parts)
+        if not texts:
+            raise RecipeError(f"{where}: the {role} split is empty. Expected at least one row (data.files, data.splits).")
+        if len(empty) == len(texts):
+            raise RecipeError(f"{where}: all {len(texts)} texts in column {self.options.text!r} are empty (data.text).")
+        if empty:
+            part, number = empty[0]
+            first = f"the first in {part.row(number)}: column {self.options.text!r} (data.text)"
+            self.said.append((logging.WARNING, f"{where}: {len(empty)} of {len(texts)} texts are empty, {first}"))
+        return Rows(texts)
+
+    def _hold_out(self, rows: Rows) -> tuple[Rows, Rows]:
+        total = len(rows.texts)
+        count = max(round(total * self.options.held_out), 1)
+        if count >= total:
+            raise RecipeError(
+                f"{self.where}.held_out: {total} row cannot be split into train and evaluation. Give data.files.validation, or held_out: 0."
+            )
+        order = random.Random(DRAW).sample(range(total), total)
+        return rows.keep(sorted(order[count:])), rows.keep(sorted(order[:count]))
+
+
+def _encodable(text: str) -> bool:
+    try:
+        return bool(text.encode())
+    except UnicodeEncodeError:
+        return False

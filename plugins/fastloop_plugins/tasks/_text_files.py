@@ -1,0 +1,254 @@
+"""Reads rows for the text tasks: csv, tsv, json, jsonl, parquet and txt files, and rows that Python gives."""
+
+from __future__ import annotations
+
+import codecs
+import io
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from fastloop import option
+from fastloop.errors import RecipeError, did_you_mean
+
+FORMATS = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".txt")
+COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
+"""Suffix behind that of the format -> codec, as pyarrow calls it."""
+MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
+"""First bytes that no text file has -> codec. A bz2 file starts with letters, so only its suffix shows it."""
+MARKS = {
+    codecs.BOM_UTF8: "utf-8-sig",
+    codecs.BOM_UTF32_LE: "utf-32",  # before UTF-16, whose mark it starts with
+    codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
+"""Byte-order mark -> encoding."""
+
+
+@dataclass(kw_only=True)
+class Read:
+    """``data.read``: how files are read, where their names and first bytes do not show it."""
+
+    delimiter: Annotated[str | None, option("The character between cells of .csv and .tsv files; tab for a tab.")] = None
+    columns: Annotated[list[str] | None, option("Names of the columns of .csv and .tsv files without a header line.")] = None
+    encoding: Annotated[str | None, option("The encoding of text files without a byte-order mark; null: utf-8.")] = None
+    quoting: Annotated[
+        Literal["double", "none"] | None,
+        option("double: a quoted cell may span lines, its quotes are doubled; none: quotes are text; null: double, refused if in doubt."),
+    ] = None
+    compression: Annotated[Literal["gzip", "bz2", "zstd", "none"] | None, option("null: by suffix and first bytes.")] = None
+
+    def __post_init__(self) -> None:
+        if self.delimiter in ("tab", "\\t"):
+            self.delimiter = "\t"
+        if self.delimiter is not None and (len(self.delimiter) != 1 or self.delimiter in '"\r\n'):
+            raise ValueError(f"delimiter: found {self.delimiter!r}, expected one character, such as ; or tab.")
+        if self.columns is not None and (not self.columns or len(set(self.columns)) < len(self.columns)):
+            raise ValueError(f"columns: found {self.columns}, expected a name for each column, each name once.")
+        try:
+            io.TextIOWrapper(io.BytesIO(), encoding=self.encoding)
+        except (LookupError, ValueError):
+            raise ValueError(f"encoding: found {self.encoding!r}, expected a text encoding of Python, such as cp1252.") from None
+
+
+@dataclass
+class Part:
+    """Rows from one place, a column at a time."""
+
+    where: str
+    columns: Mapping[str, Any]  # name -> list, or pyarrow's column
+    classes: list[str] | None = None  # names of the labels, where a dataset's features say them
+    unreadable: int = 0  # rows that are not here because they could not be read
+    untyped: bool = False  # whether every cell is text, so that a label 1 is '1'
+    notes: list[str] = field(default_factory=list)  # what was detected, for the log
+
+    def column(self, key: str, name: str) -> list[Any]:
+        """The values of the column that ``data.<key>`` names."""
+        if name not in self.columns:
+            raise missing_column(self.where, key, name, self.columns)
+        values = self.columns[name]
+        try:
+            return values.to_pylist() if hasattr(values, "to_pylist") else list(values)
+        except UnicodeDecodeError as error:  # parquet's text is not checked where it is read
+            raise RecipeError(f"{self.where}: the column {name!r}, which data.{key} names, is not UTF-8 ({error.reason}).") from None
+
+    def row(self, number: int) -> str:
+        """How messages name a row; the first is 1."""
+        return f"{self.where}, row {number}"
+
+
+def missing_column(where: str, key: str, name: str, columns: Iterable[Any], remedy: str = "") -> RecipeError:
+    """The error for a column that ``data.<key>`` names and that is not there."""
+    names = [str(column) for column in columns]
+    remedy = remedy or did_you_mean(name, names).partition(" Expected")[0]
+    return RecipeError(f"{where}: there is no column {name!r}, which data.{key} names. Its columns: {', '.join(names) or 'none'}.{remedy}")
+
+
+def check_names(where: str, names: Iterable[str]) -> None:
+    """Refuse a column name that occurs twice; empty ones, as of the trailing commas of spreadsheets, may."""
+    names = list(names)
+    for name in names:
+        if name and names.count(name) > 1:
+            raise RecipeError(f"{where}: the column name {name!r} is repeated in: {', '.join(names)}. Rename or remove one of them.")
+
+
+def show(value: Any) -> str:
+    """A value for a message, cut short, with its type."""
+    return f"{value!r:.60} ({type(value).__name__})"
+
+
+def make_part(where: str, rows: Any, label: str | None = None) -> Part:
+    """A part of what a dataset or a function gives: a ``datasets.Dataset``, or a list of mappings."""
+    if hasattr(rows, "with_format"):
+        table = rows.with_format("arrow")[:]
+        return Part(where, dict(zip(table.column_names, table.columns, strict=True)), getattr(rows.features.get(label), "names", None))
+    rows = list(rows)
+    columns: dict[str, None] = {}
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, Mapping):
+            raise RecipeError(f"{where}, row {number}: found {show(row)}, expected a mapping of columns.")
+        columns |= dict.fromkeys(row)
+    return Part(where, {name: [row.get(name) for row in rows] for name in columns})
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def format_of(path: Path) -> tuple[str, str | None]:
+    """The suffix that names the format, such as ``.csv``, and the codec that a suffix behind it names."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    codec = COMPRESSIONS.get(suffixes[-1]) if suffixes else None
+    suffix = "".join(suffixes[-1:] if codec is None else suffixes[-2:-1])
+    return suffix, codec if suffix != ".parquet" else None
+
+
+def read_file(path: Path, how: Read, text: str, label: str | None = None, skip_unreadable: bool = False) -> Part:
+    """One file's rows. Read directly, not through a cache of converted copies; a cell that says NA is the text NA.
+
+    Args:
+        how: ``data.read``.
+        text: The column of texts.
+        label: The column of labels, if there is one.
+        skip_unreadable: Leave out malformed rows of csv, tsv and jsonl files, and count them.
+
+    Raises:
+        RecipeError: It cannot be read as its suffix and ``how`` describe it.
+    """
+    import pyarrow  # type: ignore[import-untyped]
+
+    try:
+        return _read_as(path, format_of(path)[0], how, text, label, skip_unreadable)
+    except json.JSONDecodeError as error:
+        raise RecipeError(f"{path}, line {error.lineno}: not valid JSON: {error.msg}.") from None
+    except UnicodeError as error:
+        raise _undecodable(path, how, error) from None
+    except (OSError, pyarrow.ArrowException) as error:
+        codec = _codec(path, how)
+        remedy = f" It is read as {codec}: if it is another kind, give data.read.compression." if codec else ""
+        raise RecipeError(f"{path}: cannot be read as {format_of(path)[0]}: {str(error).splitlines()[0]}.{remedy}") from None
+
+
+def _read_as(path: Path, suffix: str, how: Read, text: str, label: str | None, skip_unreadable: bool) -> Part:
+    if suffix in (".csv", ".tsv"):
+        from fastloop_plugins.tasks._text_csv import read_delimited
+
+        return read_delimited(path, how, text, label, skip_unreadable)
+    if suffix == ".parquet":
+        from pyarrow import parquet
+
+        check_names(str(path), parquet.read_schema(path).names)
+        table = parquet.read_table(path)
+        return Part(str(path), dict(zip(table.column_names, table.columns, strict=True)))
+    with open_text(path, how) as stream:
+        content = re.sub("\r\n?", "\n", stream.read())
+    if suffix == ".txt":  # paragraphs, or lines where there are no paragraphs
+        blocks = re.split(r"\n\s*\n", content.strip("\n")) if re.search(r"\S\s*\n\s*\n\s*\S", content) else content.split("\n")
+        return Part(str(path), {text: [block for block in blocks if block.strip()]})
+    if content.lstrip().startswith("["):
+        return make_part(str(path), _parsed(path, 1, content))
+    rows, broken = [], 0
+    for number, line in enumerate(content.split("\n"), 1):
+        if line.strip():
+            try:
+                rows.append(_parsed(path, number, line))
+            except (RecipeError, json.JSONDecodeError) as error:
+                if not skip_unreadable:
+                    if isinstance(error, RecipeError):
+                        raise
+                    raise json.JSONDecodeError(error.msg, "\n" * (number - 1) + line, number - 1) from None
+                broken += 1
+    part = make_part(str(path), rows) if rows else Part(str(path), {text: []})
+    part.unreadable = broken
+    return part
+
+
+def _parsed(path: Path, line: int, content: str) -> Any:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            keys = [key for key, _ in pairs]
+            twice = next(key for key in keys if keys.count(key) > 1)
+            raise RecipeError(f"{path}, line {line}: the key {twice!r} is repeated in one object. Remove one of them.")
+        return found
+
+    try:
+        return json.loads(content, object_pairs_hook=unique)
+    except json.JSONDecodeError:
+        raise
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits; thousands of brackets
+        raise RecipeError(f"{path}, line {line}: cannot be read as JSON: {str(error).partition(';')[0]}.") from None
+
+
+# -- bytes to characters -----------------------------------------------------------------------------------------------
+
+
+def open_text(path: Path, how: Read) -> io.TextIOWrapper:
+    """The characters of a file that may be compressed, line ends as they are. A byte-order mark decides the encoding."""
+    encoding, head = _encoding(path, how)
+    if encoding == "utf-8":
+        for odd, name in ((1, "utf-16-le"), (0, "utf-16-be")):
+            if head[odd::2].count(0) > len(head) / 4 and not head[1 - odd :: 2].count(0):
+                raise RecipeError(f"{path}, line 1: not UTF-8, but looks like UTF-16. If it is, give data.read.encoding={name}.")
+    return io.TextIOWrapper(_open(path, how), encoding=encoding, newline="")
+
+
+def _open(path: Path, how: Read) -> Any:
+    import pyarrow
+
+    return pyarrow.input_stream(str(path), compression=_codec(path, how), buffer_size=2**20)
+
+
+def _codec(path: Path, how: Read) -> str | None:
+    if how.compression is not None:
+        return None if how.compression == "none" else how.compression
+    suffix, codec = format_of(path)
+    if codec is None and suffix != ".parquet":
+        with path.open("rb") as file:
+            head = file.read(4)
+        codec = next((codec for magic, codec in MAGIC.items() if head.startswith(magic)), None)
+    return codec
+
+
+def _encoding(path: Path, how: Read) -> tuple[str, bytes]:
+    """The encoding, and the first bytes."""
+    with _open(path, how) as stream:
+        head: bytes = stream.read(1024)
+    return next((encoding for mark, encoding in MARKS.items() if head.startswith(mark)), how.encoding or "utf-8"), head
+
+
+def _undecodable(path: Path, how: Read, error: UnicodeError) -> RecipeError:
+    """The error for bytes that are not what they should be, which are looked for again for their line."""
+    (encoding, _), line = _encoding(path, how), 1
+    with _open(path, how) as stream:
+        content: bytes = stream.read()
+    try:
+        content.decode(encoding)
+    except UnicodeDecodeError as found:
+        line, error = len(re.findall("\r\n?|\n", content[: found.start].decode(encoding, "ignore"))) + 1, found
+    name = "UTF-8" if encoding.startswith("utf-8") else encoding
+    remedy = "Give its encoding, such as data.read.encoding=cp1252, or convert it: iconv -f latin1 -t utf-8 (or what it is in)."
+    return RecipeError(f"{path}, line {line}: not {name} ({getattr(error, 'reason', error)}). {remedy}")

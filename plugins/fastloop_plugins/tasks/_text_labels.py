@@ -1,0 +1,245 @@
+"""Labels of the text tasks as classes 0..n-1, and warnings about labels that look wrong.
+
+Cells of csv and tsv files are text: labels that are all whole numbers (1 or 1.0) are read as numbers, others are names of classes,
+01 and 02 among them. In other sources a number is a number, and text is a name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import TYPE_CHECKING, Any
+
+from fastloop.errors import RecipeError
+from fastloop_plugins.tasks._text_files import Part, show
+
+if TYPE_CHECKING:
+    from fastloop_plugins.tasks._text_data import Data
+
+FEW = 5
+"""Rows: a class with fewer to train on gets a warning."""
+MANY = 10
+"""Classes: up to so many may have one row each, as in a first trial."""
+NEARLY = 0.9
+"""Classes per row from which the column of labels is taken for another one."""
+SHOWN = 8
+"""Labels that a message lists."""
+MISSING = {"na", "n/a", "#n/a", "<na>", "nan", "null"}
+"""How other tools write a cell that is missing, in lower case."""
+WHOLE = re.compile(r"(0|-?[1-9][0-9]{0,17})(\.0*)?")
+NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
+DIGITS = re.compile(r"[0-9]+")
+
+Label = int | str
+Values = list[tuple[Part, list[Label]]]
+
+
+@dataclass
+class Labels:
+    """The labels of all splits."""
+
+    ids: dict[str, list[int]]  # role -> class of each row, 0..n-1
+    classes: list[str]  # their names
+    warnings: list[str]
+    notes: list[str]  # how labels were read, where a file does not show it
+
+
+def is_label(value: Any) -> bool:
+    """Whether a value can be a label: text, a boolean or a whole number."""
+    if isinstance(value, str):
+        return value != ""
+    return isinstance(value, Integral) or (isinstance(value, Real) and float(value).is_integer())
+
+
+def list_labels(labels: Iterable[Label]) -> str:
+    """Labels for a message, the first ones of many."""
+    shown = [f"{label!r:.60}" for label in sorted(labels, key=lambda label: (isinstance(label, str), label))]
+    return ", ".join(shown[:SHOWN]) + f" and {len(shown) - SHOWN} more" * (len(shown) > SHOWN)
+
+
+def count_classes(ids: Sequence[int], classes: Sequence[str]) -> str:
+    """How many rows each class has, the largest class first: ``neg 36, pos 36, label 1``."""
+    counts = Counter(ids)
+    order = sorted(range(len(classes)), key=lambda index: (-counts[index], index))
+    shown = [f"{classes[index] if classes[index].isidentifier() else repr(classes[index]):.40} {counts[index]}" for index in order]
+    return ", ".join(shown if len(shown) <= SHOWN else [*shown[: SHOWN - 1], f"{len(shown) - SHOWN} more", f"and {shown[-1]}"])
+
+
+def number_labels(parts: Mapping[str, list[Part]], options: Data, where: str) -> Labels:
+    """Give each label of the training split a class, and each row of every split its class.
+
+    Args:
+        parts: Role (``train`` among them) -> its parts.
+        where: The ``data`` section, for messages.
+
+    Raises:
+        RecipeError: A row without a label, labels of several kinds, numbers with gaps, a class of which training has no row.
+    """
+    what, notes = f"column {options.label!r} (data.label)", list[str]()
+    values = {role: [(part, _values(part, options, what, notes)) for part in found] for role, found in parts.items()}
+    if options.label_map:
+        values = _renamed(values, options.label_map, f"{where}.label_map")
+    if _are_numbers(values["train"], what):
+        values = {role: [(part, _numbers(part, labels, what, notes)) for part, labels in found] for role, found in values.items()}
+    files = ", ".join(part.where for part in parts["train"])
+    rows = [label for _, labels in values["train"] for label in labels]
+    names = None if options.label_map else parts["train"][0].classes
+    ids, classes = _classes(rows, names, options.label_offset, f"{files}: {what}", notes)
+    for role, found in values.items():
+        for part, labels in found:
+            if unknown := set(labels) - ids.keys():
+                raise _unknown(part, labels, unknown, ids, role, what)
+    found_ids = {role: [ids[label] for _, labels in found for label in labels] for role, found in values.items()}
+    return Labels(found_ids, classes, [f"{files}: {line}" for line in _oddities(found_ids["train"], classes)], notes)
+
+
+# -- what is in the column ---------------------------------------------------------------------------------------------
+
+
+def _values(part: Part, options: Data, what: str, notes: list[str]) -> list[Label]:
+    """The labels of one part: text, or whole numbers."""
+    values = part.column("label", options.label or "")
+    keys = list(zip(map(type, values), values, strict=True))  # 1, 1.0 and True are equal
+    try:
+        distinct = dict.fromkeys(keys)
+    except TypeError:  # a list or a mapping among them
+        distinct = {}
+    if not distinct or not all(is_label(value) for _, value in distinct):
+        for number, value in enumerate(values, 1):
+            if value is None or value == "" or value != value:
+                raise RecipeError(f"{part.row(number)}: {what} is empty. Every row needs a label.")
+            if not is_label(value):
+                raise RecipeError(f"{part.row(number)}: {what} holds {show(value)}, expected text, or whole numbers from 0.")
+    if options.label in {value for _, value in distinct if isinstance(value, str)}:
+        for number, (label, text) in enumerate(zip(values, part.column("text", options.text), strict=True), 1):
+            if label == options.label and text == options.text:
+                raise RecipeError(
+                    f"{part.row(number)}: found the column names ({text}, {label}), as where files were joined. Remove that row."
+                )
+    if whole := {value for kind, value in distinct if not issubclass(kind, str | Integral)}:
+        notes.append(f"{part.where}: {what}: {list_labels(whole)} are read as whole numbers")
+    table = {key: _plain(key[1]) for key in distinct}
+    return [table[key] for key in keys]
+
+
+def _plain(value: Any) -> Label:
+    return str(value) if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else int(value)
+
+
+def _renamed(values: dict[str, Values], label_map: Mapping[Any, Label], where: str) -> dict[str, Values]:
+    names = {str(_plain(label)): name for label, name in label_map.items()}
+    there = {label for found in values.values() for _, labels in found for label in labels}
+    if unknown := names.keys() - set(map(str, there)):
+        raise RecipeError(f"{where}: the label {min(unknown)!r} never occurs. There: {list_labels(there)}.")
+    table = {label: names.get(str(label), label) for label in there}
+    return {role: [(part, [table[label] for label in labels]) for part, labels in found] for role, found in values.items()}
+
+
+def _kind(part: Part, label: Label) -> str:
+    if isinstance(label, int) or (part.untyped and WHOLE.fullmatch(label)):
+        return "number"
+    return "fraction" if part.untyped and NUMBER.fullmatch(label) and not DIGITS.fullmatch(label) else "text"
+
+
+def _are_numbers(values: Values, what: str) -> bool:
+    """Whether the labels of the training split are numbers."""
+    kinds = {_kind(part, label) for part, labels in values for label in set(labels)}
+
+    def first(kind: str) -> tuple[str, Label]:
+        rows = ((part, number, label) for part, labels in values for number, label in enumerate(labels, 1))
+        return next((part.row(number), label) for part, number, label in rows if _kind(part, label) == kind)
+
+    if "fraction" in kinds:
+        row, label = first("fraction")
+        raise RecipeError(f"{row}: {what} holds {label!r}, expected text, or whole numbers from 0. Or name it: data.label_map.")
+    if len(kinds) < 2:
+        return kinds == {"number"}
+    labels = {label for _, found in values for label in found}
+    if (
+        all(part.untyped for part, _ in values)
+        and all(DIGITS.fullmatch(str(label)) for label in labels)
+        and len({*map(len, map(str, labels))}) == 1
+    ):
+        return False  # codes of one width: 01 to 12
+    (row, label), (other_row, other) = first("text"), first("number")
+    raise RecipeError(
+        f"{row}: {what} mixes text and numbers: it holds {label!r}, and {other_row} holds {other!r}. "
+        f"Write all one way, or name them: data.label_map={{{label!r}: NAME}}."
+    )
+
+
+def _numbers(part: Part, labels: list[Label], what: str, notes: list[str]) -> list[Label]:
+    """The numbers that an untyped part's cells are."""
+    if not part.untyped:
+        return labels
+    table = {label: int(label.partition(".")[0]) if isinstance(label, str) and WHOLE.fullmatch(label) else label for label in set(labels)}
+    if whole := {label for label in table if isinstance(label, str) and "." in label and table[label] != label}:
+        notes.append(f"{part.where}: {what}: {list_labels(whole)} are read as whole numbers")
+    return [table[label] for label in labels]
+
+
+# -- classes -----------------------------------------------------------------------------------------------------------
+
+
+def _classes(rows: list[Label], names: list[str] | None, offset: int, where: str, notes: list[str]) -> tuple[dict[Label, int], list[str]]:
+    """Label -> class, and the classes' names."""
+    seen = set(rows)
+    if names is None and len(seen) > MANY and len(seen) >= NEARLY * len(rows):
+        raise RecipeError(
+            f"{where} has {len(seen)} different labels in {len(rows)} rows, such as {rows[0]!r:.60}: nearly every row would be a class of "
+            "its own. Expected a column with few different values."
+        )
+    if len(seen) < 2:
+        raise RecipeError(f"{where} holds only the label {list_labels(seen)}, expected at least two.")
+    if isinstance(rows[0], str):
+        if offset:
+            raise RecipeError(f"{where} holds text ({list_labels(seen)}), and data.label_offset is for numbers. Remove it.")
+        return {label: index for index, label in enumerate(sorted(seen, key=str))}, sorted(map(str, seen))
+    ids: dict[Label, int] = {index + offset: index for index in range(len(names or seen))}
+    if not seen <= ids.keys():
+        counted = seen == set(range(1, len(seen) + 1))
+        remedy = (
+            "They count from 1: give data.label_offset=1." if counted else "Renumber them, or name them: data.label_map={NUMBER: NAME}."
+        )
+        raise RecipeError(
+            f"{where} holds the labels {list_labels(seen)}, expected {offset} to {offset + len(ids) - 1} without gaps. {remedy}"
+        )
+    if offset:
+        notes.append(f"{where}: {offset} to {offset + len(ids) - 1} are the classes 0 to {len(ids) - 1} (data.label_offset)")
+    return ids, names or [str(label) for label in ids]
+
+
+def _unknown(part: Part, labels: list[Label], unknown: set[Label], ids: Mapping[Label, int], role: str, what: str) -> RecipeError:
+    number, label = next((number, label) for number, label in enumerate(labels, 1) if label in unknown)
+    near = [other for other in ids if _same(str(other)) == _same(str(label))]
+    remedy = f" If they are one class: data.label_map={{{label!r}: {near[0]!r}}}." if near else ""
+    remedy += f" To leave this split out: data.splits.{role}=null." if role != "train" else ""
+    return RecipeError(f"{part.row(number)}: {what} holds {label!r}, which never occurs in training. There: {list_labels(ids)}.{remedy}")
+
+
+def _same(name: str) -> str:
+    """What names have in common that differ by case and spaces only."""
+    return " ".join(name.split()).casefold()
+
+
+def _oddities(ids: list[int], classes: list[str]) -> list[str]:
+    """What looks wrong with the classes of the training split, a line each."""
+    counts, lines = Counter(ids), []
+    few = sorted((index for index in range(len(classes)) if counts[index] < FEW), key=lambda index: (counts[index], index))
+    if few:
+        shown = ", ".join(f"{classes[index]!r:.40} has {counts[index]}" for index in few[:SHOWN])
+        shown += f" and {len(few) - SHOWN} more" if len(few) > SHOWN else ""
+        lines.append(f"classes with fewer than {FEW} rows to train on: {shown}. If they are mistakes, correct them, or give data.label_map")
+    alike: dict[str, list[str]] = {}
+    for name in classes:
+        alike.setdefault(_same(name), []).append(name)
+    for same in alike.values():
+        if len(same) > 1:
+            remedy = ", ".join(f"{name!r}: {same[-1]!r}" for name in same[:-1])
+            lines.append(f"the classes {list_labels(same)} differ by case or spaces only. If they are one: data.label_map={{{remedy}}}")
+    if missing := [name for name in classes if name.strip().lower() in MISSING]:
+        lines.append(f"the class {missing[0]!r} has the name of a missing value. If it is one, remove its rows")
+    return lines

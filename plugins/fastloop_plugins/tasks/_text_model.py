@@ -1,0 +1,321 @@
+"""The model and tokenizer of the text tasks: pretrained by ``model.name``, or from scratch by ``model.config``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from fastloop import RecipeError, option
+from fastloop.errors import did_you_mean
+from fastloop.options import parse
+from fastloop_plugins.tasks._hub import explain, is_hub_name, offline, quiet
+from fastloop_plugins.tasks._label_order import LabelOrder, label_order, start_head_fresh
+from fastloop_plugins.tasks._model_checks import unsupported
+
+if TYPE_CHECKING:
+    from fastloop.recipe import Recipe
+    from fastloop.run import Run
+
+logger = logging.getLogger("fastloop")
+
+
+@dataclass(kw_only=True)
+class Model:
+    """The ``model`` section."""
+
+    name: Annotated[str | None, option("A pretrained model: hub id or local folder.")] = None
+    config: Annotated[dict[str, Any] | None, option("Instead of name, to train from scratch: model_type and its configuration.")] = None
+    tokenizer: Annotated[
+        str | dict[str, Any] | None,
+        option("Hub id or local folder; or, from scratch, {kind: word|bpe, vocab_size: N}, trained on the training texts."),
+    ] = None
+    attn_implementation: Annotated[str | None, option("Transformers' attention: sdpa, eager, ...; null: its own choice.")] = None
+    trust_remote_code: Annotated[bool, option("Run Python code that comes with the model.")] = False
+    revision: Annotated[str | None, option("A branch, tag or commit of the model on the hub.")] = None
+
+
+@dataclass(kw_only=True)
+class TrainedTokenizer:
+    """``model.tokenizer`` as a mapping."""
+
+    kind: Annotated[Literal["word", "bpe"], option("lower-cased words, or byte pairs, which write any text")] = "bpe"
+    vocab_size: Annotated[int, option("tokens at most", ge=8)] = 8000
+
+
+class TextModel:
+    """The ``model`` section of a recipe: checked by the constructor.
+
+    Attributes:
+        tokenizer: After ``load_tokenizer``.
+
+    Raises:
+        RecipeError: Something in it cannot be.
+    """
+
+    def __init__(self, recipe: Recipe, classify: bool) -> None:
+        self.recipe, self.where, self.classify = recipe, f"{recipe.where}: model", classify
+        self.options = parse(Model, recipe.model, self.where)
+        self.trained: TrainedTokenizer | None = None
+        self.tokenizer: Any = None
+        self.config: Any = None
+        given = self.options.tokenizer
+        if (self.options.name is None) == (self.options.config is None):
+            found = "neither" if self.options.name is None else "both"
+            raise RecipeError(f"{self.where}: found {found}, expected one of: name (pretrained), config (from scratch).")
+        if self.options.config is None:
+            if isinstance(given, dict):
+                raise RecipeError(f"{self.where}.tokenizer: one is trained only with model.config. A pretrained model comes with its own.")
+        else:
+            if not isinstance(self.options.config.get("model_type"), str):
+                raise RecipeError(f"{self.where}.config.model_type: missing. Expected an architecture's name, such as distilbert.")
+            if not isinstance(given, str):
+                self.trained = parse(TrainedTokenizer, given or {}, f"{self.where}.tokenizer")
+                if self.trained.kind == "bpe" and self.trained.vocab_size < 300:
+                    raise RecipeError(f"{self.where}.tokenizer.vocab_size: found {self.trained.vocab_size}, expected 300 or more for bpe.")
+        if self.options.trust_remote_code:
+            logger.warning("model.trust_remote_code: runs the Python code that comes with %s", self.options.name or given)
+        for key in ("name", "tokenizer"):
+            if isinstance(name := getattr(self.options, key), str):
+                self._check_name(key, name)
+        self._check_architecture(self.options.config or self._folder_config())
+
+    def _folder_config(self) -> dict[str, Any]:
+        """``config.json`` of a local model, as far as it can be read: ``load_tokenizer`` tells what is wrong with it."""
+        try:
+            found = json.loads((self.recipe.find(self.options.name or "") / "config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def _check_architecture(self, config: dict[str, Any]) -> None:
+        """Refuse an architecture that cannot do the task."""
+        key, kind = ("name" if self.options.config is None else "config"), config.get("model_type")
+        if not isinstance(kind, str):
+            return
+        if problem := unsupported(kind, config, self.classify, self.trained is not None):
+            raise RecipeError(f"{self.where}.{key}: {problem}")
+
+    def _check_name(self, key: str, name: str) -> None:
+        path = self.recipe.find(name)
+        if path.is_dir():
+            wanted = ("config.json",) if key == "name" else ("tokenizer.json", "tokenizer_config.json")
+            if not any((path / file).is_file() for file in wanted):
+                raise RecipeError(
+                    f"{self.where}.{key}: {path} holds no {' or '.join(wanted)}. Expected a folder as save_pretrained writes it."
+                )
+            for index in path.glob("*.index.json"):
+                self._check_index(key, index)
+        elif path.exists() or not is_hub_name(name):
+            raise RecipeError(f"{self.where}.{key}: {name}: no such folder, and not a name that the hub could have.")
+
+    def _check_index(self, key: str, index: Path) -> None:
+        """The files of the weights' parts must lie beside their index."""
+        try:
+            names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+            outside = [name for name in names if name != Path(name).name]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise RecipeError(f"{self.where}.{key}: {index}: not an index of weights: {type(error).__name__}: {error}.") from None
+        if outside:
+            raise RecipeError(f"{self.where}.{key}: {index}: names {outside[0]!r}, which is not in its folder.")
+
+    # -- configuration and tokenizer: before the data, because a missing model is quickly found --------------------------
+
+    def load_tokenizer(self, max_length: int) -> None:
+        """Get the configuration, and the tokenizer where it is not one to be trained.
+
+        Raises:
+            RecipeError: One is missing or wrong, or the model cannot take ``data.max_length`` tokens.
+        """
+        from transformers import AutoConfig, AutoTokenizer
+
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # said outright, no warning when workers are forked later
+        if self.options.config is not None:
+            self.config = self._from_scratch(self.options.config)
+        else:
+            self.config = self._pretrained(AutoConfig, "name")
+            self._check_architecture(self.config.to_dict())  # of the hub: not known before
+        source = "tokenizer" if isinstance(self.options.tokenizer, str) else "name"
+        if self.trained is None:
+            self.tokenizer = self._pretrained(AutoTokenizer, source)
+        room = [getattr(self.config, "max_position_embeddings", None), getattr(self.tokenizer, "model_max_length", None)]
+        limit = min((size for size in room if isinstance(size, int) and size > 0), default=max_length)
+        if max_length > limit:
+            raise RecipeError(f"{self.recipe.where}: data.max_length: found {max_length}, and the model takes {limit} tokens at most.")
+        if self.trained is None:
+            self._see_that_it_pads()
+
+    def _from_scratch(self, given: dict[str, Any]) -> Any:
+        from huggingface_hub.errors import StrictDataclassError
+        from transformers import AutoConfig
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+        kinds = list(CONFIG_MAPPING.keys())
+        kind, rest = given["model_type"], {str(key): value for key, value in given.items() if key != "model_type"}
+        if kind not in kinds:
+            near = did_you_mean(kind, kinds)
+            raise RecipeError(f"{self.where}.config.model_type: transformers has no {kind!r}.{near}")
+        cls = CONFIG_MAPPING[kind]
+        known = {field.name for field in dataclasses.fields(cls)} | set(cls.attribute_map)
+        for key in rest:
+            if key not in known:  # transformers would keep it and never read it
+                raise RecipeError(f"{self.where}.config.{key}: {kind} has no such option.{did_you_mean(key, known)}")
+        try:
+            with quiet():  # the end token of the defaults may lie outside a small vocabulary; build() sets it
+                return AutoConfig.for_model(kind, **rest)
+        except (ValueError, TypeError, StrictDataclassError) as error:
+            raise RecipeError(f"{self.where}.config: {' '.join(str(error).split())}") from None
+
+    def _pretrained(self, auto: Any, key: str, **arguments: Any) -> Any:
+        """``from_pretrained`` of a folder or a hub name."""
+        from safetensors import SafetensorError
+
+        name = getattr(self.options, key)
+        folder = self.recipe.find(name)
+        local = folder.is_dir() or offline()
+        try:
+            with quiet():
+                return auto.from_pretrained(
+                    str(folder.resolve()) if folder.is_dir() else name,
+                    revision=None if folder.is_dir() else self.options.revision,
+                    trust_remote_code=self.options.trust_remote_code,
+                    local_files_only=local,
+                    **arguments,
+                )
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError, SafetensorError) as error:
+            instead = "model.name=FOLDER, or train from scratch with model.config" if key == "name" else "model.tokenizer=FOLDER"
+            raise RecipeError(explain(f"{self.where}.{key}", name, folder, error, instead)) from None
+
+    def finish_tokenizer(self, texts: list[str], max_length: int) -> None:
+        """Train the tokenizer where that is asked for."""
+        if self.trained is not None:
+            self.tokenizer = train_tokenizer(self.trained, texts, self.classify, max_length)
+            logger.info("tokenizer: %s, %d tokens, trained on the training texts", self.trained.kind, len(self.tokenizer))
+            self._see_that_it_pads()
+
+    def _see_that_it_pads(self) -> None:
+        """Or, for a language model, that it can end a text too."""
+        ends = [self.tokenizer.eos_token, self.tokenizer.sep_token]
+        if self.tokenizer.pad_token_id is None:
+            self.tokenizer.pad_token = next((token for token in (*ends, self.tokenizer.unk_token) if token), None)
+        if self.tokenizer.pad_token_id is None or (not self.classify and not any(ends)):
+            raise RecipeError(f"{self.where}.tokenizer: it has no token that {'pads' if self.classify else 'ends a text'}. Give another.")
+
+    def fingerprint(self) -> str:
+        """A hash of the tokenizer's files and of what reads them. For one that was not used yet: it keeps how it was used last."""
+        import tokenizers
+        import transformers
+
+        from fastloop_plugins._cache import digest
+
+        with tempfile.TemporaryDirectory() as folder, quiet():
+            self.tokenizer.save_pretrained(folder)
+            files = [(path.name.encode(), path.read_bytes()) for path in sorted(Path(folder).iterdir()) if path.is_file()]
+        return digest([transformers.__version__, tokenizers.__version__, *(part for file in files for part in file)])
+
+    # -- the model -------------------------------------------------------------------------------------------------------
+
+    def order_labels(self, classes: list[str]) -> LabelOrder:
+        """The classes in the order of the checkpoint's, where their names agree. Call it after ``load_tokenizer`` and before ``build``.
+
+        Args:
+            classes: The data's class names, in the order of its ids.
+        """
+        if self.options.config is not None:
+            return LabelOrder(classes, list(range(len(classes))), keeps_head=True)
+        return label_order(classes, self.config, f"model.name={self.options.name}")
+
+    def build(self, auto: Any, labels: LabelOrder | None = None) -> Any:
+        """The model with its initial or pretrained weights, in float32.
+
+        Args:
+            auto: Transformers' Auto class of the task.
+            labels: The classes of a classifier. A checkpoint's head for other classes starts fresh.
+
+        Raises:
+            RecipeError: The architecture cannot do the task, or the configuration does not fit.
+        """
+        import torch
+
+        theirs = dict(self.config.id2label)
+        if labels is not None:
+            self.config.id2label = dict(enumerate(labels.names))
+            self.config.label2id = {name: index for index, name in enumerate(labels.names)}
+            self.config.problem_type = "single_label_classification"  # a checkpoint's may be another; pipelines read it
+        if getattr(self.config, "pad_token_id", None) is None or self.trained is not None:
+            self.config.pad_token_id = self.tokenizer.pad_token_id
+        if self.options.config is None and torch.get_default_device().type != "meta":  # there, the weights come from another process
+            model, notes = self._pretrained(
+                auto,
+                "name",
+                config=self.config,
+                use_safetensors=True,  # the other form is a pickle
+                dtype=torch.float32,
+                attn_implementation=self.options.attn_implementation,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+            new = sorted({*notes["missing_keys"], *(item[0] for item in notes["mismatched_keys"])})
+            if new:
+                logger.info("not in %s, so they start at random: %s%s", self.options.name, ", ".join(new[:4]), ", ..." * (len(new) > 4))
+            if labels is not None and not labels.keeps_head:
+                start_head_fresh(model, set(notes["missing_keys"]), theirs, labels, f"{self.where}.name")
+            return model
+        if self.options.config is not None:
+            tokens, given = len(self.tokenizer), self.options.config.get("vocab_size")
+            if given is not None and given < tokens:
+                raise RecipeError(f"{self.where}.config.vocab_size: found {given}, and the tokenizer has {tokens} tokens. Leave it out.")
+            self.config.vocab_size = given or tokens
+            for token in ("bos_token_id", "eos_token_id"):
+                setattr(self.config, token, getattr(self.tokenizer, token))
+        arguments = {"attn_implementation": self.options.attn_implementation} if self.options.attn_implementation else {}
+        try:
+            with quiet():
+                return auto.from_config(self.config, **arguments)
+        except (ValueError, TypeError, ImportError, RuntimeError, AssertionError) as error:
+            raise RecipeError(f"{self.where}.config: {str(error).splitlines()[0]}") from None
+
+    def export(self, run: Run, folder: Path) -> Path:
+        """Write model and tokenizer so that ``from_pretrained`` reads them."""
+        from fastloop.checkpoint.export import save_model
+
+        with quiet():
+            save_model(run, folder)
+            if run.is_main:
+                self.tokenizer.save_pretrained(folder)
+        return folder
+
+
+def train_tokenizer(options: TrainedTokenizer, texts: list[str], classify: bool, max_length: int) -> Any:
+    """A tokenizer with the vocabulary of some texts; the same texts give the same one."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    if classify:
+        special = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    else:
+        special = {"eos_token": "<|endoftext|>", "bos_token": "<|endoftext|>", "pad_token": "<|endoftext|>", "unk_token": "<|unknown|>"}
+    tokens = list(dict.fromkeys(special.values()))
+    common: dict[str, Any] = {"vocab_size": options.vocab_size, "special_tokens": tokens, "show_progress": False}
+    if options.kind == "word":
+        tokenizer = Tokenizer(models.WordLevel(unk_token=special["unk_token"]))
+        tokenizer.normalizer = normalizers.Lowercase()
+        tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+        trainer: Any = trainers.WordLevelTrainer(**common)
+    else:
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), **common)
+    tokenizer.train_from_iterator(iter(texts), trainer, length=len(texts))
+    if classify:
+        ids = [(token, tokenizer.token_to_id(token)) for token in ("[CLS]", "[SEP]")]
+        tokenizer.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=ids)
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer, model_max_length=max_length, **special
+    )

@@ -1,0 +1,87 @@
+"""The files that ``data.files`` names: paths, lists of paths and patterns."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fastloop.errors import RecipeError
+from fastloop_plugins.tasks._text_files import COMPRESSIONS, FORMATS, Read, format_of
+
+if TYPE_CHECKING:
+    from fastloop.recipe import Recipe
+
+URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+DATASET_PAGE = re.compile(r"https?://[^/]+/datasets/([\w.-]+/[\w.-]+|[\w.-]+)")
+
+
+def find_files(recipe: Recipe, given: str | list[str], split: str, where: str) -> list[Path]:
+    """The files of one split.
+
+    Raises:
+        RecipeError: One is not there, or is of no type that can be read.
+    """
+    paths: list[Path] = []
+    for item in [given] if isinstance(given, str) else given:
+        refuse_url(item, where, "the file")
+        path = recipe.find(item)
+        if re.search(r"[*?\[]", item) and not path.exists():
+            roots = [Path(), *([recipe.source.parent] if recipe.source else [])]
+            absolute = Path(item).expanduser().is_absolute()
+            pattern = str(Path(item).expanduser().relative_to("/")) if absolute else item
+            found = next((hits for root in ([Path("/")] if absolute else roots) if (hits := sorted(root.glob(pattern)))), [])
+            if not found:
+                raise RecipeError(f"{where}: no file matches {item}.")
+            paths += found
+        elif path.is_dir():
+            raise RecipeError(f"{where}: {path}: a folder, expected a file.{_patterns(path, item, split)}")
+        else:
+            paths.append(path)
+    if not paths:
+        raise RecipeError(f"{where}: found an empty list, expected files.")
+    for path in paths:
+        if not path.is_file():
+            raise RecipeError(f"{where}: {path}: {'a folder, expected a file' if path.is_dir() else 'no such file'}.")
+        if format_of(path)[0] not in FORMATS:
+            raise RecipeError(
+                f"{where}: {path}: cannot read files of type {path.suffix!r}. Expected one of: {', '.join(FORMATS)}, "
+                f"all but .parquet also with {', '.join(COMPRESSIONS)} behind it."
+            )
+    return paths
+
+
+def refuse_url(item: str, where: str, what: str) -> None:
+    """Refuse an address, as it is given."""
+    if not URL.match(item):
+        return
+    if item.startswith("file://"):
+        raise RecipeError(f"{where}: {item} is a URL. Give the path without file://.")
+    page = DATASET_PAGE.match(item)
+    remedy = f" For this dataset of the hub: data.name={page[1]}." if page else " For a dataset of the hub: data.name=OWNER/NAME."
+    raise RecipeError(f"{where}: {item} is a URL, and fastloop downloads no files. Download {what} first, and give its path.{remedy}")
+
+
+def refuse_options_without_files(how: Read, files: list[Path], where: str) -> None:
+    """Refuse options of ``data.read`` that no file is read with."""
+    formats = {format_of(path)[0] for path in files}
+    for names, kinds in ((("delimiter", "columns", "quoting"), {".csv", ".tsv"}), (("encoding", "compression"), {*FORMATS} - {".parquet"})):
+        for name in names:
+            if getattr(how, name) is not None and not formats & kinds:
+                found = ", ".join(sorted(formats)) or "none"
+                raise RecipeError(f"{where}.{name}: it is for files of type {', '.join(sorted(kinds))}; data.files has {found}. Remove it.")
+
+
+def _patterns(folder: Path, item: str, split: str) -> str:
+    """Which pattern matches the files of a folder that are of this split, or all of them."""
+    files = [path for path in sorted(folder.iterdir()) if path.is_file() and format_of(path)[0] in FORMATS]
+    named = [path for path in files if path.name.startswith(split)] or files
+    if not named:
+        return ""
+    suffix = "".join(named[0].suffixes[-2:] if format_of(named[0])[1] else named[0].suffixes[-1:])
+    named = [path for path in named if path.name.endswith(suffix)]
+    start = split if named[0].name.startswith(split) else ""
+    if start and all(path.name.startswith(f"{split}-") for path in named):
+        start = f"{split}-"
+    pattern = named[0].name if len(named) == 1 else f"{start}*{suffix}"
+    return f" For its {len(named)} {suffix} files{' of this split' * bool(start)}: data.files.{split}={Path(item) / pattern}."

@@ -1,0 +1,174 @@
+"""Trains a module of your own: model, datasets, loss and metrics from a Python file beside the recipe, or from a package.
+
+    model: {module: "digits_module.py:Digits", arguments: {hidden: 64}}
+    data:  {module: "digits_module.py:digits"}
+    plugins:
+      - module: {loss: cross_entropy, metrics: {accuracy: {type: MulticlassAccuracy, num_classes: 10}}}
+
+``data.module`` is a function that returns ``{"train": dataset, "evaluate": dataset, "test": dataset}``; the last two may be missing.
+A sample ``(inputs, target)`` is trained as ``loss(model(inputs), target)``; a mapping as ``model(**batch).loss``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any
+
+from fastloop import Output, Plugin, RecipeError, hookimpl, option
+from fastloop.errors import did_you_mean
+from fastloop.options import parse
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torchmetrics import MetricCollection
+
+    from fastloop.recipe import Recipe
+
+
+@dataclass(kw_only=True)
+class Code:
+    """The ``model`` and the ``data`` section."""
+
+    module: Annotated[str, option("file.py:name or package.module:name.")]
+    arguments: Annotated[dict[str, Any], option("Keyword arguments it is called with.")] = field(default_factory=dict)
+
+
+class Module(Plugin):
+    """Your own model, datasets, loss and metrics."""
+
+    name = "module"
+    slot = "task"
+    sections = {"model": Code, "data": Code}
+    configures = "trains a module of your own"
+
+    @dataclass(kw_only=True)
+    class Config:
+        """Options."""
+
+        loss: Annotated[str | None, option("A function of torch.nn.functional, or file.py:name; null: the model returns .loss.")] = None
+        collate: Annotated[str | None, option("file.py:name of a collator; null: tensors are stacked.")] = None
+        metrics: Annotated[
+            dict[str, dict[str, Any]], option("Name -> {type: a class of torchmetrics, or file.py:name, and its arguments}.")
+        ] = field(default_factory=dict)
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        answered_if_set = {"build_collator": self.config.collate, "build_metrics": self.config.metrics}
+        self.fallback_hooks = ("compute_loss", *(hook for hook, value in answered_if_set.items() if not value))
+
+    @classmethod
+    def activates(cls, recipe: Recipe) -> str | None:
+        return "model.module is set" if "module" in recipe.model else None
+
+    @hookimpl
+    def check_recipe(self, recipe: Recipe) -> None:
+        from fastloop.recipe.importing import check_reference
+
+        self.recipe, self.where = recipe, recipe.where
+        self.code: dict[str, Any] = {key: parse(cls, getattr(recipe, key), f"{recipe.where}: {key}") for key, cls in self.sections.items()}
+        self.named = {f"{key}.module": code.module for key, code in self.code.items()}
+        if self.config.collate is not None:
+            self.named["plugins.module.collate"] = self.config.collate
+        if self.config.loss is not None and ":" in self.config.loss:
+            self.named["plugins.module.loss"] = self.config.loss
+        for key, reference in self.named.items():
+            check_reference(reference, recipe, key)
+        self.loss = self._torch_loss()
+        self.metrics = self._make_metrics()
+
+    @hookimpl
+    def build_datasets(self) -> Mapping[str, Any]:
+        from fastloop.recipe.importing import import_object
+
+        self.found = {key: import_object(reference, self.recipe, key) for key, reference in self.named.items()}
+        for key, found in self.found.items():
+            if not callable(found):
+                raise RecipeError(
+                    f"{self.where}: {key}: {self.named[key]} is of type {type(found).__name__}, expected a class or function."
+                )
+        datasets = self._call("data")
+        splits = ("train", "evaluate", "test")
+        if not isinstance(datasets, Mapping):
+            raise RecipeError(
+                f"{self.where}: data.module: returned a {type(datasets).__name__}, expected a mapping of {', '.join(splits)}."
+            )
+        for split in datasets:
+            if split not in splits:
+                raise RecipeError(f"{self.where}: data.module: returned a split {split!r}.{did_you_mean(split, splits)}")
+        return datasets
+
+    @hookimpl
+    def build_collator(self) -> Callable[[list[Any]], Any] | None:
+        return self.found.get("plugins.module.collate")
+
+    @hookimpl
+    def build_model(self) -> nn.Module:
+        from torch import nn
+
+        model = self._call("model")
+        if not isinstance(model, nn.Module):
+            raise RecipeError(f"{self.where}: model.module: made a {type(model).__name__}, expected a torch.nn.Module.")
+        return model
+
+    @hookimpl
+    def build_metrics(self) -> MetricCollection | None:
+        return self.metrics
+
+    @hookimpl
+    def compute_loss(self, model: nn.Module, batch: Any) -> Output:
+        from fastloop.trainer import forward
+
+        return forward(model, batch, self.found.get("plugins.module.loss", self.loss))
+
+    def _call(self, key: str) -> Any:
+        try:
+            return self.found[f"{key}.module"](**self.code[key].arguments)
+        except ImportError as error:
+            raise RecipeError(f"{self.where}: {key}.module: {self.code[key].module}: {error}") from error
+        except TypeError as error:
+            raise RecipeError(
+                f"{self.where}: {key}.arguments: {self.code[key].module} was called with {self.code[key].arguments}: {error}."
+            ) from error
+
+    def _torch_loss(self) -> Any:
+        """The function of torch.nn.functional, where one is named."""
+        from torch.nn import functional
+
+        name = self.config.loss
+        if name is None or ":" in name:
+            return None
+        losses = [known for known in dir(functional) if known.endswith(("loss", "entropy", "with_logits", "div"))]
+        if not hasattr(functional, name):
+            raise RecipeError(f"{self.where}: plugins.module.loss: torch.nn.functional has no {name!r}.{did_you_mean(name, losses)}")
+        return getattr(functional, name)
+
+    def _make_metrics(self) -> MetricCollection | None:
+        if not self.config.metrics:
+            return None
+        import torchmetrics
+        from torchmetrics import classification, regression
+
+        from fastloop.recipe.importing import import_object
+
+        known = {name: getattr(home, name) for home in (torchmetrics, classification, regression) for name in home.__all__}
+        made = {}
+        for name, options in self.config.metrics.items():
+            key = f"{self.where}: plugins.module.metrics.{name}"
+            kind = str(options.get("type"))
+            if ":" in kind:
+                cls = import_object(kind, self.recipe, f"plugins.module.metrics.{name}.type")
+                if not (isinstance(cls, type) and issubclass(cls, torchmetrics.Metric)):
+                    raise RecipeError(f"{key}.type: {kind} is no class of torchmetrics' metrics.")
+            elif kind in known:
+                cls = known[kind]
+            else:
+                raise RecipeError(f"{key}.type: torchmetrics has no {kind!r}.{did_you_mean(kind, known)}")
+            try:
+                made[name] = cls(**{option: value for option, value in options.items() if option != "type"})
+            except (TypeError, ValueError) as error:
+                raise RecipeError(f"{key}: {error}") from None
+        try:
+            return torchmetrics.MetricCollection(made)
+        except KeyError as error:  # what modules of torch have already, such as float
+            raise RecipeError(f"{self.where}: plugins.module.metrics: {error.args[0]}. Call the metric something else.") from None

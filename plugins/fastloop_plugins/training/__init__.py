@@ -1,0 +1,1 @@
+"""Schedules, averaging, adapters, early stopping."""

@@ -1,0 +1,69 @@
+"""Ends training when a metric of the evaluation no longer improves.
+
+    plugins:
+      - early-stopping: {monitor: accuracy, patience: 3}
+
+It ends with the weights that it has then; ``checkpoint-best`` puts the best ones back.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from fastloop import Plugin, hookimpl, option
+from fastloop_plugins.training._monitor import Monitor
+
+if TYPE_CHECKING:
+    from fastloop import Run
+
+
+class EarlyStopping(Plugin):
+    """Stops after ``patience`` evaluations without improvement, or at a threshold."""
+
+    name = "early-stopping"
+    parity = "changes-training"
+    configures = "may stop before the epochs are done"
+
+    @dataclass(kw_only=True)
+    class Config:
+        """Options."""
+
+        monitor: Annotated[str, option("Metric of the evaluation.")] = "loss"
+        mode: Annotated[Literal["auto", "min", "max"], option("Whether smaller or larger is better; auto tells by the name.")] = "auto"
+        patience: Annotated[int, option("Evaluations without improvement before stopping.", ge=1)] = 3
+        min_delta: Annotated[float, option("What an improvement must exceed.", ge=0)] = 0.0
+        threshold: Annotated[float | None, option("Stop as soon as the metric is as good as this; null: no such goal.")] = None
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.monitor = Monitor(self.name, self.config.monitor, self.config.mode)
+        self.best: float | None = None
+        self.waited = 0
+
+    @hookimpl
+    def check_run(self, run: Run) -> None:
+        self.monitor.check(run)
+
+    @hookimpl
+    def after_evaluate(self, run: Run, split: str, metrics: dict[str, float]) -> None:
+        if split != "evaluate":
+            return
+        value, threshold = self.monitor.read(metrics), self.config.threshold
+        if threshold is not None and math.isfinite(value) and not self.monitor.better(threshold, value):
+            run.state.request_stop(f"early-stopping: {self.monitor.name} {value:.6g} reached {threshold:g}")
+        if self.monitor.better(value, self.best, by=self.config.min_delta):
+            self.best, self.waited = value, 0
+            return
+        self.waited += 1
+        if self.waited >= self.config.patience:
+            run.state.request_stop(f"early-stopping: {self.monitor.name} did not improve on {self.best} in {self.waited} evaluations")
+
+    @hookimpl
+    def save_state(self) -> dict[str, Any]:
+        return {"best": self.best, "waited": self.waited}
+
+    @hookimpl
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.best, self.waited = state["best"], state["waited"]

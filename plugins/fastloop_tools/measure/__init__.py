@@ -1,0 +1,1 @@
+"""Measure runs in processes of their own."""

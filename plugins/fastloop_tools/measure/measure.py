@@ -1,0 +1,132 @@
+"""Starts a measured process and waits for it, with an eye on what else the machine does meanwhile."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from fastloop.distributed import launch
+from fastloop_tools.measure.worker import Spec
+
+PATIENCE = 5.0
+"""Seconds that a process gets to end by itself."""
+LOUD = 0.05
+"""Share of the machine that others may use before it is said."""
+
+
+class Bystanders:
+    """How much of all cores others kept busy, between its making and ``read``."""
+
+    def __init__(self) -> None:
+        self.since, self.busy, self.own = time.monotonic(), _busy(), _own()
+
+    def read(self) -> float:
+        """Share of all cores, 0 to 1. Ended children count as one's own."""
+        seconds = (time.monotonic() - self.since) * (os.cpu_count() or 1)
+        return min(1.0, max(0.0, (_busy() - self.busy - (_own() - self.own)) / seconds))
+
+
+def _busy() -> float:
+    """Seconds for which all cores of the machine were not idle."""
+    import psutil
+
+    times = psutil.cpu_times()
+    return float(sum(getattr(times, name, 0.0) for name in ("user", "nice", "system", "irq", "softirq", "steal")))
+
+
+def _own() -> float:
+    return sum(os.times()[:4])
+
+
+def foreign_load(seconds: float = 1.0) -> float:
+    """What others use now."""
+    bystanders = Bystanders()
+    time.sleep(seconds)
+    return bystanders.read()
+
+
+def run_worker(
+    spec: Spec, length: Mapping[str, Any], environment: Mapping[str, str], timeout: float | None, nproc: int = 1
+) -> dict[str, Any]:
+    """Measure in fresh processes, ``nproc`` of one training; returns the first one's result.
+
+    An ``error`` in it says what went wrong; ``kind`` is ``usage``, ``run``, ``crash``, ``killed`` or ``timeout``.
+    """
+    with tempfile.TemporaryDirectory(prefix="fastloop-bench-") as folder:
+        source = Path(folder) / "spec.json"
+        source.write_text(json.dumps({**dataclasses.asdict(spec), "length": dict(length)}), encoding="utf-8")
+        bystanders, started, port = Bystanders(), time.monotonic(), str(launch.free_port())
+        ranks = [Path(folder) / str(rank) for rank in range(nproc)]
+        processes = []
+        try:
+            for rank, place in enumerate(ranks):
+                place.mkdir()
+                with (place / "stderr.txt").open("w") as stderr:
+                    process = subprocess.Popen(
+                        [sys.executable, "-m", "fastloop_tools.measure.worker", str(source), str(place / "result.json")],
+                        env={
+                            **environment,
+                            launch.LAUNCHER: f"{os.getpid()} ",
+                            **(launch.member(rank, nproc, "127.0.0.1", port) if nproc > 1 else {}),
+                        },
+                        stdin=subprocess.DEVNULL,
+                        stdout=subprocess.DEVNULL,
+                        stderr=stderr,
+                        start_new_session=True,  # Ctrl-C comes here, and all of its processes are ended from here
+                    )
+                processes.append(process)
+            found = _wait(processes, ranks, timeout)
+        finally:
+            for process in processes:
+                _end(process)
+        failed = sorted((one for one in found if one and "error" in one), key=lambda one: one["kind"] == "lost")  # by one that failed
+        result = failed[0] if failed else found[0]
+        if result is None:
+            result = {"error": f"took more than {timeout:g} seconds and was ended.", "kind": "timeout"}
+        return result | {"process_seconds": time.monotonic() - started, "foreign_load": bystanders.read()}
+
+
+def _wait(processes: list[subprocess.Popen[bytes]], places: list[Path], timeout: float | None) -> list[dict[str, Any] | None]:
+    """Wait until all have ended, or one has failed and the others had time to say so too; their results, None for one that still runs."""
+    deadline = time.monotonic() + timeout if timeout is not None else math.inf
+    while True:
+        results = [_result(process, place) for process, place in zip(processes, places, strict=True)]
+        if None not in results or time.monotonic() > deadline:
+            return results
+        if any(result and "error" in result for result in results):
+            deadline = min(deadline, time.monotonic() + PATIENCE)
+        time.sleep(0.02)
+
+
+def _result(process: subprocess.Popen[bytes], place: Path) -> dict[str, Any] | None:
+    """What a process has written, or how it ended; None while it runs."""
+    if process.poll() is None:
+        return None
+    if (place / "result.json").exists():
+        result: dict[str, Any] = json.loads((place / "result.json").read_text(encoding="utf-8"))
+        return result
+    lines = (place / "stderr.txt").read_text(errors="replace").strip().splitlines()
+    code = process.returncode
+    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    return {"error": f"the process {how}: {lines[-1] if lines else 'it said nothing'}", "kind": "killed", "stderr": lines[-40:]}
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a process with all that it started: asked first, then killed."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(PATIENCE)

@@ -1,0 +1,78 @@
+"""From measurements to what they say of each rung."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fastloop_tools.measure.statistics import break_even, interval, median, verdict
+
+Measurement = dict[str, Any]
+
+
+def speed(found: Measurement) -> tuple[float, str]:
+    """Real tokens a second where the task counts them, samples a second elsewhere, with the unit.
+
+    A short window of batches that a plugin has put together in another way has other texts in it: tokens are the fairer measure of work.
+    """
+    unit = "tokens" if found["tokens"] else "samples"
+    return found[unit] / found["seconds"], unit
+
+
+def summary(values: Sequence[float]) -> dict[str, float]:
+    """Median and 95% interval."""
+    low, high = interval(values)
+    return {"median": median(values), "low": low, "high": high}
+
+
+def ratio(ours: Sequence[Measurement | None], theirs: Sequence[Measurement | None]) -> dict[str, Any] | None:
+    """The speed of one rung over another's, by the repeats that both have."""
+    ratios = [speed(a)[0] / speed(b)[0] for a, b in zip(ours, theirs, strict=False) if a is not None and b is not None]
+    return {**summary(ratios), "pairs": len(ratios), "ratios": ratios, "verdict": verdict(ratios)} if ratios else None
+
+
+def rung_results(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Add ``results`` to each rung: None where nothing was measured.
+
+    A step is compared with the nearest measured rung before it. Of the full set less one plugin, the factor is that of the full set over
+    it: what the plugin wins where all others are there.
+    """
+    reached: dict[str, Any] | None = None
+    for row in rows:
+        done = [found for found in row["measurements"] if found is not None]
+        row["results"] = None
+        if not done:
+            continue
+        if row["kind"] == "without":
+            full = next(other for other in rows if other["title"] == row["before"])
+            over = ratio(full["measurements"], row["measurements"])
+        else:
+            over = ratio(row["measurements"], reached["measurements"]) if reached else None
+            row["before"] = reached["title"] if reached else None
+        row["results"] = {
+            "unit": speed(done[0])[1],
+            "samples_per_second": summary([found["samples"] / found["seconds"] for found in done]),
+            "tokens_per_second": summary([found["tokens"] / found["seconds"] for found in done]) if done[0]["tokens"] else None,
+            "padding": median([1 - found["tokens"] / found["padded_tokens"] for found in done]) if done[0]["padded_tokens"] else None,
+            "seconds_a_step": median([found["seconds_a_step"] for found in done]),
+            "over_before": over,
+            "over_baseline": ratio(row["measurements"], rows[0]["measurements"]) if row is not rows[0] else None,
+            "peak_memory_bytes": median([found["peak_memory_bytes"] for found in done]),
+            "startup_seconds": median([found["startup_seconds"] for found in done]),
+            "first_steps_cold_seconds": done[0]["warmup_extra_seconds"],
+            "first_steps_warm_seconds": median([found["warmup_extra_seconds"] for found in done[1:]]) if done[1:] else None,
+            "total_steps": done[0]["total_steps"],
+            "pays_after_steps": None,
+            "said": sorted({line for found in done for line in found["said"]}),
+        }
+        if row["kind"] != "without":
+            if reached is not None and over is not None and over["verdict"] == "faster":
+                row["results"]["pays_after_steps"] = pays_after(row["results"], reached["results"], over["median"])
+            reached = row
+    return rows
+
+
+def pays_after(ours: dict[str, Any], before: dict[str, Any], factor: float) -> int | None:
+    """Steps that win back what a rung's start-up and first steps cost more than those of the one before, with nothing compiled yet."""
+    extra = sum(ours[name] - before[name] for name in ("startup_seconds", "first_steps_cold_seconds"))
+    return break_even(extra, before["seconds_a_step"] * (1 - 1 / factor))

@@ -1,0 +1,280 @@
+"""One measurement, in a process of its own: ``python -m fastloop_tools.measure.worker SPEC.json RESULT.json``.
+
+The specification is a whole recipe and what to look at; see ``Spec``. The result is what was measured, or what went wrong.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import sys
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from fastloop.distributed import launch
+from fastloop.errors import FastloopError, ProcessLost, UsageError
+from fastloop.numerics import switch_dropout_off
+from fastloop.plugin import Plugin, hookimpl
+from fastloop.runtime import files
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from fastloop.run import Run
+    from fastloop.state import Batch
+
+
+@dataclass(kw_only=True)
+class Spec:
+    """What to measure.
+
+    Attributes:
+        recipe: As ``Recipe.to_dict`` gives it.
+        source: The file that it came from: its paths are relative to it.
+        warmup: Steps before the window that is measured.
+        steps: The window has at least so many; None: the recipe's length says where it ends.
+        seconds: And lasts at least so long.
+        looks: Steps that torch's profiler looks into after the window; the result then says what it saw (``fastloop_tools.profile``).
+        dropout: Whether dropout stays on.
+        evaluates: Whether evaluations take place.
+    """
+
+    recipe: dict[str, Any]
+    source: str | None
+    warmup: int = 0
+    steps: int | None = None
+    seconds: float = 0.0
+    looks: int = 0
+    dropout: bool = True
+    evaluates: bool = False
+
+
+class Meter(Plugin):
+    """Looks on, as the first of all plugins. The device is waited for at the ends of the window alone."""
+
+    name = "bench-meter"
+
+    def __init__(self, spec: Spec, said: Said) -> None:
+        super().__init__()
+        self.spec, self.said = spec, said
+        self.losses: list[Tensor] = []
+        self.times: list[float] = []
+        self.padded = 0
+        self.whole = False
+        self.opened: tuple[int, int, int, int] = (0, 0, 0, 0)
+
+    @hookimpl
+    def before_prepare(self, model: nn.Module) -> None:
+        if not self.spec.dropout:
+            switch_dropout_off(model)
+
+    @hookimpl(trylast=True)  # when the plugins under test have found what they ask for
+    def check_run(self, run: Run) -> None:
+        if not self.spec.evaluates:
+            run.eval_loaders.clear()
+
+    @hookimpl
+    def before_fit(self, run: Run) -> None:
+        self._lap(run, wait=True)
+        self._open(run)
+
+    @hookimpl
+    def before_step(self, batches: list[Batch]) -> None:
+        for batch in batches:
+            if isinstance(batch.inputs, Mapping) and "input_ids" in batch.inputs:
+                self.padded += batch.inputs["input_ids"].numel()
+
+    @hookimpl
+    def after_step(self, run: Run, loss: Tensor) -> None:
+        self.losses.append(loss.detach().clone())  # a graph of CUDA's writes to the same place again
+        step = run.state.step
+        self._lap(run, wait=step in (1, self.spec.warmup, run.recipe.train.max_steps))
+        if step == self.spec.warmup:
+            self._open(run)
+        if self._whole(run):
+            self.whole = True
+            self.times.pop()  # read again, when the device is done
+            self._lap(run, wait=True)
+            self._over(run)
+
+    @hookimpl
+    def after_fit(self, run: Run) -> None:
+        self.said.listening = False  # what is said from here on is about the evaluations that are left out
+
+    @hookimpl
+    def export_model(self, folder: Path) -> Path:
+        return folder  # and so nobody writes one
+
+    def _lap(self, run: Run, wait: bool) -> None:
+        if wait and run.device.type != "cpu":
+            import torch
+
+            torch.accelerator.synchronize()
+        self.times.append(perf_counter())
+
+    def _over(self, run: Run) -> None:
+        """The window is over."""
+        run.state.request_stop("measured")
+
+    def _whole(self, run: Run) -> bool:
+        """Whether the window has all its steps, and its seconds on every process: it is over at the same step on all."""
+        import torch
+
+        spec = self.spec
+        if self.whole or spec.steps is None or run.state.step < spec.warmup + spec.steps:
+            return False
+        late = self.times[-1] - self.times[spec.warmup] >= spec.seconds
+        return int(run.sum_over_processes(torch.tensor(late, dtype=torch.int64))) == run.world_size
+
+    def _open(self, run: Run) -> None:
+        self.opened = (run.state.step, run.state.samples, run.state.tokens, self.padded)
+
+    def result(self, run: Run) -> dict[str, Any]:
+        """What is measured, when the run is over.
+
+        Raises:
+            UsageError: Nothing was trained in the window.
+        """
+        return self.read(run)
+
+    def read(self, run: Run) -> dict[str, Any]:
+        """What was seen since the window began.
+
+        Raises:
+            UsageError: Nothing was trained in the window.
+        """
+        step, samples, tokens, padded = self.opened
+        steps = run.state.step - step
+        if steps < 1:
+            raise UsageError(f"training ended after {run.state.step} steps, within the {self.spec.warmup} of the warm-up.")
+        seconds = self.times[-1] - self.times[step]
+        usual = seconds / steps
+        spent = [after - before for before, after in zip(self.times, self.times[1:], strict=False)]
+        return {
+            "steps": steps,
+            "seconds": seconds,
+            "samples": run.state.samples - samples,
+            "tokens": run.state.tokens - tokens,
+            "padded_tokens": self.padded - padded,
+            "seconds_a_step": usual,
+            "first_step_seconds": max(0.0, spent[0] - usual),
+            "warmup_extra_seconds": max(0.0, self.times[step] - self.times[0] - step * usual),
+            "step_seconds": spent,
+            "startup_seconds": run.clock.seconds["startup"],
+            "peak_memory_bytes": peak(run),
+            "losses": [float(loss) for loss in self.losses],
+        }
+
+
+class Said(logging.Handler):
+    """Keeps the warnings of the core and of plugins: one that found nothing to act on says so."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.listening = True
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self.listening and (line := record.getMessage()) not in self.lines:
+            self.lines.append(line)
+
+
+def peak(run: Run) -> int:
+    """Largest bytes in use by the run so far. On Linux those of this process alone: the other figure begins with its parent's."""
+    from fastloop.runtime.clock import peak_memory
+
+    status = Path("/proc/self/status")
+    if run.device.type == "cpu" and status.exists():
+        found = [line for line in status.read_text().splitlines() if line.startswith("VmHWM:")]
+        if found:
+            return int(found[0].split()[1]) * 1024
+    return peak_memory(run.device)
+
+
+def whole_length(run: Run, epochs: int, max_steps: int | None) -> int | None:
+    """Steps of the recipe as it stands, of which a measurement trains a few; None: nobody knows."""
+    steps = run.train_loader.steps_per_epoch()
+    limits = [limit for limit in (max_steps, steps and steps * epochs) if limit is not None]
+    return min(limits) if limits else None
+
+
+def make_meter(spec: Spec, said: Said) -> Meter:
+    """The plugin that looks on."""
+    if not spec.looks:
+        return Meter(spec, said)
+    from fastloop_tools.profile.observe import Observer
+
+    return Observer(spec, said)
+
+
+def start(spec: Spec, meter: Meter, own: bool) -> Run:
+    """From the specification to a run that is built: all that a measured process does before it trains.
+
+    Args:
+        own: Whether this process is there for the measurement alone, so that it may be started again with variables that plugins want.
+    """
+    from fastloop.hooks import Resolution
+    from fastloop.recipe import make_recipe
+    from fastloop.recipe.importing import libraries
+    from fastloop.registry import resolve, select
+
+    recipe = make_recipe(spec.recipe, Path(spec.source) if spec.source else None)
+    with libraries():
+        if own:
+            launch.start_again(select(recipe).environment(recipe))
+        resolution = resolve(recipe)
+        from fastloop.run import Run
+
+        return Run(recipe, Resolution([meter, *resolution.plugins], resolution.reasons))
+
+
+def measure(spec: Spec, length: Mapping[str, Any], own: bool = False) -> dict[str, Any]:
+    """Run once. What goes wrong is a result too.
+
+    Args:
+        length: The recipe's own ``epochs`` and ``max_steps``.
+        own: See ``start``.
+    """
+    said, logger = Said(), logging.getLogger("fastloop")
+    logger.addHandler(said)
+    logger.propagate = False
+    try:
+        meter = make_meter(spec, said)
+        run = start(spec, meter, own)
+        summary = run.execute()
+        found = meter.result(run) if not spec.evaluates else {"seconds": summary["train_seconds"], "steps": summary["steps"]}
+        found |= {"total_steps": whole_length(run, **length), "summary": summary}
+        if "seen" in found:
+            found["seen"]["total_steps"] = found["total_steps"]
+    except Exception as error:
+        kinds = {UsageError: "usage", ProcessLost: "lost", FastloopError: "run", Exception: "crash"}
+        kind = next(name for cls, name in kinds.items() if isinstance(error, cls))
+        text = str(error).strip()
+        text = text if isinstance(error, FastloopError) else f"{type(error).__name__}: {text}"
+        return {"error": text.splitlines()[0], "kind": kind, "traceback": traceback.format_exc()}
+    finally:
+        logger.removeHandler(said)
+    return found | {"said": said.lines}
+
+
+def main() -> None:
+    """Read the specification, run, write the result."""
+    launch.end_with_launcher()
+    source, target = Path(sys.argv[1]), Path(sys.argv[2])
+    given = json.loads(source.read_text(encoding="utf-8"))
+    fields = {field.name for field in dataclasses.fields(Spec)}
+    spec = Spec(**{name: value for name, value in given.items() if name in fields})
+    spec.recipe["output"] = str(source.with_name("run"))  # gone with the result
+    result = measure(spec, given["length"], own=True)
+    files.write(target, json.dumps(result))
+    if launch.world_size() > 1:
+        launch.leave(0)
+
+
+if __name__ == "__main__":
+    main()

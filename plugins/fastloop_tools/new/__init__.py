@@ -1,0 +1,1 @@
+"""``fastloop new``: write a package to begin with."""

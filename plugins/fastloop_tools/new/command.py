@@ -1,0 +1,115 @@
+"""``fastloop new plugin``: a package with a plugin, its tests, a recipe and what publishing asks for, green from the start."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.util
+import json
+import keyword
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fastloop import __version__
+from fastloop.errors import UsageError, did_you_mean
+
+new = typer.Typer(no_args_is_help=True, help="Write a package to begin with.")
+
+FILES = {
+    "pyproject.toml": "pyproject.toml",
+    "README.md": "README.md",
+    "recipe.yaml": "recipe.yaml",
+    ".gitignore": "gitignore",
+    ".github/workflows/ci.yaml": "ci.yaml",
+    "src/{module}/__init__.py": "plugin.py",
+    "tests/conftest.py": "conftest.py",
+    "tests/test_{module}.py": "test_plugin.py",
+}
+"""File of the package -> its template."""
+LICENSES = {"MIT": "MIT", "Apache-2.0": "Apache-2.0", "BSD-3-Clause": "BSD-3-Clause", "none": ""}
+"""Choice -> template of its text."""
+TAKEN = {"Annotated", "Any", "Conformance", "Plugin", "Run", "Tensor"}
+"""Names that the templates import."""
+
+
+@new.command("plugin")
+def plugin(
+    name: Annotated[str, typer.Argument(help="What recipes will call it: lower case words, joined by hyphens.")],
+    folder: Annotated[Path | None, typer.Option(metavar="DIR", help="Where to write the package [default: NAME].")] = None,
+    license: Annotated[str, typer.Option(metavar="|".join(LICENSES), help="Its license.")] = "MIT",
+    author: Annotated[str, typer.Option(help="Who holds the copyright [default: the package's authors].")] = "",
+) -> None:
+    """Write a package with a plugin that works, its tests, README, recipe and CI file. No file is overwritten."""
+    check_name(name)
+    if license not in LICENSES:
+        raise UsageError(f"--license: found {license!r}.{did_you_mean(license, LICENSES)}")
+    if not author.isprintable():
+        raise UsageError("--author: expected one line of text.")
+    folder = folder or Path(name)
+    files = render(name, license, author)
+    if there := [path for path in files if (folder / path).exists()]:
+        raise UsageError(f"{folder}: there are already {', '.join(there)}. Nothing was written; take another --folder.")
+    try:
+        for path, text in files.items():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{folder}: cannot be written: {error}.") from None
+    for path in files:
+        typer.echo(str(folder / path))
+    typer.echo(f"\nGo on with:\n  cd {folder}\n  pip install -e '.[test]'\n  pytest\n  fastloop train recipe.yaml")
+
+
+def check_name(name: str) -> None:
+    """Refuse a name that no plugin can have, or that something else has.
+
+    Raises:
+        UsageError: Says what it could be.
+    """
+    from fastloop.registry import installed
+
+    if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name):
+        proposal = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-0123456789")
+        hint = f" Did you mean {proposal!r}?" if proposal else ""
+        raise UsageError(f"{name!r} cannot be a plugin's name. Expected lower case words joined by hyphens, such as 'my-plugin'.{hint}")
+    for key, point in installed().items():
+        if key.rpartition(":")[2] == name:
+            owner = f"{point.dist.name} {point.dist.version}" if point.dist else point.value
+            raise UsageError(f"{name!r} is the name of a plugin of {owner}: a recipe could not tell the two apart. Take another one.")
+    module = name.replace("-", "_")
+    spec = None if keyword.iskeyword(module) else importlib.util.find_spec(module)
+    if keyword.iskeyword(module) or (spec is not None and spec.origin is not None):  # no origin: a folder that happens to lie here
+        raise UsageError(f"{name!r} would be the Python module {module!r}, which there is already. Take another name, such as 'my-{name}'.")
+
+
+def render(name: str, license: str = "MIT", author: str = "") -> dict[str, str]:
+    """Path -> text of every file of the package."""
+    import jinja2
+    from packaging.version import Version
+
+    module, version = name.replace("-", "_"), Version(__version__)
+    title = "".join(word.capitalize() for word in name.split("-"))
+    words = {
+        "name": name,
+        "module": module,
+        "title": f"{title}Plugin" if title in TAKEN else title,
+        "license": license if LICENSES[license] else "",
+        "author": author,
+        "holder": author or f"The authors of {name}",
+        "year": datetime.date.today().year,
+        "above": f"{version.public}",
+        "below": f"{version.major + 1}" if version.major else f"0.{version.minor + 1}",  # 0.x may change what plugins see with each x
+    }
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("fastloop_tools.new", "template"),
+        autoescape=False,  # none of it is HTML
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.filters["toml"] = lambda text: json.dumps(text, ensure_ascii=False)
+    files = FILES | ({"LICENSE": f"licenses/{LICENSES[license]}"} if LICENSES[license] else {})
+    return {path.format(module=module): environment.get_template(f"{template}.jinja").render(words) for path, template in files.items()}

@@ -1,0 +1,264 @@
+"""Looks at a few steps of a run: first timed alone, then under torch's profiler."""
+
+from __future__ import annotations
+
+import mmap
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from time import perf_counter, thread_time
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch._C._autograd import DeviceType
+
+from fastloop.distributed import launch
+from fastloop.errors import UsageError
+from fastloop.estimates import Seen
+from fastloop.plugin import hookimpl
+from fastloop.runtime.clock import page_faults
+from fastloop.runtime.regions import PREFIX, region
+from fastloop_tools.measure.worker import Meter, Said, Spec
+from fastloop_tools.profile.timeline import DeviceTimeline, read_timeline
+
+if TYPE_CHECKING:
+    from fastloop.run import Run
+    from fastloop.state import Batch
+
+OTHER = "other"
+"""What a step spends outside of all regions: the loop itself, and hooks."""
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Observer(Meter):
+    """After its window a second one of ``spec.looks`` steps under the profiler; then it stops the run.
+
+    Args:
+        trace: Where to write the trace; None: nowhere.
+
+    Attributes:
+        seen: What was found, when training is over.
+    """
+
+    name = "profile-observer"
+
+    def __init__(self, spec: Spec, said: Said, trace: Path | None = None) -> None:
+        super().__init__(spec, said)
+        self.trace = trace
+        self.timed: dict[str, Any] = {}
+        self.longest: list[Any] = []  # numbers on the device: nobody waits for them in the window
+        self.real = 0
+        self.reserved: list[int] = []
+        self.reading, self.ended = 0.0, 0.0
+        self.begun, self.last, self.looking = False, 0, ExitStack()
+        self.seen: Seen | None = None
+
+    @hookimpl
+    def before_step(self, batches: list[Batch]) -> None:
+        self.reading += thread_time() - self.ended
+        super().before_step(batches)
+        for batch in batches:
+            if isinstance(batch.inputs, Mapping) and "input_ids" in batch.inputs:
+                self.real += batch.tokens
+                mask = batch.inputs.get("attention_mask")
+                if isinstance(mask, Tensor) and mask.ndim == 2:
+                    self.longest.append(len(mask) * mask.sum(1).max())
+                else:
+                    self.longest.append(batch.inputs["input_ids"].numel())
+
+    @hookimpl
+    def after_step(self, run: Run, loss: Tensor) -> None:
+        if run.device.type == "cuda" and not self.begun:
+            self.reserved.append(torch.cuda.memory_reserved())
+        super().after_step(run, loss)
+        if self.begun and run.state.step == self.last:
+            self.looking.close()
+            run.state.request_stop("measured")
+        self.ended = thread_time()
+
+    def _open(self, run: Run) -> None:
+        super()._open(run)
+        self.first = (self.padded, len(self.longest), self.real, page_faults())
+        self.reading, self.ended = 0.0, thread_time()
+
+    def _over(self, run: Run) -> None:
+        """The timed window is over: look on from here."""
+        self.timed = self.read(run)
+        faults = page_faults()
+        padded, longest, real, before = self.first
+        steps = self.timed["steps"]
+        self.timed |= {
+            "padded": (self.padded - padded) / steps,
+            "longest": sum(map(int, self.longest[longest:])) / steps,
+            "real": (self.real - real) / steps,
+            "page_faults": (faults - before) / steps,
+            "reading": self.reading / steps,
+        }
+        kinds = [torch.profiler.ProfilerActivity.CPU]
+        if run.device.type == "cuda":
+            kinds.append(torch.profiler.ProfilerActivity.CUDA)
+        self.begun, self.last = True, run.state.step + self.spec.looks
+        self.profiler: Any = torch.profiler.profile(activities=kinds, record_shapes=True, with_flops=True, acc_events=True)
+        self.looking.enter_context(run.resolution.around(region))
+        self.looking.enter_context(self.profiler)
+
+    def result(self, run: Run) -> dict[str, Any]:
+        if self.seen is None:
+            raise UsageError(f"training ended after {run.state.step} steps: too few to look at. Lower the warm-up or the steps.")
+        return self.timed | {"seen": self.seen.to_dict()}
+
+    def _export(self, device: torch.device) -> DeviceTimeline | None:
+        """Export the trace; on an accelerator, read its kernels from it."""
+        with tempfile.TemporaryDirectory(prefix="fastloop-trace-") as folder:
+            path = self.trace or Path(folder) / "trace.json"
+            if self.trace is None and device.type == "cpu":
+                return None
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.profiler.export_chrome_trace(str(path))
+            return None if device.type == "cpu" else read_timeline(path)
+
+    @hookimpl
+    def after_fit(self, run: Run) -> None:
+        super().after_fit(run)
+        self.looking.close()
+        if not self.timed:
+            return  # too short; ``read`` says so
+        timeline = self._export(run.device)
+        profiled, regions, hooks = spans(self.profiler.events(), self.spec.looks)
+        whole, waiting = self.timed["seconds_a_step"], regions.get("data", 0.0)  # which no profiler makes longer: the rest, it stretches
+        rest = min(1.0, max(0.0, (whole - waiting) / (profiled - waiting))) if profiled > waiting else 1.0
+        regions = {name: value if name == "data" else value * rest for name, value in regions.items()}
+        drift = whole / sum(regions.values())
+        regions = {name: value * drift for name, value in regions.items()}
+        averages = [event for event in self.profiler.key_averages() if "::" in event.key and event.device_type == DeviceType.CPU]
+        if timeline is not None:
+            regions = {name: value / self.spec.looks for name, value in timeline.regions(whole * self.spec.looks).items()}
+            operations = {name: value / self.spec.looks for name, value in timeline.operations.items()}
+        else:
+            operations = {event.key: 1e-6 * event.self_cpu_time_total / self.spec.looks * rest for event in averages}
+        everyone = run.gather(regions)
+        self.seen = Seen(
+            device=run.device.type,
+            precision={"no": "fp32"}.get(run.accelerator.mixed_precision, run.accelerator.mixed_precision),
+            cores=launch.cores(),
+            threads=torch.get_num_threads(),
+            world_size=run.world_size,
+            steps=self.timed["steps"],
+            seconds=self.timed["seconds_a_step"],
+            samples=self.timed["samples"] / self.timed["steps"],
+            tokens=self.timed["tokens"] / self.timed["steps"],
+            padded=self.timed["padded"],
+            longest=self.timed["longest"],
+            real=self.timed["real"],
+            reading=self.timed["reading"],
+            regions=regions,
+            hooks={name: value * rest for name, value in hooks.items()},
+            operations={name: value for name, value in operations.items() if value},
+            counts={event.key: event.count / self.spec.looks for event in averages},
+            flops=sum(event.flops or 0 for event in averages) / self.spec.looks,
+            peaks=peaks(run.device, ("fp32", "bf16") if run.device.type == "cpu" else tuple(DTYPES)),
+            idle=None if timeline is None else timeline.idle_share,
+            page_faults=self.timed["page_faults"],
+            fault_seconds=fault_seconds(),
+            reserved=self.reserved,
+            retries=torch.cuda.memory_stats()["num_alloc_retries"] if run.device.type == "cuda" else 0,
+            layers=depth(run.unwrapped()),
+            graph_breaks=graph_breaks(),
+            recompiles=recompiles(),
+            ranks=everyone,
+        )
+
+
+def spans(events: Iterable[Any], steps: int) -> tuple[float, dict[str, float], dict[str, float]]:
+    """Seconds of a step, its regions' own seconds, and hooks' seconds, from a profiler's events.
+
+    A step lasts from one optimizer region's end to the next; what lies in no region is ``other``.
+    """
+    named = sorted(
+        (event.time_range.start, event.time_range.end, event.name.removeprefix(PREFIX))
+        for event in events
+        if event.name.startswith(PREFIX) and event.device_type == DeviceType.CPU
+    )
+    if not named:
+        return 0.0, {}, {}
+    own: dict[str, float] = defaultdict(float)
+    hooks: dict[str, float] = defaultdict(float)
+    open_: list[tuple[float, str]] = []
+    covered = 0.0
+    for start, end, name in named:
+        while open_ and open_[-1][0] <= start:
+            open_.pop()
+        if "." in name:  # a hook, wherever it is called
+            hooks[name] += end - start
+            continue
+        own[name] += end - start
+        if open_:
+            own[open_[-1][1]] -= end - start
+        else:
+            covered += end - start
+        open_.append((end, name))
+    whole = max(end for _, end, _ in named) - min(start for start, _, _ in named)
+    own[OTHER] = whole - covered
+    scale = 1e-6 / steps
+    return whole * scale, {name: value * scale for name, value in own.items()}, {name: value * scale for name, value in hooks.items()}
+
+
+def peaks(device: torch.device, dtypes: Iterable[str]) -> dict[str, float]:
+    """Floating-point operations a second of square matrix products: the best of five."""
+    size = 2048 if device.type == "cpu" else 8192
+    found = {}
+    for name in dtypes:
+        a, b = (torch.randn(size, size, device=device).to(DTYPES[name]) for _ in range(2))
+        best = float("inf")
+        for _ in range(6):  # the first warms up, and is not the best
+            started = perf_counter()
+            torch.mm(a, b)
+            if device.type != "cpu":
+                torch.accelerator.synchronize()
+            best = min(best, perf_counter() - started)
+        found[name] = 2 * size**3 / best
+    return found
+
+
+def fault_seconds(pages: int = 8192) -> float:
+    """What the system takes to hand out a page of memory."""
+    with mmap.mmap(-1, pages * mmap.PAGESIZE) as fresh:
+        faults, started = page_faults(), perf_counter()
+        for offset in range(0, len(fresh), mmap.PAGESIZE):
+            fresh[offset] = 1
+        seconds, got = perf_counter() - started, max(1, page_faults() - faults)
+    touched, again = perf_counter(), bytearray(pages)
+    for offset in range(pages):
+        again[offset] = 1  # what the loop itself takes
+    return max(0.0, seconds - (perf_counter() - touched)) / got
+
+
+def depth(model: nn.Module) -> int:
+    """Length of the longest list of modules."""
+    return max((len(module) for module in model.modules() if isinstance(module, nn.ModuleList)), default=0)
+
+
+def graph_breaks() -> list[dict[str, Any]]:
+    """Where compilation was cut, with the line of the user's code."""
+    return _counted(
+        (f"{cut.user_stack[-1].filename}:{cut.user_stack[-1].lineno}" if cut.user_stack else "?", str(cut.reason))
+        for cut in torch._dynamo.utils.graph_break_reasons
+    )
+
+
+def recompiles() -> list[dict[str, Any]]:
+    """Functions that were compiled again, and what was different."""
+    return _counted(
+        (f"{metric.co_filename}:{metric.co_firstlineno}", metric.recompile_reason.partition(": ")[2])
+        for metric in torch._dynamo.utils.get_compilation_metrics()
+        if metric.recompile_reason
+    )
+
+
+def _counted(found: Iterable[tuple[str, str]]) -> list[dict[str, Any]]:
+    """Place and reason, of which the first line is kept, with how often they were there."""
+    counts = Counter((where, reason.strip().partition("\n")[0]) for where, reason in found)
+    return [{"where": where, "reason": reason, "count": count} for (where, reason), count in counts.items()]

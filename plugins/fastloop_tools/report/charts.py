@@ -1,0 +1,171 @@
+"""Charts as inline SVG, without scripts: they are read on paper, in dark mode and by screen readers (each has its figures as a table)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastloop_tools.report.read import Points
+
+MOST = 300
+"""Points of a line that are drawn: more are averaged."""
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 480, 240, 66, 12, 10, 30
+
+
+@dataclass
+class Line:
+    """One line: its name, which of the page's colours, and its points on the chart."""
+
+    name: str
+    colour: int
+    path: str
+    dots: list[tuple[float, float, str]]
+
+
+@dataclass
+class Chart:
+    """What the template draws: places are in units of the picture."""
+
+    title: str
+    lines: list[Line]
+    xs: list[tuple[float, str]]
+    ys: list[tuple[float, str]]
+    rows: list[tuple[str, str, str, str, str]]
+    width: int = WIDTH
+    height: int = HEIGHT
+    left: int = LEFT
+    bottom: int = HEIGHT - BOTTOM
+
+
+@dataclass
+class Bar:
+    """One bar: ``size`` and the ends of its interval are shares of the longest."""
+
+    name: str
+    size: float
+    label: str
+    low: float | None = None
+    high: float | None = None
+    note: str = ""
+
+
+def number(value: float) -> str:
+    """Short, and exact enough to read."""
+    if not math.isfinite(value):
+        return "-"
+    size = abs(value)
+    if size >= 1e9:
+        return f"{value / 1e9:.3g}G"
+    if size >= 1e6:
+        return f"{value / 1e6:.4g}M"
+    if size >= 1e4:
+        return f"{value / 1e3:.4g}k"
+    if size and size < 1e-3:
+        return f"{value:.3g}"
+    return f"{value:.4g}"
+
+
+def ticks(low: float, high: float, count: int = 4) -> list[float]:
+    """Round numbers between two."""
+    if high <= low:
+        return [low]
+    raw = (high - low) / count
+    scale = 10.0 ** math.floor(math.log10(raw))
+    step = next(scale * factor for factor in (1, 2, 5, 10) if scale * factor >= raw * 0.999)
+    first = math.ceil(low / step - 1e-9)
+    found = []
+    while first * step <= high + 1e-9 * step:
+        found.append(first * step)
+        first += 1
+    return found
+
+
+def thinned(points: Points) -> Points:
+    """At most ``MOST`` points: means of neighbours."""
+    size = math.ceil(len(points) / MOST)
+    if size <= 1:
+        return points
+    groups = [points[start : start + size] for start in range(0, len(points), size)]
+    return [(group[-1][0], sum(value for _, value in group) / len(group)) for group in groups]
+
+
+def line_chart(title: str, series: Mapping[str, tuple[int, Points]]) -> Chart | None:
+    """A chart of values over steps; None where there is nothing finite to draw.
+
+    Args:
+        series: Name -> its colour's number and its points.
+    """
+    drawn = {name: (colour, [point for point in points if math.isfinite(point[1])]) for name, (colour, points) in series.items()}
+    drawn = {name: (colour, points) for name, (colour, points) in drawn.items() if points}
+    if not drawn:
+        return None
+    every = [point for _, points in drawn.values() for point in points]
+    left, right = min(x for x, _ in every), max(x for x, _ in every)
+    low, high = min(y for _, y in every), max(y for _, y in every)
+    if low == high:
+        low, high = low - (abs(low) or 1) * 0.05, high + (abs(high) or 1) * 0.05
+    elif 0 <= low < 0.5 * high:
+        low = 0.0  # not to make little of much, or much of little
+    if left == right:
+        left, right = left - 1, right + 1
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        across = LEFT + (x - left) / (right - left) * (WIDTH - LEFT - RIGHT)
+        return round(across, 1), round(HEIGHT - BOTTOM - (y - low) / (high - low) * (HEIGHT - TOP - BOTTOM), 1)
+
+    lines, rows = [], []
+    for name, (colour, points) in drawn.items():
+        shown = thinned(points)
+        places = [place(*point) for point in shown]
+        path = "M" + "L".join(f"{x} {y}" for x, y in places)
+        dots = [(x, y, f"{name}, step {point[0]:,.0f}: {number(point[1])}") for (x, y), point in zip(places, shown, strict=True)]
+        lines.append(Line(name, colour, path, dots))
+        values = [value for _, value in points]
+        rows.append((name, number(values[0]), number(values[-1]), number(min(values)), number(max(values))))
+    xs = [(place(value, low)[0], number(value)) for value in ticks(left, right) if value == int(value)]  # steps are whole
+    ys = [(place(left, value)[1], number(value)) for value in ticks(low, high)]
+    return Chart(title, lines, xs, ys, rows)
+
+
+def bars(values: Sequence[tuple[str, float, str, tuple[float, float] | None, str]]) -> list[Bar]:
+    """Bars of one scale: name, value, label, interval, note."""
+    longest = max([value for _, value, *_ in values] + [interval[1] for *_, interval, _ in values if interval], default=0.0) or 1.0
+    return [
+        Bar(
+            name,
+            value / longest,
+            label,
+            interval[0] / longest if interval else None,
+            interval[1] / longest if interval else None,
+            note,
+        )
+        for name, value, label, interval, note in values
+    ]
+
+
+def ladder_bars(record: Mapping[str, Any]) -> list[Bar]:
+    """The rungs of a ladder by their speed."""
+    rows: list[tuple[str, float, str, tuple[float, float] | None, str]] = []
+    for rung in record.get("rungs", []):
+        results = rung.get("results")
+        if rung.get("kind") == "without":
+            continue
+        if not results:
+            rows.append((rung["title"], 0.0, "not measured", None, rung.get("why_not") or rung.get("error") or ""))
+            continue
+        rate = results[f"{results['unit']}_per_second"]
+        over = results.get("over_baseline")
+        label = f"{rate['median']:,.0f} {results['unit']}/s" + (f", x {over['median']:.2f}" if over else "")
+        verdict = (results.get("over_before") or {}).get("verdict", "")
+        memory = f"{results['peak_memory_bytes'] / 2**20:,.0f} MiB"
+        rows.append((rung["title"], rate["median"], label, (rate["low"], rate["high"]), "; ".join(filter(None, [verdict, memory]))))
+    return bars(rows)
+
+
+def region_bars(record: Mapping[str, Any]) -> list[Bar]:
+    """The regions of a step by their seconds."""
+    seen = record["seen"]
+    rows = sorted(seen["regions"].items(), key=lambda item: -item[1])
+    return bars([(name, value, f"{1000 * value:,.1f} ms, {value / seen['seconds']:.0%}", None, "") for name, value in rows])

@@ -1,0 +1,155 @@
+"""Reads what ``train``, ``bench`` and ``profile`` wrote. What is missing is left out; what is broken is an error that names the file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fastloop.errors import UsageError
+from fastloop.recipe import safe_yaml as plain
+
+NUMBERS = (
+    *("steps", "peak_memory_bytes", "samples_per_second", "tokens_per_second"),
+    *(f"{part}_seconds" for part in ("train", "evaluate", "save", "startup", "compile")),
+)
+"""Keys of a summary that the page shows as numbers."""
+Points = list[tuple[float, float]]
+"""Steps and values."""
+
+
+@dataclass
+class Trained:
+    """A run folder.
+
+    Attributes:
+        name: Short, and different for all that are shown.
+        lines: Value -> its points, as ``metrics.jsonl`` has them: ``loss``, ``samples_per_second``, ..., and ``evaluate accuracy``.
+    """
+
+    folder: Path
+    name: str
+    summary: dict[str, Any] | None = None
+    recipe: dict[str, Any] = field(default_factory=dict)
+    lines: dict[str, Points] = field(default_factory=dict)
+
+
+@dataclass
+class Found:
+    """What is to be shown."""
+
+    runs: list[Trained] = field(default_factory=list)
+    ladders: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    profiles: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+
+
+def read(folders: Iterable[Path]) -> Found:
+    """Everything in some folders.
+
+    Raises:
+        UsageError: A folder holds none of it, or a file of it cannot be read.
+    """
+    found = Found()
+    names: dict[str, int] = {}
+    for folder in folders:
+        name = folder.name or str(folder.resolve().name)
+        names[name] = names.get(name, 0) + 1
+        if names[name] > 1:
+            name = f"{name} ({names[name]})"
+        if (folder / "recipe.yaml").is_file() and ((folder / "metrics.jsonl").is_file() or (folder / "summary.json").is_file()):
+            found.runs.append(_run(folder, name))
+        elif (folder / "bench.json").is_file():
+            found.ladders.append((name, _json(folder / "bench.json")))
+        elif (folder / "profile.json").is_file():
+            found.profiles.append((name, _json(folder / "profile.json")))
+        else:
+            what = "holds no run, ladder or profile" if folder.is_dir() else "no such folder"
+            raise UsageError(f"{folder}: {what}. Expected a folder that `fastloop train`, `bench` or `profile` wrote.")
+    return found
+
+
+def _run(folder: Path, name: str) -> Trained:
+    run = Trained(folder, name)
+    if (folder / "summary.json").is_file():
+        run.summary = _json(folder / "summary.json")
+        _check_summary(run.summary, folder / "summary.json")
+    try:
+        recipe = plain.load((folder / "recipe.yaml").read_text(encoding="utf-8"), str(folder / "recipe.yaml"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{folder / 'recipe.yaml'}: cannot be read: {error}.") from None
+    run.recipe = recipe if isinstance(recipe, dict) else {}
+    if (folder / "metrics.jsonl").is_file():
+        try:
+            content = (folder / "metrics.jsonl").read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"{folder / 'metrics.jsonl'}: cannot be read: {error}.") from None
+        for number, line in enumerate(content.splitlines(), start=1):
+            try:
+                point = json.loads(line)
+                step, split = int(point.pop("step")), point.pop("split", None)
+                values = {key: float(value) for key, value in point.items() if _is_number(value)}
+            except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+                raise UsageError(f"{folder / 'metrics.jsonl'}, line {number}: expected one JSON object with a step, and numbers.") from None
+            for key, value in values.items():
+                run.lines.setdefault(f"{split} {key}" if split else key, []).append((step, value))
+    return run
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _check_summary(summary: Mapping[str, Any], path: Path) -> None:
+    """Refuse values of other types than those that a page shows."""
+    numbers = {key: value for split in ("evaluate", "test") for key, value in _mapping(summary.get(split), path).items()}
+    numbers |= {key: summary.get(key) for key in NUMBERS}
+    wrong = [
+        f"{key}: found {value!r:.60}, expected a number" for key, value in numbers.items() if value is not None and not _is_number(value)
+    ]
+    if not isinstance(summary.get("plugins") or [], list):
+        wrong.append("plugins: expected a list")
+    if wrong:
+        raise UsageError(f"{path}: {wrong[0]}.")
+
+
+def _mapping(value: Any, path: Path) -> Mapping[str, Any]:
+    if not isinstance(value or {}, Mapping):
+        raise UsageError(f"{path}: found {value!r:.60}, expected metrics and their values.")
+    return value or {}
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"{path}: cannot be read: {error}.") from None
+    if not isinstance(found, dict):
+        raise UsageError(f"{path}: expected one JSON object.")
+    return found
+
+
+def flat(values: Any, where: str = "") -> dict[str, str]:
+    """A recipe's keys with dots -> values as text. Plugins go by name, whatever their place."""
+    if isinstance(values, Mapping):
+        found: dict[str, str] = {}
+        for key, value in values.items():
+            found |= flat(value, f"{where}.{key}" if where else str(key))
+        return found or ({where: "{}"} if where else {})
+    if where == "plugins" and isinstance(values, list):
+        named = {name: options for entry in values for name, options in (entry.items() if isinstance(entry, Mapping) else [(entry, {})])}
+        return {f"plugins.{name}": "off" if options is False else _options(options) for name, options in named.items()}
+    return {where: json.dumps(values) if isinstance(values, list) else str(values)}
+
+
+def _options(options: Any) -> str:
+    return ", ".join(f"{key}: {value}" for key, value in options.items()) if isinstance(options, Mapping) and options else "on"
+
+
+def differences(runs: list[Trained]) -> list[tuple[str, list[str]]]:
+    """The keys in which recipes differ, with each run's value; the output folder is left out."""
+    recipes = [flat(run.recipe) for run in runs]
+    keys = dict.fromkeys(key for recipe in recipes for key in recipe if key != "output")
+    rows = [(key, [recipe.get(key, "") for recipe in recipes]) for key in keys]
+    return [(key, values) for key, values in rows if len(set(values)) > 1]

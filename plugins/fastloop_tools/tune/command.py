@@ -1,0 +1,85 @@
+"""``fastloop tune``: finds the fastest plugin set of a recipe on this machine, and writes it as a recipe."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fastloop.cli.arguments import ACCEPTED, Overrides, RecipeName, With, Without, names, parity_classes
+from fastloop.distributed import launch
+
+
+def tune(
+    recipe: RecipeName,
+    overrides: Overrides = None,
+    with_: With = None,
+    without: Without = None,
+    budget: Annotated[str, typer.Option(metavar="TIME", help="How long it may take: 90s, 10m, 1h.")] = "10m",
+    accept: Annotated[str, typer.Option(metavar="A,B", help="What plugins may do to the numbers (parity classes).")] = ACCEPTED,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of a measurement, at the least.")] = 2,
+    seconds: Annotated[float, typer.Option(min=0, help="And for at least so long.")] = 6.0,
+    warmup: Annotated[int, typer.Option(min=1, help="Steps before them.")] = 2,
+    nproc: Annotated[int, typer.Option(min=1, metavar="N", help="Measure with N processes on this machine.")] = 1,
+    output: Annotated[str, typer.Option(metavar="FILE", help="The recipe to write [default: RECIPE.tuned.yaml].")] = "",
+) -> None:
+    """Find the fastest plugin set of a recipe on this machine, and write it as a recipe.
+
+    Plugins forecast what they would win; the largest is tried next, in fresh processes, and kept when it is faster. What was found is
+    held against what was given at the end, in speed and in losses, and never written when it is slower.
+    """
+    environment = dict(os.environ)  # as it is before plugins are resolved, which may set variables
+    from fastloop.cli.messages import show_messages
+    from fastloop.errors import UsageError
+    from fastloop.recipe import load_recipe
+    from fastloop.runtime.files import write
+    from fastloop_tools.bench.ladder import dump, finite
+    from fastloop_tools.bench.plan import check
+    from fastloop_tools.measure.pairs import Window, Workshop
+    from fastloop_tools.tune import write as writing
+    from fastloop_tools.tune.search import Search
+
+    if launch.world_size() > 1:
+        raise UsageError("tune starts the processes that it measures. Start it without a launcher, and with --nproc N.")
+    classes = parity_classes(accept)
+    allowed = parse_time(budget)
+    loaded = load_recipe(recipe, overrides or (), names(with_), names(without))
+    check(loaded).hooks.check_recipe(recipe=loaded)
+    show_messages()
+    beside = Path(recipe) if Path(recipe).is_file() else Path(Path(recipe).stem)  # where the paths of a recipe mean the same
+    target = Path(output) if output else beside.with_suffix(".tuned.yaml")
+    if loaded.source is not None and target.resolve() == loaded.source.resolve():
+        raise UsageError(f"--output {target}: this is the recipe itself. Give another file.")
+    if target.suffix == ".json" or target.is_dir() or not target.absolute().parent.is_dir():
+        raise UsageError(f"--output {target}: expected a .yaml file in a folder that is there.")
+    with tempfile.TemporaryDirectory(prefix="fastloop-tune-") as cache:
+        shop = Workshop(environment, Path(cache), typer.echo, nproc, timeout=allowed)
+        search = Search(
+            loaded, classes, allowed, shop, Window(steps=steps, seconds=seconds, warmup=warmup, looks=2), typer.echo, never=names(without)
+        )
+        found = search.run()
+    record = search.record()
+    write(target.with_suffix(".json"), dump(finite(record)))
+    if found is loaded:
+        typer.echo(f"nothing was found that is faster. What was tried: {target.with_suffix('.json')}")
+        return
+    write(target, writing.tuned(search, f"What was tried: {target.with_suffix('.json').name}", target.parent))
+    typer.echo(f"{writing.factor(search)}; written to {target}")
+
+
+def parse_time(given: str) -> float:
+    """``90s``, ``10m`` or ``1h`` in seconds.
+
+    Raises:
+        UsageError: It is none of them.
+    """
+    from fastloop.errors import UsageError
+
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", given.strip())
+    if found is None or not float(found[1]):
+        raise UsageError(f"--budget {given}: expected a time such as 90s, 10m or 1h.")
+    return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]

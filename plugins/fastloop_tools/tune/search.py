@@ -1,0 +1,350 @@
+"""A greedy search: the edit with the largest forecast is tried next, against the best recipe so far.
+
+measure the recipe, and look at its steps
+while there is time:
+    of the edits that plugins forecast a win of, try the largest that was not tried
+    keep it when it is faster: pair by pair, a clear case needs one pair, a close one three
+try without each plugin that is there for speed, and other device batch sizes
+hold the losses of what was found to those of what was given
+measure what was given and what was found, pair by pair: the slower is not written
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from time import monotonic
+from typing import Any, get_args
+
+from fastloop.errors import FastloopError, UsageError
+from fastloop.estimates import Seen
+from fastloop.numerics import BROKEN, FAILED
+from fastloop.plugin import Parity, Plugin
+from fastloop.recipe import Recipe, make_recipe
+from fastloop.registry import load_listed, select
+from fastloop_tools.bench.plan import check
+from fastloop_tools.measure.pairs import Window, Workshop, faster
+from fastloop_tools.measure.results import Measurement, speed
+from fastloop_tools.measure.statistics import break_even, interval, median, verdict
+from fastloop_tools.profile.verdicts import verdicts
+
+CLASSES = get_args(Parity)
+"""From what changes the numbers least to what changes them most."""
+PAIRS, CHECKS = 3, 5
+"""Pairs that a close case gets, and the last check, time allowing."""
+CLEAR, WORTH, LEAST = 1.3, 1.05, 1.02
+"""Factors from which one pair is enough, two that agree or one and its forecast, and three."""
+LOSSES = 3
+"""Steps of which the losses are compared."""
+MORE = 2
+"""Further pairs for an edit that was slower in one of them: the interval of five reaches to the least, that of seven to the second."""
+ONCE = 2.0
+"""Seconds that an edit must cost once before they are held against what it wins: the start of a process varies by as much."""
+
+
+@dataclass
+class Trial:
+    """One edit that was tried, and its receipt.
+
+    Attributes:
+        edit: As one would type it.
+        plugin: Whose it is; empty for the device batch size.
+        parity: What it does to the numbers.
+        forecast: The factor that was forecast; None: nobody forecast any.
+        ratios: Speed with it over the speed without, pair by pair.
+        kept: Whether the recipe has it now.
+        why: Why not, where it could not be measured.
+        before: Seconds of a step without it, each time it was measured.
+        after: And with it.
+        once: Seconds that it costs once: what the start and the first steps take longer, when nothing is compiled yet.
+        pays_after: Steps that win them back; None: none do.
+    """
+
+    edit: str
+    plugin: str
+    parity: str
+    forecast: float | None = None
+    ratios: list[float] = field(default_factory=list)
+    kept: bool = False
+    why: str = ""
+    before: list[float] = field(default_factory=list)
+    after: list[float] = field(default_factory=list)
+    once: float = 0.0
+    pays_after: int | None = None
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Of the median ratio: 95%, by bootstrap."""
+        return interval(self.ratios)
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """An edit, and the recipe with it."""
+
+    trial: Trial
+    recipe: Recipe
+
+
+class Search:
+    """One search.
+
+    Args:
+        accept: Parity classes that edits may have.
+        budget: Seconds.
+        shop: Where trainings are run.
+        window: What of each is measured.
+        say: Gets a line for each thing that is found.
+        never: Plugins that are not to be tried.
+        pairs: Give every edit so many pairs, keep what is faster beyond noise, and try no more than what is forecast; None: as above.
+
+    Attributes:
+        best: The fastest recipe so far.
+        trials: What was tried, in order.
+        check: Given against found: ``ratios``, and ``parity``.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        accept: Collection[str],
+        budget: float,
+        shop: Workshop,
+        window: Window,
+        say: Callable[[str], None],
+        pairs: int | None = None,
+        never: Collection[str] = (),
+    ) -> None:
+        self.pairs, self.never = pairs, set(never)
+        self.given = self.best = recipe
+        self.accept, self.budget, self.shop, self.window, self.say = accept, budget, shop, window, say
+        self.trials: list[Trial] = []
+        self.check: dict[str, Any] = {"ratios": [], "parity": None}
+        self.started = monotonic()
+        self.costs: dict[str, tuple[float, float]] = {}
+
+    def run(self) -> Recipe:
+        """Search; returns the fastest recipe.
+
+        Raises:
+            FastloopError: The recipe cannot be measured as it is.
+        """
+        self.shop.listen()
+        here = self.measure(self.given)
+        if "error" in here:
+            raise (UsageError if here["kind"] == "usage" else FastloopError)(f"the recipe cannot be measured: {here['error']}")
+        rate, unit = speed(here)
+        self.say(f"as given: {rate:,.1f} {unit}/s")
+        while (proposal := self.next(here)) is not None:
+            here = self.try_(proposal, here)
+        self.hold()
+        self.last_check()
+        return self.best
+
+    # -- what to try -------------------------------------------------------------------------------------------------------
+
+    def next(self, here: Measurement) -> Proposal | None:
+        """The next edit there is time for."""
+        tried = {trial.edit for trial in self.trials}
+        refused = {trial.plugin for trial in self.trials if trial.forecast is not None and not trial.kept}
+        for proposal in self.proposals(here):
+            again = proposal.trial.edit in tried or (proposal.trial.forecast is not None and proposal.trial.plugin in refused)
+            if not again and proposal.trial.parity in self.accept:
+                hoped = max(proposal.trial.forecast or 1.0, 1.0)
+                missing = self.cost(self.best, hoped=hoped) + self.reserve(hoped) - self.left()
+                if missing <= 0:
+                    return proposal
+                enough = "" if self.trials else f" before anything was tried: give at least --budget {self.budget + missing:.0f}s"
+                self.say(f"the time is over{enough}")
+                return None
+        return None
+
+    def proposals(self, here: Measurement) -> Iterator[Proposal]:
+        """Edits of the best recipe so far."""
+        seen = Seen(**here["seen"])
+        left_out = {trial.plugin for trial in self.trials if trial.kept and trial.forecast is None}
+        found, _ = verdicts(seen, self.best, self.never | left_out)
+        for told in found:
+            factor = seen.seconds / max(seen.seconds - told.win.seconds, 0.01 * seen.seconds)
+            yield Proposal(Trial(told.edit, told.plugin, told.parity, factor), told.recipe)
+        if self.pairs is not None:
+            return
+        for name, options in self.given.plugins.items():
+            if options is not False and self.best.plugins.get(name) not in (None, False):
+                plugin = load_listed(self.given, name)
+                without = self.edited("plugins", {name: False}) if plugin.slot != "task" and for_speed(plugin) else None
+                if without is not None:
+                    yield Proposal(Trial(f"--without {name}", name, plugin.parity), without)
+        size = self.best.train.device_batch_size or self.best.train.batch_size // seen.world_size
+        for other in (size // 2, size * 2):
+            whole = self.best.train.batch_size // seen.world_size
+            if 1 <= other <= whole and whole % other == 0:
+                recipe = self.edited("train", {"device_batch_size": other})
+                if recipe is not None:
+                    yield Proposal(Trial(f"train.device_batch_size={other}", "", "reassociated"), recipe)
+
+    def edited(self, section: str, change: Mapping[str, Any]) -> Recipe | None:
+        """The best recipe with keys of a section set; None when it cannot run."""
+        tree = copy.deepcopy(self.best.to_dict()) | {"plugins": copy.deepcopy(self.best.plugins)}
+        tree[section].update(change)
+        tree["plugins"] = self.best.listed(tree["plugins"])
+        try:
+            recipe = make_recipe(tree, self.best.source)
+            check(recipe)
+        except UsageError:
+            return None
+        return recipe
+
+    # -- trying --------------------------------------------------------------------------------------------------------------
+
+    def try_(self, proposal: Proposal, here: Measurement) -> Measurement:
+        """Measure an edit against the best recipe; returns the newest measurement of what is best then."""
+        trial, base, decision = proposal.trial, here, None
+        self.trials.append(trial)
+        while decision is None:
+            there = self.measure(proposal.recipe)
+            if "error" in there:
+                trial.why = there["error"]
+                self.say(f"{trial.edit}: {trial.why}")
+                return base
+            if not trial.ratios:
+                trial.once = max(0.0, first_cost(there) - first_cost(base))
+            trial.ratios.append(faster(there, base))
+            trial.before.append(base["seconds_a_step"])
+            trial.after.append(there["seconds_a_step"])
+            decision = self.decide(trial.ratios, trial.forecast or 0.0)
+            pair = self.cost(self.best) + self.cost(proposal.recipe)
+            if decision is None and self.pairs is None and self.left() < pair + self.reserve():
+                decision = False
+            if decision is None:
+                base = self.measure(self.best)
+                if "error" in base:
+                    trial.why = f"the recipe without it failed: {base['error']}"
+                    self.say(f"{trial.edit}: {trial.why}")
+                    return here
+        trial.pays_after = break_even(trial.once, median(trial.before) - median(trial.after))
+        length = there["total_steps"]
+        if decision and trial.once > ONCE and length is not None and (trial.pays_after is None or trial.pays_after >= length):
+            decision, trial.why = False, f"it costs {trial.once:.0f} s once, which {length} steps do not win back"
+        trial.kept = decision
+        shown = ", ".join(f"{ratio:.2f}" for ratio in trial.ratios)
+        forecast = "" if trial.forecast is None else f" (forecast {trial.forecast:.2f})"
+        pays = f", pays after {trial.pays_after} steps" if decision and trial.once > ONCE else ""
+        self.say(f"{trial.edit}: x {shown}{forecast}: {'kept' if decision else trial.why or 'not kept'}{pays}")
+        if decision:
+            self.best = proposal.recipe
+        return there if decision else base
+
+    def decide(self, ratios: list[float], forecast: float = 0.0) -> bool | None:
+        """Whether to keep an edit with these ratios; None: another pair is needed."""
+        if self.pairs is not None:
+            slower = sum(ratio <= 1 for ratio in ratios)
+            if slower > 1:
+                return False
+            return None if len(ratios) < self.pairs + MORE * slower else verdict(ratios) == "faster"
+        if len(ratios) == 1:
+            return True if ratios[0] >= CLEAR or min(ratios[0], forecast) >= WORTH else False if ratios[0] <= 1 / WORTH else None
+        if len(ratios) < PAIRS:
+            return True if min(ratios) >= WORTH else False if max(ratios) <= 1.0 else None
+        return min(ratios) > 1.0 and median(ratios) >= LEAST
+
+    def measure(self, recipe: Recipe, number: int = 0, looks: bool = True) -> Measurement:
+        """In a fresh process."""
+        window = self.window if looks else replace(self.window, looks=0)
+        found = self.shop.measure(recipe, window, number)
+        if "error" not in found:
+            step, took = found["seconds_a_step"], found["process_seconds"]
+            trained = max((window.warmup + window.steps) * step, window.warmup * step + window.seconds) + window.looks * step
+            self.costs[repr(recipe.to_dict())] = max(0.0, took - trained), step
+        return found
+
+    # -- checking ------------------------------------------------------------------------------------------------------------
+
+    def hold(self) -> None:
+        """See that the losses are as the weakest promise of what was kept says; else undo all."""
+        kept = [trial for trial in self.trials if trial.kept]
+        if not kept:
+            return
+        promises = {trial.parity for trial in kept}
+        listed = {plugin.parity for recipe in (self.given, self.best) for plugin in select(recipe).plugins}
+        if "reduced-precision" in listed:  # in few bits another order of sums is far from 1e-5
+            promises.add("reduced-precision")
+        self.check["parity"] = found = self.shop.held(self.given, self.best, max(promises, key=CLASSES.index), LOSSES)
+        if found["verdict"] in (BROKEN, FAILED):
+            self.undo(f"the losses are not those of the recipe as given ({found['verdict']}, {found['difference'] or found['why']})")
+
+    def last_check(self) -> None:
+        """Given against found, in turn; the slower is left."""
+        if self.best is self.given:
+            return
+        ratios: list[float] = self.check["ratios"]
+        kept = [trial for trial in self.trials if trial.kept]
+        if len(kept) == 1 and len(kept[0].ratios) >= CHECKS:  # which were these two
+            ratios += kept[0].ratios
+        pair = self.cost(self.given) + self.cost(self.best)
+        for number in range(len(ratios), CHECKS):
+            if number and self.left() < pair:
+                break
+            arms = [self.given, self.best] if number % 2 == 0 else [self.best, self.given]
+            measured = {id(recipe): self.measure(recipe, number, looks=False) for recipe in arms}
+            ours, theirs = measured[id(self.best)], measured[id(self.given)]
+            if error := ours.get("error") or theirs.get("error"):
+                self.check["error"] = error
+                break
+            ratios.append(faster(ours, theirs))
+        self.check |= {"interval": list(interval(ratios)), "verdict": verdict(ratios)} if ratios else {}
+        if not ratios or median(ratios) < 1:
+            self.undo(f"the last check failed: {self.check['error']}" if not ratios else "the last check found it no faster than as given")
+
+    def undo(self, why: str) -> None:
+        """Go back to the recipe as given."""
+        self.say(f"{why}: nothing is changed")
+        self.best = self.given
+        for trial in self.trials:
+            if trial.kept:
+                trial.kept, trial.why = False, f"undone: {why}"
+
+    def left(self) -> float:
+        """Seconds of the budget."""
+        return self.budget - (monotonic() - self.started)
+
+    def cost(self, recipe: Recipe, steps: int | None = None, hoped: float = 1.0) -> float:
+        """Seconds that so many steps of a recipe take, in a process of their own; None: those of a measurement.
+
+        Args:
+            hoped: How many times as fast as now its steps will be.
+        """
+        start, step = self.costs[repr(recipe.to_dict())]
+        step, window = step / hoped, self.window
+        return start + (
+            max((window.warmup + window.steps) * step, window.warmup * step + window.seconds) if steps is None else steps * step
+        )
+
+    def reserve(self, hoped: float = 1.0) -> float:
+        """Seconds that the checks at the end need, should the best recipe become so much faster: losses, and a pair."""
+        given, best = self.given, self.best
+        return self.cost(given, LOSSES) + self.cost(best, LOSSES, hoped) + self.cost(given) + self.cost(best, hoped=hoped)
+
+    def record(self) -> dict[str, Any]:
+        """The receipt."""
+        return {
+            "given": self.given.to_dict(),
+            "found": self.best.to_dict(),
+            "accept": sorted(self.accept, key=CLASSES.index),
+            "budget_seconds": self.budget,
+            "seconds": monotonic() - self.started,
+            "trials": [asdict(trial) for trial in self.trials],
+            "check": self.check,
+            "foreign_load": {"before": self.shop.before, "worst": self.shop.worst},
+        }
+
+
+def first_cost(found: Measurement) -> float:
+    """Seconds before the first step, and those that the first steps took longer than the rest."""
+    return float(found["startup_seconds"] + found["warmup_extra_seconds"])
+
+
+def for_speed(plugin: type[Plugin]) -> bool:
+    """Whether a plugin is there to make runs faster: it forecasts."""
+    return plugin.forecast.__func__ is not Plugin.forecast.__func__  # type: ignore[attr-defined]

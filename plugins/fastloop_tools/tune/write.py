@@ -1,0 +1,96 @@
+"""The tuned recipe as YAML, with what each line won behind it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fastloop.recipe import Recipe, Train, anchored
+from fastloop_tools.measure.statistics import median
+from fastloop_tools.tune.search import ONCE, Search
+
+
+def factor(search: Search) -> str:
+    """What the last check measured."""
+    ratios = search.check["ratios"]
+    return f"{median(ratios):.2f} times as fast as given ({min(ratios):.2f} to {max(ratios):.2f} in {len(ratios)} pairs)"
+
+
+def tuned(search: Search, last: str, folder: Path) -> str:
+    """The recipe that a search found.
+
+    Args:
+        last: A further line of the comment on top.
+        folder: Where it will be.
+    """
+    remarks = {}
+    for trial in search.trials:
+        if trial.kept:
+            key = trial.edit.partition("=")[0] if trial.edit.startswith(("data.", "train.", "model.")) else trial.plugin
+            pays = f", pays after {trial.pays_after} steps" if trial.once > ONCE else ""
+            remarks[key] = f"x {median(trial.ratios):.2f}" + (", one pair" if len(trial.ratios) == 1 else "") + f"{pays}; {trial.parity}"
+    name, held = search.given.source.stem if search.given.source else "recipe", search.check["parity"]
+    head = [f"{name}, tuned on this machine: {factor(search)}.", f"Losses, {held['class']}: {held['verdict']}.", last]
+    best, source = search.best, search.best.source
+    if source is not None and source.parent.resolve() != folder.resolve():
+        home = source.parent
+        best = dataclasses.replace(
+            best,
+            model=anchored(best.model, home),
+            data=anchored(best.data, home),
+            plugins=anchored(best.plugins, home),
+            references=anchored(best.references, home),
+        )
+    return text(best, head, remarks)
+
+
+def receipts(search: Search) -> str:
+    """A markdown table of what was tried."""
+    lines = ["| edit | before | after | x measured | x forecast | pays after | parity | |", "|---|---:|---:|---:|---:|---:|---|---|"]
+    for trial in search.trials:
+        measured = ["", "", trial.why]
+        if trial.ratios:
+            low, high = trial.interval
+            seconds = [f"{median(values):.3f} s" for values in (trial.before, trial.after)]
+            measured = [*seconds, f"{median(trial.ratios):.2f} ({low:.2f} to {high:.2f})"]
+        forecast = "" if trial.forecast is None else f"{trial.forecast:.2f}"
+        pays = "" if trial.once <= ONCE else "never" if trial.pays_after is None else f"{trial.pays_after} steps"
+        verdict = "kept" if trial.kept else trial.why or "not kept"
+        lines.append(f"| `{trial.edit}` | {' | '.join(measured)} | {forecast} | {pays} | {trial.parity} | {verdict} |")
+    return "\n".join(lines) + "\n"
+
+
+def text(recipe: Recipe, head: list[str], remarks: Mapping[str, str]) -> str:
+    """The whole file: a comment on top, the sections, and a remark behind plugins and keys that have one.
+
+    Args:
+        remarks: Plugin name, or ``train.KEY`` or ``data.KEY`` -> remark.
+    """
+    lines = [*(f"# {line}".rstrip() for line in head), ""]
+    usual = {field.name: field.default for field in dataclasses.fields(Train)}
+    train = {key: value for key, value in dataclasses.asdict(recipe.train).items() if value != usual[key]}
+    for section, values in (("model", recipe.model), ("data", recipe.data), ("train", train)):
+        if values:
+            lines.append(f"{section}:")
+            lines += [_remarked(f"  {key}: {_flow(value)}", remarks.get(f"{section}.{key}")) for key, value in values.items()]
+            lines.append("")
+    lines.append("plugins:" if recipe.plugins else "plugins: []")
+    for name, options in recipe.plugins.items():
+        reference = recipe.references.get(name, name)
+        entry = reference if options == {} else f"{reference}: {_flow(options)}"
+        lines.append(_remarked(f"  - {entry}", remarks.get(name)))
+    return "\n".join([*lines, "", f"output: {_flow(recipe.output)}"]) + "\n"
+
+
+def _flow(value: Any) -> str:
+    """A value on one line."""
+    shown: str = yaml.safe_dump(value, default_flow_style=True, width=10**6, sort_keys=False, allow_unicode=True)
+    return shown.strip().removesuffix("...").strip()
+
+
+def _remarked(line: str, remark: str | None) -> str:
+    return line if not remark else f"{line:<40}  # {remark}"

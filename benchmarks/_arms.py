@@ -213,8 +213,8 @@ def prepare_fastloop(work: Work, splits: Mapping[str, Reviews]) -> tuple[Any, Re
 def run_fastloop(work: Work, reviews: Reviews, windows: Windows) -> None:
     """What ``fastloop train`` does with this recipe."""
     from fastloop import Plugin, hookimpl
+    from fastloop.lifecycle import build, execute
     from fastloop.registry import resolve
-    from fastloop.run import Run
 
     class Watch(Plugin):
         name = "watch"
@@ -234,10 +234,10 @@ def run_fastloop(work: Work, reviews: Reviews, windows: Windows) -> None:
 
         @hookimpl
         def after_epoch(self, run: Any) -> None:
-            windows.end(run.unwrapped())
+            windows.end(run.unwrap_model())
 
     recipe, task = prepare_fastloop(work, {"train": reviews})
-    Run(recipe, resolve(recipe, objects=[task, Watch()])).execute()
+    execute(build(recipe, resolve(recipe, objects=[task, Watch()])))
 
 
 ARMS: dict[str, Arm] = {

@@ -158,7 +158,7 @@ class ReviewTask(TextClassification):
     def build_collator(self, run: Any) -> Collator:
         from fastloop_plugins.tasks._text_batches import Width
 
-        return Collator(PAD, Width(self.max_length, run.loading.pad_to_multiple_of, self.padding == "max_length"))
+        return Collator(PAD, Width(self.max_length, run.loader_settings.pad_to_multiple_of, self.padding == "max_length"))
 
     @hookimpl
     def build_model(self) -> Any:
@@ -173,6 +173,6 @@ class ReviewTask(TextClassification):
 
     @hookimpl
     def export_model(self, run: Any, folder: Path) -> Path:
-        weights = run.weights()
-        run.unwrapped().save_pretrained(folder, state_dict=weights)
+        weights = run.full_state_dict()
+        run.unwrap_model().save_pretrained(folder, state_dict=weights)
         return folder

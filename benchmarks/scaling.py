@@ -109,8 +109,8 @@ def data(value: int, folder: Path) -> dict[str, Any]:
 
 def first_step(file: Path, folder: Path) -> dict[str, Any]:
     """A recipe that trains for one step."""
-    import fastloop.run
     from fastloop import Plugin, hookimpl
+    from fastloop.lifecycle import build, execute
     from fastloop.recipe import make_recipe
     from fastloop.registry import resolve
 
@@ -132,7 +132,7 @@ def first_step(file: Path, folder: Path) -> dict[str, Any]:
         }
     )
     before, resident = memory("VmRSS"), Resident()
-    summary = fastloop.run.Run(recipe, resolve(recipe, objects=[resident])).execute()
+    summary = execute(build(recipe, resolve(recipe, objects=[resident])))
     return {"seconds": summary["startup_seconds"], "bytes": resident.found - before}
 
 

@@ -94,13 +94,13 @@ def work(name: str, output: Path) -> None:
             if run.state.step == 5:
                 self.between = held_bytes()
             if run.state.step in COUNTED:
-                run.wait()
+                run.processes.barrier()
                 self.wire.append(loopback_bytes())
-                run.wait()
+                run.processes.barrier()
 
         @hookimpl
         def after_fit(self, run: Any) -> None:
-            found = run.gather((self.between, self.stepping))
+            found = run.processes.all_gather_object((self.between, self.stepping))
             if run.is_main:
                 facts = {
                     "processes": run.world_size,

@@ -18,10 +18,10 @@ import typer
 from fastloop import defaults, hookspecs
 from fastloop.cli import app
 from fastloop.cli.commands import Commands
+from fastloop.cli.recipe_schema import recipe_schema, summary
 from fastloop.options import OptionInfo, describe
 from fastloop.plugin import DEFAULTS, Device, Dtype, Observer, Package, Plugin, When
 from fastloop.recipe import Train
-from fastloop.recipe.schema import recipe_schema, summary
 from fastloop.registry import installed, load
 
 DOCS = Path(__file__).parent

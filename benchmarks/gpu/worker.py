@@ -32,15 +32,15 @@ def next_command() -> str:
 
 def run_job(work: Work, splits: dict[str, Any]) -> dict[str, Any]:
     """Train and evaluate; returns a part of the summary."""
+    from fastloop.lifecycle import build, execute
     from fastloop.registry import resolve
-    from fastloop.run import Run
 
     recipe, task = prepare_fastloop(work, splits)
-    run = Run(recipe, resolve(recipe, objects=[task]))
-    summary = run.execute()
+    run = build(recipe, resolve(recipe, objects=[task]))
+    summary = execute(run)
     spans = ("startup_seconds", "compile_seconds", "train_seconds", "evaluate_seconds", "evaluate", "compile", "steps")
     return {key: summary[key] for key in spans if key in summary} | {
-        "flops": work.epochs * training_flops(run.unwrapped(), splits["train"].lengths),
+        "flops": work.epochs * training_flops(run.unwrap_model(), splits["train"].lengths),
     }
 
 

@@ -11,8 +11,9 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 
 from fastloop import loop
-from fastloop.checkpoint import resume, shaped_like, whole
+from fastloop.checkpoint import resume
 from fastloop.checkpoint.export import save_model
+from fastloop.distributed.tensors import gather_full, shard_like
 from fastloop.errors import RecipeError, SaveError, did_you_mean
 from fastloop.plugin import hookimpl
 from fastloop.recipe.importing import import_object
@@ -94,21 +95,21 @@ def backward(run: Run, loss: torch.Tensor) -> bool:
 @core_default
 def clip_gradients(run: Run, max_norm: float) -> torch.Tensor:
     """Torch's, after loss scaling is undone."""
-    return whole(run.accelerator.clip_grad_norm_(run.model.parameters(), max_norm))
+    return gather_full(run.accelerator.clip_grad_norm_(run.model.parameters(), max_norm))
 
 
 @core_default
 def model_state(run: Run) -> dict[str, Any]:
     """The state dict of the model as built."""
-    return run.unwrapped().state_dict()
+    return run.unwrap_model().state_dict()
 
 
 @core_default
 def load_model_state(run: Run, state: dict[str, torch.Tensor]) -> bool:
     """Whole tensors are sharded as the model's are."""
-    model = run.unwrapped()
+    model = run.unwrap_model()
     own = model.state_dict()
-    model.load_state_dict({name: shaped_like(tensor, own.get(name)) for name, tensor in state.items()})
+    model.load_state_dict({name: shard_like(tensor, own.get(name)) for name, tensor in state.items()})
     return True
 
 
@@ -124,7 +125,7 @@ def load_optimizer_state(run: Run, state: dict[str, Any]) -> bool:
     """Whole tensors are sharded as their parameters are."""
     parameters = [parameter for group in run.optimizer.param_groups for parameter in group["params"]]
     sharded = {
-        index: {name: shaped_like(value, parameters[index]) if index < len(parameters) else value for name, value in values.items()}
+        index: {name: shard_like(value, parameters[index]) if index < len(parameters) else value for name, value in values.items()}
         for index, values in state["state"].items()
     }
     run.optimizer.load_state_dict(state | {"state": sharded})

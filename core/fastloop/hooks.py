@@ -1,12 +1,13 @@
 """The hooks of one run: which there are, who implements them, what they took, and who failed in one.
 
-pluggy calls them. ``Resolution`` adds the calls that pluggy does not know (drafts, chains); ``Hooks`` adds other packages' hooks, and a
+pluggy calls them. ``PluginSet`` adds the calls that pluggy does not know (drafts, chains); ``Hooks`` adds other packages' hooks, and a
 watch over every call of a plugin's hook. ``plugin_checks`` refuses plugins that are written wrongly.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.metadata
 import logging
 import sys
@@ -66,8 +67,7 @@ class Hooks(pluggy.PluginManager):
 
     def __init__(self, plugins: Iterable[Plugin]) -> None:
         super().__init__("fastloop")
-        from fastloop import defaults
-
+        defaults = importlib.import_module("fastloop.defaults")  # by name: it imports the loop, which is above this module
         plugins = list(plugins)
         self.known: dict[str, tuple[str, ...]] = {}
         self.first: set[str] = set()
@@ -225,7 +225,7 @@ def origin(cls: type[Plugin]) -> str:
 
 
 @dataclass
-class Resolution:
+class PluginSet:
     """The plugins of one run.
 
     Attributes:
@@ -235,6 +235,13 @@ class Resolution:
 
     plugins: list[Plugin]
     reasons: dict[str, str] = field(default_factory=dict)
+
+    def __iter__(self) -> Iterator[Plugin]:
+        return iter(self.plugins)
+
+    def in_slot(self, slot: str) -> str | None:
+        """The name of the plugin in a slot; None: there is none."""
+        return next((plugin.name for plugin in self.plugins if plugin.slot == slot), None)
 
     def names(self) -> list[str]:
         """Plugin names in call order."""
@@ -315,7 +322,7 @@ class Resolution:
         return self.manager.disabled
 
     @contextmanager
-    def blaming(self) -> Iterator[None]:
+    def attributing_errors(self) -> Iterator[None]:
         """An error that comes out of a plugin's hook inside is raised as one that names both.
 
         Raises:
@@ -327,11 +334,11 @@ class Resolution:
         except FastloopError:
             raise
         except Exception as error:
-            if crash := self.blame(error):
+            if crash := self.attribute_error(error):
                 raise crash from error
             raise
 
-    def blame(self, error: BaseException) -> PluginCrash | UserCodeError | None:
+    def attribute_error(self, error: BaseException) -> PluginCrash | UserCodeError | None:
         """The line of the user's code that an error came out of, where a task or the core called it; else the plugin and its hook. None:
         it came out of neither."""
         failed, self.manager.failed = self.manager.failed, None

@@ -48,9 +48,9 @@ that is not None, asked in the run's plugin order. Two plugins that answer the s
 the hook to it (``Plugin.fallback_hooks``). *Chain* hooks may return a replacement, which the next plugin gets. The others are called on
 every plugin, in order. An implementation takes only the arguments it needs.
 
-With several processes every hook fires on every one of them, with the same counters, metrics and requests: what one process asks for
-(``run.state.request_stop``), all do. Where processes must act together (``run.weights()``, ``run.sum_over_processes``), all of them
-must come by. Writing files is for ``run.is_main`` alone; so is what ``save_state`` returns, of which the main process's is kept.
+With several processes every hook fires on each of them, with the same counters, metrics and requests: a request of one process
+(``run.state.request_stop``) is a request of all. Every process must call collective operations (``run.full_state_dict()``,
+``run.processes.all_reduce_sum``). Only ``run.is_main`` writes files. Of the results of ``save_state``, the main process's is kept.
 
 What goes around something is a wrapper:
 ``@hookimpl(wrapper=True)`` on that hook (not on draft and chain hooks, ``save_state`` and ``load_state``).
@@ -315,7 +315,7 @@ def load_state(run: Run, state: dict[str, Any]) -> None:
 
 @first
 def export_model(run: Run, folder: Path) -> Path | None:
-    """First. Write ``run.weights()`` for use outside fastloop: every process asks for them, the main one writes."""
+    """First. Write ``run.full_state_dict()`` for use outside fastloop: every process asks for them, the main one writes."""
 
 
 @hookspec

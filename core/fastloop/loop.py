@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor
 
-from fastloop import checkpoint
 from fastloop.checkpoint import resume
-from fastloop.checks import metrics as scoring
-from fastloop.results import Results
+from fastloop.checks import metrics as metric_checks
+from fastloop.evaluation import EvaluationResults, evaluating
+from fastloop.runtime.random_states import preserve_random_states, random_states, restore_random_states
 from fastloop.runtime.regions import region
 from fastloop.state import Batch
 
@@ -35,61 +35,62 @@ if TYPE_CHECKING:
 log = logging.getLogger("fastloop")
 T = TypeVar("T")
 
-LOOK = 8
-"""Batches of an evaluation between two looks, on several processes, at whether one of them was asked to end."""
+POLL_EVERY = 8
+"""Batches of an evaluation between two exchanges of requests, with several processes."""
 
 
-class CutOff(Exception):
-    """The run is asked to end, and an evaluation with it."""
+class EvaluationInterrupted(Exception):
+    """A signal asked the run to end during an evaluation."""
 
 
 def fit(run: Run) -> None:
     """Train until the epochs or ``max_steps`` are done, or a plugin asks to stop; then evaluate what is not yet evaluated."""
-    with resume.same_random_states(run.found is not None):
+    with preserve_random_states(run.resume_point is not None):
         run.hooks.before_fit(run=run)
     with run.clock("startup"):
-        scoring.check(run)
+        metric_checks.check(run)
     with run.clock("train"):
-        if run.evaluation_due():  # an interrupted run was saved before it
+        if run.schedule.evaluation_due():  # an interrupted run was saved before it
             evaluate(run, "evaluate")
         recovering(run, lambda: train(run))
-    if not run.interrupted and run.state.evaluated_at != run.state.step and "evaluate" in run.eval_loaders:
+    if run.schedule.needs_evaluation():
         evaluate(run, "evaluate")
     if run.interrupted and run.state.save_requested:  # the signal came in that evaluation
         resume.save(run)
-    run.trained = True  # from here on there is nothing to go on with: a signal lets the run end
-    resume.wait_for_writing(run)
-    run.agree()
+    run.signals.finish()  # from here on there is nothing to save: a signal lets the run end
+    resume.wait_for_save(run)
+    run.sync_requests()
     if run.interrupted:
         return
     run.hooks.after_fit(run=run)
 
 
 def train(run: Run) -> None:
-    """The epochs that are left, from where the run's counters stand."""
-    state, hooks = run.state, run.hooks
-    while state.epoch < run.recipe.train.epochs and not run.stopping():
-        with resume.same_random_states(state.epoch_samples > 0):
+    """Train the remaining epochs, from the run's counters on."""
+    state, hooks, schedule = run.state, run.hooks, run.schedule
+    while state.epoch < run.recipe.train.epochs and not schedule.should_stop():
+        with preserve_random_states(state.epoch_samples > 0):
             hooks.before_epoch(run=run)
-        for batches in run.placed(run.train_loader.steps(state.epoch, state.epoch_samples)):
-            if run.leaves_out(batches):
+        for batches in run.to_device(run.train_loader.steps(state.epoch, state.epoch_samples)):
+            if run.should_skip_step(batches):
+                state.skip_samples(run.totals(batches))
                 continue
             loss = train_step(run, batches)
             hooks.after_step(run=run, loss=loss)
-            run.agree()
-            if run.evaluation_due():
+            run.sync_requests()
+            if schedule.evaluation_due():
                 evaluate(run, "evaluate")
-            if run.saving_due():
+            if schedule.save_due():
                 resume.save(run)
-            if run.stopping():
+            if schedule.should_stop():
                 break
-        if run.interrupted or not run.epoch_done():
+        if run.interrupted or not schedule.is_epoch_done():
             break
         state.epoch, state.epoch_samples = state.epoch + 1, 0
         hooks.after_epoch(run=run)
-        if run.evaluation_due(epoch_ended=True):
+        if schedule.evaluation_due(epoch_ended=True):
             evaluate(run, "evaluate")
-        if run.saving_due(epoch_ended=True):
+        if schedule.save_due(epoch_ended=True):
             resume.save(run)
 
 
@@ -127,42 +128,42 @@ def train_step(run: Run, batches: list[Batch]) -> Tensor:
                 hooks.backward(run=run, loss=loss)
         step_loss = loss.detach() if step_loss is None else step_loss + loss.detach()
     assert step_loss is not None
-    step_loss = run.mean_over_processes(step_loss)
+    step_loss = run.processes.all_reduce_mean(step_loss)
     hooks.after_backward(run=run, loss=step_loss)
     grad_norm, max_norm = None, run.recipe.train.clip_norm
     if max_norm is not None:
         with region("clip"):
             grad_norm = hooks.clip_gradients(run=run, max_norm=max_norm)
     hooks.before_optimizer_step(run=run, grad_norm=grad_norm)
-    if run.update_check is not None:
-        run.update_check.before_step(run)
+    run.update_check.before_step()
     with region("optimizer"):
         optimizer.step()
         if run.scheduler is not None and not run.step_was_skipped():
             run.scheduler.step()
         optimizer.zero_grad()
-    if run.update_check is not None:
-        run.update_check.after_step(run)
-    run.count(totals)
+    run.update_check.after_step(run.step_was_skipped)
+    run.state.count_step(totals)
     return step_loss
 
 
 def evaluate(run: Run, split: str) -> None:
     """Evaluate a split with all that plugins wrap around it. Cut off by a signal, it is due again, and drew no random numbers."""
     with run.clock("evaluate"), region("evaluate"):
-        random_states = checkpoint.random_states()
+        if split == "evaluate":
+            run.state.evaluate_requested = False
+        states = random_states()
         run.hooks.before_evaluate(run=run, split=split)
         try:
             metrics: dict[str, float] = recovering(run, lambda: run.hooks.evaluate(run=run, split=split), split)
-        except CutOff:
-            checkpoint.restore_random_states(random_states)
+        except EvaluationInterrupted:
+            restore_random_states(states)
             run.state.request_evaluate()
             return
         run.state.metrics[split] = metrics
         if split == "evaluate":
             run.state.evaluated_at = run.state.step
         run.hooks.after_evaluate(run=run, split=split, metrics=metrics)
-        run.agree()
+        run.sync_requests()
         log.info("step %d, %s: %s", run.state.step, split, ", ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
 
 
@@ -173,26 +174,21 @@ def evaluation_loop(run: Run, split: str) -> dict[str, float]:
     No batch waits for the one before: the device is read after the last.
 
     Raises:
-        CutOff: The run was asked to end meanwhile, on every process.
+        EvaluationInterrupted: The run was asked to end meanwhile, on every process.
     """
-    modes = [(module, module.training) for module in run.model.modules()]
-    run.model.eval()
-    results, loader = Results(run.metrics, partial(scoring.check_number, run, split)), run.eval_loaders[split]
+    results, loader = EvaluationResults(run.metrics, partial(metric_checks.check_number, run, split)), run.eval_loaders[split]
     output = None
-    try:
-        for number, (batch,) in enumerate(run.placed([batch] for batch in loader.batches())):
-            if run.world_size == 1 or (number % LOOK == 0 and loader.in_step):
-                run.agree()
+    with evaluating(run.model):
+        for number, (batch,) in enumerate(run.to_device([batch] for batch in loader.batches())):
+            if run.world_size == 1 or (number % POLL_EVERY == 0 and loader.in_step):
+                run.sync_requests()
                 if run.interrupted:
-                    raise CutOff
+                    raise EvaluationInterrupted
             with region("loss"):
                 output = run.hooks.compute_loss(run=run, model=run.model, batch=batch.inputs)
-            with scoring.explained(run, split, output):
+            with metric_checks.explained(run, split, output):
                 results.add(output, batch.weight, batch.samples)
-        with scoring.explained(run, split, output):
+        with metric_checks.explained(run, split, output):
             *sums, metrics = results.read()
-    finally:
-        for module, training in modes:
-            module.training = training
-    total, weight = run.sum_over_processes(torch.tensor(sums, dtype=torch.float64)).tolist()
+    total, weight = run.processes.all_reduce_sum(torch.tensor(sums, dtype=torch.float64)).tolist()
     return {"loss": total / weight if weight else float("nan"), **metrics}

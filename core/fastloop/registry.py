@@ -1,6 +1,6 @@
 """Plugins: found by entry point or in a file, loaded when named, checked together, ordered once.
 
-``resolve`` turns a recipe into a ``Resolution``: the plugin objects in the order in which their hooks are called, and why each is
+``resolve`` turns a recipe into a ``PluginSet``: the plugin objects in the order in which their hooks are called, and why each is
 there. Nothing here knows a plugin by name.
 """
 
@@ -15,7 +15,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
 from fastloop.errors import FastloopError, PluginError, did_you_mean
-from fastloop.hooks import Resolution, origin
+from fastloop.hooks import PluginSet, origin
 from fastloop.options import check_options
 from fastloop.plugin import GROUP, Plugin, defaults
 from fastloop.plugin_checks import check_together
@@ -147,7 +147,7 @@ def _checked(cls: Any, what: str) -> type[Plugin]:
     return cls
 
 
-def resolve(recipe: Recipe, machine: Machine | None = None, objects: Iterable[Plugin] = ()) -> Resolution:
+def resolve(recipe: Recipe, machine: Machine | None = None, objects: Iterable[Plugin] = ()) -> PluginSet:
     """Load what the recipe names, add the defaults that it activates, check all together, and order them.
 
     Args:
@@ -170,7 +170,7 @@ def resolve(recipe: Recipe, machine: Machine | None = None, objects: Iterable[Pl
     return resolution
 
 
-def select(recipe: Recipe, objects: Iterable[Plugin] = ()) -> Resolution:
+def select(recipe: Recipe, objects: Iterable[Plugin] = ()) -> PluginSet:
     """``resolve`` without what asks the machine: torch is not loaded."""
     plugins: list[Plugin] = []
     reasons: dict[str, str] = {}
@@ -199,7 +199,7 @@ def select(recipe: Recipe, objects: Iterable[Plugin] = ()) -> Resolution:
     _check(plugins, names, recipe.where)
     ordered = _order(plugins, reasons, recipe.where)
     check_together(ordered, names, reasons, recipe.where)
-    return Resolution(ordered, reasons)
+    return PluginSet(ordered, reasons)
 
 
 def _machine(recipe: Recipe) -> Machine:

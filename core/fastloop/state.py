@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor
@@ -61,9 +61,25 @@ class State:
         """Save a checkpoint after this step (and after its evaluation, if any)."""
         self.save_requested = True
 
+    def count_step(self, totals: BatchTotals) -> None:
+        """Add a finished step to the counters."""
+        self.step += 1
+        self.samples += totals.samples
+        self.tokens += totals.tokens
+        self.unreadable += totals.unreadable
+        self.skip_samples(totals)
+
+    def skip_samples(self, totals: BatchTotals) -> None:
+        """Count samples as drawn in the current epoch."""
+        self.epoch_samples += totals.samples + totals.unreadable
+
     def to_dict(self) -> dict[str, Any]:
-        """What a checkpoint holds, as JSON values."""
+        """The values that a checkpoint holds, as JSON values."""
         return asdict(self)
+
+    def restore(self, values: Mapping[str, Any]) -> None:
+        """Take over the values of ``to_dict`` from a checkpoint. Requests to save are dropped."""
+        vars(self).update(vars(State(**values)))
 
 
 @dataclass(slots=True)
@@ -96,6 +112,24 @@ class Batch:
 
         self.inputs = pin_memory(self.inputs)  # type: ignore[no-untyped-call]
         return self
+
+
+class BatchTotals(NamedTuple):
+    """Sums over the micro-batches of a step; see ``Batch``. ``unreadable`` is a number of samples."""
+
+    weight: int
+    samples: int
+    tokens: int
+    unreadable: int
+
+    @classmethod
+    def of(cls, batches: Iterable[Batch]) -> BatchTotals:
+        """The sums of some micro-batches, on this process."""
+        weight = samples = tokens = unreadable = 0
+        for batch in batches:
+            weight, samples, tokens = weight + batch.weight, samples + batch.samples, tokens + batch.tokens
+            unreadable += len(batch.unreadable)
+        return cls(weight, samples, tokens, unreadable)
 
 
 @dataclass(slots=True)

@@ -18,6 +18,7 @@ from torch.utils.data import BatchSampler, IterableDataset, default_collate
 
 from fastloop.data.loader_settings import LoaderSettings, read_loader
 from fastloop.errors import PluginCrash, UsageError, UserCodeError, did_you_mean
+from fastloop.lifecycle import build, execute
 from fastloop.plugin import Plugin, hookimpl
 from fastloop.recipe import make_recipe
 from fastloop.registry import resolve
@@ -85,12 +86,12 @@ class TrainerTask(Plugin):
     def check_run(self, run: Run) -> None:
         for split, settings in self.splits.items():
             for name, value in settings.reading.items():
-                plugin, used = run.loading.writers.get(name), getattr(run.loading, name)
+                plugin, used = run.loader_settings.writers.get(name), getattr(run.loader_settings, name)
                 if plugin is not None and used != value and settings.reading["num_workers"]:
                     log.info("%s: the loader's %s=%r is overridden by plugin %r: %r", split, name, value, plugin, used)
         given, used = self.splits["train"].sampler, run.train_loader.sampler
         if given is not None and used is not None and used.arrange is not None:
-            log.info("train: plugin %r arranges the samples: the loader's order is not kept", run.loading.writers["arrange"])
+            log.info("train: plugin %r arranges the samples: the loader's order is not kept", run.loader_settings.writers["arrange"])
         elif used is not None and used.draw is not None:
             log.info("train: samples come in the order of the loader's %s", used.draw.name)
 
@@ -234,8 +235,8 @@ class Trainer:
             Exception: What the model, the loss, a metric or other code of the user's raised, as it was raised.
         """
         try:
-            self.run = Run(self.recipe, self.resolution, self.resume)
-            return self.run.execute()
+            self.run = build(self.recipe, self.resolution, self.resume)
+            return execute(self.run)
         except (PluginCrash, UserCodeError) as error:
             failure = error
         cause = failure.__cause__

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from fastloop import CheckpointError, checkpoint
 from fastloop.checkpoint import MANIFEST, damage, find, pack, read, rotate, unpack, write
+from fastloop.runtime.random_states import random_states, restore_random_states
 
 
 def same(left: Any, right: Any) -> bool:
@@ -130,9 +131,9 @@ def test_tied_shared_and_strided_weights_keep_their_values():
 
 
 def test_random_states_are_restored():
-    states = checkpoint.random_states()
+    states = random_states()
     drawn = (random.random(), np.random.rand(), torch.rand(1).item())
-    checkpoint.restore_random_states(states)
+    restore_random_states(states)
     assert (random.random(), np.random.rand(), torch.rand(1).item()) == drawn
 
 

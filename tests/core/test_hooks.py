@@ -15,7 +15,7 @@ from torch import nn
 
 from fastloop import Output, Plugin, PluginCrash, Trainer, checkpoint, hookimpl, hookspecs
 from fastloop.checkpoint import resume
-from fastloop.registry import Resolution
+from fastloop.registry import PluginSet
 from fastloop.testing import tiny_data, tiny_model
 
 SPECS = {name: spec for name, spec in vars(hookspecs).items() if hasattr(spec, "fastloop_spec")}
@@ -178,7 +178,7 @@ def test_a_run_that_fails_tells_its_plugins_and_then_writes_its_summary():
             raise ValueError("broken")
 
     trainer = short_run(scribe(lines), "run")
-    trainer.resolution = Resolution([*trainer.resolution.plugins, Broken()])
+    trainer.resolution = PluginSet([*trainer.resolution.plugins, Broken()])
     with pytest.raises(PluginCrash, match=r"plugin 'broken' \(test_hooks\) failed in after_backward: ValueError: broken"):
         trainer.fit()
     assert lines[-4:] == ["after_backward", "recover", "on_exception", "write_summary"]
@@ -272,7 +272,7 @@ def test_the_first_result_in_the_recipes_order_wins_and_the_rest_are_not_asked()
 
         return type(name, (Plugin,), {"name": name, "evaluate": evaluate})()
 
-    resolution = Resolution([answer("silent", None), answer("first", {"loss": 1.0}), answer("second", {"loss": 2.0})])
+    resolution = PluginSet([answer("silent", None), answer("first", {"loss": 1.0}), answer("second", {"loss": 2.0})])
     assert resolution.hooks.evaluate(run=None, split="test") == {"loss": 1.0}
     assert asked == ["silent", "first"]
 
@@ -394,7 +394,7 @@ def test_a_plugin_that_writes_checkpoints_later_is_waited_for(tiny_run, tmp_path
 
         @hookimpl
         def after_step(self, run: Any) -> None:
-            self.busy += run.writing is not None
+            self.busy += run.saver.is_pending
 
     late = Late()
     result = tiny_run([late], epochs=1, save_every=4, output=tmp_path / "run")

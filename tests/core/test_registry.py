@@ -15,7 +15,7 @@ import torch
 
 from fastloop import DataLoaderDraft, Device, Dtype, Package, Plugin, PluginCrash, PluginError, RecipeError, When, hookimpl
 from fastloop.recipe import Recipe, make_recipe
-from fastloop.registry import Resolution, installed, load, resolve
+from fastloop.registry import PluginSet, installed, load, resolve
 from fastloop.runtime.hardware import Machine
 
 pytest_plugins = ["installing"]
@@ -374,10 +374,10 @@ def test_a_chain_hook_replaces_what_the_next_plugin_gets():
 
 
 def blamed(hook: str, *plugins: Plugin, **arguments: Any) -> PluginCrash | None:
-    resolution = Resolution(list(plugins))
+    resolution = PluginSet(list(plugins))
     with pytest.raises(Exception) as failed:
         getattr(resolution.hooks, hook)(**arguments)
-    return resolution.blame(failed.value)
+    return resolution.attribute_error(failed.value)
 
 
 def deep(depth: int) -> None:
@@ -484,7 +484,7 @@ def test_of_two_plugins_with_one_inherited_hook_the_one_that_failed_is_blamed():
 def test_an_error_outside_of_plugins_blames_none():
     with pytest.raises(ValueError) as failed:
         deep(3)
-    assert Resolution([Broken(), Around()]).blame(failed.value) is None
+    assert PluginSet([Broken(), Around()]).attribute_error(failed.value) is None
 
 
 def test_a_run_that_a_plugin_breaks_says_which(tiny_run):

@@ -9,8 +9,8 @@ import torch
 from torchmetrics import MeanSquaredError, Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
-from fastloop import results
-from fastloop.results import Results
+from fastloop import evaluation as results
+from fastloop.evaluation import EvaluationResults
 from fastloop.state import Output
 
 
@@ -45,7 +45,7 @@ class Updates(Metric):
 
 def updates(outputs: list[Output]) -> list[int]:
     """Samples of each update."""
-    found = Results(MetricCollection({"updates": (metric := Updates())}))
+    found = EvaluationResults(MetricCollection({"updates": (metric := Updates())}))
     for output in outputs:
         found.add(output, 1, 1)
     found.read()
@@ -54,7 +54,7 @@ def updates(outputs: list[Output]) -> list[int]:
 
 def test_the_numbers_are_those_of_an_update_for_each_batch():
     outputs, expected = classified(), metrics()
-    found = Results(metrics())
+    found = EvaluationResults(metrics())
     total = 0.0
     for output in outputs:
         expected.update(output.predictions, output.targets)
@@ -65,7 +65,7 @@ def test_the_numbers_are_those_of_an_update_for_each_batch():
 
 
 def test_a_batch_without_samples_counts_in_no_metric():
-    whole, cut = Results(metrics()), Results(metrics())
+    whole, cut = EvaluationResults(metrics()), EvaluationResults(metrics())
     for output in classified():
         whole.add(output, 1, 1)
         cut.add(output, 1, 1)
@@ -94,7 +94,7 @@ def test_predictions_that_are_no_tensors_are_passed_on_batch_by_batch():
 
 
 def test_without_metrics_or_batches_there_is_a_loss_alone():
-    found = Results(None)
+    found = EvaluationResults(None)
     assert found.read() == (0.0, 0, {})
     found.add(Output(torch.tensor(2.0)), 3, 3)
     assert found.read() == (6.0, 3, {})
@@ -104,6 +104,6 @@ def test_a_second_evaluation_begins_anew():
     collection = MetricCollection({"error": MeanSquaredError()})
     outputs = [Output(torch.tensor(1.0), torch.full((4,), value), torch.zeros(4)) for value in (1.0, 3.0)]
     for output, expected in zip(outputs, (1.0, 9.0), strict=True):
-        found = Results(collection)
+        found = EvaluationResults(collection)
         found.add(output, 4, 4)
         assert found.read() == (4.0, 4, {"error": pytest.approx(expected)})

@@ -332,15 +332,15 @@ class Interrupts(Plugin):
 @pytest.fixture
 def interruptible(monkeypatch):
     """Runs mind SIGINT as those of the command line do."""
-    from fastloop.run import Run
+    from fastloop import trainer
 
-    execute = Run.execute
+    execute = trainer.execute
 
-    def minding(self: Run) -> dict[str, Any]:
-        with self.interruptible():
-            return execute(self)
+    def minding(run: Any) -> dict[str, Any]:
+        with run.signals.handled(run.rank, run.world_size):
+            return execute(run)
 
-    monkeypatch.setattr(Run, "execute", minding)
+    monkeypatch.setattr(trainer, "execute", minding)
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,12 @@ from jsonschema import Draft202012Validator
 from omegaconf import OmegaConf
 
 from fastloop.cli.plan import plan
+from fastloop.cli.recipe_schema import recipe_schema
 from fastloop.cli.schema import schema as command
 from fastloop.errors import UsageError
 from fastloop.options import describe
 from fastloop.plugin import Observer
 from fastloop.recipe import SECTIONS, Train, shipped_recipes
-from fastloop.recipe.schema import recipe_schema
 from fastloop.registry import installed, load
 
 OURS = [name for name, point in installed().items() if point.dist is not None and point.dist.name == "fastloop"]
@@ -209,5 +209,5 @@ def test_a_file_that_cannot_be_written_is_said():
 
 
 def test_it_loads_no_torch():
-    code = "import sys; from fastloop.recipe.schema import recipe_schema; recipe_schema(); print('torch' in sys.modules)"
+    code = "import sys; from fastloop.cli.recipe_schema import recipe_schema; recipe_schema(); print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

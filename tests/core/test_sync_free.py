@@ -13,6 +13,7 @@ from emulated_device import DEVICE, DeviceTensor, EmulatedDevice, emulation
 from torch.amp import GradScaler
 
 from fastloop import Plugin, hookimpl, registry
+from fastloop.lifecycle import build, execute
 from fastloop.recipe import make_recipe
 from fastloop.run import Run
 from fastloop.testing import LANGUAGE, TEXTS, write_texts
@@ -43,7 +44,7 @@ def emulated(monkeypatch):
         device = EmulatedDevice(pin_memory)
         with device.emulate(monkeypatch):
             wanted = recipe(*arguments, **settings)
-            return device, Run(wanted, registry.resolve(wanted, objects=[device])).execute()
+            return device, execute(build(wanted, registry.resolve(wanted, objects=[device])))
 
     return train
 
@@ -105,7 +106,7 @@ def test_a_run_on_the_emulated_device_computes_what_one_on_the_cpu_does(emulated
     still["model"]["config"]["attention_probs_dropout_prob"] = 0.0
     device, summary = emulated(still)
     plain = recipe(still)
-    expected = Run(plain, registry.resolve(plain)).execute()
+    expected = execute(build(plain, registry.resolve(plain)))
     assert summary["evaluate"] == pytest.approx(expected["evaluate"], rel=1e-4)
     assert len(device.steps) == 9
 
@@ -118,7 +119,7 @@ def test_no_step_of_the_default_loop_waits_and_an_evaluation_does_after_its_last
     device, _ = emulated(task)
     assert waiting(device) == {1: [CHECK]}
     (waits,) = device.evaluations
-    assert files(waits) == ["fastloop/results.py"], "losses and metrics are read together"
+    assert files(waits) == ["fastloop/evaluation.py"], "losses and metrics are read together"
 
 
 def test_steps_of_the_fast_recipe_wait_once_at_a_log_point(emulated):
@@ -161,9 +162,9 @@ def test_batches_are_pinned_and_copied_without_blocking_on_cuda(monkeypatch):
 
     looks, wanted = Looks(), recipe()
     cuda = SimpleNamespace(device=torch.device("cuda", 0), num_processes=1, process_index=0, is_main_process=True)
-    monkeypatch.setattr("fastloop.run.build_accelerator", lambda *_: cuda)
+    monkeypatch.setattr("fastloop.lifecycle.build_accelerator", lambda *_: cuda)
     with pytest.raises(Exception, match="build_model") as raised:
-        Run(wanted, registry.resolve(wanted, objects=[looks]))
+        build(wanted, registry.resolve(wanted, objects=[looks]))
     assert isinstance(raised.value.__cause__, Built)
     assert [loader.loader.pin_memory for loader in looks.loaders] == [True, True]
     assert [loader.loader.num_workers for loader in looks.loaders] == [0, 0]

@@ -218,7 +218,7 @@ parity = "changes-training"
 @hookimpl
 def after_fit(self, run):
     with torch.no_grad():
-        for parameter in run.unwrapped().parameters():
+        for parameter in run.unwrap_model().parameters():
             parameter.add_(run.rank)
 """
 DIVERGES = """

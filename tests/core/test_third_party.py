@@ -14,11 +14,11 @@ from torch import nn
 
 import fastloop
 from fastloop import Plugin, PluginCrash, PluginError, RecipeError, Trainer, UsageError, hookimpl, hookspec
-from fastloop.hooks import Resolution
+from fastloop.hooks import PluginSet
+from fastloop.lifecycle import build, execute
 from fastloop.recipe import load_recipe, make_recipe
 from fastloop.recipe.importing import files
 from fastloop.registry import load, resolve, select
-from fastloop.run import Run
 from fastloop.testing import tiny_data, tiny_model
 from fastloop_tools.profile.verdicts import candidates
 from fastloop_tools.tune.write import text
@@ -100,7 +100,7 @@ def recipe_file(path: str, *plugins: Any, **train: Any) -> Path:
 
 def train(path: str, *overrides: str, resume: bool = False, **arguments: Any) -> dict[str, Any]:
     recipe = load_recipe(path, overrides, **arguments)
-    return Run(recipe, resolve(recipe), Path(recipe.output) if resume else None).execute()
+    return execute(build(recipe, resolve(recipe), Path(recipe.output) if resume else None))
 
 
 # -- one name, two packages ---------------------------------------------------------------------------------------------------
@@ -369,7 +369,7 @@ class Guest(Plugin):
 
 
 def hooks_of(*plugins: Plugin) -> Any:
-    return Resolution(list(plugins)).hooks
+    return PluginSet(list(plugins)).hooks
 
 
 def test_a_plugin_implements_the_hooks_of_another(tiny_run):
@@ -596,7 +596,7 @@ def test_seconds_are_a_plugins_own_and_calls_are_counted_in_the_order_of_the_fir
         def after_fit(self, run: Any) -> None:
             run.hooks.evaluate(run=run, split="test")
 
-    resolution = Resolution([Inner(), Outer(), Caller()])
+    resolution = PluginSet([Inner(), Outer(), Caller()])
     run: Any = type("Run", (), {"hooks": resolution.hooks})
     resolution.hooks.after_fit(run=run)
     resolution.hooks.evaluate(run=run, split="test")
@@ -677,18 +677,18 @@ def kinds(install: Any) -> dict[str, Any]:
 
 def test_model_data_optimizer_and_metrics_come_from_a_package(kinds):
     recipe = make_recipe(kinds)
-    run = Run(recipe, resolve(recipe))
+    run = build(recipe, resolve(recipe))
     assert type(run.optimizer).__name__ == "Sign"
-    assert [name for name, _ in run.unwrapped().named_parameters()] == ["weight"]
-    found = run.execute()["evaluate"]
+    assert [name for name, _ in run.unwrap_model().named_parameters()] == ["weight"]
+    found = execute(run)["evaluate"]
     assert found["twice"] == pytest.approx(2 * found["accuracy"])
     recipe = make_recipe(kinds)
-    assert Run(recipe, resolve(recipe), Path("out")).execute()["steps"] == 3
+    assert execute(build(recipe, resolve(recipe), Path("out")))["steps"] == 3
 
 
 def test_a_task_comes_from_a_package(kinds):
     recipe = make_recipe({"train": kinds["train"], "plugins": ["mine", *QUIET], "output": "out"})
-    summary = Run(recipe, resolve(recipe)).execute()
+    summary = execute(build(recipe, resolve(recipe)))
     assert (summary["plugins"], summary["steps"]) == (["mine"], 3)
 
 
@@ -707,7 +707,7 @@ def test_an_optimizer_that_cannot_be_is_refused_with_its_place(kinds, optimizer,
     kinds["train"]["optimizer"] = optimizer
     recipe = make_recipe(kinds)
     with pytest.raises(RecipeError, match=said):
-        Run(recipe, resolve(recipe))
+        build(recipe, resolve(recipe))
     assert not Path("out").exists()
 
 
@@ -721,7 +721,7 @@ def test_a_metric_that_cannot_be_is_refused_with_its_place(kinds):
         metrics["twice"]["type"] = kind
         recipe = make_recipe(kinds)
         with pytest.raises(RecipeError, match=said):
-            Run(recipe, resolve(recipe))
+            build(recipe, resolve(recipe))
 
 
 def test_a_trainer_takes_an_optimizer_of_a_package(kinds):

@@ -33,7 +33,7 @@ class Watch(Plugin):
 
     @hookimpl
     def after_step(self, run: Any) -> None:
-        if run.update_check is not None:
+        if not run.update_check.is_done:
             self.open.append(run.state.step)
 
 
@@ -82,7 +82,7 @@ class ReplacesLate(Plugin):
 
     @hookimpl
     def before_fit(self, run: Any) -> None:
-        layer = run.unwrapped()[0]
+        layer = run.unwrap_model()[0]
         layer.weight = nn.Parameter(layer.weight.detach().clone())
 
 

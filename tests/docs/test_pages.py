@@ -25,9 +25,9 @@ from jsonschema import Draft202012Validator
 from omegaconf import OmegaConf
 
 from fastloop import hookspecs
+from fastloop.cli.recipe_schema import recipe_schema
 from fastloop.options import describe
 from fastloop.recipe import Train
-from fastloop.recipe.schema import recipe_schema
 from fastloop.registry import installed, load
 
 ROOT = Path(__file__).parents[2]

@@ -11,6 +11,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
+from fastloop.lifecycle import build
 from fastloop.recipe import Recipe, make_recipe
 from fastloop.registry import resolve
 from fastloop.run import Run
@@ -92,4 +93,4 @@ def text_recipe(
 def text_run(task: str, model: Mapping[str, Any] | str, data: Mapping[str, Any] | None = None, **arguments: Any) -> Run:
     """The run of ``text_recipe``, built and not executed."""
     recipe = text_recipe(task, model, data, **arguments)
-    return Run(recipe, resolve(recipe))
+    return build(recipe, resolve(recipe))

@@ -119,6 +119,6 @@ def of_processes(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     results = []
     for spec in runs:
         found, trainer = train(LOADERS[spec["loader"]](tiny_data(SIZE)), plugins=["ddp"], **spec["settings"])
-        weights = {name: tensor.tolist() for name, tensor in trainer.run.weights().items()}
+        weights = {name: tensor.tolist() for name, tensor in trainer.run.full_state_dict().items()}
         results.append({"ids": found, "weights": weights})
     return results

@@ -17,6 +17,7 @@ from transformers import (
     pipeline,
 )
 
+from fastloop.lifecycle import execute
 from fastloop.run import Run
 
 TASK = "text-classification"
@@ -53,7 +54,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 def executed(run: Run) -> dict[str, Any]:
-    return run.execute()["evaluate"]
+    return execute(run)["evaluate"]
 
 
 def test_text_labels_take_the_ids_of_a_checkpoint_with_the_same_names():
@@ -174,7 +175,7 @@ def test_cached_tokens_get_the_order_of_the_checkpoint_in_use():
 def test_a_head_for_several_labels_a_text_is_exported_as_one_for_one_label():
     write_rows(["A", "B"])
     save_checkpoint(AutoModelForSequenceClassification, BERT, id2label={0: "A", 1: "B"}, problem_type="multi_label_classification")
-    text_run(TASK, "checkpoint", LABELLED).execute()
+    execute(text_run(TASK, "checkpoint", LABELLED))
     scores = pipeline("text-classification", model="run/model", top_k=None)(["a fine film"])
     assert sum(found["score"] for found in scores[0]) == pytest.approx(1.0)
 

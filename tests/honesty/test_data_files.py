@@ -15,9 +15,9 @@ import pytest
 from data_kit import named_rows, refusal, text_data, write
 
 from fastloop.errors import RecipeError
+from fastloop.lifecycle import build
 from fastloop.recipe import make_recipe
 from fastloop.registry import resolve
-from fastloop.run import Run
 
 ROWS = [(f"{('a dull', 'a fine')[i % 2]} film, number {i}", ("neg", "pos")[i % 2]) for i in range(12)]
 
@@ -426,7 +426,7 @@ def test_a_run_is_refused_before_its_model_is_built():
     with pytest.raises(
         RecipeError, match=r"^train.tsv, line 11: a quote opens a cell here, and more text follows where it closes in line 12"
     ):
-        Run(recipe, resolve(recipe))
+        build(recipe, resolve(recipe))
     assert not Path("run").exists()
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from fastloop import Output, Plugin, PluginError, RecipeError, hookimpl, hookspecs
 from fastloop.plugin_checks import answered_hooks, check_hooks, check_together, misspelled
 from fastloop.recipe import load_recipe, make_recipe
-from fastloop.registry import Resolution, installed, load, resolve
+from fastloop.registry import PluginSet, installed, load, resolve
 
 QUIET = [{"log": False}, {"progress": False}]
 CODE = """
@@ -78,7 +78,7 @@ def answer(result: Any = None, **marks: Any) -> Any:
     return hookimpl(**marks)(lambda self: result)
 
 
-def resolved(*plugins: Plugin) -> Resolution:
+def resolved(*plugins: Plugin) -> PluginSet:
     resolution = resolve(make_recipe({"plugins": QUIET}), objects=plugins)
     assert resolution.hooks is not None
     return resolution
@@ -202,7 +202,7 @@ def test_a_fallback_that_is_none_is_refused(members, message):
 
 def test_our_own_plugins_answer_one_hook_only_where_they_share_a_slot():
     ours = [load(name)() for name, point in installed().items() if point.dist.name == "fastloop"]
-    known = Resolution([]).manager
+    known = PluginSet([]).manager
     for plugin in ours:
         check_hooks(plugin, known.known, known.first)
         assert not list(misspelled(plugin, {other.name for other in ours}, {other.slot for other in ours if other.slot}))

@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from fastloop import RecipeError
+from fastloop.lifecycle import execute
 from fastloop.recipe import make_recipe
 from fastloop.registry import resolve
 from fastloop.run import Run
@@ -65,7 +66,7 @@ def test_an_encoder_whose_label_column_is_forgotten_is_refused_by_plan():
 def test_an_encoder_from_scratch_is_refused_by_plan_and_as_a_decoder_it_trains():
     assert "model.config: 'bert' is an encoder" in planned(LM, {"config": BERT} | BPE)
     write_rows(["A", "B"])
-    summary = text_run(LM, {"config": BERT | {"is_decoder": True}} | BPE).execute()
+    summary = execute(text_run(LM, {"config": BERT | {"is_decoder": True}} | BPE))
     assert summary["status"] == "completed"
 
 
@@ -99,7 +100,7 @@ def test_a_checkpoint_that_reads_ahead_is_refused_before_training():
     ids=lambda model: model["model_type"],
 )
 def test_causal_models_pass(model):
-    assert text_run(LM, {"config": model} | BPE, max_steps=1).execute()["status"] == "completed"
+    assert execute(text_run(LM, {"config": model} | BPE, max_steps=1))["status"] == "completed"
 
 
 def test_the_trial_of_causality_changes_no_random_state_and_no_mode(monkeypatch):
@@ -166,7 +167,7 @@ def test_an_encoder_decoder_with_a_tokenizer_that_ends_texts_classifies(model):
     save_checkpoint(
         AutoModelForSequenceClassification, model, ends=True, eos_token_id=1, decoder_start_token_id=0, id2label={0: "A", 1: "B"}
     )
-    assert text_run(CLASSIFY, "checkpoint", LABELLED, epochs=12).execute()["evaluate"]["accuracy"] > 0.9
+    assert execute(text_run(CLASSIFY, "checkpoint", LABELLED, epochs=12))["evaluate"]["accuracy"] > 0.9
     classify = pipeline("text-classification", model="run/model")
     assert [found["label"] for found in classify(["a fine film", "a dull film"])] == ["A", "B"]
 

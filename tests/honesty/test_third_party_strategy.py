@@ -41,7 +41,7 @@ class Strategy(Plugin):
     @hookimpl
     def after_backward(self, run):
         gradients = [parameter.grad for parameter in run.model.parameters() if parameter.grad is not None]
-        flat = run.mean_over_processes(torch.cat([gradient.flatten() for gradient in gradients]))
+        flat = run.processes.all_reduce_mean(torch.cat([gradient.flatten() for gradient in gradients]))
         for gradient, mean in zip(gradients, flat.split([gradient.numel() for gradient in gradients])):
             gradient.copy_(mean.view_as(gradient))
 '''
@@ -51,8 +51,8 @@ LOCAL_SGD = (
     NO_EXCHANGE.replace('"reassociated"', '"changes-training"')
     + """
     def _average(self, run):
-        for tensor in run.unwrapped().state_dict().values():
-            run.mean_over_processes(tensor)
+        for tensor in run.unwrap_model().state_dict().values():
+            run.processes.all_reduce_mean(tensor)
 
     @hookimpl
     def after_step(self, run):

@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from fastloop import Trainer, UsageError
+from fastloop.lifecycle import build, execute
 from fastloop.testing import tiny_data
 
 QUIET: list[Any] = [{"log": False}, {"progress": False}]
@@ -88,7 +89,6 @@ def test_a_hugging_face_model_and_its_tokenizer_load_from_the_run_folder(tokeniz
 def test_the_task_module_exports_so_too(tmp_path):
     from fastloop.recipe import make_recipe
     from fastloop.registry import resolve
-    from fastloop.run import Run
 
     Path("hub.py").write_text(
         "import torch\nfrom torch import nn\nfrom huggingface_hub import PyTorchModelHubMixin\n\n\n"
@@ -100,10 +100,10 @@ def test_the_task_module_exports_so_too(tmp_path):
     sections = {"model": {"module": "hub.py:Net"}, "data": {"module": "hub.py:data"}}
     tree = sections | {"train": {"epochs": 1, "batch_size": 4, "device": "cpu"}, "plugins": [{"module": {"loss": "cross_entropy"}}, *QUIET]}
     recipe = make_recipe(tree | {"output": "run"}, Path("recipe.yaml"))
-    run = Run(recipe, resolve(recipe))
-    run.execute()
-    again: Any = type(run.unwrapped()).from_pretrained("run/model")
-    assert torch.equal(again.layer.weight, run.unwrapped().layer.weight)
+    run = build(recipe, resolve(recipe))
+    execute(run)
+    again: Any = type(run.unwrap_model()).from_pretrained("run/model")
+    assert torch.equal(again.layer.weight, run.unwrap_model().layer.weight)
     assert Path("run/model/config.json").is_file()
 
 

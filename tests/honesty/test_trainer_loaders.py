@@ -78,7 +78,7 @@ def test_a_resumed_run_reads_what_the_uninterrupted_one_does(name):
     first, _ = train(make(), max_steps=cut)
     rest, resumed = train(make(), resume=True)
     assert first + rest == whole
-    weights, again = trainer.run.weights(), resumed.run.weights()
+    weights, again = trainer.run.full_state_dict(), resumed.run.full_state_dict()
     assert all(torch.equal(weights[key], again[key]) for key in weights)
 
 
@@ -327,7 +327,7 @@ def test_workers_are_set_up_as_the_loader_says():
     assert (used.num_workers, used.prefetch_factor, used.persistent_workers) == (2, 3, True)
     assert used.multiprocessing_context.get_start_method() == "fork"
     assert trainer.run.train_loader.timeout == 77
-    assert trainer.run.loading.num_workers == 2
+    assert trainer.run.loader_settings.num_workers == 2
     assert trainer.run.eval_loaders["evaluate"].loader.num_workers == 0
 
 

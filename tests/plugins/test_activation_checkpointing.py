@@ -13,6 +13,7 @@ from text_kit import TINY_GPT, make_run
 from torch import nn
 
 from fastloop import Plugin, PluginError, Trainer, hookimpl
+from fastloop.lifecycle import execute
 from fastloop.testing import Recorder, TinyResult
 from fastloop_plugins.memory.activation_checkpointing import ActivationCheckpointing
 
@@ -239,7 +240,7 @@ def test_a_language_model_trains_the_same_and_is_exported(text):
     for objects in ([], [ActivationCheckpointing()]):
         kept = Kept()
         run = make_run("causal-lm", model, text, [*objects, kept], device_batch_size=4)
-        results.append((run.execute()["evaluate"], {name: value.clone() for name, value in run.model.state_dict().items()}, kept.bytes))
+        results.append((execute(run)["evaluate"], {name: value.clone() for name, value in run.model.state_dict().items()}, kept.bytes))
     (metrics, weights, plain), (ours, same, less) = results
     assert metrics == ours
     assert weights.keys() == same.keys()

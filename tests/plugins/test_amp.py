@@ -23,7 +23,7 @@ class Dtypes(Plugin):
 
     @hookimpl
     def before_fit(self, run) -> None:
-        layer = next(module for module in run.unwrapped().modules() if isinstance(module, nn.Linear))
+        layer = next(module for module in run.unwrap_model().modules() if isinstance(module, nn.Linear))
         layer.register_forward_hook(lambda module, inputs, output: self.seen.add(("forward", output.dtype)))
 
     @hookimpl

@@ -29,7 +29,7 @@ def test_every_implementation_gives_the_same_loss_and_gradient(implementation):
     made = run(Attention(implementation=implementation))
     plain = run()
     expected = {"auto": BLOCKED, "blocked": BLOCKED}.get(implementation, implementation)
-    assert made.unwrapped().config._attn_implementation == expected
+    assert made.unwrap_model().config._attn_implementation == expected
     batch = next(made.train_loader.batches()).inputs
     losses = [one.hooks.compute_loss(run=one, model=one.model, batch=batch).loss for one in (made, plain)]
     assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-5)

@@ -10,6 +10,7 @@ import torch
 from text_kit import TINY_GPT, make_run
 
 from fastloop.errors import RecipeError
+from fastloop.lifecycle import execute
 from fastloop_plugins.datasets.stdlib_source import stdlib_source
 
 MODEL = {"config": TINY_GPT, "tokenizer": {"kind": "bpe", "vocab_size": 300}}
@@ -26,7 +27,7 @@ def test_it_learns_and_the_exported_folder_predicts_the_same():
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     run = make_run("causal-lm", MODEL, DATA, epochs=8)
-    summary = run.execute()
+    summary = execute(run)
     assert summary["evaluate"]["loss"] < 2.5 < math.log(300)
     assert summary["evaluate"]["perplexity"] == pytest.approx(math.exp(summary["evaluate"]["loss"]))
     model, tokenizer = AutoModelForCausalLM.from_pretrained("run/model"), AutoTokenizer.from_pretrained("run/model")
@@ -39,7 +40,7 @@ def test_it_learns_and_the_exported_folder_predicts_the_same():
 
 def test_texts_are_joined_by_the_end_token_and_cut_into_blocks_without_loss():
     run = make_run("causal-lm", MODEL, DATA)
-    tokenizer, dataset = run.resolution.plugins[0].text_model.tokenizer, run.datasets["train"]
+    tokenizer, dataset = run.plugins[0].text_model.tokenizer, run.datasets["train"]
     blocks = [dataset[i]["input_ids"].tolist() for i in range(len(dataset))]
     assert {len(block) for block in blocks[:-1]} == {16}
     texts = tokenizer.decode([token for block in blocks for token in block]).split("<|endoftext|>")
@@ -49,7 +50,7 @@ def test_texts_are_joined_by_the_end_token_and_cut_into_blocks_without_loss():
 
 def test_weights_are_target_tokens_and_padding_has_no_part_in_the_loss():
     run = make_run("causal-lm", MODEL, DATA)
-    collate, dataset = run.collators["train"], run.datasets["train"]
+    collate, dataset = run.loaders.collators["train"], run.datasets["train"]
     long, short = dataset[0], {"input_ids": dataset[1]["input_ids"][:5]}
     batch = collate([long, short])
     assert (batch.tokens, batch.weight) == (16 + 5, 15 + 4)
@@ -65,7 +66,7 @@ def test_weights_are_target_tokens_and_padding_has_no_part_in_the_loss():
 
 def test_the_loss_is_that_of_transformers():
     run = make_run("causal-lm", MODEL, DATA)
-    batch = run.collators["train"]([run.datasets["train"][0], run.datasets["train"][1]])
+    batch = run.loaders.collators["train"]([run.datasets["train"][0], run.datasets["train"][1]])
     model = run.model.eval()
     with torch.no_grad():
         ours = run.hooks.compute_loss(run=run, model=model, batch=batch.inputs).loss
@@ -80,7 +81,7 @@ def test_accumulated_micro_batches_of_unequal_length_give_the_loss_of_the_whole(
         )
         dataset = made.datasets["train"]
         dataset.lengths[:-1:2] -= 9  # each sample keeps its end: every second one is shorter
-        made.execute()
+        execute(made)
         return made
 
     whole, split = run(), run(device_batch_size=1)
@@ -93,13 +94,13 @@ def test_accumulated_micro_batches_of_unequal_length_give_the_loss_of_the_whole(
 def test_padding_to_max_length_pads_the_short_last_block():
     run = make_run("causal-lm", MODEL, DATA | {"padding": "max_length"})
     last = {"input_ids": run.datasets["train"][0]["input_ids"][:3]}
-    assert run.collators["train"]([last]).inputs["input_ids"].shape == (1, 16)
+    assert run.loaders.collators["train"]([last]).inputs["input_ids"].shape == (1, 16)
 
 
 def test_a_split_of_less_than_two_tokens_has_nothing_to_learn():
     run = make_run("causal-lm", MODEL, DATA)
     with pytest.raises(RecipeError, match=r"recipe.yaml: data: the test split has no two tokens"):
-        run.resolution.plugins[0]._blocks("test", [" "])
+        run.plugins[0]._blocks("test", [" "])
 
 
 def test_an_encoder_is_refused_as_a_language_model():

@@ -11,6 +11,7 @@ import torch
 from text_kit import make_run
 from torch import nn
 
+from fastloop.lifecycle import execute
 from fastloop_plugins.kernels._fast_dropout import Attention, dropout, keep_mask
 from fastloop_plugins.kernels.fast_dropout import FastDropout
 from fastloop_plugins.memory.activation_checkpointing import ActivationCheckpointing
@@ -129,8 +130,8 @@ def text_run(*objects: Any, amp: bool = False, **model: Any) -> Any:
 @pytest.mark.parametrize("amp", [False, True])
 def test_a_transformer_learns_with_it(amp):
     run = text_run(FastDropout(), amp=amp)
-    assert run.unwrapped().config._attn_implementation == "fast_dropout"
-    summary = run.execute()
+    assert run.unwrap_model().config._attn_implementation == "fast_dropout"
+    summary = execute(run)
     assert summary["evaluate"]["accuracy"] > 0.9
     assert "fast_dropout" not in Path("run/model/config.json").read_text()
 

@@ -11,6 +11,7 @@ import torch
 from text_kit import make_run, rows
 
 from fastloop import Plugin, PluginError, hookimpl
+from fastloop.lifecycle import execute
 from fastloop_plugins.kernels.attention import Attention
 from fastloop_plugins.kernels.fast_dropout import FastDropout
 from fastloop_plugins.kernels.first_token import FirstToken
@@ -43,7 +44,7 @@ class Keep(Plugin):
 
     @hookimpl
     def before_optimizer_step(self, run) -> None:
-        named = run.unwrapped().named_parameters()
+        named = run.unwrap_model().named_parameters()
         self.gradients.append({name: value.grad.clone() for name, value in named if value.grad is not None})
 
     @hookimpl
@@ -63,7 +64,7 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def trained(model: dict[str, Any], *plugins: Plugin, **train: Any) -> tuple[Keep, dict[str, Any]]:
     keep = Keep()
     run = make_run("text-classification", {"config": model}, DATA, [*plugins, keep], **train)
-    return keep, run.execute()
+    return keep, execute(run)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

@@ -58,7 +58,7 @@ def bert_run(tiny_run, tmp_path):
 def test_the_base_weights_stay_and_few_parameters_are_trained(bert_run):
     before = tiny_bert().state_dict()
     _, trainer, summary = bert_run(merge=False)
-    after = trainer.run.unwrapped().state_dict()
+    after = trainer.run.unwrap_model().state_dict()
     frozen = {name: tensor for name, tensor in after.items() if "lora_" not in name and "modules_to_save" not in name}
     for name, tensor in frozen.items():
         original = name.removeprefix("base_model.model.").replace(".base_layer", "").replace("original_module.", "")
@@ -92,7 +92,7 @@ def test_the_exported_model_has_the_adapters_merged_in(bert_run, tmp_path):
     ids = Sentences()[0]["input_ids"][None]
     with torch.no_grad():
         merged = plain.eval()(input_ids=ids).logits
-        assert torch.allclose(merged, trainer.run.unwrapped().eval()(input_ids=ids).logits, atol=1e-6)
+        assert torch.allclose(merged, trainer.run.unwrap_model().eval()(input_ids=ids).logits, atol=1e-6)
         assert not torch.allclose(merged, tiny_bert().eval()(input_ids=ids).logits, atol=1e-3)
     assert not any("lora" in name for name in exported)
     assert model is not None
@@ -102,7 +102,7 @@ def test_a_resumed_run_has_the_same_adapters(bert_run):
     _, whole, _ = bert_run("whole", epochs=3, merge=False)
     bert_run("run", epochs=1, merge=False)
     _, resumed, _ = bert_run("run", epochs=3, resume=True, merge=False)
-    a, b = whole.run.unwrapped().state_dict(), resumed.run.unwrapped().state_dict()
+    a, b = whole.run.unwrap_model().state_dict(), resumed.run.unwrap_model().state_dict()
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 

@@ -11,9 +11,9 @@ import yaml
 
 from fastloop import RecipeError
 from fastloop.errors import UserCodeError
+from fastloop.lifecycle import build, execute
 from fastloop.recipe import load_recipe
 from fastloop.registry import resolve
-from fastloop.run import Run
 
 CODE = """
 import torch
@@ -72,7 +72,7 @@ def train(changes: dict[str, Any] | None = None, folder: str = ".") -> dict[str,
     (Path(folder) / "code.py").write_text(CODE)
     (Path(folder) / "r.yaml").write_text(yaml.safe_dump(tree))
     recipe = load_recipe(f"{folder}/r.yaml")
-    return Run(recipe, resolve(recipe)).execute()
+    return execute(build(recipe, resolve(recipe)))
 
 
 def test_a_module_of_your_own_is_trained_and_measured():

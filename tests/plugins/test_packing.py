@@ -15,6 +15,7 @@ import torch
 from text_kit import make_run
 
 from fastloop import Batch, Plugin, PluginError, hookimpl
+from fastloop.lifecycle import execute
 from fastloop.run import Run
 from fastloop_plugins.data._packing import PackedCollator
 from fastloop_plugins.data.dataloader_workers import DataLoaderWorkers
@@ -81,7 +82,7 @@ def computed(run: Any, batch: Batch) -> tuple[float, torch.Tensor | None, dict[s
     output = run.hooks.compute_loss(run=run, model=run.model, batch=batch.inputs)
     run.model.zero_grad()
     output.loss.backward()
-    gradients = {name: parameter.grad for name, parameter in run.unwrapped().named_parameters() if parameter.grad is not None}
+    gradients = {name: parameter.grad for name, parameter in run.unwrap_model().named_parameters() if parameter.grad is not None}
     return output.loss.item(), output.predictions, gradients
 
 
@@ -197,15 +198,15 @@ def test_accumulated_micro_batches_make_the_same_step(size):
     weights = []
     for plugins, train in (([], {}), ([Packing()], {"device_batch_size": size})):
         one = made(bert["config"], *plugins, max_steps=3, **train)
-        one.execute()
-        weights.append({name: value.clone() for name, value in one.unwrapped().state_dict().items()})
+        execute(one)
+        weights.append({name: value.clone() for name, value in one.unwrap_model().state_dict().items()})
     for name, value in weights[0].items():
         torch.testing.assert_close(value, weights[1][name], rtol=1e-3, atol=1e-4)
 
 
 def learn(*plugins: Plugin, **train: Any) -> dict[str, Any]:
     config = ENCODERS["bert"] | {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
-    summary: dict[str, Any] = run(config, Packing(), *plugins, **{"epochs": 8, "lr": 1e-2} | train).execute()
+    summary: dict[str, Any] = execute(run(config, Packing(), *plugins, **{"epochs": 8, "lr": 1e-2} | train))
     return summary
 
 
@@ -230,27 +231,27 @@ def test_it_learns_with(plugins):
 def test_what_fast_dropout_computes_is_asked_for_each_sequence():
     config = ENCODERS["bert"] | {"attention_probs_dropout_prob": 0.5}
     one = run(config, FastDropout(), Packing())
-    assert one.unwrapped().config._attn_implementation == "packed_fast_dropout"
+    assert one.unwrap_model().config._attn_implementation == "packed_fast_dropout"
     batch = next(one.train_loader.batches())
     assert computed(one, batch)[0] != computed(one, batch)[0]
 
 
 def test_evaluation_has_the_same_metrics():
-    metrics = [run(ENCODERS["distilbert"], *plugins, max_steps=2).execute()["evaluate"] for plugins in ([Packing()], [])]
+    metrics = [execute(run(ENCODERS["distilbert"], *plugins, max_steps=2))["evaluate"] for plugins in ([Packing()], [])]
     assert metrics[0] == pytest.approx(metrics[1], rel=1e-4)
 
 
 def test_a_run_goes_on_inside_an_epoch():
     bert = ENCODERS["bert"] | {"hidden_dropout_prob": 0.1}
     whole = run(bert, Packing(), epochs=2)
-    whole.execute()
-    expected = {name: value.clone() for name, value in whole.unwrapped().state_dict().items()}
+    execute(whole)
+    expected = {name: value.clone() for name, value in whole.unwrap_model().state_dict().items()}
     shutil.rmtree("run")
-    run(bert, Packing(), epochs=2, max_steps=3, save_every=3).execute()
+    execute(run(bert, Packing(), epochs=2, max_steps=3, save_every=3))
     again = run(bert, Packing(), epochs=2)
     rest = Run(again.recipe, again.resolution, Path("run"))
-    rest.execute()
-    assert all(torch.equal(value, expected[name]) for name, value in rest.unwrapped().state_dict().items())
+    execute(rest)
+    assert all(torch.equal(value, expected[name]) for name, value in rest.unwrap_model().state_dict().items())
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute:UserWarning")  # within torch's compiler

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from varlen_kit import kernels_on_cpu
 
 from fastloop import PluginError
+from fastloop.lifecycle import execute
 from fastloop_plugins.data import _varlen
 from fastloop_plugins.data._packing import PackedCollator
 from fastloop_plugins.data._shapes import SHAPES, multiple_for
@@ -38,7 +39,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
 def test_loss_and_gradients_are_those_of_padded_batches(config, more):
     packed = made(config, Packing(), *more)
-    assert packed.unwrapped().config._attn_implementation == "fastloop_varlen"
+    assert packed.unwrap_model().config._attn_implementation == "fastloop_varlen"
     assert_same(packed, made(config))
 
 
@@ -107,7 +108,7 @@ def test_dropout_repeats_in_backward_and_when_activations_are_recomputed():
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("config", [ENCODERS["bert"], DECODERS["llama"]], ids=["bert", "llama"])
 def test_it_trains_in_mixed_precision(config):
-    summary = made(config, Packing(), Amp(dtype="bf16"), epochs=1).execute()
+    summary = execute(made(config, Packing(), Amp(dtype="bf16"), epochs=1))
     assert summary["evaluate"]["loss"] < 5
 
 
@@ -262,12 +263,12 @@ class TestOnCuda:
     def made(self, config: dict[str, Any], *plugins: Any) -> tuple[Any, list[Any]]:
         """A run on the GPU and an epoch's batches there."""
         run = made(config, *plugins, device="auto")
-        return run, [batch for (batch,) in run.placed([batch] for batch in run.train_loader.batches())]
+        return run, [batch for (batch,) in run.to_device([batch] for batch in run.train_loader.batches())]
 
     @pytest.mark.parametrize("config", [BERT, DECODERS["llama"]], ids=["bert", "llama"])
     def test_loss_and_gradients_are_as_near_to_fp32_as_those_of_padded_batches(self, config):
         packed, batches = self.made(config, Packing(), Amp(dtype="bf16"))
-        assert packed.unwrapped().config._attn_implementation == "fastloop_varlen"
+        assert packed.unwrap_model().config._attn_implementation == "fastloop_varlen"
         (half, of_half), (full, of_full) = self.made(config, Amp(dtype="bf16")), self.made(config)
         for ours, padded, exact in zip(batches, of_half, of_full, strict=True):
             (loss, _, gradients), (_, _, others), (expected, _, wanted) = (

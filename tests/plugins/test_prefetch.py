@@ -81,7 +81,7 @@ def pretrained(task: str, folder: str = "model", **data: Any) -> Any:
     """A run with a model and a tokenizer of a folder, which is made if it is not there, on the file that is there."""
     if not Path(folder).exists():
         first = run(task, cache=None)
-        first.unwrapped().save_pretrained(folder)
+        first.unwrap_model().save_pretrained(folder)
         first.resolution.plugins[0].text_model.tokenizer.save_pretrained(folder)
     options = {"files": {"train": "a.csv"}, **TASKS[task][1], **data}
     return make_run(task, {"name": folder}, options, objects=[Prefetch(cache="cache")])
@@ -108,7 +108,7 @@ def test_a_second_run_on_the_same_files_reads_no_text(task, caplog, monkeypatch)
     assert isinstance(second.datasets["train"].ids.base, np.memmap)
     if task == "text-classification":
         assert second.datasets["train"].labels.tolist() == first.datasets["train"].labels.tolist()
-        assert second.unwrapped().config.id2label == first.unwrapped().config.id2label
+        assert second.unwrap_model().config.id2label == first.unwrap_model().config.id2label
     assert [line for line in caplog.messages if line.startswith("data: ")][-1:] == said[-1:]
     assert "tokens: all from cache" in caplog.text
 
@@ -205,7 +205,7 @@ def test_the_users_cache_is_the_default(monkeypatch, tmp_path):
 def test_on_a_cpu_it_says_that_there_is_nothing_to_copy(tiny_run, caplog):
     result = tiny_run([Prefetch()], epochs=1)
     assert "prefetch: the device is cpu: there is nothing to copy; only token ids are kept" in caplog.text
-    assert result.trainer.run.loading.placing is None
+    assert result.trainer.run.loader_settings.placing is None
 
 
 def test_an_item_is_handed_on_when_the_next_one_is_there():
@@ -264,6 +264,6 @@ def test_steps_placed_ahead_train_the_same_and_a_run_goes_on_where_it_stopped(ti
 def test_copies_on_a_stream_of_their_own_train_the_same(tiny_run, workers):
     loading = {"dataloader-workers": {"num_workers": workers}}
     plain, ours = tiny_run([loading]), tiny_run([loading, Prefetch()])
-    assert ours.trainer.run.loading.placing is not None
+    assert ours.trainer.run.loader_settings.placing is not None
     assert ours.losses == plain.losses
     assert ours.recorder.metrics == plain.recorder.metrics

@@ -56,7 +56,7 @@ def test_it_trains_the_same_and_leaves_hooks_as_they_were(tiny_run):
     plain = tiny_run([Sleepless()])
     profiled = tiny_run([Sleepless(), Profile(wait=0, warmup=1, active=1, shapes=True, stacks=True, memory=True)])
     assert profiled.losses == plain.losses
-    assert profiled.trainer.run.resolution.manager.span is None
+    assert profiled.trainer.run.plugins.manager.span is None
 
 
 def test_it_can_look_more_than_once(tiny_run):

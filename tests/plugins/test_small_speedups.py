@@ -35,7 +35,7 @@ def test_convolutions_run_channels_last_with_the_same_numbers():
 
         @hookimpl
         def before_fit(self, run):
-            run.unwrapped()[2].register_forward_hook(
+            run.unwrap_model()[2].register_forward_hook(
                 lambda module, inputs, output: formats.append(output.is_contiguous(memory_format=torch.channels_last))
             )
 

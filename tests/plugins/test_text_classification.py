@@ -12,6 +12,7 @@ from test_text_data import write
 from text_kit import TINY, TINY_GPT, make_run, rows
 
 from fastloop.errors import RecipeError
+from fastloop.lifecycle import execute
 from fastloop.recipe import make_recipe
 from fastloop_plugins.tasks.causal_lm import CausalLM
 from fastloop_plugins.tasks.text_classification import TextClassification
@@ -32,7 +33,7 @@ def pretrained() -> str:
     run = make_run(TASK, {"config": TINY}, DATA)
     folder = Path("pretrained")
     run.model.distilbert.save_pretrained(folder)
-    run.resolution.plugins[0].text_model.tokenizer.save_pretrained(folder)
+    run.plugins[0].text_model.tokenizer.save_pretrained(folder)
     return str(folder)
 
 
@@ -41,7 +42,7 @@ def test_it_learns_and_the_exported_folder_predicts_the_same(kind):
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     run = make_run(TASK, {"config": TINY, "tokenizer": {"kind": kind, "vocab_size": 400}}, DATA, epochs=15)
-    summary = run.execute()
+    summary = execute(run)
     assert summary["test"]["accuracy"] == summary["test"]["f1"] == 1.0
     assert summary["tokens_per_second"] > summary["samples_per_second"] > 0
 
@@ -68,7 +69,7 @@ def test_a_pretrained_folder_is_trained_in_float32_and_its_new_head_is_said(pret
     run = make_run(TASK, {"name": pretrained}, DATA, epochs=15)
     assert {parameter.dtype for parameter in run.model.parameters()} == {torch.float32}
     assert "so they start at random: classifier.bias, classifier.weight" in caplog.text
-    assert run.execute()["test"]["accuracy"] == 1.0
+    assert execute(run)["test"]["accuracy"] == 1.0
 
 
 def test_a_head_for_other_labels_is_replaced_and_that_is_said(pretrained, caplog):
@@ -83,7 +84,7 @@ def test_a_head_for_other_labels_is_replaced_and_that_is_said(pretrained, caplog
 
 def test_batches_are_padded_to_the_longest_of_the_batch_and_count_real_tokens():
     run = make_run(TASK, {"config": TINY}, DATA)
-    plugin, dataset = run.resolution.plugins[0], run.datasets["train"]
+    plugin, dataset = run.plugins[0], run.datasets["train"]
     for batch in run.train_loader.batches():
         mask, ids = batch.inputs["attention_mask"], batch.inputs["input_ids"]
         assert ids.dtype == mask.dtype == batch.inputs["labels"].dtype == torch.int64
@@ -107,7 +108,7 @@ def test_padding_to_max_length_changes_no_prediction():
 
 def test_padding_goes_up_to_a_multiple_but_never_beyond_max_length():
     run = make_run(TASK, {"config": TINY}, DATA | {"max_length": 10})
-    run.loading.__dict__["pad_to_multiple_of"] = 8
+    run.loader_settings.__dict__["pad_to_multiple_of"] = 8
     collate = run.hooks.build_collator(run=run, split="train")
     long = run.datasets["train"][4]
     short = long | {"input_ids": long["input_ids"][:5]}
@@ -119,12 +120,12 @@ def test_padding_goes_up_to_a_multiple_but_never_beyond_max_length():
 def test_accumulation_gives_the_gradient_of_the_whole_batch():
     model = {"config": TINY | {"dropout": 0.0, "seq_classif_dropout": 0.0, "attention_dropout": 0.0}}
     whole, split = (make_run(TASK, model, DATA, optimizer="SGD", lr=0.1, device_batch_size=size) for size in (8, 2))
-    metrics = [run.execute()["evaluate"]["loss"] for run in (whole, split)]
+    metrics = [execute(run)["evaluate"]["loss"] for run in (whole, split)]
     assert metrics[0] == pytest.approx(metrics[1], rel=1e-6)
 
 
 def test_the_same_seed_gives_the_same_run_in_its_vocabulary_and_losses():
-    summaries = [make_run(TASK, {"config": TINY}, DATA).execute() for _ in range(2)]
+    summaries = [execute(make_run(TASK, {"config": TINY}, DATA)) for _ in range(2)]
     vocabularies = [json.loads(Path(folder, "model/tokenizer.json").read_text()) for folder in ("run", "run.1")]
     assert vocabularies[0] == vocabularies[1]
     assert summaries[0]["test"] == summaries[1]["test"]
@@ -185,13 +186,15 @@ def test_a_damaged_model_folder_is_refused(pretrained):
 
 
 def test_a_decoder_without_a_padding_token_classifies_too():
-    make_run(
-        "causal-lm",
-        {"config": TINY_GPT, "tokenizer": {"kind": "bpe", "vocab_size": 300}},
-        {"files": {"train": "train.csv"}, "max_length": 16},
-    ).execute()
+    execute(
+        make_run(
+            "causal-lm",
+            {"config": TINY_GPT, "tokenizer": {"kind": "bpe", "vocab_size": 300}},
+            {"files": {"train": "train.csv"}, "max_length": 16},
+        )
+    )
     config = Path("run/model/tokenizer_config.json")
     config.write_text(json.dumps({key: value for key, value in json.loads(config.read_text()).items() if key != "pad_token"}))
     run = make_run(TASK, {"name": "run/model"}, DATA | {"max_length": 16}, epochs=15)
     assert run.model.config.pad_token_id is not None
-    assert run.execute()["test"]["accuracy"] > 0.9
+    assert execute(run)["test"]["accuracy"] > 0.9

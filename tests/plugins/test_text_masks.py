@@ -186,6 +186,6 @@ def test_a_batch_has_a_mask_where_it_has_padding():
     samples = run.datasets["train"]
     long, short = max(samples.lengths), min(samples.lengths)
     ids = {length: [index for index, found in enumerate(samples.lengths) if found == length] for length in (long, short)}
-    assert "attention_mask" not in run.collators["train"]([samples[index] for index in ids[long][:3]]).inputs
-    inputs = run.collators["train"]([samples[index] for index in (*ids[long][:2], ids[short][0])]).inputs
+    assert "attention_mask" not in run.loaders.collators["train"]([samples[index] for index in ids[long][:3]]).inputs
+    inputs = run.loaders.collators["train"]([samples[index] for index in (*ids[long][:2], ids[short][0])]).inputs
     assert inputs["attention_mask"].sum(1).tolist() == [long, long, short]

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from fastloop.lifecycle import build, execute
 from fastloop.recipe import load_recipe, shipped_recipes
 from fastloop.registry import resolve
-from fastloop.run import Run
 from fastloop.runtime.hardware import Machine
 
 SHIPPED = {
@@ -28,7 +28,7 @@ SHIPPED = {
 
 def train(name: str, *overrides: str, without: tuple[str, ...] = ()) -> dict:
     recipe = load_recipe(name, [*overrides, "train.device=cpu", "output=run"], without_plugins=without)
-    return Run(recipe, resolve(recipe)).execute()
+    return execute(build(recipe, resolve(recipe)))
 
 
 @pytest.fixture(scope="module")
@@ -128,16 +128,16 @@ def test_distilbert_imdb_baseline_pads_all_to_512_and_has_no_speedup(tiny_distil
     recipe = load_recipe(
         "distilbert_imdb_baseline", [f"model.name={tiny_distilbert}", *imdb_like, "train.max_steps=2", "train.device=cpu", "output=run"]
     )
-    run = Run(recipe, resolve(recipe))
+    run = build(recipe, resolve(recipe))
     widths = {batch.inputs["input_ids"].shape[1] for batch in run.train_loader.batches()}
     assert widths == {512}
-    assert run.execute()["plugins"] == ["log", "progress", "text-classification"]
+    assert execute(run)["plugins"] == ["log", "progress", "text-classification"]
 
 
 def test_distilbert_imdb_cpu_has_every_line_at_work(tiny_distilbert, imdb_like, caplog):
     given = [f"model.name={tiny_distilbert}", *imdb_like, "train.epochs=2", "train.lr=0.01", "train.device=cpu", "output=run"]
     recipe = load_recipe("distilbert_imdb_cpu", given, (), ("memory",))  # which needs a process of its own
-    summary = Run(recipe, resolve(recipe)).execute()
+    summary = execute(build(recipe, resolve(recipe)))
     assert {"amp", "packing", "fast-dropout", "first-token", "fused-optimizer"} < set(summary["plugins"])
     assert "compile" not in summary["plugins"]
     assert summary["test"]["accuracy"] > 0.9

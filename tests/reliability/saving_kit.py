@@ -22,10 +22,10 @@ import torchmetrics
 import yaml
 
 import fastloop.cli
-import fastloop.run
+import fastloop.lifecycle
 from fastloop.distributed import launch
 
-LOADED = (fastloop.cli, fastloop.run, torch._dynamo, torchmetrics)
+LOADED = (fastloop.cli, fastloop.lifecycle, torch._dynamo, torchmetrics)
 """What a run needs, before processes are forked."""
 TIMES = ("samples_per_second", "tokens_per_second", "memory_bytes")
 REMEMBERED = ("status", "steps", "epochs", "samples", "evaluate", "test", "best")

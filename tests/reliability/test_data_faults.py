@@ -19,6 +19,7 @@ from torch.utils.data import Dataset
 
 from fastloop import CheckpointError, Plugin, RecipeError, hookimpl
 from fastloop.errors import DataError
+from fastloop.lifecycle import build, execute
 from fastloop.recipe import make_recipe
 from fastloop.registry import resolve
 from fastloop.run import Run
@@ -202,7 +203,7 @@ def text_run(plugins: tuple[Any, ...] = (), max_length: int = 16, **files: str) 
         "output": "run",
     }
     recipe = make_recipe(tree, Path("recipe.yaml"))
-    return Run(recipe, resolve(recipe))
+    return build(recipe, resolve(recipe))
 
 
 def good(count: int = 40) -> list[dict[str, Any]]:
@@ -222,7 +223,7 @@ def test_a_corrupt_row_of_a_file_is_named_before_training(row):
     jsonl("train.jsonl", [*good()[:4], row, *good()[4:]])
     with pytest.raises(RecipeError, match=r"train.jsonl, (row|line) 5: "):
         text_run(train="train.jsonl")
-    summary = text_run((SKIP,), train="train.jsonl").execute()
+    summary = execute(text_run((SKIP,), train="train.jsonl"))
     assert summary["unreadable_samples"] == 1
     assert summary["samples"] == 36  # a tenth of 40 is held out
 
@@ -291,7 +292,7 @@ def test_a_huge_text_is_cut_before_it_is_tokenised():
     long = " ".join(f"word{i % 977}" for i in range(500_000))
     jsonl("train.jsonl", [*good(), {"text": long, "label": 0}])
     run = text_run(train="train.jsonl")
-    tokenizer = run.resolution.plugins[0].text_model.tokenizer
+    tokenizer = run.plugins[0].text_model.tokenizer
     read: list[int] = []
 
     def counted(texts: Any, **arguments: Any) -> Any:
@@ -303,13 +304,13 @@ def test_a_huge_text_is_cut_before_it_is_tokenised():
     assert found == tokenizer(texts, truncation=True, max_length=16)["input_ids"]
     assert read[0] == 5000
     assert max(read) < 6000
-    assert run.execute()["status"] == "completed"
+    assert execute(run)["status"] == "completed"
 
 
 def test_an_empty_text_is_trained_on_and_said(caplog):
     """a text that is empty, or only spaces: said, and no failure"""
     jsonl("train.jsonl", [*good(), {"text": "", "label": 0}, {"text": "  ", "label": 1}])
-    assert text_run(train="train.jsonl").execute()["status"] == "completed"
+    assert execute(text_run(train="train.jsonl"))["status"] == "completed"
     assert "2 of 42 texts are empty" in caplog.text
 
 
@@ -352,11 +353,11 @@ def test_a_file_with_one_word_changed_is_found(change):
     rows = good()
     jsonl("train.jsonl", rows)
     run = text_run(train="train.jsonl")
-    summary = run.execute()
+    summary = execute(run)
     assert summary["status"] == "completed"
     checkpoint = next(Path("run/checkpoints").glob("step-*"))
     jsonl("train.jsonl", [*rows[:8], rows[8] | change, *rows[9:]])
     again = text_run(train="train.jsonl")
     again.found = (checkpoint, [])
     with pytest.raises(CheckpointError, match="was saved with other data"):
-        again.execute()
+        execute(again)

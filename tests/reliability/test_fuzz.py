@@ -215,7 +215,7 @@ BASES = bases()
 def check(recipe: Any) -> None:
     """All that `fastloop plan` does with a recipe; and it is the same recipe when it was saved and read again."""
     resolution = resolve(recipe)
-    with resolution.blaming():
+    with resolution.attributing_errors():
         resolution.hooks.check_recipe(recipe=recipe)
         for hook, draft in (("accelerator", AcceleratorDraft()), ("dataloader", DataLoaderDraft()), ("optimizer", OptimizerDraft())):
             resolution.draft(f"configure_{hook}", draft)

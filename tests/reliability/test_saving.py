@@ -489,7 +489,7 @@ class Watches(Plugin):
 
     @hookimpl
     def after_step(self, run: Any) -> None:
-        self.busy += run.writing is not None
+        self.busy += run.saver.is_pending
 
 
 def test_saved_in_the_background_it_is_the_same(tiny_run):

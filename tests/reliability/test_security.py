@@ -26,6 +26,7 @@ from omegaconf import OmegaConf
 
 from fastloop import CheckpointError, Plugin, RecipeError, UsageError, checkpoint, hookimpl
 from fastloop.cli import main
+from fastloop.lifecycle import build
 from fastloop.recipe import load_recipe, make_recipe, secrets
 from fastloop.registry import resolve
 from fastloop.run import Run
@@ -267,7 +268,7 @@ def text_run(model: Any, data: Any = None, **more: Any) -> Run:
     data = data or {"files": {"train": "train.jsonl"}, "text": "text", "label": "label", "max_length": 16}
     train = {"epochs": 1, "batch_size": 8, "device": "cpu"}
     recipe = make_recipe({"model": model, "data": data, "train": train, "output": "run", **more}, Path("r.yaml"))
-    return Run(recipe, resolve(recipe))
+    return build(recipe, resolve(recipe))
 
 
 @pytest.fixture
@@ -277,7 +278,7 @@ def model_folder(pretrained: Path, tmp_path: Path) -> Path:
 
 def test_the_model_folder_of_these_tests_is_good(model_folder):
     """control: an honest model folder is loaded"""
-    assert text_run({"name": "model"}).unwrapped().config.dim == 16
+    assert text_run({"name": "model"}).unwrap_model().config.dim == 16
 
 
 @pytest.mark.parametrize("form", ["pickle", "torch"])
@@ -295,7 +296,7 @@ def test_a_pickle_beside_a_models_files(payload, model_folder):
     """hostile pickles beside a good model: not opened"""
     for name in ("pytorch_model.bin", "training_args.bin", "optimizer.pt", "tf_model.h5", "vocab.pkl"):
         (model_folder / name).write_bytes(payload["torch"])
-    assert text_run({"name": "model"}).unwrapped().config.dim == 16
+    assert text_run({"name": "model"}).unwrap_model().config.dim == 16
 
 
 def test_a_pickle_as_an_adapter(payload, model_folder):
@@ -338,7 +339,7 @@ def test_code_that_comes_with_a_model_runs_only_when_the_recipe_says_so(model_fo
         make = text_run({"name": "model", "trust_remote_code": True})
     assert "model.trust_remote_code: runs the Python code that comes with model" in caplog.text
     assert (tmp_path / "ran").exists()
-    assert type(make.unwrapped()).__name__ == "Model"
+    assert type(make.unwrap_model()).__name__ == "Model"
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".tsv", ".json", ".jsonl", ".parquet", ".txt"])

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from saving_kit import FASTLOOP, ONE_THREAD, Forked, record, said, steps, summary, times, together, train, until, write_recipe
 
-from fastloop.distributed import launch
+from fastloop.distributed import launch, signals
 
 STOPPED, INTERRUPTED = 75, 130
 
@@ -168,7 +168,7 @@ def test_what_does_not_stop_is_ended_in_time():
     """a step that hangs, and one signal: the run ends when its time is up, and goes on from the checkpoint before"""
 
     def hurry() -> None:
-        launch.STOP_WITHIN = 1.5
+        signals.STOP_TIMEOUT = 1.5
 
     assert train("output=run", environment={"FAULT": "step 14 0 me('SIGTERM'); time.sleep(600)"}, first=hurry) == STOPPED
     assert "did not stop within 1.5 seconds" in said()

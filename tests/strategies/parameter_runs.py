@@ -46,16 +46,16 @@ class Replaces(Plugin):
     @hookimpl(wrapper=True)
     def prepare(self, run: Any) -> Any:
         result = yield
-        self.replace("prepare", run.unwrapped())
+        self.replace("prepare", run.unwrap_model())
         return result
 
     @hookimpl
     def after_prepare(self, run: Any) -> None:
-        self.replace("after_prepare", run.unwrapped())
+        self.replace("after_prepare", run.unwrap_model())
 
     @hookimpl
     def before_fit(self, run: Any) -> None:
-        self.replace("before_fit", run.unwrapped())
+        self.replace("before_fit", run.unwrap_model())
 
 
 class Ended(Plugin):
@@ -66,7 +66,7 @@ class Ended(Plugin):
 
     @hookimpl
     def after_step(self, run: Any) -> None:
-        if run.update_check is None and self.step is None:
+        if run.update_check.is_done and self.step is None:
             self.step = run.state.step
 
 

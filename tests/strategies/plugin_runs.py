@@ -90,7 +90,7 @@ def run_one(spec: dict[str, Any]) -> dict[str, Any]:
         summary = trainer.fit()
     except FastloopError as error:
         return {"error": f"{type(error).__name__}: {error}"}
-    weights = {name: tensor.tolist() for name, tensor in trainer.run.weights().items()}
+    weights = {name: tensor.tolist() for name, tensor in trainer.run.full_state_dict().items()}
     return {"losses": losses.losses, "weights": weights, "ledger": summary.get("ledger")}
 
 

@@ -17,9 +17,9 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from fastloop import Batch, FastloopError, Plugin, Trainer, hookimpl
+from fastloop.lifecycle import build, execute
 from fastloop.recipe import make_recipe
 from fastloop.registry import resolve
-from fastloop.run import Run
 
 TRAIN = {"lr": 1e-2, "batch_size": 8, "device": "cpu", "epochs": 2, "save_every": 4, "keep_checkpoints": 9, "clip_norm": 0.5}
 
@@ -151,7 +151,7 @@ class Watch(Plugin):
     @hookimpl
     def before_optimizer_step(self, run: Any, grad_norm: Any) -> None:
         self.result["norms"].append(None if grad_norm is None else grad_norm.item())
-        self.result["modes"].append(run.unwrapped().training)
+        self.result["modes"].append(run.unwrap_model().training)
 
     @hookimpl
     def after_step(self, run: Any, loss: torch.Tensor) -> None:
@@ -186,7 +186,7 @@ def from_recipe(spec: dict[str, Any], plugins: list[Any]) -> dict[str, Any]:
     tree = {"train": TRAIN | spec.get("train", {}), "plugins": [*named, {"module": False}], "output": spec["name"]}
     recipe = make_recipe(spec["recipe"] | tree, Path("recipe.yaml"))
     resolution = resolve(recipe, objects=[plugin for plugin in plugins if isinstance(plugin, Plugin)])
-    return Run(recipe, resolution, Path(spec["resume"]) if "resume" in spec else None).execute()
+    return execute(build(recipe, resolution, Path(spec["resume"]) if "resume" in spec else None))
 
 
 def run_one(spec: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ def save_model(run: Run, folder: Path) -> Path:
     Raises:
         OSError: It cannot be written.
     """
-    weights, model = run.weights(), run.unwrapped()
+    weights, model = run.full_state_dict(), run.unwrap_model()
     if not run.is_main:
         return folder
     folder.mkdir(parents=True, exist_ok=True)

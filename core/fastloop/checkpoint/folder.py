@@ -91,40 +91,41 @@ def check(run: Run) -> None:
         )
     if existing == run.folder and (existing / ".lock").exists() and launch.rank() == 0:
         Lock(existing, run.recipe.where).release()
-    if run.found is None and existing == run.folder and _files(existing) and not (existing / "recipe.yaml").is_file():
+    if run.resume_point is None and existing == run.folder and _files(existing) and not (existing / "recipe.yaml").is_file():
         raise RecipeError(  # an earlier run would be moved aside: this may be a home folder
             f"{run.recipe.where}: output: {run.folder} holds other files than a run's. Expected a new or empty folder, or a run's."
         )
 
 
-def make(run: Run) -> None:
-    """Make the run folder, and lock it. Another run's is moved aside: nothing of it is lost.
+def make(run: Run) -> Lock | None:
+    """Make the run folder on the main process, and lock it. Another run's folder is moved aside: nothing of it is lost.
 
     Raises:
         RecipeError: Another process has it, or it cannot be written.
     """
     if not run.is_main:
-        return
+        return None
     from omegaconf import OmegaConf
 
     recipe = run.recipe
     if recipe.source is not None:  # plugins' files are found from the run folder too
         recipe = dataclasses.replace(recipe, references=anchored(recipe.references, recipe.source.parent))
-    goes_on = run.found is not None and run.found[0].resolve().is_relative_to(run.folder.resolve())
+    resumes = run.resume_point is not None and run.resume_point[0].resolve().is_relative_to(run.folder.resolve())
     try:
         run.folder.mkdir(parents=True, exist_ok=True)
-        run.lock = Lock(run.folder, run.recipe.where)
-        if not goes_on and _files(run.folder):
+        lock = Lock(run.folder, run.recipe.where)
+        if not resumes and _files(run.folder):
             log.info("an earlier run was in %s: moved to %s", run.folder, files.move_aside(run.folder))
-            run.lock.release()
+            lock.release()
             run.folder.mkdir()
-            run.lock = Lock(run.folder, run.recipe.where)
+            lock = Lock(run.folder, run.recipe.where)
         OmegaConf.save(OmegaConf.create(secrets.hidden(recipe.to_dict())), run.folder / "recipe.yaml")
     except OSError as error:
         raise RecipeError(f"{run.recipe.where}: output: {run.folder} cannot be written: {error}.") from error
+    return lock
 
 
-def summarise(run: Run, status: str, reason: str | None) -> dict[str, Any]:
+def summarize(run: Run, status: str, reason: str | None) -> dict[str, Any]:
     """The summary of a run, as it stands; the main process writes it too. Nothing here waits for other processes: they may be gone.
 
     Raises:
@@ -139,8 +140,8 @@ def summarise(run: Run, status: str, reason: str | None) -> dict[str, Any]:
         "samples": state.samples,
         "world_size": run.world_size,
         "device": str(run.device),
-        "plugins": run.resolution.names(),
-        "disabled": run.resolution.disabled,
+        "plugins": run.plugins.names(),
+        "disabled": run.plugins.disabled,
         "train_seconds": seconds["train"],
         "startup_seconds": seconds["startup"],
         "compile_seconds": 0.0,
@@ -150,12 +151,12 @@ def summarise(run: Run, status: str, reason: str | None) -> dict[str, Any]:
         "evaluate": state.metrics.get("evaluate"),
         "test": state.metrics.get("test"),
         "best": state.best,
-        "save_errors": run.save_errors,
+        "save_errors": run.saver.errors,
     }
     if state.unreadable:
         summary["unreadable_samples"] = state.unreadable
     run.hooks.write_summary(run=run, summary=summary)
-    summary["plugin_seconds"] = run.resolution.plugin_seconds()
+    summary["plugin_seconds"] = run.plugins.plugin_seconds()
     summary["train_seconds"] = max(summary["train_seconds"] - summary["compile_seconds"], 0.0)  # compiling happens inside steps
     for name, count in (("samples", state.samples), ("tokens", state.tokens)):
         summary[f"{name}_per_second"] = count / summary["train_seconds"] if summary["train_seconds"] else 0.0

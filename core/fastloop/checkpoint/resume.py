@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator
-from concurrent import futures
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +15,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fastloop import checkpoint
-from fastloop.errors import CheckpointError, NoCheckpoint, PluginError, SaveError
+from fastloop.errors import CheckpointError, NoCheckpoint, PluginError
 from fastloop.recipe import secrets
+from fastloop.runtime.random_states import random_states, restore_random_states
 from fastloop.runtime.regions import region
-from fastloop.state import State
 
 if TYPE_CHECKING:
     from fastloop.run import Run
@@ -38,8 +36,8 @@ def save(run: Run) -> None:
         PluginError: A plugin's state holds what cannot be saved.
         SaveError: It cannot be written, and ``train.on_save_error`` says stop.
     """
-    wait_for_writing(run)
-    run.agree()  # on what became of the last one, before this one can fail too
+    wait_for_save(run)
+    run.sync_requests()  # on what became of the last one, before this one can fail too
     accelerator, scheduler = run.accelerator, run.scheduler
     with run.clock("save"), region("save"):
         state = {
@@ -47,21 +45,21 @@ def save(run: Run) -> None:
             "recipe": secrets.hidden(run.recipe.to_dict()),
             "state": run.state.to_dict(),
             "clock": dict(run.clock.seconds),
-            "data": run.fingerprints,
-            "random": run.gather(checkpoint.random_states()),
+            "data": run.loaders.fingerprints,
+            "random": run.processes.all_gather_object(random_states()),
             "optimizer": run.hooks.optimizer_state(run=run),
             "scheduler": scheduler and scheduler.state_dict(),
             "scaler": accelerator.scaler and accelerator.scaler.state_dict(),
-            "plugins": {plugin.name: call(run=run) for plugin, call in run.resolution.each("save_state")},
+            "plugins": {plugin.name: call(run=run) for plugin, call in run.plugins.each("save_state")},
         }
         path = run.folder / "checkpoints" / f"step-{run.state.step:08d}"
         try:
-            run.writing = run.hooks.write_checkpoint(run=run, folder=path, model=run.hooks.model_state(run=run), state=state)
+            pending = run.hooks.write_checkpoint(run=run, folder=path, model=run.hooks.model_state(run=run), state=state)
         except TypeError as error:
             raise PluginError(f"save_state: {error}") from error
-        run.writing_step = run.state.step
-    run.agree()
-    run.state.save_requested = False  # by a signal that came meanwhile: it is done
+        run.saver.start(pending, run.state.step)
+    run.sync_requests()
+    run.state.save_requested = False  # also when a signal came meanwhile: it is done
 
 
 def write(run: Run, path: Path, model: dict[str, Tensor], state: dict[str, Any]) -> None:
@@ -76,29 +74,15 @@ def write(run: Run, path: Path, model: dict[str, Tensor], state: dict[str, Any])
         checkpoint.rotate(run.folder, run.recipe.train.keep_checkpoints, int(path.name.removeprefix("step-")))
 
 
-def wait_for_writing(run: Run) -> None:
-    """Wait for the checkpoint that this process is writing; ``run.agree`` acts on a failure."""
-    if run.writing is not None:
+def wait_for_save(run: Run) -> None:
+    """Wait for the checkpoint that this process is writing; ``run.sync_requests`` acts on a failure."""
+    if run.saver.is_pending:
         with run.clock("save"):
-            futures.wait([run.writing])
-        look(run)
+            run.saver.wait()
 
 
-def look(run: Run) -> None:
-    """See what came of the checkpoint that this process was writing, when that is over."""
-    if run.writing is None or not run.writing.done():
-        return
-    error, run.writing = run.writing.exception(), None
-    if error is None:
-        run.saved_at = run.writing_step
-    elif isinstance(error, SaveError):
-        run.save_failure = str(error)
-    else:
-        raise error
-
-
-def find(run: Run, path: Path) -> tuple[Path, list[str]] | None:
-    """What ``--resume PATH`` goes on from, and what was passed over; None: the run's own folder holds no checkpoint yet, so it begins.
+def find(folder: Path, path: Path) -> tuple[Path, list[str]] | None:
+    """The checkpoint that ``--resume PATH`` means, and warnings about damaged ones. None: the run's own folder holds none yet.
 
     Raises:
         CheckpointError: ``PATH`` is another folder and holds none; none is whole; or the run is over and kept none.
@@ -106,7 +90,7 @@ def find(run: Run, path: Path) -> tuple[Path, list[str]] | None:
     try:
         return checkpoint.find(path)
     except NoCheckpoint:
-        if path.resolve() != run.folder.resolve():
+        if path.resolve() != folder.resolve():
             raise
         try:
             over = json.loads((path / "summary.json").read_text())["status"] == "completed"
@@ -147,21 +131,21 @@ def load(run: Run, path: Path, skipped: list[str]) -> None:
             raise CheckpointError(f"{path}: was saved with{then} a {name}, and this run is with{now} one.")
         if part is not None:
             part.load_state_dict(saved[name])
-    run.state = State(**saved["state"])
+    run.state.restore(saved["state"])
     if run.interrupted or any(saved["recipe"][key] != recipe[key] for key in ("train", "plugins")):
         run.state.stop_reason = None  # other epochs or plugins: what stopped it then may not stop it now
-    run.saved_at = run.state.step
+    run.saver.resumed(run.state.step)
     run.clock.seconds |= saved["clock"] | {"startup": run.clock.seconds["startup"]}
-    for plugin, call in run.resolution.each("load_state"):
+    for plugin, call in run.plugins.each("load_state"):
         if plugin.name not in saved["plugins"]:
             log.warning("plugin %r is not in the checkpoint: it starts anew at step %d", plugin.name, run.state.step)
         elif (state := saved["plugins"][plugin.name]) is not None:  # None: it had nothing to keep
             call(run=run, state=state)
-    for name in sorted(name for name, state in saved["plugins"].items() if state is not None and name not in run.resolution.names()):
+    for name in sorted(name for name, state in saved["plugins"].items() if state is not None and name not in run.plugins.names()):
         log.warning("plugin %r is in the checkpoint, and this run is without it", name)
     log.info("resumed from %s at step %d", path, run.state.step)
     if len(saved["random"]) == run.world_size:
-        checkpoint.restore_random_states(saved["random"][run.rank])
+        restore_random_states(saved["random"][run.rank])
     else:
         log.info("saved by %d processes, resumed on %d: dropout goes on with other random numbers", len(saved["random"]), run.world_size)
         set_seed(run.recipe.train.seed + run.state.step * run.world_size + run.rank)
@@ -173,14 +157,14 @@ def go_back(run: Run, leave_out: list[int]) -> bool:
     Returns:
         Whether there was a checkpoint to go back to.
     """
-    wait_for_writing(run)
+    wait_for_save(run)
     newest: Any = None
     if run.is_main:  # which may be writing one: all must take the same
         try:
             newest = checkpoint.find(run.folder)
         except CheckpointError as nothing:
             log.warning("there is nothing to go back to: %s", nothing)
-    newest = run.gather(newest)[0]
+    newest = run.processes.all_gather_object(newest)[0]
     if newest is None:
         return False
     given_up = [*run.state.left_out, leave_out]
@@ -196,7 +180,7 @@ def check_data(run: Run, path: Path, saved: dict[str, str]) -> None:
     Raises:
         CheckpointError: Names the splits that changed, and how.
     """
-    now = run.fingerprints
+    now = run.loaders.fingerprints
     changed = [split for split in {**saved, **now} if saved.get(split) != now.get(split)]
     if not changed:
         return
@@ -211,7 +195,7 @@ def check_data(run: Run, path: Path, saved: dict[str, str]) -> None:
 
 def _sharded_now(run: Run) -> Callable[[str, torch.Size], Tensor | None]:
     """For ``checkpoint.read``: an empty tensor, sharded as this run shards the weight or the parameter that a name belongs to."""
-    model = run.unwrapped().state_dict()
+    model = run.unwrap_model().state_dict()
     parameters = [parameter for group in run.optimizer.param_groups for parameter in group["params"]]
 
     def like(name: str, shape: torch.Size) -> Tensor | None:
@@ -222,15 +206,6 @@ def _sharded_now(run: Run) -> Callable[[str, torch.Size], Tensor | None]:
         return torch.empty_like(target) if isinstance(target, DTensor) and target.shape == shape else None
 
     return like
-
-
-@contextmanager
-def same_random_states(wanted: bool) -> Iterator[None]:
-    """What is drawn inside is drawn again by a run that goes on, and was drawn already by the one that saved: it must not count twice."""
-    states = checkpoint.random_states() if wanted else None
-    yield
-    if states is not None:
-        checkpoint.restore_random_states(states)
 
 
 def check_same(path: Path, old: dict[str, Any], now: dict[str, Any]) -> None:

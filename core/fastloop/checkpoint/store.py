@@ -33,7 +33,7 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from fastloop.errors import CheckpointError, NoCheckpoint, SaveError
 
@@ -101,42 +101,6 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
         plain[name] = tensor.clone() if storage in seen or tensor.untyped_storage().nbytes() != tensor.nbytes else tensor
         seen.add(storage)
     save_file(plain, path)
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """A tensor in one piece. For a sharded one every process must come by."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    full: Tensor = tensor.full_tensor()
-    return full
-
-
-def shaped_like(value: Any, target: Any) -> Any:
-    """A whole tensor sharded as ``target`` is, without communication; anything else as it is."""
-    if not isinstance(target, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor) or value.shape != target.shape:
-        return value
-    return distribute_tensor(value.to(target.device), target.device_mesh, target.placements, src_data_rank=None)
-
-
-def random_states() -> dict[str, Any]:
-    """Every random state that training draws from, on this process."""
-    import random
-
-    states: dict[str, Any] = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state_all()
-    return states
-
-
-def restore_random_states(states: Mapping[str, Any]) -> None:
-    """The inverse of ``random_states``. Call it before the first batch is fetched."""
-    import random
-
-    random.setstate(states["python"])
-    np.random.set_state(states["numpy"])
-    torch.set_rng_state(states["torch"])
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(states["cuda"])
 
 
 def snapshot(model: Mapping[str, Tensor], state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:

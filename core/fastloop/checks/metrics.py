@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fastloop.checkpoint import resume
 from fastloop.errors import UsageError
+from fastloop.evaluation import evaluating
+from fastloop.runtime.random_states import preserve_random_states
 from fastloop.runtime.tracebacks import user_line
 
 if TYPE_CHECKING:
@@ -46,8 +47,8 @@ def check(run: Run) -> None:
     for split, loader in run.eval_loaders.items():
         if loader.sampler is None:
             continue
-        with resume.same_random_states(True):
-            problem = next(filter(None, run.gather(_try(run, split, loader))), None)
+        with preserve_random_states():
+            problem = next(filter(None, run.processes.all_gather_object(_try(run, split, loader))), None)
         if problem:
             raise UsageError(problem)
 
@@ -85,20 +86,17 @@ def check_number(run: Run, split: str, name: str, value: Any) -> None:
 @torch.no_grad()
 def _try(run: Run, split: str, loader: Loader) -> str | None:
     """Evaluate one batch: what is wrong, or None."""
-    modes = [(module, module.training) for module in run.model.modules()]
-    run.model.eval()
     try:
-        ((batch,),) = run.placed([list(islice(loader.batches(), 1))])
-        with torch.compiler.set_stance("force_eager"):
-            output = run.hooks.compute_loss(run=run, model=run.model, batch=batch.inputs)
+        with evaluating(run.model):
+            ((batch,),) = run.to_device([list(islice(loader.batches(), 1))])
+            with torch.compiler.set_stance("force_eager"):
+                output = run.hooks.compute_loss(run=run, model=run.model, batch=batch.inputs)
     except torch.OutOfMemoryError:
         if run.world_size > 1:  # the other processes may wait for this one inside the model
             raise
         log.warning("a batch of %s does not fit into memory: its metrics were not tried", split)
         return None
     finally:
-        for module, training in modes:
-            module.training = training
         if run.world_size > 1:
             _reshard(run.model)
     return _failing(run, split, output) if batch.samples else None  # none: only here to compute along

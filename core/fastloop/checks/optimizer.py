@@ -15,7 +15,7 @@ from fastloop.errors import PluginError
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from fastloop.run import Run
+    from fastloop.hooks import PluginSet
 
 log = logging.getLogger("fastloop")
 
@@ -59,6 +59,7 @@ class OptimizerCheck:
     ``prepare`` or ``after_prepare`` makes is an error.
 
     Args:
+        where: The recipe, for messages.
         model: After ``before_prepare``.
         optimizer: From ``build_optimizer``.
 
@@ -66,8 +67,8 @@ class OptimizerCheck:
         accepted: The parameters that differ from the start, by ``id``.
     """
 
-    def __init__(self, run: Run, model: nn.Module, optimizer: Any) -> None:
-        self.run = run
+    def __init__(self, where: str, plugins: PluginSet, model: nn.Module, optimizer: Any) -> None:
+        self.where, self.plugins, self.optimizer = where, plugins, optimizer
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.built = list(model.parameters())  # keeps replaced ones alive, so that no `id` is used twice
         missing, orphans = missing_parameters(model, optimizer), orphaned_parameters(model, optimizer)
@@ -92,8 +93,9 @@ class OptimizerCheck:
         """Check what one plugin's ``after_prepare`` left behind."""
         self._check([plugin], "after_prepare", model)
 
-    def prepared(self, model: nn.Module) -> None:
+    def prepared(self, model: nn.Module, optimizer: Any) -> None:
         """Check what ``prepare`` left behind."""
+        self.optimizer = optimizer
         self._check(self._called("prepare"), "prepare", model)
 
     def _check(self, plugins: list[str], hook: str, model: nn.Module) -> None:
@@ -102,9 +104,8 @@ class OptimizerCheck:
         Raises:
             PluginError: They differ by more than ``accepted``.
         """
-        optimizer = self.run.optimizer
-        missing = [name for name, weight in missing_parameters(model, optimizer).items() if id(weight) not in self.accepted]
-        orphans = [weight for weight in orphaned_parameters(model, optimizer) if id(weight) not in self.accepted]
+        missing = [name for name, weight in missing_parameters(model, self.optimizer).items() if id(weight) not in self.accepted]
+        orphans = [weight for weight in orphaned_parameters(model, self.optimizer) if id(weight) not in self.accepted]
         if not missing and not orphans:
             return
         found = f" Not in the optimizer, so they would never train: {by_module(missing)}." if missing else ""
@@ -112,14 +113,14 @@ class OptimizerCheck:
             names = by_module(self.names.get(id(weight), "an unknown parameter") for weight in orphans)
             found += f" In the optimizer, but no longer in the model: {names}."
         raise PluginError(
-            f"{self.run.recipe.where}: {_listed(plugins)} changed the model's parameters in {hook}, after the optimizer was built.{found} "
+            f"{self.where}: {_listed(plugins)} changed the model's parameters in {hook}, after the optimizer was built.{found} "
             "Change parameters in before_prepare, or change the optimizer's param_groups along with them. An optimizer that holds other "
             "tensors, such as flat shards, needs a method model_parameters() that returns the parameters that it steps."
         )
 
     def _called(self, hook: str) -> list[str]:
         """The plugins whose implementation of a hook was called, in order."""
-        return [calls.plugin for calls in self.run.resolution.calls() if calls.hook == hook]
+        return [calls.plugin for calls in self.plugins.calls() if calls.hook == hook]
 
 
 def _listed(plugins: list[str]) -> str:

@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fastloop.checks.optimizer import by_module, missing_parameters
-
-if TYPE_CHECKING:
-    from fastloop.run import Run
 
 log = logging.getLogger("fastloop")
 
@@ -67,33 +65,41 @@ class UpdateCheck:
     optimizer's parameters are examined.
 
     Args:
+        model: As trained.
+        built_model: The model as built, whose parameter names messages use.
+        optimizer: As the loop steps it.
+        device: Where samples are compared.
         accepted: Parameters that were left out of the optimizer on purpose, by ``id``.
 
     Attributes:
+        is_done: Whether the check has its answer: later steps are not examined.
         pending: Name -> each parameter that is not yet known to change; None before the first step.
     """
 
-    def __init__(self, accepted: dict[int, Tensor]) -> None:
-        self.accepted = accepted
+    def __init__(self, model: nn.Module, built_model: nn.Module, optimizer: Any, device: torch.device, accepted: dict[int, Tensor]) -> None:
+        self.model, self.built_model, self.optimizer, self.device, self.accepted = model, built_model, optimizer, device, accepted
+        self.is_done = False
         self.pending: dict[str, Tensor] | None = None
         self.missing: list[str] = []
         self.samples: list[Sample] = []
         self.step, self.due = 0, 1
 
     @torch.no_grad()
-    def before_step(self, run: Run) -> None:
+    def before_step(self) -> None:
         """Sample parameters when this step is to be examined. Gradients are final."""
+        if self.is_done:
+            return
         self.step += 1
         self.samples = []
         if self.step < self.due:
             return
         if self.pending is None:
-            names = {id(weight): name for name, weight in run.unwrapped().named_parameters()}  # without what strategies put before them
-            trained = {names.get(id(weight), name): weight for name, weight in run.model.named_parameters() if weight.requires_grad}
-            left_out = {id(weight) for weight in missing_parameters(run.model, run.optimizer).values()}
+            names = {id(weight): name for name, weight in self.built_model.named_parameters()}  # without what strategies put before them
+            trained = {names.get(id(weight), name): weight for name, weight in self.model.named_parameters() if weight.requires_grad}
+            left_out = {id(weight) for weight in missing_parameters(self.model, self.optimizer).values()}
             self.missing = [name for name, weight in trained.items() if id(weight) in left_out - self.accepted.keys()]
             self.pending = {name: weight for name, weight in trained.items() if id(weight) not in left_out}
-        rates = {id(weight): float(group.get("lr", 0.0)) for group in run.optimizer.param_groups for weight in group["params"]}
+        rates = {id(weight): float(group.get("lr", 0.0)) for group in self.optimizer.param_groups for weight in group["params"]}
         for name, parameter in self.pending.items():
             weight, gradient = _local(parameter), _local(parameter.grad)
             if gradient is None or gradient.is_sparse or gradient.is_complex() or not gradient.numel() or id(parameter) not in rates:
@@ -103,15 +109,19 @@ class UpdateCheck:
             self.samples.append(Sample(name, rates[id(parameter)], weight, places, weight.reshape(-1)[places], sizes))
 
     @torch.no_grad()
-    def after_step(self, run: Run) -> None:
-        """Compare, and end the check when it has its answer."""
-        if self.step < self.due:
+    def after_step(self, was_skipped: Callable[[], bool]) -> None:
+        """Compare, and end the check when it has its answer.
+
+        Args:
+            was_skipped: Whether loss scaling skipped the step; called only for a step that is examined.
+        """
+        if self.is_done or self.step < self.due:
             return
         self.due *= 2
         assert self.pending is not None
         found = f" Not in the optimizer: {by_module(self.missing)}." if self.missing else ""
-        if self.samples and not run.step_was_skipped():
-            elements = _read(self.samples, run.device)
+        if self.samples and not was_skipped():
+            elements = _read(self.samples, self.device)
             if all(math.isfinite(element.gradient) for element in elements):  # else a plugin may have skipped the step on the device
                 changed = {element.name for element in elements if element.change != 0}
                 self.pending = {name: weight for name, weight in self.pending.items() if name not in changed}
@@ -129,7 +139,7 @@ class UpdateCheck:
                 found,
             )
         if found or not self.pending:
-            run.update_check = None
+            self.is_done, self.pending = True, {}
 
 
 def _visible(elements: list[Element]) -> list[str]:

@@ -13,7 +13,7 @@ import typer
 from fastloop import __version__
 from fastloop.cli import doctor, plan, plugins, recipes, schema, train
 from fastloop.cli.commands import Commands
-from fastloop.distributed import launch
+from fastloop.distributed import launch, signals
 from fastloop.errors import DataError, FastloopError, PluginCrash, ProcessLost, UsageError, UserCodeError
 from fastloop.recipe import secrets
 
@@ -61,14 +61,14 @@ def main() -> None:
             print(secrets.hide("".join(traceback.format_exception(error.__cause__))), end="", file=sys.stderr)
         print(f"error: {secrets.hide(str(error))}", file=sys.stderr)
         sys.exit(error.exit_code)
-    except launch.Stopped as stop:
+    except signals.Stopped as stop:
         if launch.rank() == 0:
             print(f"stopped by {stop}", file=sys.stderr)
         raise
     except KeyboardInterrupt:
         if launch.rank() == 0:
             print("interrupted", file=sys.stderr)
-        sys.exit(launch.INTERRUPTED)
+        sys.exit(signals.EXIT_INTERRUPTED)
 
 
 def process() -> None:

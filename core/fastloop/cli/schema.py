@@ -14,8 +14,8 @@ def schema(
     every: Annotated[bool, typer.Option("--all", help="Import other packages' plugins too, for their options.")] = False,
 ) -> None:
     """Print the JSON Schema of recipes: every section, every installed plugin, every option."""
+    from fastloop.cli.recipe_schema import recipe_schema
     from fastloop.errors import UsageError
-    from fastloop.recipe.schema import recipe_schema
 
     made, problems = recipe_schema(every)
     for line in problems:

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fastloop.cli.arguments import Overrides, RecipeName, With, Without, names
-from fastloop.distributed import launch
+from fastloop.distributed import launch, signals
 from fastloop.recipe import secrets
 
 if TYPE_CHECKING:
-    from fastloop.hooks import Resolution
+    from fastloop.hooks import PluginSet
 
 
 def with_resume_value(arguments: list[str]) -> list[str]:
@@ -66,33 +66,35 @@ def train(
         resumed = [] if resume is None else [f"--resume={resume}"]
         raise typer.Exit(launch.launch([*command, *resumed], nproc, nnodes, node_rank, master, Path(loaded.output)))
     launch.end_with_launcher()
-    with launch.on_signals(launch.stop_now):
+    with signals.on_signals(signals.stop_now):
         show_messages()
         with libraries():
             launch.start_again(select(loaded).environment(loaded))
             resolution = resolve(loaded)
-            from fastloop.run import Run  # here, so that what is wrong with a recipe is said before torch is loaded
+            from fastloop.lifecycle import build, execute  # here, so that errors of the recipe are shown before torch is loaded
 
-            run = Run(loaded, resolution, launch.resume_from(resume, Path(loaded.output)))
-        with run.interruptible():
-            summary = run.execute()
+            run = build(loaded, resolution, launch.resume_from(resume, Path(loaded.output)))
+        with run.signals.handled(run.rank, run.world_size):
+            summary = execute(run)
             if run.is_main:
                 if trace_hooks:
                     show_calls(resolution)
                 show_summary(summary, run.folder)
                 if run.interrupted:
                     again = " ".join(filter(None, ["fastloop", *command, launch.options(), "--resume"]))
-                    saved = "and saved" if run.saved_at == run.state.step else f"(newest checkpoint: {run.saved_at})"
+                    saved = (
+                        "and saved" if run.saver.last_saved_step == run.state.step else f"(newest checkpoint: {run.saver.last_saved_step})"
+                    )
                     typer.echo(secrets.hide(f"Stopped {saved} at step {run.state.step}. Go on with: {again}"))
-            run.wait()  # launchers end the others when the first leaves with a code other than 0
-            run.close()
-            code = launch.stop_code(run.interrupted) if run.interrupted else 0
+            run.processes.barrier()  # launchers end the others when the first leaves with a code other than 0
+            run.processes.close()
+            code = signals.exit_code(run.interrupted) if run.interrupted else 0
             if run.world_size > 1:
                 launch.leave(code)
     raise typer.Exit(code)
 
 
-def show_calls(resolution: Resolution) -> None:
+def show_calls(resolution: PluginSet) -> None:
     """What plugins' hooks did in this process, in the order of their first calls."""
     import rich
     from rich.table import Table

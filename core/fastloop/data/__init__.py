@@ -8,6 +8,7 @@ draws from the global random state: dropout sees the same numbers with and witho
 
 from fastloop.data.datasets import fingerprint
 from fastloop.data.loader import Loader
+from fastloop.data.loaders import Loaders
 from fastloop.data.sampler import StepSampler
 
-__all__ = ["Loader", "StepSampler", "fingerprint"]
+__all__ = ["Loader", "Loaders", "StepSampler", "fingerprint"]

@@ -14,14 +14,14 @@ from fastloop.state import AcceleratorDraft
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from fastloop.hooks import Resolution
+    from fastloop.hooks import PluginSet
 
 
 PRECISIONS = ("no", "bf16", "fp16")
 """Accelerate's mixed precisions that keep the model's parameters. Its fp8 replaces them after the optimizer was built."""
 
 
-def build_accelerator(recipe: Recipe, resolution: Resolution) -> Accelerator:
+def build_accelerator(recipe: Recipe, resolution: PluginSet) -> Accelerator:
     """The run's one ``Accelerator``, made of what plugins wrote into the draft.
 
     Raises:
@@ -62,11 +62,11 @@ STRATEGIES = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE
 """What ``accelerate launch`` can ask for beside plain processes; a plugin of that name does it here."""
 
 
-def _strategy(resolution: Resolution) -> str | None:
+def _strategy(resolution: PluginSet) -> str | None:
     return next((plugin.name for plugin in resolution.plugins if plugin.slot == "strategy"), None)
 
 
-def check_launcher(recipe: Recipe, resolution: Resolution, precision: str, processes: int) -> None:
+def check_launcher(recipe: Recipe, resolution: PluginSet, precision: str, processes: int) -> None:
     """Hold what ``accelerate launch`` and its configuration file ask for against the recipe.
 
     Args:

@@ -17,11 +17,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from fastloop.distributed.signals import EXIT_INTERRUPTED, EXIT_STOPPED, STOP_TIMEOUT, on_signals
 from fastloop.errors import UsageError
 from fastloop.recipe import secrets
 
@@ -29,51 +29,6 @@ LAUNCHER = "FASTLOOP_LAUNCHER"
 """The variable that tells a process who started it, and how: pid and options."""
 PATIENCE = 10.0
 """Seconds that processes get to end by themselves when another has stopped, or when they are to stop at once."""
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""What asks a run to save and stop: Ctrl-C; schedulers, containers and init systems; SLURM's warning (``--signal=USR1@120``)."""
-STOP_WITHIN = 600.0
-"""Seconds that a run gets to do so."""
-INTERRUPTED = 130
-"""The exit code after Ctrl-C: somebody wanted it to end."""
-STOPPED = 75
-"""After any other of ``SIGNALS``, for a scheduler to start the same again with --resume: ``EX_TEMPFAIL`` of sysexits.h, "try again"."""
-
-
-def stop_code(name: str) -> int:
-    """The exit code of a run that ends because of a signal."""
-    return INTERRUPTED if name == "SIGINT" else STOPPED
-
-
-class Stopped(SystemExit):
-    """A signal that ends the process at once."""
-
-    def __init__(self, signum: int) -> None:
-        self.name = signal.Signals(signum).name
-        super().__init__(stop_code(self.name))
-
-    def __str__(self) -> str:
-        return f"{self.name}, at once"
-
-
-def stop_now(signum: int, frame: Any) -> NoReturn:
-    """Handles a signal where there is nothing to save.
-
-    Raises:
-        KeyboardInterrupt: For SIGINT.
-        Stopped: For the others.
-    """
-    raise KeyboardInterrupt if signum == signal.SIGINT else Stopped(signum)
-
-
-@contextmanager
-def on_signals(handler: Callable[[int, Any], Any]) -> Iterator[None]:
-    """While inside, ``handler`` takes all of ``SIGNALS`` but those that are ignored: a shell has its background jobs ignore Ctrl-C."""
-    previous = {number: signal.signal(number, handler) for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN}
-    try:
-        yield
-    finally:
-        for number, before in previous.items():
-            signal.signal(number, before)
 
 
 def _from_environment(*names: str) -> int | None:
@@ -132,7 +87,7 @@ def launch(arguments: Sequence[str], nproc: int, nnodes: int, node_rank: int, ma
     index = _wait(processes)
     if index is None:
         codes = [process.returncode for process in processes]
-        return INTERRUPTED if INTERRUPTED in codes else STOPPED if any(codes) else 0
+        return EXIT_INTERRUPTED if EXIT_INTERRUPTED in codes else EXIT_STOPPED if any(codes) else 0
     failed = processes[index]
     if failed.returncode > 0:  # it has said why
         return int(failed.returncode)
@@ -177,7 +132,7 @@ def _wait(processes: list[subprocess.Popen[bytes]]) -> int | None:
 
     def pass_on(signum: int, frame: Any) -> None:
         nonlocal deadline
-        deadline = min(deadline, time.monotonic() + (PATIENCE if signum in asked else STOP_WITHIN))
+        deadline = min(deadline, time.monotonic() + (PATIENCE if signum in asked else STOP_TIMEOUT))
         asked.add(signum)
         for process in processes:
             if process.poll() is None:
@@ -187,10 +142,10 @@ def _wait(processes: list[subprocess.Popen[bytes]]) -> int | None:
         with on_signals(pass_on):
             while True:
                 codes = [process.poll() for process in processes]
-                failed = next((index for index, code in enumerate(codes) if code not in (None, 0, INTERRUPTED, STOPPED)), None)
+                failed = next((index for index, code in enumerate(codes) if code not in (None, 0, EXIT_INTERRUPTED, EXIT_STOPPED)), None)
                 if failed is not None or None not in codes:
                     return failed
-                if INTERRUPTED in codes or STOPPED in codes:  # they stop together
+                if EXIT_INTERRUPTED in codes or EXIT_STOPPED in codes:  # they stop together
                     deadline = min(deadline, time.monotonic() + PATIENCE)
                 if time.monotonic() > deadline:
                     print("error: not all processes stopped in time: the others are ended.", file=sys.stderr)

@@ -21,7 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from fastloop import Plugin, UsageError, checkpoint, hookimpl
-from fastloop.hooks import Resolution
+from fastloop.distributed.tensors import gather_full
+from fastloop.hooks import PluginSet
+from fastloop.lifecycle import build, execute
 from fastloop.numerics import switch_dropout_off
 from fastloop.plugin import defaults
 from fastloop.recipe import Recipe, make_recipe
@@ -95,9 +97,9 @@ class Watch(Plugin):
 
     @hookimpl
     def before_fit(self, run: Run) -> None:
-        if run.found is not None and run.world_size == 1:
-            saved = checkpoint.read(run.found[0])[1]["plugins"].get(self.of)
-            now = [call(run=run) for plugin, call in run.resolution.each("save_state") if plugin.name == self.of]
+        if run.resume_point is not None and run.world_size == 1:
+            saved = checkpoint.read(run.resume_point[0])[1]["plugins"].get(self.of)
+            now = [call(run=run) for plugin, call in run.plugins.each("save_state") if plugin.name == self.of]
             self.states = saved, copy.deepcopy(now[0]) if now else None
 
     @hookimpl
@@ -105,9 +107,9 @@ class Watch(Plugin):
         if self.found["losses"]:
             return
         scale = run.accelerator.scaler.get_scale() if run.accelerator.scaler is not None else 1.0
-        for name, parameter in run.unwrapped().named_parameters():
+        for name, parameter in run.unwrap_model().named_parameters():
             if parameter.grad is not None:
-                self.found["gradients"][name] = checkpoint.whole(parameter.grad).detach().cpu().clone() / scale
+                self.found["gradients"][name] = gather_full(parameter.grad).detach().cpu().clone() / scale
 
     @hookimpl
     def after_step(self, run: Run, loss: Tensor) -> None:
@@ -122,7 +124,7 @@ class Watch(Plugin):
     def result(self, run: Run, summary: dict[str, Any]) -> Trained:
         """What was recorded. Every process must come by."""
         seconds = [after - before for before, after in zip(self.ends, self.ends[1:], strict=False)]
-        weights = {name: tensor.clone() for name, tensor in run.weights().items()}
+        weights = {name: tensor.clone() for name, tensor in run.full_state_dict().items()}
         return Trained(**self.found, seconds=seconds, weights=weights, replicas=_replicas(run), states=self.states, summary=summary)
 
 
@@ -144,7 +146,7 @@ class Stops(Plugin):
     @hookimpl
     def after_step(self, run: Run) -> None:
         if run.state.step == STOPS_AT:
-            run.signalled = "SIGINT"
+            run.signals.record("SIGINT")
 
 
 class Dies(Plugin):
@@ -166,7 +168,7 @@ def _replicas(run: Run) -> str:
     from torch.distributed.tensor import DTensor
 
     digest = hashlib.sha256()
-    for name, parameter in run.unwrapped().named_parameters():
+    for name, parameter in run.unwrap_model().named_parameters():
         if not isinstance(parameter, DTensor):
             digest.update(name.encode() + parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
@@ -184,8 +186,8 @@ def train(recipe: Mapping[str, Any] | Recipe, *objects: Plugin, resume: Path | N
     recipe = recipe if isinstance(recipe, Recipe) else make_recipe(recipe)
     resolution = resolve(recipe, objects=[plugin for plugin in objects if not isinstance(plugin, Still)])
     first = [plugin for plugin in objects if isinstance(plugin, Still)]  # before plugins that look for dropout
-    run = Run(recipe, Resolution([*first, *resolution.plugins, watch], resolution.reasons), resume)
-    return watch.result(run, run.execute())
+    run = build(recipe, PluginSet([*first, *resolution.plugins, watch], resolution.reasons), resume)
+    return watch.result(run, execute(run))
 
 
 @cache

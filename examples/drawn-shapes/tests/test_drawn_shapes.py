@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 from fastloop import RecipeError
+from fastloop.lifecycle import build, execute
 from fastloop.recipe import make_recipe
 from fastloop.registry import resolve
-from fastloop.run import Run
 from fastloop.testing import Conformance
 
 from drawn_shapes import SHAPES, DrawnShapes, draw
@@ -18,8 +18,8 @@ def fit(tmp_path):
     def call(options, **train):
         tree = {"train": train, "plugins": [{"drawn-shapes": options}], "output": str(tmp_path / "run")}
         recipe = make_recipe(tree)
-        run = Run(recipe, resolve(recipe))
-        return run, run.execute()
+        run = build(recipe, resolve(recipe))
+        return run, execute(run)
 
     return call
 
@@ -70,7 +70,7 @@ def test_it_refuses_sections_that_it_does_not_read():
     tree = {"data": {"name": "imdb"}, "plugins": ["drawn-shapes"]}
     recipe = make_recipe(tree)
     with pytest.raises(RecipeError, match="recipe: data: 'drawn-shapes' has its own. Leave the section out"):
-        Run(recipe, resolve(recipe))
+        build(recipe, resolve(recipe))
 
 
 def test_it_refuses_more_classes_than_there_are_shapes():

@@ -76,7 +76,7 @@ class CheckpointBest(Plugin):
         from fastloop import checkpoint
 
         path = run.folder / self.path(self.kept[0][0])
-        run.wait()  # for the main process to have written them
+        run.processes.barrier()  # for the main process to have written them
         if wrong := checkpoint.damage(path):
             raise UsageError(f"{path}: the best weights cannot be used: {wrong}.")
         run.hooks.load_model_state(run=run, state=checkpoint.read(path)[0])
@@ -116,13 +116,14 @@ class CheckpointBest(Plugin):
         worst = self.kept[-1][1] if len(self.kept) == self.config.keep else None
         if not self.monitor.better(value, worst):
             return
-        weights = run.weights()
+        weights, failed = run.full_state_dict(), False
         if run.is_main:
             try:
                 checkpoint.write(run.folder / self.path(step), weights, {"step": step, "value": value})
             except SaveError as error:
-                run.save_failure = str(error)
-        if any(run.gather(run.save_failure)):  # it is not kept: on all processes
+                run.saver.report_failure(str(error))
+                failed = True
+        if any(run.processes.all_gather_object(failed)):  # it is not kept: on all processes
             return
         place = next((index for index, (_, old) in enumerate(self.kept) if self.monitor.better(value, old)), len(self.kept))
         self.kept.insert(place, (step, value))

@@ -79,7 +79,7 @@ class Ledger(Plugin):
             self._open(run)
             if not self.has_ids:
                 logger.warning("ledger: %s shards itself: its samples have no ids to check, and are only counted", type(dataset).__name__)
-        run.wait()  # the folder is there
+        run.processes.barrier()  # the folder is there
         if run.rank in files.ranks():
             files.cut(run.rank, run.state.step)
         self.file = files.path(run.rank).open("a")
@@ -87,8 +87,8 @@ class Ledger(Plugin):
     def _open(self, run: Run) -> None:
         """Make the folder; when a run goes on, with what was recorded before."""
         files = self.files
-        if run.found is not None:
-            source = run.found[0].resolve().parent.parent / "ledger"
+        if run.resume_point is not None:
+            source = run.resume_point[0].resolve().parent.parent / "ledger"
             if source.is_dir() and source != files.folder.resolve():  # it goes on in another folder
                 shutil.copytree(source, files.folder, dirs_exist_ok=True)
         files.folder.mkdir(exist_ok=True)
@@ -147,14 +147,14 @@ class Ledger(Plugin):
         Raises:
             LedgerError: Samples are missing or came more than once; on every process.
         """
-        run.wait()  # all have written
+        run.processes.barrier()  # all have written
         wrong = ""
         if run.is_main:
             try:
                 wrong = self._check(run, epoch, samples, done)
             except (OSError, ValueError, KeyError, TypeError) as error:
                 wrong = f"{self.files.folder} cannot be read: {type(error).__name__}: {error}"
-        wrong = run.gather(wrong)[0]
+        wrong = run.processes.all_gather_object(wrong)[0]
         if not wrong:
             return
         message = f"plugin 'ledger': epoch {epoch}: {wrong}. Every sample must come once an epoch. What came is in {self.files.folder}."

@@ -112,7 +112,8 @@ class LengthBucketing(Plugin):
         sampler: Any = run.train_loader.sampler
         ids, size = sampler.order(), sampler.batch_size
         steps = [sampler.micro_batches(ids[first : first + size]) for first in range(0, len(ids), size)]
-        plain = [list(range(first, min(first + run.device_batch_size, len(ids)))) for first in range(0, len(ids), run.device_batch_size)]
+        micro = run.loaders.micro_batch_size
+        plain = [list(range(first, min(first + micro, len(ids)))) for first in range(0, len(ids), micro)]
         shapes = self.shapes(lengths, (batch for step in steps for batch in step))
         share, before = (self.padding(lengths, found) for found in (shapes, self.shapes(lengths, plain)))
         logger.info("length-bucketing: %.0f%% of what is computed is padding, instead of %.0f%%", 100 * share, 100 * before)

@@ -76,7 +76,7 @@ class Packing(Plugin):
         collate = yield
         if split != "train":
             return partial(pack_with, self.collator, collate)
-        self.collator = PackedCollator(collate, self.config.multiple or run.loading.pad_to_multiple_of)
+        self.collator = PackedCollator(collate, self.config.multiple or run.loader_settings.pad_to_multiple_of)
         return self.collator
 
     @hookimpl
@@ -85,7 +85,7 @@ class Packing(Plugin):
         if found is None:
             raise PluginError(f"{run.recipe.where}: plugins.packing: {type(model).__name__} is no transformers model. Leave this out.")
         elsewhere = any(parameter.is_meta for parameter in model.parameters())  # the main process has the weights
-        answers = run.gather(self.adapt(run, model, found, trial=not elsewhere))
+        answers = run.processes.all_gather_object(self.adapt(run, model, found, trial=not elsewhere))
         answer = next(answer for answer in answers if answer is not None)
         if isinstance(answer, str):
             raise PluginError(f"{run.recipe.where}: plugins.packing: {type(found).__name__} cannot be packed: {answer}. Leave this out.")
@@ -166,7 +166,7 @@ class Packing(Plugin):
         else:
             logger.info("packing: %.0f%% of what would be computed is padding, and is left out", 100 * share)
         if run.device.type == "cuda" and self.config.multiple is None:
-            self.collator.multiple = multiple_for(rows, run.loading.pad_to_multiple_of or MULTIPLE)
+            self.collator.multiple = multiple_for(rows, run.loader_settings.pad_to_multiple_of or MULTIPLE)
         widths = [self.collator.width(row) for row in rows]
         logger.info(
             "packing: rows are padded to a multiple of %d tokens: %d shapes, %.0f%% more tokens",

@@ -78,7 +78,7 @@ class Prefetch(Plugin):
     def check_run(self, run: Run) -> None:
         if self.kind != "cuda":
             logger.warning("prefetch: the device is %s: there is nothing to copy; only token ids are kept", self.kind)
-        elif not run.loading.num_workers:
+        elif not run.loader_settings.num_workers:
             logger.warning("prefetch: no workers read batches, so none is copied ahead. Add dataloader-workers, with num_workers from 1.")
 
     def copied(self, steps: Iterable[list[Batch]], place: Callable[[list[Batch]], list[Batch]]) -> Iterator[list[Batch]]:

@@ -56,7 +56,7 @@ class Finite(Plugin):
 
     @hookimpl
     def check_run(self, run: Run) -> None:
-        names, action = run.resolution.names(), self.config.action
+        names, action = run.plugins.names(), self.config.action
         where = f"{run.recipe.where}: plugins.finite.action: {action}:"
         if action == "skip" and "deepspeed" in names:
             raise PluginError(f"{where} 'deepspeed' keeps the gradients to itself. Take stop or rollback.")
@@ -88,7 +88,7 @@ class Finite(Plugin):
     @hookimpl
     def after_step(self, run: Run) -> None:
         self.counts["overflows"] += run.step_was_skipped()
-        if run.stopping():
+        if run.schedule.should_stop():
             self.look(run)
 
     @hookimpl

@@ -135,5 +135,5 @@ class Watchdog(Plugin):
 
         print(f"error: {reason}", file=sys.stderr, flush=True)
         with suppress(Exception):
-            folder.summarise(run, "failed", reason)
+            folder.summarize(run, "failed", reason)
         os._exit(1)

@@ -91,7 +91,7 @@ class Attention(Plugin):
         precision, device = run.accelerator.mixed_precision, run.device.type
         if not getattr(model, "_supports_sdpa", False):
             return "eager", f"{type(model).__name__} knows no other"
-        if device == "cpu" and "compile" in run.resolution.names():
+        if device == "cpu" and "compile" in run.plugins.names():
             return "sdpa", "compile would end a graph at every other kernel"
         if device == "cpu":
             return "blocked", "the device is cpu"

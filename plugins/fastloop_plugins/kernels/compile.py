@@ -130,7 +130,7 @@ class Compile(Plugin):
         if wanted and not self.records:
             logger.warning("compile: mode %s: CUDA graphs are inductor's, for CUDA: none is recorded", self.config.mode)
         self.before = seconds()
-        for module in self._targets(run.unwrapped()):  # inside what a strategy put around it, which no graph can hold
+        for module in self._targets(run.unwrap_model()):  # inside what a strategy put around it, which no graph can hold
             compile_in_place(module, self)
 
     @hookimpl

@@ -74,7 +74,7 @@ class ActivationCheckpointing(Plugin):
 
     @hookimpl
     def check_run(self, run: Run) -> None:
-        for plugin in run.resolution.plugins:
+        for plugin in run.plugins:
             backend = plugin.config.backend if plugin.name == "compile" else ""
             if "eager" in backend and "aot" not in backend:
                 raise PluginError(

@@ -60,10 +60,10 @@ class FitMemory(Plugin):
         path, found = run.folder / "fit_memory.json", None
         if run.is_main and path.is_file():
             found = json.loads(path.read_text())
-        found = run.gather(found)[0]
+        found = run.processes.all_gather_object(found)[0]
         if found is not None and found["recipe"] == self.recipe(run):
             self.take(run, found["sizes"])
-            logger.info("fit-memory: begins with what fitted before: %s samples a micro-batch", run.device_batch_size)
+            logger.info("fit-memory: begins with what fitted before: %s samples a micro-batch", run.loaders.micro_batch_size)
 
     @hookimpl
     def before_fit(self, run: Run) -> None:
@@ -126,7 +126,7 @@ class FitMemory(Plugin):
             if loader is None or (split == "train" and run.recipe.train.batch_size % (size * run.world_size)):
                 continue  # of other processes, or another data section
             if size < loader.device_batch_size or (loader.sampler is not None and pieces > loader.sampler.pieces):
-                run.divide(split, size, pieces)
+                run.loaders.set_micro_batch_size(split, size, pieces)
                 self.sizes[split] = [size, pieces]
 
     @staticmethod

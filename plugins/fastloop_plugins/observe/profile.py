@@ -78,7 +78,7 @@ class Profile(Plugin):
                 acc_events=True,
             )
         )
-        self.open.enter_context(run.resolution.around(region))
+        self.open.enter_context(run.plugins.around(region))
 
     @hookimpl(trylast=True)
     def after_step(self) -> None:

@@ -68,5 +68,5 @@ class TorchaoFp8(Plugin):
             )
             return
         logger.info("torchao-fp8: %d linear layers, %s", len(converted), self.config.recipe)
-        if "compile" not in run.resolution.names():
+        if "compile" not in run.plugins.names():
             logger.warning("torchao-fp8: without the plugin compile, casting to fp8 may take longer than fp8 saves")

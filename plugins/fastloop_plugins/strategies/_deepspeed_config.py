@@ -112,14 +112,14 @@ class Configuration:
         """
         precision, options = run.accelerator.mixed_precision, self.options
         self.half = precision == "fp16" or look(self.json, "bf16.enabled") is True
-        if run.loading.split is not None:
-            splitter = run.loading.writers["split"]
+        if run.loader_settings.split is not None:
+            splitter = run.loader_settings.writers["split"]
             raise PluginError(
                 f"{run.recipe.where}: plugins.deepspeed: its steps are of one number of micro-steps, and {splitter!r} splits each as its "
                 f"samples want it. Take another strategy, or leave out the option of {splitter!r} that does so."
             )
-        self._agree("train_micro_batch_size_per_gpu", "the batch of a device", run.device_batch_size)
-        self._agree("gradient_accumulation_steps", "the number of micro-steps", run.micro_steps)
+        self._agree("train_micro_batch_size_per_gpu", "the batch of a device", run.loaders.micro_batch_size)
+        self._agree("gradient_accumulation_steps", "the number of micro-steps", run.loaders.micro_steps)
         says = f"in the recipe, whose precision is {precision!r}, it"
         for kind in ("bf16", "fp16"):
             self._agree(f"{kind}.enabled", says, precision == kind)
@@ -132,8 +132,8 @@ class Configuration:
         for section in ("optimizer", "scheduler"):  # the recipe's are used; these were found to say nothing else
             config.pop(section, None)
         config["train_batch_size"] = run.recipe.train.batch_size
-        config["train_micro_batch_size_per_gpu"] = run.device_batch_size
-        config["gradient_accumulation_steps"] = run.micro_steps
+        config["train_micro_batch_size_per_gpu"] = run.loaders.micro_batch_size
+        config["gradient_accumulation_steps"] = run.loaders.micro_steps
         config["gradient_clipping"] = (run.recipe.train.clip_norm or 0.0) if self.stage else 0.0  # stage 0 is clipped by the plugin
         config.setdefault("zero_allow_untested_optimizer", True)
         config.setdefault("zero_force_ds_cpu_optimizer", False)

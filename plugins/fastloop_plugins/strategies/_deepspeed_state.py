@@ -37,7 +37,7 @@ class Sharded:
         """On the main process: name -> whole tensor. Every process must come by, as with the others here."""
         whole: dict[int, Any] = {}
         state: dict[str, Any] = {}
-        for name, value in run.unwrapped().state_dict(keep_vars=True).items():
+        for name, value in run.unwrap_model().state_dict(keep_vars=True).items():
             if id(value) not in whole:  # tied weights are gathered once
                 full = self._whole(value)
                 whole[id(value)] = full.cpu() if run.is_main and hasattr(full, "cpu") else full if run.is_main else None
@@ -67,7 +67,7 @@ class Sharded:
         import torch
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
 
-        own = run.unwrapped().state_dict(keep_vars=True)
+        own = run.unwrap_model().state_dict(keep_vars=True)
         shapes = {name: tuple(getattr(value, "ds_shape", getattr(value, "shape", ()))) for name, value in own.items()}
         wrong = [f"it lacks {name!r}" for name in own if name not in state]
         wrong += [f"{name!r} is not in the model" for name in state if name not in own]

@@ -87,17 +87,17 @@ class DDP(Plugin):
     def check_run(self, run: Run) -> None:
         if run.world_size == 1:
             logger.info("ddp: one process, so there is nothing to exchange")
-        elif self.config.static_graph and run.loading.split is not None:
-            splitter = run.loading.writers["split"]
+        elif self.config.static_graph and run.loader_settings.split is not None:
+            splitter = run.loader_settings.writers["split"]
             raise PluginError(
                 f"{run.recipe.where}: plugins.ddp.static_graph: torch cannot hold gradients back with it, and {splitter!r} splits each "
                 "step as its samples want it. Set it to false."
             )
-        elif self.config.static_graph and run.micro_steps > 1:  # torch's reducer fails an assertion of its own
+        elif self.config.static_graph and run.loaders.micro_steps > 1:  # torch's reducer fails an assertion of its own
             fits = run.recipe.train.batch_size // run.world_size
             raise PluginError(
                 f"{run.recipe.where}: plugins.ddp.static_graph: torch cannot hold gradients back with it, and steps are of "
-                f"{run.micro_steps} micro-steps. Set it to false, or train.device_batch_size to {fits}."
+                f"{run.loaders.micro_steps} micro-steps. Set it to false, or train.device_batch_size to {fits}."
             )
 
     @hookimpl(wrapper=True)

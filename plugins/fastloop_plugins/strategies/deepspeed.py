@@ -85,7 +85,7 @@ class DeepSpeed(Plugin):
         engine.no_sync = self.held_back
         if self.configuration.half:
             cast_around(engine)
-        if "compile" in run.resolution.names():  # what DeepSpeed does around the model's forward is not to be compiled with it
+        if "compile" in run.plugins.names():  # what DeepSpeed does around the model's forward is not to be compiled with it
             for hooks in (engine.module._forward_pre_hooks, engine.module._forward_hooks):
                 for key in list(hooks):
                     hooks[key] = torch.compiler.disable(hooks[key])  # type: ignore[no-untyped-call]
@@ -105,8 +105,8 @@ class DeepSpeed(Plugin):
 
     @hookimpl
     def check_run(self, run: Run) -> None:
-        names, sharded = run.resolution.names(), self.configuration.stage == 3
-        if sharded and any(plugin.name == "lora" and plugin.config.merge for plugin in run.resolution.plugins):
+        names, sharded = run.plugins.names(), self.configuration.stage == 3
+        if sharded and any(plugin.name == "lora" and plugin.config.merge for plugin in run.plugins):
             why = "stage 3 shards the weights that the adapters would be merged into."
             raise PluginError(f"{run.recipe.where}: plugins 'deepspeed' and 'lora': {why} Set plugins.lora.merge: false, or stage: 2.")
         if sharded and "compile" in names:

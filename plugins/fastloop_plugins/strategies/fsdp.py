@@ -125,7 +125,7 @@ class FSDP(Plugin):
         try:
             return (yield)
         finally:
-            for module in run.unwrapped().modules():  # no backward pass let the gathered weights go, and others may be put in place now
+            for module in run.unwrap_model().modules():  # no backward pass let the gathered weights go, and others may be put in place now
                 if isinstance(module, FSDPModule):
                     module.reshard()
 

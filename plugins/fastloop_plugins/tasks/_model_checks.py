@@ -126,7 +126,7 @@ def _agree(run: Run, model: nn.Module, where: str, find: Callable[[], str | None
                 f"{where}: {type(model).__name__} cannot compute logits from the task's batches: {type(error).__name__}: {said}. "
                 "Use another model, or one with the tokenizer that it was trained with."
             )
-    if problem := next(filter(None, run.gather(problem)), None):
+    if problem := next(filter(None, run.processes.all_gather_object(problem)), None):
         raise RecipeError(problem)
 
 

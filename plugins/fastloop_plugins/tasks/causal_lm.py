@@ -57,7 +57,7 @@ class CausalLM(Plugin):
     def build_datasets(self, run: Run) -> Mapping[str, Sequences]:
         from fastloop_plugins.tasks import _text_tokens
 
-        self.data.skip_unreadable = run.loading.skip_unreadable
+        self.data.skip_unreadable = run.loader_settings.skip_unreadable
         splits = _text_tokens.read(self.data, self.text_model, documents=True, add_special_tokens=False, verbose=False)
         run.state.unreadable += self.data.unreadable
         return {name: self._blocks(name, split.ids) for name, split in splits.items()}
@@ -80,7 +80,7 @@ class CausalLM(Plugin):
         from fastloop_plugins.tasks._text_batches import Width
 
         options = self.data.options
-        width = Width(options.max_length, run.loading.pad_to_multiple_of, options.padding == "max_length")
+        width = Width(options.max_length, run.loader_settings.pad_to_multiple_of, options.padding == "max_length")
         return Collator(self.text_model.tokenizer.pad_token_id, width)
 
     @hookimpl

@@ -70,7 +70,7 @@ class TextClassification(Plugin):
         from fastloop_plugins.tasks import _text_tokens
         from fastloop_plugins.tasks._text_batches import Sequences
 
-        self.data.skip_unreadable = run.loading.skip_unreadable
+        self.data.skip_unreadable = run.loader_settings.skip_unreadable
         splits = _text_tokens.read(self.data, self.text_model, truncation=True, max_length=self.data.options.max_length)
         run.state.unreadable += self.data.unreadable
         self.labels = self.text_model.order_labels(self.data.classes)
@@ -82,7 +82,7 @@ class TextClassification(Plugin):
         from fastloop_plugins.tasks._text_batches import Width
 
         options = self.data.options
-        width = Width(options.max_length, run.loading.pad_to_multiple_of, options.padding == "max_length")
+        width = Width(options.max_length, run.loader_settings.pad_to_multiple_of, options.padding == "max_length")
         return Collator(self.text_model.tokenizer.pad_token_id, width)
 
     @hookimpl

@@ -46,14 +46,15 @@ class EMA(Plugin):
 
     @hookimpl
     def before_fit(self, run: Run) -> None:
-        from fastloop import checkpoint
 
         self.weights = {
-            name: weight for name, weight in run.unwrapped().named_parameters() if weight.requires_grad and weight.is_floating_point()
+            name: weight for name, weight in run.unwrap_model().named_parameters() if weight.requires_grad and weight.is_floating_point()
         }
+        from fastloop.distributed.tensors import shard_like
+
         loaded, self.average = self.average, {name: weight.detach().clone() for name, weight in self.weights.items()}
         for name, tensor in loaded.items():
-            self.average[name].copy_(checkpoint.shaped_like(tensor, self.average[name]))
+            self.average[name].copy_(shard_like(tensor, self.average[name]))
 
     @hookimpl
     def after_step(self, run: Run) -> None:

@@ -80,13 +80,10 @@ class LoRA(Plugin):
 
     @hookimpl(wrapper=True)
     def export_model(self, run: Run, folder: Path) -> Generator[None, Any, Any]:
-        adapted: Any = run.unwrapped()
+        adapted: Any = run.unwrap_model()
         if not self.config.merge:
             result = yield
             return result
         merged = adapted.merge_and_unload()  # the run is over: nothing trains the adapters any more
-        trained, run.unwrapped = run.unwrapped, lambda: merged  # type: ignore[method-assign]
-        try:
+        with run.substitute_model(merged):
             return (yield)
-        finally:
-            run.unwrapped = trained  # type: ignore[method-assign]

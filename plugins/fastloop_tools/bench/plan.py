@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from fastloop.errors import UsageError, did_you_mean
-from fastloop.hooks import Resolution
+from fastloop.hooks import PluginSet
 from fastloop.plugin import Plugin, defaults
 from fastloop.recipe import Recipe, make_recipe
 from fastloop.registry import load_listed, make, resolve
@@ -179,7 +179,7 @@ def unresolvable(ladder: Ladder, names: Sequence[str]) -> str | None:
     return None
 
 
-def check(recipe: Recipe) -> Resolution:
+def check(recipe: Recipe) -> PluginSet:
     """Resolve a recipe, and have its plugins write their drafts, which may contradict each other.
 
     Raises:

@@ -129,7 +129,7 @@ class Meter(Plugin):
         if self.whole or spec.steps is None or run.state.step < spec.warmup + spec.steps:
             return False
         late = self.times[-1] - self.times[spec.warmup] >= spec.seconds
-        return int(run.sum_over_processes(torch.tensor(late, dtype=torch.int64))) == run.world_size
+        return int(run.processes.all_reduce_sum(torch.tensor(late, dtype=torch.int64))) == run.world_size
 
     def _open(self, run: Run) -> None:
         self.opened = (run.state.step, run.state.samples, run.state.tokens, self.padded)
@@ -218,7 +218,8 @@ def start(spec: Spec, meter: Meter, own: bool) -> Run:
     Args:
         own: Whether this process is there for the measurement alone, so that it may be started again with variables that plugins want.
     """
-    from fastloop.hooks import Resolution
+    from fastloop.hooks import PluginSet
+    from fastloop.lifecycle import build
     from fastloop.recipe import make_recipe
     from fastloop.recipe.importing import libraries
     from fastloop.registry import resolve, select
@@ -228,9 +229,8 @@ def start(spec: Spec, meter: Meter, own: bool) -> Run:
         if own:
             launch.start_again(select(recipe).environment(recipe))
         resolution = resolve(recipe)
-        from fastloop.run import Run
 
-        return Run(recipe, Resolution([meter, *resolution.plugins], resolution.reasons))
+        return build(recipe, PluginSet([meter, *resolution.plugins], resolution.reasons))
 
 
 def measure(spec: Spec, length: Mapping[str, Any], own: bool = False) -> dict[str, Any]:
@@ -244,9 +244,11 @@ def measure(spec: Spec, length: Mapping[str, Any], own: bool = False) -> dict[st
     logger.addHandler(said)
     logger.propagate = False
     try:
+        from fastloop.lifecycle import execute
+
         meter = make_meter(spec, said)
         run = start(spec, meter, own)
-        summary = run.execute()
+        summary = execute(run)
         found = meter.result(run) if not spec.evaluates else {"seconds": summary["train_seconds"], "steps": summary["steps"]}
         found |= {"total_steps": whole_length(run, **length), "summary": summary}
         if "seen" in found:

@@ -81,10 +81,10 @@ def look(recipe: Recipe, folder: Path, window: Window, never: list[str]) -> None
     from rich.markdown import Markdown
 
     from fastloop.estimates import Seen
-    from fastloop.hooks import Resolution
+    from fastloop.hooks import PluginSet
+    from fastloop.lifecycle import build, execute
     from fastloop.recipe import make_recipe
     from fastloop.registry import resolve
-    from fastloop.run import Run
     from fastloop.runtime.files import write
     from fastloop_tools.measure.worker import Said, Spec, whole_length
     from fastloop_tools.profile import page
@@ -99,10 +99,10 @@ def look(recipe: Recipe, folder: Path, window: Window, never: list[str]) -> None
     with tempfile.TemporaryDirectory(prefix="fastloop-profile-") as scratch:
         short = make_recipe(tree | {"output": f"{scratch}/run"}, recipe.source)
         resolution = resolve(short)
-        run = Run(short, Resolution([observer, *resolution.plugins], resolution.reasons))
-        with run.interruptible():
-            run.execute()
-        run.close()
+        run = build(short, PluginSet([observer, *resolution.plugins], resolution.reasons))
+        with run.signals.handled(run.rank, run.world_size):
+            execute(run)
+        run.processes.close()
     if run.interrupted is not None:
         raise KeyboardInterrupt
     if not run.is_main:

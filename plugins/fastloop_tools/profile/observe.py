@@ -102,7 +102,7 @@ class Observer(Meter):
             kinds.append(torch.profiler.ProfilerActivity.CUDA)
         self.begun, self.last = True, run.state.step + self.spec.looks
         self.profiler: Any = torch.profiler.profile(activities=kinds, record_shapes=True, with_flops=True, acc_events=True)
-        self.looking.enter_context(run.resolution.around(region))
+        self.looking.enter_context(run.plugins.around(region))
         self.looking.enter_context(self.profiler)
 
     def result(self, run: Run) -> dict[str, Any]:
@@ -139,7 +139,7 @@ class Observer(Meter):
             operations = {name: value / self.spec.looks for name, value in timeline.operations.items()}
         else:
             operations = {event.key: 1e-6 * event.self_cpu_time_total / self.spec.looks * rest for event in averages}
-        everyone = run.gather(regions)
+        everyone = run.processes.all_gather_object(regions)
         self.seen = Seen(
             device=run.device.type,
             precision={"no": "fp32"}.get(run.accelerator.mixed_precision, run.accelerator.mixed_precision),
@@ -165,7 +165,7 @@ class Observer(Meter):
             fault_seconds=fault_seconds(),
             reserved=self.reserved,
             retries=torch.cuda.memory_stats()["num_alloc_retries"] if run.device.type == "cuda" else 0,
-            layers=depth(run.unwrapped()),
+            layers=depth(run.unwrap_model()),
             graph_breaks=graph_breaks(),
             recompiles=recompiles(),
             ranks=everyone,

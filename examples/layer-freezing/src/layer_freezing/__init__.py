@@ -63,14 +63,14 @@ class LayerFreezing(Plugin):
             raise PluginError(f"{where} runs in one process: {run.world_size} would wait for gradients that frozen layers do not have.")
         if run.total_steps is None:
             raise PluginError(f"{where} asks how long the run is, and data of unknown length does not tell. Set train.max_steps.")
-        self.layers = self.find_layers(run.unwrapped(), where)
+        self.layers = self.find_layers(run.unwrap_model(), where)
         self.most = int(self.config.share * len(self.layers) + 1e-9)  # 0.29 x 100 is a little less than 29
         if not self.most:
             logger.warning(
                 "layer-freezing: nothing to freeze: share %g of the %d layers found in %s is none",
                 self.config.share,
                 len(self.layers),
-                type(run.unwrapped()).__name__,
+                type(run.unwrap_model()).__name__,
             )
 
     @hookimpl
@@ -80,7 +80,7 @@ class LayerFreezing(Plugin):
         due = max(self.least, int(self.most * min(max(progress, 0.0), 1.0) + 1e-9))
         if due <= self.frozen:
             return
-        model, before = run.unwrapped(), {id(weight) for weight in self.layers[due].parameters()}
+        model, before = run.unwrap_model(), {id(weight) for weight in self.layers[due].parameters()}
         for weight in takewhile(lambda weight: id(weight) not in before, model.parameters()):
             weight.requires_grad_(False)
             weight.grad = None
@@ -91,7 +91,7 @@ class LayerFreezing(Plugin):
     def after_backward(self, run: Run) -> None:
         if self.with_gradients and self.counted == self.frozen:
             return
-        self.with_gradients.append(sum(weight.numel() for weight in run.unwrapped().parameters() if weight.grad is not None))
+        self.with_gradients.append(sum(weight.numel() for weight in run.unwrap_model().parameters() if weight.grad is not None))
         self.counted = self.frozen
 
     @hookimpl

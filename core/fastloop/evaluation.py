@@ -1,12 +1,13 @@
-"""What an evaluation computes, left on the device until its last batch, so that no batch waits for the host to read the one before."""
+"""The parts of an evaluation: eval mode, and results that stay on the device until the last batch, so that no batch waits for the host."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from torchmetrics import MetricCollection
@@ -18,7 +19,19 @@ HELD = 64 * 2**20
 filling the device."""
 
 
-class Results:
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Inside, the model is in eval mode. Afterwards each module is in the mode that it had."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+class EvaluationResults:
     """Losses and metrics of an evaluation on this process.
 
     The metrics are updated with the predictions of many batches together, and with those of the last batch before they are computed. By

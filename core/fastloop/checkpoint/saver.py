@@ -1,0 +1,75 @@
+"""The checkpoint that is being written, and the outcome of the saves before it."""
+
+from __future__ import annotations
+
+from concurrent import futures
+
+from fastloop.errors import SaveError
+
+
+class CheckpointSaver:
+    """The pending save of this process.
+
+    Attributes:
+        last_saved_step: Step of the newest checkpoint that is known to be complete; None: there is none.
+        errors: How many saves failed, on any process.
+    """
+
+    def __init__(self) -> None:
+        self.last_saved_step: int | None = None
+        self.errors = 0
+        self._pending: futures.Future[None] | None = None
+        self._pending_step = 0
+        self._failure: str | None = None
+
+    def start(self, pending: futures.Future[None], step: int) -> None:
+        """Keep the future of a save at ``step`` until it is done."""
+        self._pending, self._pending_step = pending, step
+
+    def resumed(self, step: int) -> None:
+        """The run resumed from a checkpoint at ``step``, which is therefore complete."""
+        self.last_saved_step = step
+
+    def wait(self) -> None:
+        """Wait for the pending save. A failure is kept for ``take_failure``."""
+        self.finish()
+        self.poll()
+
+    def finish(self) -> None:
+        """Wait for the pending save, whatever its outcome."""
+        if self._pending is not None:
+            futures.wait([self._pending])
+
+    def poll(self) -> None:
+        """Record the outcome of the pending save, if it is done.
+
+        Raises:
+            Exception: The save failed otherwise than with ``SaveError``.
+        """
+        if self._pending is None or not self._pending.done():
+            return
+        error, self._pending = self._pending.exception(), None
+        if error is None:
+            self.last_saved_step = self._pending_step
+        elif isinstance(error, SaveError):
+            self.report_failure(str(error))
+        else:
+            raise error
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether a save is under way."""
+        return self._pending is not None
+
+    def report_failure(self, message: str) -> None:
+        """Report a save that failed, for ``Run.sync_requests`` to act on. Plugins that write weights of their own call it."""
+        self._failure = message
+
+    def take_failure(self) -> str | None:
+        """The message of a save that failed since the last call, or None."""
+        failure, self._failure = self._failure, None
+        return failure
+
+    def count_error(self) -> None:
+        """Count a save that failed on any process."""
+        self.errors += 1

@@ -1,0 +1,124 @@
+"""The datasets of a run and their loaders, by split."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import BatchSampler, IterableDataset
+
+from fastloop.data.datasets import fingerprint
+from fastloop.data.loader import Loader
+from fastloop.errors import RecipeError, UsageError
+
+if TYPE_CHECKING:
+    from fastloop.distributed.processes import Processes
+    from fastloop.recipe import Recipe
+    from fastloop.state import DataLoaderDraft
+
+
+class Loaders:
+    """What a run reads. The lifecycle fills ``samplers`` and ``collators``, and then calls ``build``.
+
+    Args:
+        micro_batch_size: Samples of a micro-batch on one process.
+
+    Attributes:
+        settings: How batches are loaded: the finished ``DataLoaderDraft``.
+        datasets: Split -> dataset.
+        samplers: Split -> its ``BatchSampler``, or None for fastloop's own order.
+        collators: Split -> collator.
+        train: The loader of the training split.
+        evaluation: Split -> loader, for all other splits.
+        micro_batch_size: Samples of a micro-batch on one process, to train.
+        micro_steps: Micro-batches of an optimizer step on one process.
+    """
+
+    def __init__(self, recipe: Recipe, settings: DataLoaderDraft, processes: Processes, micro_batch_size: int, micro_steps: int) -> None:
+        self.settings, self.micro_batch_size, self.micro_steps = settings, micro_batch_size, micro_steps
+        self._recipe, self._processes = recipe, processes
+        self.datasets: dict[str, Any] = {}
+        self.samplers: dict[str, BatchSampler | None] = {}
+        self.collators: dict[str, Any] = {}
+        self.train: Loader
+        self.evaluation: dict[str, Loader] = {}
+
+    def set_datasets(self, datasets: Mapping[str, Any]) -> None:
+        """Take the datasets.
+
+        Raises:
+            RecipeError: A split is empty.
+        """
+        for split, dataset in datasets.items():
+            if not isinstance(dataset, IterableDataset) and hasattr(dataset, "__len__") and len(dataset) == 0:
+                raise RecipeError(f"{self._recipe.where}: data: the {split} split is empty. Expected at least one sample.")
+        self.datasets = dict(datasets)
+
+    def build(self) -> None:
+        """Build the loader of each split.
+
+        Raises:
+            UsageError: A sampler's order cannot be repeated, or is another one on each process.
+        """
+        self.train = self._loader("train", self.micro_batch_size)
+        self.evaluation = {split: self._loader(split, self._evaluation_batch_size(split)) for split in self.datasets if split != "train"}
+        for split, orders in (
+            (split, {found[split] for found in self._processes.all_gather_object(self._orders)}) for split in self._orders
+        ):
+            if len(orders) > 1:
+                raise UsageError(
+                    f"the {split} split's sampler gives another order on each process. It must not depend on the process: not on its rank, "
+                    "nor on the order of a set of strings (PYTHONHASHSEED)."
+                )
+
+    def set_micro_batch_size(self, split: str, size: int, pieces: int = 1) -> None:
+        """Read a split in other micro-batches from now on. A step keeps its samples.
+
+        Args:
+            size: Samples of a micro-batch on one process.
+            pieces: Further micro-batches into which those that a plugin splits are cut.
+        """
+        (self.train if split == "train" else self.evaluation[split]).close()
+        loader = self._loader(split, size, pieces)
+        if split == "train":
+            self.train, self.micro_batch_size, self.micro_steps = loader, size, loader.micro_steps
+        else:
+            self.evaluation[split] = loader
+
+    def close(self) -> None:
+        """End the worker processes of every loader."""
+        for loader in (self.train, *self.evaluation.values()):
+            loader.close()
+
+    @cached_property
+    def fingerprints(self) -> dict[str, str]:
+        """Split -> a string that changes with its samples and their order. A resumed run compares it with the checkpoint's."""
+        return {split: f"{fingerprint(dataset)} {self._orders[split]}".strip() for split, dataset in self.datasets.items()}
+
+    @cached_property
+    def _orders(self) -> dict[str, str]:
+        """Split -> a string that changes with the order of its samples; empty for fastloop's own order."""
+        loaders = {"train": self.train, **self.evaluation}
+        return {split: loader.sampler.fingerprint() if loader.sampler is not None else "" for split, loader in loaders.items()}
+
+    def _evaluation_batch_size(self, split: str) -> int:
+        sampler = self.samplers[split]
+        return self._recipe.train.eval_batch_size or (sampler.batch_size if sampler is not None else self.micro_batch_size)
+
+    def _loader(self, split: str, size: int, pieces: int = 1) -> Loader:
+        train, processes = self._recipe.train, self._processes
+        return Loader(
+            self.datasets[split],
+            self.collators[split],
+            self.settings,
+            batch_size=train.batch_size if split == "train" else size * processes.world_size,
+            device_batch_size=size,
+            pieces=pieces,
+            rank=processes.rank,
+            world_size=processes.world_size,
+            seed=train.seed,
+            shuffle=split == "train",
+            split=split,
+            sampler=self.samplers[split],
+        )

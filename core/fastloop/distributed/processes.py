@@ -1,0 +1,81 @@
+"""The processes of a run: who this one is among them, and the collective operations that work with any number, one included."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fastloop.errors import ProcessLost
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+
+class Processes:
+    """The processes of a run. With one process, every collective operation returns at once.
+
+    Every process must call a collective operation (``barrier`` and all that begin with ``all_``), in the same order.
+
+    Attributes:
+        rank: Index of this process, from 0.
+        world_size: Number of processes.
+        is_main: Whether this process writes files and logs: rank 0.
+        host_group: The process group for CPU tensors and objects; None: the default group, or there is one process.
+    """
+
+    def __init__(self, accelerator: Accelerator | None = None) -> None:
+        self.rank: int = accelerator.process_index if accelerator is not None else 0
+        self.world_size: int = accelerator.num_processes if accelerator is not None else 1
+        self.is_main = self.rank == 0
+        needs_group = self.world_size > 1 and accelerator is not None and accelerator.device.type != "cpu"
+        self.host_group = torch.distributed.new_group(backend="gloo") if needs_group else None
+
+    def barrier(self) -> None:
+        """Wait until every process is here."""
+        if self.world_size > 1:
+            torch.distributed.barrier(group=self.host_group)
+
+    def all_reduce_sum(self, tensor: Tensor) -> Tensor:
+        """The sum of a CPU tensor over all processes, as a new tensor. It does not wait for the device."""
+        if self.world_size > 1:
+            tensor = tensor.clone()
+            torch.distributed.all_reduce(tensor, group=self.host_group)
+        return tensor
+
+    def all_reduce_mean(self, tensor: Tensor) -> Tensor:
+        """The mean of a tensor on the device over all processes, in place. The host does not wait for it."""
+        if self.world_size > 1:
+            torch.distributed.all_reduce(tensor)
+            tensor /= self.world_size
+        return tensor
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """The value of each process, by rank, on every process. Values are pickled."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        torch.distributed.all_gather_object(values, value, group=self.host_group)
+        return values
+
+    def close(self) -> None:
+        """Leave the process group, when nothing is to be run in it any more."""
+        if self.world_size > 1:
+            torch.distributed.destroy_process_group()
+
+    @contextmanager
+    def explain_lost_connection(self) -> Iterator[None]:
+        """Raise an error of a broken connection as one that points to the process that ended first.
+
+        Raises:
+            ProcessLost: The connection to another process broke.
+        """
+        try:
+            yield
+        except (RuntimeError, torch.distributed.DistError) as error:
+            if self.world_size == 1 or not (isinstance(error, torch.distributed.DistError) or "gloo" in str(error)):
+                raise
+            raise ProcessLost(f"process {self.rank} of {self.world_size} lost the connection to another, which ended first.") from error

@@ -1,0 +1,191 @@
+"""The life of a run: build it in the order of ``hookspecs``, train, test, export, summarize, close."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from accelerate.utils import set_seed
+from safetensors import SafetensorError
+from torch import nn
+
+from fastloop import loop
+from fastloop.checkpoint import folder, resume
+from fastloop.checks.optimizer import OptimizerCheck
+from fastloop.checks.skipped_steps import SkippedSteps
+from fastloop.checks.updates import UpdateCheck
+from fastloop.data import Loaders
+from fastloop.distributed.accelerator import build_accelerator, micro_batches
+from fastloop.distributed.processes import Processes
+from fastloop.errors import PluginError, SaveError
+from fastloop.hooks import PluginSet
+from fastloop.recipe import Recipe
+from fastloop.run import Run
+from fastloop.runtime.clock import Clock
+from fastloop.schedule import Schedule
+from fastloop.state import DataLoaderDraft, OptimizerDraft
+
+log = logging.getLogger("fastloop")
+
+
+def build(recipe: Recipe, plugins: PluginSet, resume_from: Path | None = None) -> Run:
+    """Build a run. Nothing is written.
+
+    Args:
+        resume_from: A run folder or checkpoint to resume from; None: start from the beginning.
+
+    Raises:
+        UsageError: The recipe, the data or the environment is wrong.
+    """
+    started = perf_counter()
+    run = Run(recipe, plugins)
+    with explain_errors(run):
+        run.hooks.check_recipe(recipe=recipe)
+        run.resume_point = resume.find(run.folder, resume_from) if resume_from is not None else None
+        folder.check(run)
+        _build_accelerator(run)
+        set_seed(recipe.train.seed)
+        _build_loaders(run)
+        _build_model(run)
+        run.metrics = run.hooks.build_metrics(run=run)
+        if run.metrics is not None:
+            run.metrics.to(run.device)
+        run.hooks.check_run(run=run)
+    set_seed(recipe.train.seed + run.rank)  # training draws the same numbers however the model was made
+    run.clock.seconds["startup"] = perf_counter() - started
+    return run
+
+
+def execute(run: Run) -> dict[str, Any]:
+    """Train, test, export. Returns the summary, which is also in the run folder.
+
+    Raises:
+        FastloopError: The run failed; the summary says so too.
+    """
+    lock = None
+    try:
+        with explain_errors(run):
+            if run.resume_point is not None:
+                resume.load(run, *run.resume_point)
+            lock = folder.make(run)
+            run.processes.barrier()
+        return _train_and_summarize(run)
+    finally:
+        if lock is not None:
+            lock.release()
+
+
+@contextmanager
+def explain_errors(run: Run) -> Iterator[None]:
+    """Raise errors of plugins, of the user's code and of lost connections as errors that name them."""
+    with run.plugins.attributing_errors(), run.processes.explain_lost_connection():
+        yield
+
+
+# -- build -------------------------------------------------------------------------------------------------------------
+
+
+def _build_accelerator(run: Run) -> None:
+    recipe, plugins = run.recipe, run.plugins
+    run.accelerator = build_accelerator(recipe, plugins)
+    run.processes = Processes(run.accelerator)
+    device = run.accelerator.device
+    run.device = device if device.type != "cpu" else torch.device("cpu")  # which has no index
+    run.clock = Clock(torch.accelerator.synchronize if device.type != "cpu" else lambda: None)
+    settings: DataLoaderDraft = plugins.draft("configure_dataloader", DataLoaderDraft(pin_memory=device.type == "cuda"))
+    run.loaders = Loaders(recipe, settings, run.processes, *micro_batches(recipe, run.world_size))
+    run.optimizer_arguments = plugins.draft("configure_optimizer", OptimizerDraft()).arguments
+
+
+def _build_loaders(run: Run) -> None:
+    loaders = run.loaders
+    loaders.set_datasets(run.hooks.build_datasets(run=run) or {})
+    if "train" not in loaders.datasets:
+        raise PluginError(
+            f"{run.recipe.where}: no plugin built a training dataset. The task in use: {run.plugins.in_slot('task') or 'none'}."
+        )
+    for split in sorted(loaders.datasets, key=lambda split: split != "train"):  # train first: plugins adapt the others to it
+        loaders.samplers[split] = run.hooks.build_sampler(run=run, split=split)
+        loaders.collators[split] = run.hooks.build_collator(run=run, split=split)
+    loaders.build()
+    sampler = loaders.train.sampler
+    epoch_samples = sampler.size if sampler is not None else None
+    run.schedule = Schedule(run.recipe.train, run.state, loaders.train.steps_per_epoch(), epoch_samples, "evaluate" in loaders.evaluation)
+
+
+def _build_model(run: Run) -> None:
+    model = run.hooks.build_model(run=run)
+    if model is None:
+        raise PluginError(f"{run.recipe.where}: no plugin built a model. The task in use: {run.plugins.in_slot('task') or 'none'}.")
+    _set_train_mode(model)
+    model = run.plugins.chain("before_prepare", model, run=run)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise PluginError(f"{run.recipe.where}: the model has no parameter that is trained.")
+    optimizer = run.hooks.build_optimizer(run=run, model=model)
+    check = OptimizerCheck(run.recipe.where, run.plugins, model, optimizer)
+    run.scheduler = run.hooks.build_scheduler(run=run, optimizer=optimizer)
+    run.built_model = model
+    model, run.optimizer = run.hooks.prepare(run=run, model=model, optimizer=optimizer)
+    check.prepared(model, run.optimizer)
+    run.model = run.plugins.chain("after_prepare", model, check.after_prepare, run=run)
+    run.skipped_steps = SkippedSteps(run.optimizer, run.accelerator.scaler)
+    run.update_check = UpdateCheck(run.model, run.built_model, run.optimizer, run.device, check.accepted)
+
+
+def _set_train_mode(model: nn.Module) -> None:
+    """Put a model in train mode. Parts that a model in train mode holds in eval mode (frozen ones) stay so, and are logged."""
+    if not model.training:  # as from_pretrained leaves it
+        model.train()
+    frozen = [name for name, module in model.named_modules() if not module.training]
+    if frozen:
+        more = ", ..." * (len(frozen) > 3)
+        log.warning("%d modules stay in eval mode, as the model has them: %s%s", len(frozen), ", ".join(frozen[:3]), more)
+
+
+# -- execute -----------------------------------------------------------------------------------------------------------
+
+
+def _train_and_summarize(run: Run) -> dict[str, Any]:
+    try:
+        with explain_errors(run):
+            loop.fit(run)
+            if not run.interrupted:
+                if "test" in run.eval_loaders:
+                    loop.evaluate(run, "test")
+                _export(run)
+            _share_disabled(run)  # no process ends while another still needs it
+    except BaseException as error:
+        stopped = isinstance(error, KeyboardInterrupt | SystemExit)
+        if not stopped:
+            run.saver.finish()  # the run can resume from it
+        run.hooks.on_exception(run=run, error=error)
+        try:
+            folder.summarize(run, "stopped" if stopped else "failed", str(error) or type(error).__name__)
+        except SaveError as another:
+            log.error("%s", another)  # the first error counts for more
+        raise
+    finally:
+        run.loaders.close()
+    return folder.summarize(run, "stopped" if run.state.stop_reason else "completed", run.state.stop_reason)
+
+
+def _share_disabled(run: Run) -> None:
+    """Make every process know which plugins were disabled on others."""
+    known = run.plugins.disabled
+    for rank, disabled in enumerate(run.processes.all_gather_object(known)):
+        for name, reason in disabled.items():
+            if name not in known:
+                known[name] = f"process {rank}: {reason}"
+                log.warning("%s. It was disabled there", known[name])
+
+
+def _export(run: Run) -> None:
+    try:
+        run.hooks.export_model(run=run, folder=run.folder / "model")
+    except (OSError, SafetensorError) as error:
+        raise SaveError(f"{run.folder / 'model'} was not written: {error}. Make room, and go on with --resume.") from error

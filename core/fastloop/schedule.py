@@ -1,0 +1,67 @@
+"""When a run evaluates, saves and stops. Questions only: whoever acts on a request clears it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fastloop.state import INTERRUPTED, State
+
+if TYPE_CHECKING:
+    from fastloop.recipe import Train
+
+
+class Schedule:
+    """Answers what is due after a step, from the recipe's ``train`` and the run's counters.
+
+    Attributes:
+        total_steps: Optimizer steps of the whole run; None for data of unknown length without ``max_steps``.
+        epoch_samples: Samples of an epoch; None: unknown, the epoch ends with the loader.
+        evaluates: Whether there is an ``evaluate`` split.
+    """
+
+    def __init__(self, train: Train, state: State, steps_per_epoch: int | None, epoch_samples: int | None, evaluates: bool) -> None:
+        self._train, self._state = train, state
+        limits = [limit for limit in (train.max_steps, steps_per_epoch and steps_per_epoch * train.epochs) if limit is not None]
+        self.total_steps: int | None = min(limits) if limits else None
+        self.epoch_samples, self.evaluates = epoch_samples, evaluates
+
+    @property
+    def interrupted(self) -> str | None:
+        """The signal that asked the run to end: no further evaluation, no export. None: there was none."""
+        reason = self._state.stop_reason or ""
+        return reason.rpartition(" ")[2] if reason.startswith(INTERRUPTED) else None
+
+    def should_stop(self) -> bool:
+        """Whether training ends after this step."""
+        limit = self._train.max_steps
+        return self._state.stop_reason is not None or (limit is not None and self._state.step >= limit)
+
+    def is_epoch_done(self) -> bool:
+        """Whether every sample of the current epoch was drawn. Data of unknown length is done when the loader ends."""
+        return not self.should_stop() if self.epoch_samples is None else self._state.epoch_samples >= self.epoch_samples
+
+    def needs_evaluation(self) -> bool:
+        """Whether the current weights can be evaluated and are not yet."""
+        return self.evaluates and self._state.evaluated_at != self._state.step and not self.interrupted
+
+    def evaluation_due(self, epoch_ended: bool = False) -> bool:
+        """Whether to evaluate now."""
+        every = self._train.evaluate_every
+        if not self.needs_evaluation():
+            return False
+        if self._state.evaluate_requested:
+            return True
+        return epoch_ended if every == "epoch" else every is not None and self._state.step > 0 and self._state.step % every == 0
+
+    def save_due(self, epoch_ended: bool = False) -> bool:
+        """Whether to save now: on request, by ``train.save_every``, and at the run's end."""
+        state, every = self._state, self._train.save_every
+        if state.save_requested:
+            return True
+        if every is None:
+            return False
+        if epoch_ended:
+            return every == "epoch" or self.should_stop() or state.epoch >= self._train.epochs
+        if isinstance(every, int) and state.step % every == 0:
+            return True
+        return self.should_stop() and not self.is_epoch_done()  # otherwise the epoch's end saves

@@ -1,16 +1,23 @@
-# Everything a fresh machine needs: `make quickstart` trains the embedded default, `make test` runs the tests.
+# Everything a fresh machine needs: `make quickstart` trains the embedded default, `make test` runs the quick tests, `make test-all` every test.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN     = $(VENV)/bin
 
-.PHONY: quickstart test lint docs matrix conformance reliability audit clean
+.PHONY: quickstart test test-all lint docs matrix conformance reliability audit clean
 
 quickstart: $(VENV)/ready
 	$(BIN)/fastloop train recipes/quickstart.yaml
 
-# Conformance on two processes under one strategy; `make conformance` has all of them.
+# Conformance runs on two processes under one strategy; `make conformance` runs it under all of them.
+PYTEST = FASTLOOP_TEST_STRATEGIES=ddp $(BIN)/python -m pytest -n auto --dist loadscope -q
+
+# Each promise once, in at most five minutes on two cores.
 test: $(VENV)/ready
-	FASTLOOP_TEST_STRATEGIES=ddp $(BIN)/python -m pytest -n auto --dist loadscope -q
+	$(PYTEST) -m "not slow"
+
+# Everything: the tests of `make test`, then those that are marked slow.
+test-all: test
+	$(PYTEST) -m slow
 
 lint: $(VENV)/ready
 	$(BIN)/ruff format --check .
@@ -30,7 +37,7 @@ matrix: $(VENV)/ready
 conformance: $(VENV)/ready
 	$(BIN)/python benchmarks/conformance.py
 
-# Every fault, the random ones eight times as often as in `make test`, into docs/reliability.md; ARGS='--times 20' for more of them.
+# Every fault, the random ones eight times as often as in `make test-all`, into docs/reliability.md; ARGS='--times 20' for more of them.
 reliability: $(VENV)/ready
 	$(BIN)/python benchmarks/reliability.py $(ARGS)
 

@@ -25,7 +25,7 @@ CHECKS = {
     "declared": "declared",
     "options": "options",
     "documented": "documented",
-    "parity": "parity class",
+    "numerics": "numerics class",
     "saved_and_loaded": "saved, loaded",
     "killed": "killed, resumed",
     "off": "off",
@@ -66,7 +66,7 @@ def table(found: dict[str, dict[str, tuple[str, str]]]) -> str:
     head = ["plugin", "promises", *columns.values(), "a step without, with (ms)"]
     lines, reasons = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"], []
     for name, row in sorted(found.items()):
-        cells = [name, load(name).parity]
+        cells = [name, load(name).numerics]
         for check in columns:
             outcome, why = row.get(check, ("", "not reported"))
             if why and why not in reasons:

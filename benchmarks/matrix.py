@@ -5,7 +5,7 @@
 
 A subset with a strategy (ddp, fsdp, deepspeed) is started with `--nproc 2`, any other in one process. The recipe is a small transformer
 from scratch on texts of 4 to 40 words, without dropout, for 32 optimizer steps; two processes accumulate over two micro-steps. The bands
-are those of the plugins' parity classes, on the largest relative difference of any step's loss from the plain run's: exact 0,
+are those of the plugins' numerics classes, on the largest relative difference of any step's loss from the plain run's: exact 0,
 reassociated 1e-5, reduced-precision 0.1.
 """
 
@@ -31,7 +31,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "checkpoint-best": {"monitor": "accuracy"},
     "dataloader-workers": {"num_workers": 1},
 }
-BANDS = {"exact": 0.0, "reassociated": 1e-5, "reduced-precision": 0.1}
+BANDS = {"bitwise": 0.0, "reassociated": 1e-5, "reduced-precision": 0.1}
 SAMPLE = (
     (),
     ("checkpoint-best", "dataloader-workers"),
@@ -51,7 +51,7 @@ def recipe(plugins: tuple[str, ...], output: str) -> dict[str, Any]:
     return {
         "model": {"config": MODEL, "tokenizer": {"kind": "word"}},
         "data": {"files": {"train": "train.jsonl", "validation": "test.jsonl", "test": "test.jsonl"}, "label": "label", "max_length": 64},
-        "train": {"epochs": 2, "batch_size": 16, "device_batch_size": 4, "lr": 2e-3, "clip_norm": 1.0, "save_every": 8, "device": "cpu"},
+        "train": {"epochs": 2, "batch_size": 16, "micro_batch_size": 4, "lr": 2e-3, "max_grad_norm": 1.0, "save_every": 8, "device": "cpu"},
         "plugins": [{name: OPTIONS.get(name, {})} for name in plugins] + [{"log": {"every": 1}}, {"progress": False}],
         "output": output,
     }
@@ -76,12 +76,12 @@ def fastloop(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False)
 
 
-def parity(plugins: tuple[str, ...]) -> str:
+def numerics(plugins: tuple[str, ...]) -> str:
     """The class of a set: that of its loosest plugin."""
     from fastloop.registry import load
 
-    classes = {load(name).parity for name in plugins}
-    return next((name for name in reversed(BANDS) if name in classes), "exact")
+    classes = {load(name).numerics for name in plugins}
+    return next((name for name in reversed(BANDS) if name in classes), "bitwise")
 
 
 def losses(folder: Path) -> list[float]:
@@ -120,7 +120,7 @@ def study(plugins: tuple[str, ...], folder: Path, plain: list[float]) -> dict[st
     summary, found = json.loads((folder / name / "summary.json").read_text()), losses(folder / name)
     plain = plain or found
     difference = max(abs(ours - theirs) / abs(theirs) for ours, theirs in zip(found, plain, strict=True))
-    kind = parity(plugins)
+    kind = numerics(plugins)
     return {
         "plugins": plugins,
         "outcome": "trains" if difference <= BANDS[kind] else "leaves its band",

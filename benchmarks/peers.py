@@ -15,7 +15,7 @@ step, AdamW at 5e-5, dropout as the model has it, on all cores. All arms read th
 * fastloop: a recipe with the plugins that are listed in ``PLUGINS``.
 
 No arm clips gradients, saves or evaluates. An arm is run as its users start it, and the peers once more as ``ARM+allocator``: with the
-environment variables of the memory allocator that fastloop's plugin ``memory`` starts ``fastloop train`` again with.
+environment variables of the memory allocator that fastloop's plugin ``allocator`` starts ``fastloop train`` again with.
 
 Protocol
 * Every arm and round is a fresh process. It trains on a few batches to warm up, then measures one epoch over ``--steps`` batches, from
@@ -58,16 +58,16 @@ from _reviews import load as load_reviews
 from _reviews import minilm, save, spread, tokenize
 from _windows import Windows
 
-from fastloop_plugins.memory.memory import LIBRARIES, SETTINGS, TUNABLES
+from fastloop_plugins.memory.allocator import LIBRARIES, SETTINGS, TUNABLES
 
 PLUGINS: list[Any] = [
     {"amp": {"dtype": "bf16"}},
     "packing",
     "fused-optimizer",
     "fast-dropout",
-    "first-token",
+    "cls-last-layer",
     "attention",
-    "memory",
+    "allocator",
 ]
 """What the fastloop arm lists in its recipe."""
 ALLOCATORS: dict[str, dict[str, str]] = {
@@ -75,7 +75,7 @@ ALLOCATORS: dict[str, dict[str, str]] = {
     for name, libraries in LIBRARIES.items()
     if (found := next(filter(None, map(ctypes.util.find_library, libraries)), None))
 } | {"glibc": {"GLIBC_TUNABLES": ":".join(f"glibc.malloc.{name}={value}" for name, value in TUNABLES.items())}}
-"""What ``+allocator`` puts into the environment, the first of them that is installed: what fastloop's plugin ``memory`` asks for."""
+"""What ``+allocator`` puts into the environment, the first of them that is installed: what fastloop's plugin ``allocator`` asks for."""
 ENVIRONMENT = ("LD_PRELOAD", "GLIBC_TUNABLES", "MALLOC_CONF", "OMP_NUM_THREADS")
 BATCH, WARMUP = 12, 2
 PACKAGES = ("torch", "transformers", "accelerate", "lightning", "fastloop")

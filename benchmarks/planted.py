@@ -1,4 +1,4 @@
-"""Runs that are slow for one planted reason each: what `fastloop profile` says first, what it forecasts, and what `--apply` measures.
+"""Runs that are slow for one planted reason each: what `fastloop profile` says first, what it estimates, and what `--apply` measures.
 
     python benchmarks/planted.py                   # about fifteen minutes on two cores
     python benchmarks/planted.py --only data padding
@@ -11,7 +11,7 @@
 * graph break: a compiled model that reads a number off a tensor in its forward, so that it runs uncompiled.
 * lagging process: two processes, one of which reads slowly, so that the other waits for it.
 
-Everything is generated. An edit is kept when it is faster beyond noise in five pairs; forecasts are made when the edit's turn comes.
+Everything is generated. An edit is kept when it is faster beyond noise in five pairs; estimates are made when the edit's turn comes.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def texts(config: dict[str, Any], data: dict[str, Any], plugins: list[Any], **ar
     """A recipe of a small transformer."""
     return {
         "model": {"config": config, "tokenizer": {"kind": "word"}},
-        "data": {"module": "planted.py:texts", "arguments": arguments, "label": "label", "held_out": 0.0, **data},
+        "data": {"module": "planted.py:texts", "arguments": arguments, "label": "label", "validation_fraction": 0.0, **data},
         "train": {"batch_size": 12, "device": "cpu"},
         "plugins": plugins,
     }
@@ -102,23 +102,23 @@ def texts(config: dict[str, Any], data: dict[str, Any], plugins: list[Any], **ar
 
 BF16: list[Any] = [{"amp": {"dtype": "bf16"}}]
 PLANTED: dict[str, tuple[dict[str, Any], set[str], list[str]]] = {
-    "data": (numbers(16, ["memory"], sleep=0.005), {"dataloader-workers"}, []),
+    "data": (numbers(16, ["allocator"], sleep=0.005), {"dataloader-workers"}, []),
     "padding": (
-        texts(CALM, {"max_length": 256, "padding": "max_length"}, ["memory", "fused-optimizer"]),
+        texts(CALM, {"max_length": 256, "padding": "max_length"}, ["allocator", "fused-optimizer"]),
         {"packing", "text-classification"},
         [],
     ),
-    "precision": (numbers(2048, ["memory", "fused-optimizer"], {"width": 1024, "depth": 8}, width=1024), {"amp"}, []),
+    "precision": (numbers(2048, ["allocator", "fused-optimizer"], {"width": 1024, "depth": 8}, width=1024), {"amp"}, []),
     "allocator": (
-        texts(CALM, {"max_length": 400}, [*BF16, "packing", "attention", "first-token", "fused-optimizer"], shortest=20, longest=400),
-        {"memory"},
+        texts(CALM, {"max_length": 400}, [*BF16, "packing", "attention", "cls-last-layer", "fused-optimizer"], shortest=20, longest=400),
+        {"allocator"},
         [],
     ),
     "dropout": (
         texts(
             TRANSFORMER,
             {"max_length": 400},
-            [*BF16, "packing", "attention", "memory", "first-token", "fused-optimizer"],
+            [*BF16, "packing", "attention", "allocator", "cls-last-layer", "fused-optimizer"],
             shortest=250,
             longest=400,
         ),
@@ -126,12 +126,12 @@ PLANTED: dict[str, tuple[dict[str, Any], set[str], list[str]]] = {
         [],
     ),
     "graph break": (
-        numbers(64, ["compile", "memory", "fused-optimizer"], {"width": 32, "depth": 6}, "Scaled", width=32),
+        numbers(64, ["compile", "allocator", "fused-optimizer"], {"width": 32, "depth": 6}, "Scaled", width=32),
         {"compile"},
         [],
     ),
     "lagging process": (
-        numbers(64, ["ddp", "memory", "fused-optimizer"], {"width": 768, "depth": 8}, sleep=0.003, rank=1, width=768),
+        numbers(64, ["ddp", "allocator", "fused-optimizer"], {"width": 768, "depth": 8}, sleep=0.003, rank=1, width=768),
         {"dataloader-workers"},
         ["--nproc", "2"],
     ),
@@ -156,7 +156,7 @@ def run(name: str, folder: Path) -> dict[str, Any]:
     if done.returncode:
         sys.exit(f"{name} failed:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
     found = json.loads((folder / "seen" / "profile.json").read_text().replace(f"{folder}/", ""))  # the folder is gone afterwards
-    record = json.loads((folder / "seen" / "receipt.json").read_text())
+    record = json.loads((folder / "seen" / "report.json").read_text())
     first = found["verdicts"][0]["plugin"] if found["verdicts"] else ""
     page = (folder / "seen" / "profile.md").read_text()
     return {
@@ -198,7 +198,7 @@ def main() -> None:
         )
         for trial in found["trials"]:
             print(
-                f"    {trial['edit']}: forecast {trial['forecast']:.2f}, measured {[round(ratio, 2) for ratio in trial['ratios']]}",
+                f"    {trial['edit']}: estimate {trial['estimate']:.2f}, measured {[round(ratio, 2) for ratio in trial['ratios']]}",
                 flush=True,
             )
     lines = []
@@ -208,8 +208,8 @@ def main() -> None:
         for trial in found["trials"]:
             ratios = sorted(trial["ratios"])
             measured = f"{ratios[len(ratios) // 2]:.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})" if ratios else trial["why"]
-            lines.append(["", f"`{trial['edit']}`", "", f"{trial['forecast']:.2f}", measured, "kept" if trial["kept"] else "not kept"])
-    shown = table(["planted", "said first, then tried", "the cause", "x forecast", "x measured", ""], lines, 3)
+            lines.append(["", f"`{trial['edit']}`", "", f"{trial['estimate']:.2f}", measured, "kept" if trial["kept"] else "not kept"])
+    shown = table(["planted", "said first, then tried", "the cause", "x estimate", "x measured", ""], lines, 3)
     print(shown)
     if options.results == RESULTS and rows.keys() == PLANTED.keys():
         about = (__doc__ or "").partition("padding\n\n")[2].strip()

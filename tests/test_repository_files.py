@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 import tomllib
 from pathlib import Path
 
+import pytest
 import yaml
 
 ROOT = Path(__file__).parent.parent
@@ -22,6 +25,14 @@ def test_workflows_call_the_projects_own_script():
     versions = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"]
     assert versions == f">={min(job['strategy']['matrix']['python'])}"
     assert load(".github/workflows/release.yml")["jobs"].keys() == {"build", "publish"}
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_ci_runs_every_test_once():
+    assert "make test test-all\n" in (ROOT / ".ci/run").read_text()
+    shown = subprocess.run(["make", "--dry-run", "test", "test-all"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    marks = [line.rpartition(" -m ")[2] for line in shown.splitlines() if "-m pytest" in line]
+    assert marks == ['"not slow"', "slow"]
 
 
 def test_the_citation_has_the_packages_version_and_license():

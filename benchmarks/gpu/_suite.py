@@ -227,11 +227,11 @@ def read_reviews(count: int, tiny: bool) -> tuple[dict[str, Reviews], int]:
     """
     file = DATA / "reviews.npz"
     if tiny:
-        return {"train": generate(96, 0, TINY_LENGTH), "evaluate": generate(24, 1, TINY_LENGTH)}, TINY_LENGTH
+        return {"train": generate(96, 0, TINY_LENGTH), "validation": generate(24, 1, TINY_LENGTH)}, TINY_LENGTH
     if file.exists():
         return load(file), MAX_LENGTH
     print(f"{file}: no such file. Generated reviews of the same lengths take its place.", flush=True)
-    return {"train": generate(count, 0), "evaluate": generate(count // 7, 1)}, MAX_LENGTH
+    return {"train": generate(count, 0), "validation": generate(count // 7, 1)}, MAX_LENGTH
 
 
 def chunks(names: Iterable[str], size: int) -> Iterator[list[str]]:

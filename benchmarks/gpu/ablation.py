@@ -38,9 +38,9 @@ PAYS = 0.9
 """A variant below this ratio to what it builds on is dropped after the first round."""
 AMP: dict[str, Any] = {"amp": {"dtype": "bf16"}}
 BUCKETS: dict[str, Any] = {"length-bucketing": {"multiple": 64}}
-PREFETCH: dict[str, Any] = {"dataloader-workers": {"num_workers": 2}, "prefetch": {"cache": None}}
+PREFETCH: dict[str, Any] = {"dataloader-workers": {"num_workers": 2}, "device-prefetch": {}}
 OPTIMIZER: dict[str, Any] = {"fused-optimizer": {}}
-FIRST: dict[str, Any] = {"first-token": {}}
+FIRST: dict[str, Any] = {"cls-last-layer": {}}
 COMPILE: dict[str, Any] = {"compile": {"pad_to_multiple_of": None}}
 GRAPHS: dict[str, Any] = {"compile": {"mode": "reduce-overhead"}}
 
@@ -77,12 +77,12 @@ VARIANTS: dict[str, Variant] = {
     "tf32": Variant(plugins={"matmul-precision": {}}, padding="max_length", cuda=True),
     "bf16": Variant(plugins=AMP, padding="max_length"),
     "bucketing": Variant(over="bf16", plugins=AMP | BUCKETS),
-    "prefetch": Variant(over="bucketing", plugins=AMP | BUCKETS | PREFETCH),
-    "fused-optimizer": Variant(over="prefetch", plugins=AMP | BUCKETS | PREFETCH | OPTIMIZER),
-    "first-token": Variant(over="fused-optimizer", plugins=EAGER),
-    "compile": Variant(over="first-token", plugins=EAGER | COMPILE),
+    "device-prefetch": Variant(over="bucketing", plugins=AMP | BUCKETS | PREFETCH),
+    "fused-optimizer": Variant(over="device-prefetch", plugins=AMP | BUCKETS | PREFETCH | OPTIMIZER),
+    "cls-last-layer": Variant(over="fused-optimizer", plugins=EAGER),
+    "compile": Variant(over="cls-last-layer", plugins=EAGER | COMPILE),
     "graphs": Variant(over="compile", plugins=recipe_plugins()),
-    "packing": Variant(over="first-token", plugins=PACKED),
+    "packing": Variant(over="cls-last-layer", plugins=PACKED),
     "packing-compile": Variant(over="packing", plugins=PACKED | {"compile": {}}),
     "packing-graphs": Variant(over="packing-compile", plugins=PACKED | GRAPHS),
     "no-cudnn-attention": Variant(over="graphs", plugins=recipe_plugins(), environment={"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"}),
@@ -128,7 +128,7 @@ def job(
         worker.stop()
     seconds = time.monotonic() - started
     spans = ", ".join(f"{span} {found[f'{span}_seconds']:.1f}" for span in ("startup", "compile", "train", "evaluate"))
-    shown = f"{seconds:.1f} s from start to end: {spans}; accuracy {found['evaluate']['accuracy']:.3f}"
+    shown = f"{seconds:.1f} s from start to end: {spans}; accuracy {found['validation']['accuracy']:.3f}"
     records.add("job", shown, name=name, wall_seconds=seconds, **notes, **found)
     return True
 
@@ -221,7 +221,7 @@ def main() -> None:
         candidates = sorted(
             (name for name in found if chosen[name].batch_size == BATCH and not chosen[name].environment), key=found.__getitem__
         )
-        total = EPOCHS * (len(splits["train"]) + len(splits["evaluate"]) / 3)
+        total = EPOCHS * (len(splits["train"]) + len(splits["validation"]) / 3)
         if candidates:
             best = candidates[-1]
             given = spec(chosen[best], whole, work, job=EPOCHS)

@@ -59,11 +59,12 @@ def main() -> None:
 
             tokenizer = AutoTokenizer.from_pretrained(options.minilm)
             splits = {
-                split: read(options.data / f"{name}.parquet", tokenizer) for split, name in (("train", "train"), ("evaluate", "validation"))
+                split: read(options.data / f"{name}.parquet", tokenizer)
+                for split, name in (("train", "train"), ("validation", "validation"))
             }
         else:
             print(f"{options.data}: no train.parquet; reviews are generated")
-            splits = {"train": generate(35_000, 0), "evaluate": generate(5_000, 1)}
+            splits = {"train": generate(35_000, 0), "validation": generate(5_000, 1)}
         save(folder / "reviews.npz", **splits)
         partial = options.target.with_suffix(".part")
         with tarfile.open(partial, "w:xz", preset=6) as archive:

@@ -107,7 +107,7 @@ def show_job(name: str, line: dict[str, Any]) -> str:
     parts = [("start-up", "startup"), ("training", "train"), ("compilation in it", "compile"), ("evaluation", "evaluate")]
     spans = ", ".join(f"{shown} {line[f'{span}_seconds']:.1f}" for shown, span in parts)
     what = f"`{name}` (`{line['variant']}`, cache: {line['cache']})"
-    return f"* {what}: **{line['wall_seconds']:.1f} s** from start to end: {spans}; accuracy {line['evaluate']['accuracy']:.3f}."
+    return f"* {what}: **{line['wall_seconds']:.1f} s** from start to end: {spans}; accuracy {line['validation']['accuracy']:.3f}."
 
 
 def show_probes(lines: Lines) -> str:

@@ -25,7 +25,7 @@ from _suite import Budget, Records, facts, find_device, options, scratch
 
 FILE_SECONDS = 240.0
 """Seconds that a file of tests may take."""
-TINY = ("test_small_speedups.py", "test_prefetch.py")
+TINY = ("test_small_speedups.py", "test_device_prefetch.py")
 """Of ``tests/plugins``, with ``--tiny``."""
 LAST = ("test_conformance.py", "test_all_plugins.py", "test_deepspeed_config.py")
 """Of ``tests/plugins``: those that take longest, and need most of all no GPU."""

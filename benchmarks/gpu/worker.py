@@ -38,7 +38,7 @@ def run_job(work: Work, splits: dict[str, Any]) -> dict[str, Any]:
     recipe, task = prepare_fastloop(work, splits)
     run = build(recipe, resolve(recipe, objects=[task]))
     summary = execute(run)
-    spans = ("startup_seconds", "compile_seconds", "train_seconds", "evaluate_seconds", "evaluate", "compile", "steps")
+    spans = ("startup_seconds", "compile_seconds", "train_seconds", "evaluate_seconds", "validation", "compile", "steps")
     return {key: summary[key] for key in spans if key in summary} | {
         "flops": work.epochs * training_flops(run.unwrap_model(), splits["train"].lengths),
     }

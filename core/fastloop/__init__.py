@@ -12,7 +12,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from fastloop.errors import CheckpointError, FastloopError, PluginCrash, PluginError, RecipeError, UsageError
-from fastloop.estimates import Seen, Win
+from fastloop.estimates import SpeedupEstimate, StepProfile
 from fastloop.hookspecs import hookspec
 from fastloop.options import option
 from fastloop.plugin import Device, Dtype, Package, Plugin, When, hookimpl
@@ -40,12 +40,12 @@ __all__ = [
     "PluginError",
     "RecipeError",
     "Run",
-    "Seen",
+    "SpeedupEstimate",
     "State",
+    "StepProfile",
     "Trainer",
     "UsageError",
     "When",
-    "Win",
     "hookimpl",
     "hookspec",
     "option",

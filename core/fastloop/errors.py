@@ -16,7 +16,7 @@ class FastloopError(Exception):
 
 
 class UsageError(FastloopError):
-    """What was asked is wrong: a recipe, a plugin, an option, a path. Said before training starts."""
+    """What was asked is wrong: a recipe, a plugin, an option, a path. WarningCollector before training starts."""
 
     exit_code = 2
 

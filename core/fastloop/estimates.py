@@ -15,7 +15,7 @@ MULTIPLYING = (
 
 
 @dataclass(kw_only=True)
-class Seen:
+class StepProfile:
     """A window of steps. All seconds, counts and operations are those of one step on the main process.
 
     Attributes:
@@ -109,11 +109,11 @@ class Seen:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Win:
-    """A plugin's forecast.
+class SpeedupEstimate:
+    """A plugin's estimate.
 
     Attributes:
-        seconds: Of each step that it would win back. A forecast: ``apply`` measures.
+        seconds: Of each step that it would win back. A estimate: ``apply`` measures.
         why: What was seen that says so, in a few words with figures.
         options: What to set in the plugin's options.
         overrides: What to set in the recipe instead of adding the plugin, such as ``{"data.padding": "longest"}``.

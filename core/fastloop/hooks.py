@@ -22,7 +22,7 @@ import pluggy
 
 from fastloop import hookspecs, plugin_checks
 from fastloop.errors import FastloopError, PluginCrash, PluginError, UsageError, UserCodeError
-from fastloop.plugin import GROUP, Plugin
+from fastloop.plugin import GROUP, Plugin, entry_points
 from fastloop.recipe import Recipe, importing
 from fastloop.runtime.tracebacks import user_line
 from fastloop.state import Draft
@@ -209,7 +209,7 @@ def crash(plugin: Plugin, hook: str, error: BaseException) -> PluginCrash:
 
 def distribution_of(cls: type[Plugin]) -> importlib.metadata.Distribution | None:
     """The distribution that a plugin is installed with; None for one of a file or a script."""
-    for point in importlib.metadata.entry_points(group=GROUP):
+    for point in entry_points(GROUP):
         if point.value == f"{cls.__module__}:{cls.__qualname__}":
             return point.dist
     found = importlib.metadata.packages_distributions().get(cls.__module__.partition(".")[0], [])

@@ -26,7 +26,7 @@
             for each micro-step:
                 compute_loss, backward
             after_backward                          # gradients complete, unclipped
-            clip_gradients                          # with train.clip_norm
+            clip_gradients                          # with train.max_grad_norm
             before_optimizer_step
             (optimizer, scheduler, zero_grad)
             after_step
@@ -234,7 +234,7 @@ def clip_gradients(run: Run, max_norm: float) -> Tensor | None:
 
 @hookspec
 def before_optimizer_step(run: Run, grad_norm: Tensor | None) -> None:
-    """Gradients are final. ``grad_norm``: 0-dim, their norm before clipping, where ``train.clip_norm`` is set."""
+    """Gradients are final. ``grad_norm``: 0-dim, their norm before clipping, where ``train.max_grad_norm`` is set."""
 
 
 @hookspec

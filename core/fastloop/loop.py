@@ -51,10 +51,10 @@ def fit(run: Run) -> None:
         metric_checks.check(run)
     with run.clock("train"):
         if run.schedule.evaluation_due():  # an interrupted run was saved before it
-            evaluate(run, "evaluate")
+            evaluate(run, "validation")
         recovering(run, lambda: train(run))
     if run.schedule.needs_evaluation():
-        evaluate(run, "evaluate")
+        evaluate(run, "validation")
     if run.interrupted and run.state.save_requested:  # the signal came in that evaluation
         resume.save(run)
     run.signals.finish()  # from here on there is nothing to save: a signal lets the run end
@@ -79,7 +79,7 @@ def train(run: Run) -> None:
             hooks.after_step(run=run, loss=loss)
             run.sync_requests()
             if schedule.evaluation_due():
-                evaluate(run, "evaluate")
+                evaluate(run, "validation")
             if schedule.save_due():
                 resume.save(run)
             if schedule.should_stop():
@@ -89,7 +89,7 @@ def train(run: Run) -> None:
         state.epoch, state.epoch_samples = state.epoch + 1, 0
         hooks.after_epoch(run=run)
         if schedule.evaluation_due(epoch_ended=True):
-            evaluate(run, "evaluate")
+            evaluate(run, "validation")
         if schedule.save_due(epoch_ended=True):
             resume.save(run)
 
@@ -123,14 +123,14 @@ def train_step(run: Run, batches: list[Batch]) -> Tensor:
         with run.gradient_sync(last=index == len(batches) - 1):
             with region("loss"):
                 output = hooks.compute_loss(run=run, model=run.model, batch=batch.inputs)
-                loss = output.loss if batch.weight == total else output.loss * (batch.weight / total)
+                loss = output.loss if batch.loss_weight == total else output.loss * (batch.loss_weight / total)
             with region("backward"):
                 hooks.backward(run=run, loss=loss)
         step_loss = loss.detach() if step_loss is None else step_loss + loss.detach()
     assert step_loss is not None
     step_loss = run.processes.all_reduce_mean(step_loss)
     hooks.after_backward(run=run, loss=step_loss)
-    grad_norm, max_norm = None, run.recipe.train.clip_norm
+    grad_norm, max_norm = None, run.recipe.train.max_grad_norm
     if max_norm is not None:
         with region("clip"):
             grad_norm = hooks.clip_gradients(run=run, max_norm=max_norm)
@@ -149,7 +149,7 @@ def train_step(run: Run, batches: list[Batch]) -> Tensor:
 def evaluate(run: Run, split: str) -> None:
     """Evaluate a split with all that plugins wrap around it. Cut off by a signal, it is due again, and drew no random numbers."""
     with run.clock("evaluate"), region("evaluate"):
-        if split == "evaluate":
+        if split == "validation":
             run.state.evaluate_requested = False
         states = random_states()
         run.hooks.before_evaluate(run=run, split=split)
@@ -160,7 +160,7 @@ def evaluate(run: Run, split: str) -> None:
             run.state.request_evaluate()
             return
         run.state.metrics[split] = metrics
-        if split == "evaluate":
+        if split == "validation":
             run.state.evaluated_at = run.state.step
         run.hooks.after_evaluate(run=run, split=split, metrics=metrics)
         run.sync_requests()
@@ -187,7 +187,7 @@ def evaluation_loop(run: Run, split: str) -> dict[str, float]:
             with region("loss"):
                 output = run.hooks.compute_loss(run=run, model=run.model, batch=batch.inputs)
             with metric_checks.explained(run, split, output):
-                results.add(output, batch.weight, batch.samples)
+                results.add(output, batch.loss_weight, batch.samples)
         with metric_checks.explained(run, split, output):
             *sums, metrics = results.read()
     total, weight = run.processes.all_reduce_sum(torch.tensor(sums, dtype=torch.float64)).tolist()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import nn
 
-BOUNDS = {"exact": 0.0, "reassociated": 1e-5, "reduced-precision": 0.1}
+BOUNDS = {"bitwise": 0.0, "reassociated": 1e-5, "reduced-precision": 0.1}
 """Largest relative difference of a step's loss that a class allows. What changes the training is not compared."""
 HOLDS, BROKEN, FAILED, NOT_COMPARED = "holds", "broken", "failed", "not compared"
 
@@ -18,7 +18,7 @@ def compare(promise: str, ours: dict[str, Any], control: dict[str, Any], again: 
     """Losses against those of a control that was trained twice.
 
     Args:
-        promise: A parity class that has a bound.
+        promise: A numerics class that has a bound.
     """
     bound = BOUNDS[promise]
     found: dict[str, Any] = {"class": promise, "bound": bound, "difference": None, "why": None}

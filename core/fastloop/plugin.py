@@ -2,7 +2,7 @@
 
     class Warmth(Plugin):
         name = "warmth"
-        parity = "exact"
+        numerics = "bitwise"
 
         @dataclass(kw_only=True)
         class Config:
@@ -19,8 +19,12 @@ Everything the resolver needs is declared on the class, so a plugin of yours is 
 from __future__ import annotations
 
 import importlib.metadata
+import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
+from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
 
 import pluggy
@@ -29,7 +33,7 @@ from fastloop.errors import RecipeError
 from fastloop.options import check_options, option, parse
 
 if TYPE_CHECKING:
-    from fastloop.estimates import Seen, Win
+    from fastloop.estimates import SpeedupEstimate, StepProfile
     from fastloop.recipe import Recipe
     from fastloop.runtime.hardware import Machine
 
@@ -41,7 +45,7 @@ DEFAULTS = "fastloop.defaults"
 
 hookimpl = pluggy.HookimplMarker("fastloop")
 
-Parity = Literal["exact", "reassociated", "reduced-precision", "changes-training"]
+Numerics = Literal["bitwise", "reassociated", "reduced-precision", "changes-training"]
 """What a plugin does to the numbers: the same bits; the same mathematics in another summation order; fewer bits;
 another training. A promise that tests, `bench` and `tune` hold it to."""
 
@@ -119,7 +123,7 @@ class When:
 
 @dataclass(kw_only=True)
 class Observer:
-    """The option that a plugin which only looks on (``observes``) takes beside its own."""
+    """The option that a plugin which only looks on (``read_only``) takes beside its own."""
 
     on_error: Annotated[
         Literal["raise", "disable"], option("When it fails: the run fails too, or goes on without its hooks and says so in the summary.")
@@ -164,17 +168,17 @@ class Plugin:
     """Names (or ``slot:NAME``) whose hooks are called before this plugin's, when they are there."""
     runs_before: ClassVar[tuple[str, ...]] = ()
     """Names (or ``slot:NAME``) whose hooks are called after this plugin's, when they are there."""
-    needs: ClassVar[tuple[Need, ...]] = ()
+    requirements: ClassVar[tuple[Need, ...]] = ()
     """Predicates on device, dtypes and installed versions."""
     adds_metrics: ClassVar[tuple[str, ...]] = ()
     """Metrics that its wrapper of ``evaluate`` adds, beside ``loss`` and what ``build_metrics`` gives."""
     sections: ClassVar[Mapping[str, type]] = {}
     """For a task: ``model`` and ``data`` -> the dataclass of the keys that it takes there. `fastloop schema` and the docs show them."""
-    parity: ClassVar[Parity] = "exact"
+    numerics: ClassVar[Numerics] = "bitwise"
     """What it does to the numbers."""
-    configures: ClassVar[str] = ""
+    description: ClassVar[str] = ""
     """What it changes in a run, in a few words, for `fastloop plan`."""
-    observes: ClassVar[bool] = False
+    read_only: ClassVar[bool] = False
     """Whether it only looks on, so that a run without it has the same numbers. It then wraps no hook, implements none that changes or
     decides something, and asks for nothing that processes do together (``run.wait``, ``run.gather``, ``run.weights``): when it fails on
     one process, the others go on. Its users may have it disabled when it fails: ``on_error: disable``."""
@@ -192,7 +196,7 @@ class Plugin:
 
     def __init__(self, *, _where: str = "", **options: Any) -> None:
         where = _where or self.name
-        if "on_error" in options and self.observes:
+        if "on_error" in options and self.read_only:
             self.on_error = parse(Observer, {"on_error": options.pop("on_error")}, where).on_error
         check_options(type(self).Config, f"{where}: its Config")
         if "on_error" in options and "on_error" not in [field.name for field in fields(type(self).Config)]:
@@ -202,12 +206,12 @@ class Plugin:
         self.config: Any = parse(type(self).Config, options, where)
 
     @classmethod
-    def activates(cls, recipe: Recipe) -> str | None:
+    def auto_enable(cls, recipe: Recipe) -> str | None:
         """For the plugins that fastloop itself turns on by default: why this recipe gets it, or None."""
         return None
 
     @classmethod
-    def forecast(cls, seen: Seen, recipe: Recipe) -> Win | None:
+    def estimate_speedup(cls, seen: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:
         """For `fastloop profile`: what this plugin would win back of a step, or None. ``seen`` has figures, ``recipe`` what is listed."""
         return None
 
@@ -216,6 +220,20 @@ class Plugin:
 
 
 def defaults() -> dict[str, importlib.metadata.EntryPoint]:
-    """Name -> entry point of the plugins that are on by themselves where their ``activates`` says so."""
-    points = sorted(importlib.metadata.entry_points(group=DEFAULTS), key=lambda point: point.name)
+    """Name -> entry point of the plugins that are on by themselves where their ``auto_enable`` says so."""
+    points = sorted(entry_points(DEFAULTS), key=lambda point: point.name)
     return {point.name: point for point in points if point.dist is not None and point.dist.name == "fastloop"}
+
+
+def entry_points(group: str) -> importlib.metadata.EntryPoints:
+    """The entry points of a group. The metadata of all packages is read again only after ``sys.path`` or a folder on it has changed."""
+    folders = []
+    for path in sys.path:
+        with suppress(OSError):
+            folders.append((str(Path(path).absolute()), Path(path).stat().st_mtime_ns))
+    return _entry_points(group, tuple(folders))
+
+
+@lru_cache(maxsize=8)
+def _entry_points(group: str, folders: tuple[tuple[str, int], ...]) -> importlib.metadata.EntryPoints:
+    return importlib.metadata.entry_points(group=group)

@@ -14,7 +14,7 @@ from typing import Any, get_args
 
 from fastloop import hookspecs
 from fastloop.errors import PluginError, did_you_mean
-from fastloop.plugin import Parity, Plugin
+from fastloop.plugin import Numerics, Plugin
 
 log = logging.getLogger("fastloop")
 
@@ -53,15 +53,15 @@ def check_together(plugins: Sequence[Plugin], installed: Collection[str], reason
         where: The recipe, for messages.
 
     Raises:
-        PluginError: A parity class does not exist, or two plugins answer one hook.
+        PluginError: A numerics class does not exist, or two plugins answer one hook.
     """
     names = {*installed, *(plugin.name for plugin in plugins)}
     slots = {plugin.slot for plugin in plugins if plugin.slot}
     for plugin in plugins:
-        if plugin.parity not in get_args(Parity):
+        if plugin.numerics not in get_args(Numerics):
             raise PluginError(
-                f"{where}: plugin {plugin.name!r} declares the parity {plugin.parity!r}, which is no parity class."
-                f"{did_you_mean(str(plugin.parity), get_args(Parity))}"
+                f"{where}: plugin {plugin.name!r} declares the numerics {plugin.numerics!r}, which is no numerics class."
+                f"{did_you_mean(str(plugin.numerics), get_args(Numerics))}"
             )
         for message in misspelled(plugin, names, slots):
             _warn_once(f"{where}: {message}")
@@ -128,8 +128,10 @@ def check_hooks(plugin: Plugin, known: Mapping[str, Sequence[str]], first: Colle
     Raises:
         PluginError: Says what is wrong, and how to repair it.
     """
-    if plugin.observes and plugin.parity != "exact":
-        raise PluginError(f"plugin {plugin.name!r} says that it only looks on (`observes`): its parity is exact, not {plugin.parity}.")
+    if plugin.read_only and plugin.numerics != "bitwise":
+        raise PluginError(
+            f"plugin {plugin.name!r} says that it only looks on (`read_only`): its numerics is bitwise, not {plugin.numerics}."
+        )
     _check_unmarked(plugin, known)
     answers = []
     for hook, method, marks in implementations(plugin):
@@ -148,9 +150,9 @@ def check_hooks(plugin: Plugin, known: Mapping[str, Sequence[str]], first: Colle
         if hook in hookspecs.ONE_BY_ONE and marks["wrapper"]:
             raise PluginError(f"{where} cannot be a wrapper: it is called on each plugin by itself.")
         decides = hook in hookspecs.CHANGE or hook in first
-        if plugin.observes and (decides or marks["wrapper"]):
+        if plugin.read_only and (decides or marks["wrapper"]):
             how = "changes or decides something" if decides else "is a wrapper here"
-            raise PluginError(f"{where} {how}, and the plugin says that it only looks on (`observes`). Leave one of the two out.")
+            raise PluginError(f"{where} {how}, and the plugin says that it only looks on (`read_only`). Leave one of the two out.")
         for parameter in inspect.signature(method).parameters.values():
             _check_argument(where, known[hook], parameter)
     for hook in plugin.fallback_hooks:

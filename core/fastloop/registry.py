@@ -17,7 +17,7 @@ from packaging.utils import canonicalize_name
 from fastloop.errors import FastloopError, PluginError, did_you_mean
 from fastloop.hooks import PluginSet, origin
 from fastloop.options import check_options
-from fastloop.plugin import GROUP, Plugin, defaults
+from fastloop.plugin import GROUP, Plugin, defaults, entry_points
 from fastloop.plugin_checks import check_together
 from fastloop.recipe import Recipe
 from fastloop.recipe.importing import import_file
@@ -34,7 +34,7 @@ def installed(group: str = GROUP, taken: Iterable[str] = ()) -> dict[str, import
         taken: Names that no distribution can have.
     """
     found: dict[str, list[importlib.metadata.EntryPoint]] = {}
-    for point in importlib.metadata.entry_points(group=group):
+    for point in entry_points(group):
         found.setdefault(point.name, []).append(point)
     table = {}
     for name, points in sorted(found.items()):
@@ -93,6 +93,8 @@ def unsupported(point: importlib.metadata.EntryPoint) -> str:
     """Why an installed package is not made for this fastloop, by its own Requires-Dist; empty when it is."""
     ours = importlib.metadata.version("fastloop")
     for text in (point.dist.requires if point.dist else None) or ():
+        if "fastloop" not in text.lower():  # parsing takes long
+            continue
         try:
             requirement = Requirement(text)
         except InvalidRequirement:  # of something else, maybe: installers have read it already
@@ -156,13 +158,13 @@ def resolve(recipe: Recipe, machine: Machine | None = None, objects: Iterable[Pl
 
     Raises:
         PluginError: No such plugin, two in one slot, a conflict, something required or needed is missing, a circle of constraints, two
-            plugins that answer one hook, an unknown parity class.
+            plugins that answer one hook, an unknown numerics class.
         RecipeError: A plugin's option cannot be.
     """
     resolution = select(recipe, objects)
     machine = machine or _machine(recipe)
     for plugin in resolution.plugins:
-        for need in plugin.needs:
+        for need in plugin.requirements:
             if missing := need.missing(plugin, machine):
                 raise PluginError(
                     f"{recipe.where}: plugin {plugin.name!r} {missing.rstrip('.')}. Or leave it out: --without {plugin.name}."
@@ -190,7 +192,7 @@ def select(recipe: Recipe, objects: Iterable[Plugin] = ()) -> PluginSet:
         if name in reasons or recipe.plugins.get(name) is False:
             continue
         cls = point.load()
-        why = cls.activates(recipe)
+        why = cls.auto_enable(recipe)
         if why and (cls.slot is None or cls.slot not in filled):
             plugins.append(cls())
             filled.add(cls.slot)

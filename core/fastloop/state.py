@@ -88,22 +88,22 @@ class Batch:
 
     Attributes:
         inputs: What the task's ``compute_loss`` gets: any nesting of tensors.
-        weight: What the mean loss is a mean over: samples, or target tokens. Accumulated micro-batches are weighted by it.
+        loss_weight: What the mean loss is a mean over: samples, or target tokens. Accumulated micro-batches are weighted by it.
         samples: Number of samples; filled in by the loader.
         tokens: Real tokens, padding not counted.
         ids: Sample ids, filled in by the loader: indices of a map-style dataset, positions in an iterable one.
         worker: The worker that read it; -1: the process itself.
-        last: Whether it is its step's last on this process; filled in by the loader, for map-style datasets.
+        is_last_micro_batch: Whether it is its step's last on this process; filled in by the loader, for map-style datasets.
         unreadable: Sample ids that could not be read, and are not in it, each with why; see ``DataLoaderDraft.skip_unreadable``.
     """
 
     inputs: Any
-    weight: int = 0
+    loss_weight: int = 0
     samples: int = 0
     tokens: int = 0
     ids: tuple[int, ...] = ()
     worker: int = -1
-    last: bool = False
+    is_last_micro_batch: bool = False
     unreadable: tuple[tuple[int, str], ...] = ()
 
     def pin_memory(self) -> Batch:
@@ -127,7 +127,7 @@ class BatchTotals(NamedTuple):
         """The sums of some micro-batches, on this process."""
         weight = samples = tokens = unreadable = 0
         for batch in batches:
-            weight, samples, tokens = weight + batch.weight, samples + batch.samples, tokens + batch.tokens
+            weight, samples, tokens = weight + batch.loss_weight, samples + batch.samples, tokens + batch.tokens
             unreadable += len(batch.unreadable)
         return cls(weight, samples, tokens, unreadable)
 
@@ -137,7 +137,7 @@ class Output:
     """What a task computes for one batch.
 
     Attributes:
-        loss: 0-dim tensor: the mean over the batch's ``weight``.
+        loss: 0-dim tensor: the mean over the batch's ``loss_weight``.
         predictions: What metrics are updated with, first argument; None when there are no metrics. Of shape (N, ...): evaluation puts
             those of many batches together before an update.
         targets: Second argument, of shape (N, ...) too.
@@ -220,7 +220,7 @@ class DataLoaderDraft(Draft):
     placing: Callable[[Iterable[list[Batch]], Callable[[list[Batch]], list[Batch]]], Iterable[list[Batch]]] | None = None
     """``placing(steps, place)``: steps of batches on the host -> on the device; ``place`` takes one step there. None: each in its turn."""
     split: Callable[[Any, list[int], int], list[list[int]]] | None = None
-    """``split(dataset, ids, processes)``: a step's sample ids as micro-batches, instead of shares of ``device_batch_size``. Processes take
+    """``split(dataset, ids, processes)``: a step's sample ids as micro-batches, instead of shares of ``micro_batch_size``. Processes take
     them in turn, one each micro-step. Every id once; the same on all processes. Evaluation is split likewise."""
 
     READING = (

@@ -189,7 +189,7 @@ class Trainer:
             ``save_pretrained`` is exported by it, so that ``from_pretrained`` loads the run folder's ``model/``.
         output: The run folder.
         resume: A run folder or checkpoint to go on from; True means ``output``, and the beginning where that holds no checkpoint yet.
-        train: Any key of a recipe's ``train``: ``epochs``, ``lr``, ``seed``, ``clip_norm``, ...
+        train: Any key of a recipe's ``train``: ``epochs``, ``lr``, ``seed``, ``max_grad_norm``, ...
 
     Raises:
         UsageError: Anything wrong with what was asked.
@@ -210,8 +210,8 @@ class Trainer:
         resume: bool | str | Path = False,
         **train: Any,
     ) -> None:
-        loaders = {"train": train_loader, "evaluate": eval_loader, "test": test_loader}
-        names = {"train": "train_loader", "evaluate": "eval_loader", "test": "test_loader"}
+        loaders = {"train": train_loader, "validation": eval_loader, "test": test_loader}
+        names = {"train": "train_loader", "validation": "eval_loader", "test": "test_loader"}
         splits = {split: read_loader(names[split], loader) for split, loader in loaders.items() if loader is not None}
         if processing_class is not None and not hasattr(processing_class, "save_pretrained"):
             raise UsageError(

@@ -20,5 +20,5 @@ def digits() -> dict[str, Dataset]:
     inputs = torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 16  # pixels count from 0 to 16
     labels = torch.tensor(targets)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-    parts = {"evaluate": order[:300], "test": order[300:600], "train": order[600:]}
+    parts = {"validation": order[:300], "test": order[300:600], "train": order[600:]}
     return {split: TensorDataset(inputs[ids], labels[ids]) for split, ids in parts.items()}

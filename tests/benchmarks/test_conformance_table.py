@@ -32,7 +32,7 @@ EMA = '<properties><property name="plugin" value="ema" /></properties>'
 REPORT = f"""<testsuites><testsuite>
 <testcase name="test_of_something_else" />
 <testcase name="test_declared">{EMA}</testcase>
-<testcase name="test_parity">{EMA}<failure message="promised and not kept" /></testcase>
+<testcase name="test_numerics">{EMA}<failure message="promised and not kept" /></testcase>
 <testcase name="test_processes[ddp]">{EMA}<skipped message="declared: not with it" /></testcase>
 <testcase name="test_cost"><properties><property name="plugin" value="ema" />
 <property name="seconds a step without it" value="0.001" /><property name="seconds a step with it" value="0.0025" />

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 
 BENCHMARKS = Path(__file__).resolve().parent.parent.parent / "benchmarks"
@@ -35,8 +36,8 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def run(name: str, results: Path, *options: str) -> list[dict[str, Any]]:
     """Run a command of the suite; its records."""
-    command = ["bash", str(BENCHMARKS / "gpu" / "all.sh"), name, "--tiny", "--results", str(results), *options]
-    done = subprocess.run(command, env=os.environ | {"PYTHON": sys.executable}, capture_output=True, text=True, check=False, timeout=400)
+    environment = os.environ | {"PYTHONPATH": str(BENCHMARKS), "OMP_NUM_THREADS": "1"}
+    done = forked.run(str(BENCHMARKS / "gpu" / f"{name}.py"), "--tiny", "--results", str(results), *options, env=environment, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
     return read(results / f"gpu-{name}.jsonl")
 
@@ -52,7 +53,7 @@ def test_the_ablation_measures_variants_and_the_whole_job(tmp_path: Path) -> Non
     jobs = {line["name"]: line for line in lines if line["kind"] == "job"}
     assert {"job-cold", "job-warm"} < jobs.keys()
     assert jobs["job-cold"]["steps"] == 3 * 96 / 12
-    assert 0 <= jobs["job-cold"]["evaluate"]["accuracy"] <= 1
+    assert 0 <= jobs["job-cold"]["validation"]["accuracy"] <= 1
     assert jobs["job-cold"]["wall_seconds"] > jobs["job-cold"]["train_seconds"]
     assert next(line for line in lines if line["kind"] == "profile")["attention"]
 
@@ -68,12 +69,25 @@ def test_the_peers_are_measured_on_the_same_reviews(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_each_test_is_a_record(tmp_path: Path) -> None:
-    lines = run("tests", tmp_path, "--files", "test_small_speedups.py")
+    command = [
+        "bash",
+        str(BENCHMARKS / "gpu" / "all.sh"),
+        "tests",
+        "--tiny",
+        "--results",
+        str(tmp_path),
+        "--files",
+        "test_small_speedups.py",
+    ]
+    done = subprocess.run(command, env=os.environ | {"PYTHON": sys.executable}, capture_output=True, text=True, check=False, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = read(tmp_path / "gpu-tests.jsonl")
     outcomes = {line["name"].rpartition("::")[2]: line["outcome"] for line in lines if line["kind"] == "test"}
     assert "passed" in outcomes.values()
     assert "failed" not in outcomes.values()
 
 
+@pytest.mark.slow
 def test_a_worker_that_fails_is_recorded_and_the_others_continue(tmp_path: Path) -> None:
     import _reviews
     import _suite
@@ -117,12 +131,12 @@ def test_variants_that_do_not_pay_are_dropped(tmp_path: Path) -> None:
             self.stopped = True
 
     records = _suite.Records(tmp_path / "records.jsonl")
-    for name, speed in (("baseline", 10.0), ("bf16", 20.0), ("bucketing", 17.0), ("prefetch", 16.0)):
+    for name, speed in (("baseline", 10.0), ("bf16", 20.0), ("bucketing", 17.0), ("device-prefetch", 16.0)):
         records.add("measure", name=name, samples_per_second=speed)
-    ready: dict[str, Any] = {name: Stopped() for name in ("baseline", "bf16", "bucketing", "prefetch")}
+    ready: dict[str, Any] = {name: Stopped() for name in ("baseline", "bf16", "bucketing", "device-prefetch")}
     slow = ready["bucketing"]
     ablation.drop(list(ready), ablation.VARIANTS, ready, records)
-    assert list(ready) == ["baseline", "bf16", "prefetch"]  # 0.94 of bucketing
+    assert list(ready) == ["baseline", "bf16", "device-prefetch"]  # 0.94 of bucketing
     assert slow.stopped
 
 

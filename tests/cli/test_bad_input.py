@@ -72,7 +72,7 @@ RECIPES: dict[str, tuple[list[tuple[str, Any]], list[str], list[str]]] = {
     "zero batch": ([("train.batch_size", 0)], [], ["train.batch_size", "greater than or equal to 1"]),
     "bad choice": ([("train.evaluate_every", "week")], [], ["train.evaluate_every", "'week'", "epoch"]),
     "unknown optimizer": ([("train.optimizer", "AdamV")], [], ["train.optimizer", "AdamV", "Did you mean"]),
-    "a batch that does not divide": ([("train.batch_size", 10), ("train.device_batch_size", 4)], [], ["batch_size", "10", "8 or 12"]),
+    "a batch that does not divide": ([("train.batch_size", 10), ("train.micro_batch_size", 4)], [], ["batch_size", "10", "8 or 12"]),
     "unknown plugin": ([("plugins", ["chekpoint-best"])], [], ["chekpoint-best", "Did you mean 'checkpoint-best'?"]),
     "a plugin listed twice": ([("plugins", ["amp", "amp"])], [], ["'amp'", "twice"]),
     "a plugin's unknown option": ([("plugins", [{"amp": {"dtyp": "bf16"}}])], [], ["plugins.amp.dtyp", "Did you mean 'dtype'?"]),
@@ -86,7 +86,7 @@ RECIPES: dict[str, tuple[list[tuple[str, Any]], list[str], list[str]]] = {
         ["text-classification", "causal-lm", "slot 'task'", "Keep one: --without"],
     ),
     "a monitor without evaluation": (
-        [("plugins", [{"checkpoint-best": {"monitor": "accuracy"}}]), ("data.files.validation", ...), ("data.held_out", 0)],
+        [("plugins", [{"checkpoint-best": {"monitor": "accuracy"}}]), ("data.files.validation", ...), ("data.validation_fraction", 0)],
         [],
         ["checkpoint-best", "evaluat"],
     ),

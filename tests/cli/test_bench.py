@@ -1,4 +1,4 @@
-"""`fastloop bench`. The ladder runs for real: in processes of its own where that is the point, else in this one, which is quicker."""
+"""`fastloop bench`. The ablation runs for real: in processes of its own where that is the point, else in this one, which is quicker."""
 
 from __future__ import annotations
 
@@ -6,24 +6,25 @@ import json
 import math
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 import yaml
 from torch import nn
 
 from fastloop.cli import main
+from fastloop.numerics import largest_difference
 from fastloop.recipe import load_recipe
-from fastloop_tools.bench.plan import make_ladder
+from fastloop_tools.bench.plan import make_ablation
 from fastloop_tools.measure import numerics, pairs
-from fastloop_tools.measure.results import rung_results
-from fastloop_tools.measure.statistics import break_even, interval, largest_difference, verdict
+from fastloop_tools.measure.results import variant_results
+from fastloop_tools.measure.statistics import break_even, interval, verdict
 from fastloop_tools.measure.worker import Spec, measure, switch_dropout_off
 
 CODE = """
@@ -37,7 +38,7 @@ class Net(nn.Sequential):
 
 def data():
     inputs = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
-    return {"train": TensorDataset(inputs, inputs[:, :3].argmax(1)), "evaluate": TensorDataset(inputs[:16], inputs[:16, :3].argmax(1))}
+    return {"train": TensorDataset(inputs, inputs[:, :3].argmax(1)), "validation": TensorDataset(inputs[:16], inputs[:16, :3].argmax(1))}
 """
 
 PLUGINS = """
@@ -85,7 +86,7 @@ class Hangs(Plugin):
 
 class Needy(Plugin):
     name = "needy"
-    needs = (Device("abacus"),)
+    requirements = (Device("abacus"),)
 
 class Asks(Plugin):
     name = "asks"
@@ -164,11 +165,11 @@ def bench(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, t
         if here:
             monkeypatch.setattr(pairs, "run_worker", in_this_process)
             monkeypatch.setattr(pairs, "foreign_load", lambda: 0.0)
-        monkeypatch.setattr(sys, "argv", ["fastloop", "bench", *arguments, "--output", "ladder"])
+        monkeypatch.setattr(sys, "argv", ["fastloop", "bench", *arguments, "--output", "ablation"])
         with pytest.raises(SystemExit) as exited:
             main()
         captured = capsys.readouterr()
-        written = Path("ladder/bench.json")
+        written = Path("ablation/bench.json")
         record = json.loads(written.read_text()) if written.exists() else {}
         return int(exited.value.code or 0), captured.out + captured.err, record
 
@@ -178,19 +179,20 @@ def bench(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, t
 SHORT = ("--steps", "3", "--seconds", "0", "--warmup", "1", "--repeats", "2")
 
 
-def rungs(record: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    return {row["title"]: row for row in record["rungs"]}
+def variants(record: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {row["title"]: row for row in record["variants"]}
 
 
 # -- the whole -----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_a_ladder_measures_each_rung_in_fresh_processes_and_writes_what_it_found(recipe, bench):
-    code, out, record = bench(recipe("early"), *SHORT, "--json", "copy.json", here=False)
-    assert code == 0, out
-    assert list(rungs(record)) == ["baseline", "+ early"]
-    for row in record["rungs"]:
+def test_a_ladder_measures_each_rung_in_fresh_processes_and_writes_what_it_found(recipe):
+    done = forked.run("-m", "fastloop", "bench", recipe("early"), *SHORT, "--json", "copy.json", "--output", "ablation")
+    record = json.loads(Path("ablation/bench.json").read_text())
+    assert done.returncode == 0, done.stderr
+    assert list(variants(record)) == ["baseline", "+ early"]
+    for row in record["variants"]:
         assert len(row["measurements"]) == 2
         for found in row["measurements"]:
             assert found["summary"]["plugins"] == ["bench-meter", "module", *row["plugins"]]  # neither progress nor log
@@ -199,69 +201,65 @@ def test_a_ladder_measures_each_rung_in_fresh_processes_and_writes_what_it_found
             assert found["startup_seconds"] > 0
             assert found["peak_memory_bytes"] > 2**20
             assert found["total_steps"] == 24  # the recipe's own three epochs
-            assert found["summary"]["evaluate"] is None
-    base, early = (row["measurements"] for row in record["rungs"])
-    assert [found["losses"] for found in base] == [found["losses"] for found in early]  # the seed of a repeat is all rungs'
+            assert found["summary"]["validation"] is None
+    base, early = (row["measurements"] for row in record["variants"])
+    assert [found["losses"] for found in base] == [found["losses"] for found in early]  # the seed of a repeat is all variants'
     assert all(found["summary"]["early"] for found in early)  # it was started again with what the plugin wants
     assert base[0]["losses"] != base[1]["losses"]
     assert record["complete"]
     assert record["versions"]["planted"] == "1.0"
-    assert rungs(record)["+ early"]["results"]["over_before"]["pairs"] == 2
-    assert "too few repeats to tell" in Path("ladder/bench.md").read_text()
-    assert Path("ladder/bench.png").read_bytes().startswith(b"\x89PNG")
+    assert variants(record)["+ early"]["results"]["over_before"]["pairs"] == 2
+    assert "too few repeats to tell" in Path("ablation/bench.md").read_text()
+    assert Path("ablation/bench.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads(Path("copy.json").read_text()) == record
-    (found,) = record["parity"]
+    (found,) = record["numerics"]
     assert (found["verdict"], found["difference"]) == ("holds", 0.0)
     assert not Path("runs").exists()
 
 
 def test_a_window_lasts_for_its_seconds_too(recipe, bench):
-    code, out, record = bench(recipe("honest"), *SHORT, "--seconds", "0.2", "--repeats", "1", "--no-parity")
+    code, out, record = bench(recipe("honest"), *SHORT, "--seconds", "0.2", "--repeats", "1", "--no-numerics")
     assert code == 0, out
-    for row in record["rungs"]:
+    for row in record["variants"]:
         (found,) = row["measurements"]
         assert found["steps"] > 3
         assert 0.2 <= found["seconds"] < sum(found["step_seconds"])
         assert found["seconds"] - found["step_seconds"][-1] < 0.2  # and no longer
         assert found["summary"]["reason"] == "measured"
         assert len(found["losses"]) == 1 + found["steps"]
-    assert "3 steps and 0.2 s at the least" in Path("ladder/bench.md").read_text()
+    assert "3 steps and 0.2 s at the least" in Path("ablation/bench.md").read_text()
 
 
 @pytest.mark.slow
-def test_a_process_that_dies_or_hangs_is_a_row_of_the_table(recipe, bench):
-    code, out, record = bench(
-        recipe("dies", "hangs"), "--ladder", "dies;hangs", *SHORT, "--repeats", "1", "--timeout", "20", "--no-parity", here=False
-    )
-    assert code == 1
-    assert rungs(record)["+ dies"]["error"] == "the process ended with exit code 7: it said nothing"
-    assert "took more than 20 seconds" in rungs(record)["hangs"]["error"]
-    assert rungs(record)["baseline"]["results"] is not None
-    assert "exit code 7" in out
+def test_a_process_that_dies_or_hangs_is_a_row_of_the_table(recipe):
+    given = (recipe("dies", "hangs"), "--variants", "dies;hangs", *SHORT, "--repeats", "1", "--timeout", "10", "--no-numerics")
+    done = forked.run("-m", "fastloop", "bench", *given, "--output", "ablation")
+    record = json.loads(Path("ablation/bench.json").read_text())
+    assert done.returncode == 1
+    assert variants(record)["+ dies"]["error"] == "the process ended with exit code 7: it said nothing"
+    assert "took more than 10 seconds" in variants(record)["hangs"]["error"]
+    assert variants(record)["baseline"]["results"] is not None
+    assert "exit code 7" in done.stdout
 
 
 @pytest.mark.slow
 def test_ctrl_c_ends_the_measured_process_and_keeps_what_is_there(recipe):
-    command = [sys.executable, "-m", "fastloop", "bench", recipe("hangs"), *SHORT, "--output", "ladder", "--ladder", "honest;hangs"]
-    with subprocess.Popen([*command, "--with", "honest"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        assert process.stdout is not None
-        said = []
-        for line in process.stdout:
-            said.append(line)
-            if line.startswith("repeat 1/2  + honest"):
-                break
-        process.send_signal(signal.SIGINT)
-        rest = process.stdout.read()
-        assert process.wait(30) == 130, said
-    assert "What was measured so far is in ladder." in rest
-    record = json.loads(Path("ladder/bench.json").read_text())
+    given = (recipe("hangs"), *SHORT, "--output", "ablation", "--variants", "honest;hangs", "--with", "honest")
+    with forked.Command("-m", "fastloop", "bench", *given, output=Path("said.txt")) as command:
+        while "\nrepeat 1/2  + honest" not in command.stdout:
+            assert command.poll() is None, command.stdout
+            time.sleep(0.02)
+        command.send_signal(signal.SIGINT)
+        assert command.wait(300) == 130, command.stdout
+        assert "What was measured so far is in ablation." in command.stdout
+    record = json.loads(Path("ablation/bench.json").read_text())
     assert not record["complete"]
-    assert rungs(record)["+ honest"]["results"]["samples_per_second"]["median"] > 0
-    assert "Not complete" in Path("ladder/bench.md").read_text()
+    assert variants(record)["+ honest"]["results"]["samples_per_second"]["median"] > 0
+    assert "Not complete" in Path("ablation/bench.md").read_text()
 
 
 def test_what_other_work_disturbed_is_measured_again(recipe, bench, monkeypatch):
-    loads = iter([0.0, 0.4, 0.01, 0.3, 0.2])  # baseline; the rung twice; and in the next repeat again, the quieter of two
+    loads = iter([0.0, 0.4, 0.01, 0.3, 0.2])  # baseline; the variant twice; and in the next repeat again, the quieter of two
 
     def disturbed(spec: Spec, length: Mapping[str, Any], *_: Any) -> dict[str, Any]:
         spec.recipe["output"] = f"measured{time.monotonic_ns()}"
@@ -269,27 +267,27 @@ def test_what_other_work_disturbed_is_measured_again(recipe, bench, monkeypatch)
 
     monkeypatch.setattr(pairs, "foreign_load", lambda: 0.0)
     monkeypatch.setattr(pairs, "run_worker", disturbed)
-    code, out, record = bench(recipe("honest"), *SHORT, "--no-parity", here=False)
+    code, out, record = bench(recipe("honest"), *SHORT, "--no-numerics", here=False)
     assert code == 0, out
     assert out.count("of the machine meanwhile: measured again") == 2
-    assert [found["foreign_load"] for found in rungs(record)["+ honest"]["measurements"]] == [0.01, 0.2]
+    assert [found["foreign_load"] for found in variants(record)["+ honest"]["measurements"]] == [0.01, 0.2]
     assert record["foreign_load"]["worst"] == 0.2
 
 
 def test_an_interrupt_in_the_second_repeat_keeps_the_first(recipe, bench):
     code, out, record = bench(recipe("stops"), *SHORT)
     assert code == 130
-    assert "What was measured so far is in ladder." in out
-    assert [len(row["measurements"]) for row in record["rungs"]] == [1, 1]
+    assert "What was measured so far is in ablation." in out
+    assert [len(row["measurements"]) for row in record["variants"]] == [1, 1]
 
 
-# -- rungs -------------------------------------------------------------------------------------------------------------------------
+# -- variants -------------------------------------------------------------------------------------------------------------------------
 
 
 def test_rungs_add_plugins_in_the_recipes_order_and_then_leave_each_out(recipe):
     loaded = load_recipe(recipe("honest", "lies", "fails", "log"))
-    found = make_ladder(loaded, loaded, (), (), leave_one_out=True)
-    assert [(rung.title, rung.plugins, rung.before) for rung in found.rungs] == [
+    found = make_ablation(loaded, loaded, (), (), leave_one_out=True)
+    assert [(variant.title, variant.plugins, variant.before) for variant in found.variants] == [
         ("baseline", (), None),
         ("+ honest", ("honest",), "baseline"),
         ("+ lies", ("honest", "lies"), "+ honest"),
@@ -298,50 +296,50 @@ def test_rungs_add_plugins_in_the_recipes_order_and_then_leave_each_out(recipe):
         ("all but lies", ("honest", "fails"), "+ fails"),
         ("all but fails", ("honest", "lies"), "+ fails"),
     ]
-    assert len(found.measured()) == 6  # "all but fails" is the rung "+ lies", measured once
+    assert len(found.measured()) == 6  # "all but fails" is the variant "+ lies", measured once
 
 
 def test_a_rung_that_cannot_be_says_why_and_the_others_go_on(recipe, bench):
     code, out, record = bench(recipe("asks", "honest", "needy"), *SHORT)
     assert code == 0, out
-    found = rungs(record)
+    found = variants(record)
     assert "plugin 'asks' requires 'honest'" in found["+ asks"]["why_not"]
     assert found["+ honest"]["before"] == "baseline"
     assert "needs a device of type abacus; this run is on cpu" in found["+ needy"]["why_not"]
     assert "requires 'honest'" in found["all but honest"]["why_not"]
     assert found["all but asks"]["results"] is not None
-    assert [(row["plugin"], row["verdict"]) for row in record["parity"]] == [("asks", "holds"), ("honest", "holds")]
-    assert record["parity"][0]["control"] == ["honest"]
+    assert [(row["plugin"], row["verdict"]) for row in record["numerics"]] == [("asks", "holds"), ("honest", "holds")]
+    assert record["numerics"][0]["control"] == ["honest"]
     assert "abacus" in out
 
 
 def test_a_ladder_of_ones_own_sets(recipe, bench):
-    code, out, record = bench(recipe("honest"), "--ladder", "asks,honest;honest", *SHORT, "--no-leave-one-out", "--no-parity")
+    code, out, record = bench(recipe("honest"), "--variants", "asks,honest;honest", *SHORT, "--no-leave-one-out", "--no-numerics")
     assert code == 0, out
-    assert [(row["title"], row["plugins"]) for row in record["rungs"]] == [
+    assert [(row["title"], row["plugins"]) for row in record["variants"]] == [
         ("baseline", []),
         ("+ honest + asks", ["honest", "asks"]),
         ("honest", ["honest"]),
     ]
-    assert record["parity"] == []
+    assert record["numerics"] == []
 
 
 def test_overrides_of_the_baseline_are_lifted_by_a_rung_of_their_own(recipe, bench):
-    code, out, record = bench(recipe("honest"), "--baseline", "train.batch_size=4", *SHORT, "--no-parity")
+    code, out, record = bench(recipe("honest"), "--baseline", "train.batch_size=4", *SHORT, "--no-numerics")
     assert code == 0, out
-    assert [row["title"] for row in record["rungs"]] == ["baseline", "without train.batch_size=4", "+ honest"]
-    assert [row["measurements"][0]["samples"] for row in record["rungs"]] == [12, 24, 24]
+    assert [row["title"] for row in record["variants"]] == ["baseline", "without train.batch_size=4", "+ honest"]
+    assert [row["measurements"][0]["samples"] for row in record["variants"]] == [12, 24, 24]
 
 
 def test_a_failing_plugin_is_a_row_and_the_rest_is_measured(recipe, bench):
-    code, out, record = bench(recipe("fails", "honest"), "--ladder", "fails;honest", *SHORT)
+    code, out, record = bench(recipe("fails", "honest"), "--variants", "fails;honest", *SHORT)
     assert code == 1
-    assert rungs(record)["+ fails"]["error"] == "plugin 'fails' (planted 1.0) failed in after_step: ValueError: no more"
-    assert len(rungs(record)["+ fails"]["measurements"]) == 1  # once is enough
-    assert rungs(record)["honest"]["before"] == "baseline"
-    assert rungs(record)["honest"]["results"]["over_before"]["pairs"] == 2
+    assert variants(record)["+ fails"]["error"] == "plugin 'fails' (planted 1.0) failed in after_step: ValueError: no more"
+    assert len(variants(record)["+ fails"]["measurements"]) == 1  # once is enough
+    assert variants(record)["honest"]["before"] == "baseline"
+    assert variants(record)["honest"]["results"]["over_before"]["pairs"] == 2
     assert "failed: plugin 'fails'" in out
-    assert [row["verdict"] for row in record["parity"]] == ["failed", "holds"]
+    assert [row["verdict"] for row in record["numerics"]] == ["failed", "holds"]
 
 
 @pytest.mark.parametrize(
@@ -351,18 +349,18 @@ def test_a_failing_plugin_is_a_row_and_the_rest_is_measured(recipe, bench):
         (("honest", {"honest": {}}), (), "listed twice"),
         (("asks",), (), "plugin 'asks' requires 'honest'"),
         (({"honest": {"lr": 1}},), (), "plugins.honest.lr: no such option"),
-        (("honest",), ("--ladder", "honset"), "Did you mean 'honest'?"),
+        (("honest",), ("--variants", "honset"), "Did you mean 'honest'?"),
         (("honest",), ("data.module=nowhere.py:data",), "no such file: nowhere.py"),
         (("honest",), ("--baseline", "trian.lr=1"), "Did you mean 'train'?"),
     ],
-    ids=["no plugin", "twice", "requires", "option", "ladder", "data", "baseline"],
+    ids=["no plugin", "twice", "requires", "option", "ablation", "data", "baseline"],
 )
 def test_what_is_wrong_with_the_recipe_is_said_before_anything_is_measured(recipe, bench, plugins, arguments, said):
     code, out, record = bench(recipe(*plugins), *SHORT, *arguments)
     assert code == 2
     assert said in out
     assert record == {}
-    assert not Path("ladder").exists()
+    assert not Path("ablation").exists()
 
 
 def test_a_baseline_that_fails_ends_it(recipe, bench):
@@ -373,42 +371,42 @@ def test_a_baseline_that_fails_ends_it(recipe, bench):
 
 
 def test_a_folder_with_other_files_is_left_alone_and_an_earlier_ladder_is_moved_aside(recipe, bench):
-    Path("ladder").mkdir()
-    Path("ladder/thesis.txt").write_text("years")
-    code, out, _ = bench(recipe("honest"), *SHORT, "--no-parity")
+    Path("ablation").mkdir()
+    Path("ablation/thesis.txt").write_text("years")
+    code, out, _ = bench(recipe("honest"), *SHORT, "--no-numerics")
     assert code == 2
     assert "holds other files" in out
-    Path("ladder/thesis.txt").rename("ladder/bench.json")
-    code, out, _ = bench(recipe("honest"), *SHORT, "--no-parity")
+    Path("ablation/thesis.txt").rename("ablation/bench.json")
+    code, out, _ = bench(recipe("honest"), *SHORT, "--no-numerics")
     assert code == 0
-    assert Path("ladder.1/bench.json").read_text() == "years"
+    assert Path("ablation.1/bench.json").read_text() == "years"
 
 
 def test_without_matplotlib_a_line_says_what_to_install(recipe, bench, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    code, out, _ = bench(recipe("honest"), *SHORT, "--no-parity")
+    code, out, _ = bench(recipe("honest"), *SHORT, "--no-numerics")
     assert code == 0
     assert "pip install 'fastloop[bench]'" in out
-    assert not Path("ladder/bench.png").exists()
+    assert not Path("ablation/bench.png").exists()
 
 
-# -- parity ------------------------------------------------------------------------------------------------------------------------
+# -- numerics ------------------------------------------------------------------------------------------------------------------------
 
 
 def test_a_plugin_that_lies_about_being_exact_is_found_and_the_exit_code_says_so(recipe, bench):
     code, out, record = bench(recipe("honest", "lies"), *SHORT, "--no-leave-one-out")
     assert code == 1
-    honest, lies = record["parity"]
+    honest, lies = record["numerics"]
     assert (honest["verdict"], lies["verdict"]) == ("holds", "broken")
     assert lies["losses"][0] == lies["control_losses"][0]  # before the first update there is no difference
     assert lies["difference"] > 1e-3
     assert "BROKEN" in out
-    assert "BROKEN" in Path("ladder/bench.md").read_text()
+    assert "BROKEN" in Path("ablation/bench.md").read_text()
 
 
-def test_parity_allows_a_class_no_more_than_it_promises(recipe):
+def test_numerics_allows_a_class_no_more_than_it_promises(recipe):
     loaded = load_recipe(recipe("lies"))
-    found = make_ladder(loaded, loaded, (), (), leave_one_out=False)
+    found = make_ablation(loaded, loaded, (), (), leave_one_out=False)
     losses = {(): [1.0, 0.5], ("lies",): [1.0, 0.5 * (1 + 2e-6)]}
 
     def work(spec: Spec, _: str) -> dict[str, Any]:
@@ -417,8 +415,8 @@ def test_parity_allows_a_class_no_more_than_it_promises(recipe):
             "losses": losses[tuple(name for name, options in spec.recipe["plugins"].items() if name == "lies" and options is not False)]
         }
 
-    for promise, kept in (("exact", "broken"), ("reassociated", "holds"), ("changes-training", "not compared")):
-        found.plugins["lies"].parity = promise
+    for promise, kept in (("bitwise", "broken"), ("reassociated", "holds"), ("changes-training", "not compared")):
+        found.plugins["lies"].numerics = promise
         (row,) = numerics.check(found, 2, work)
         assert row["verdict"] == kept, promise
 
@@ -445,7 +443,7 @@ def test_dropout_is_off_in_modules_and_in_attributes():
 
 
 def test_quality_compares_the_first_and_the_last_rung_over_three_seeds(recipe, bench):
-    code, out, record = bench(recipe("lies"), *SHORT, "--no-parity", "--quality-steps", "4")
+    code, out, record = bench(recipe("lies"), *SHORT, "--no-numerics", "--quality-steps", "4")
     assert code == 0, out
     metrics = record["quality"]["metrics"]
     assert [len(metrics[arm]["evaluate loss"]) for arm in ("baseline", "full")] == [3, 3]
@@ -480,7 +478,7 @@ def rows(*measurements: list[dict[str, Any] | None]) -> list[dict[str, Any]]:
         {"title": str(number), "kind": "step" if number else "baseline", "before": None, "measurements": list(item)}
         for number, item in enumerate(measurements)
     ]
-    return rung_results(found)
+    return variant_results(found)
 
 
 def test_a_win_is_claimed_when_all_pairs_agree_though_the_machine_drifts():

@@ -77,7 +77,7 @@ def test_plugins_lists_what_is_installed_with_where_it_comes_from(cli):
     assert out.startswith(f"fastloop {importlib.metadata.version('fastloop')}")
     rows = {line.split()[0]: line for line in out.splitlines()[2:] if line and not line.startswith("`")}
     assert set(rows) == set(installed())
-    assert "exact" in rows["log"]
+    assert "bitwise" in rows["log"]
     assert "precision" in rows["amp"]
 
 
@@ -91,10 +91,10 @@ def test_plugins_as_json_says_the_same_for_programs(cli):
         "distribution": "fastloop",
         "version": importlib.metadata.version("fastloop"),
         "slot": "precision",
-        "parity": "reduced-precision",
+        "numerics": "reduced-precision",
         "summary": rows["amp"]["summary"],
     }
-    assert all(row["summary"] and row["parity"] for row in rows.values())
+    assert all(row["summary"] and row["numerics"] for row in rows.values())
 
 
 def test_a_plugins_page_has_its_options_with_their_whole_types(cli):
@@ -122,7 +122,7 @@ def test_the_listing_says_what_the_imported_class_says(cli):
     _, out, _ = cli("plugins", "--json")
     for row in json.loads(out):
         cls = installed()[row["name"]].load()
-        assert (row["slot"], row["parity"]) == (cls.slot, cls.parity), row["name"]
+        assert (row["slot"], row["numerics"]) == (cls.slot, cls.numerics), row["name"]
 
 
 # -- recipes -----------------------------------------------------------------------------------------------------------------------
@@ -149,7 +149,7 @@ def test_a_printed_recipe_can_be_copied(cli):
 def test_plan_shows_order_batch_and_reasons_and_trains_nothing(cli):
     arguments = [
         "train.batch_size=16",
-        "train.device_batch_size=4",
+        "train.micro_batch_size=4",
         "train.max_steps=7",
         "train.device=cpu",
         "output=out",

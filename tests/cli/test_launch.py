@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import yaml
 from safetensors.torch import load_file
@@ -18,8 +19,6 @@ from typer.testing import CliRunner
 
 from fastloop.cli import app
 from fastloop.distributed import launch
-
-pytestmark = pytest.mark.slow
 
 CODE = """
 import os, signal, time
@@ -51,7 +50,7 @@ class Rows(Dataset):
         return self.x[index], int(self.x[index, :3].argmax())
 
 def rows(fault=None):
-    return {"train": Rows(fault), "evaluate": Rows()}
+    return {"train": Rows(fault), "validation": Rows()}
 """
 RECIPE: dict[str, Any] = {
     "model": {"module": "code.py:Net"},
@@ -60,8 +59,7 @@ RECIPE: dict[str, Any] = {
     "plugins": [{"module": {"loss": "cross_entropy"}}, "ddp", "lr-scheduler"],
     "output": "run",
 }
-FASTLOOP = [sys.executable, "-m", "fastloop"]
-ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
+FASTLOOP = ["-m", "fastloop"]
 TRAIN = ["train", "recipe.yaml"]
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # so that all sum alike
 
@@ -73,20 +71,19 @@ def _recipe():
 
 
 def do(*command: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Run a command."""
-    variables = os.environ | ONE_THREAD | (environment or {})
-    return subprocess.run(command, capture_output=True, text=True, timeout=400, env=variables, check=False)
+    """Run a command. Processes of fastloop's own launcher are forked, those of other launchers are new."""
+    return forked.run(*command, timeout=400, env=os.environ | ONE_THREAD | (environment or {}))
 
 
 def numbers(output: str) -> dict[str, Any]:
     summary = json.loads(Path(output, "summary.json").read_text())
-    return {key: summary[key] for key in ("status", "steps", "epochs", "samples", "world_size", "evaluate", "test", "best", "plugins")}
+    return {key: summary[key] for key in ("status", "steps", "epochs", "samples", "world_size", "validation", "test", "best", "plugins")}
 
 
+@pytest.mark.slow
 def test_started_in_any_way_it_is_the_same_run():
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(launch.free_port())]
+    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(launch.free_port())]
     accelerate = [
-        sys.executable,
         "-m",
         "accelerate.commands.launch",
         "--multi_gpu",
@@ -95,7 +92,8 @@ def test_started_in_any_way_it_is_the_same_run():
         "--main_process_port",
         str(launch.free_port()),
     ]
-    ours = do(*FASTLOOP, *TRAIN, "output=ours", "--nproc", "2")
+    command = [sys.executable, *FASTLOOP, *TRAIN, "output=ours", "--nproc", "2"]
+    ours = subprocess.run(command, capture_output=True, text=True, timeout=400, env=os.environ | ONE_THREAD, check=False)
     assert ours.returncode == 0, ours.stderr
     assert ours.stdout.count("completed") == 1
     assert ours.stderr == ""
@@ -104,9 +102,7 @@ def test_started_in_any_way_it_is_the_same_run():
         assert done.returncode == 0, done.stderr
         assert numbers(name) == numbers("ours")
     master = ["--nproc", "1", "--nnodes", "2", "--master", f"127.0.0.1:{launch.free_port()}"]
-    with subprocess.Popen(
-        [*FASTLOOP, *TRAIN, "output=nodes", *master, "--node-rank", "1"], env=os.environ | {"OMP_NUM_THREADS": "1"}
-    ) as other:
+    with forked.Command(*FASTLOOP, *TRAIN, "output=nodes", *master, "--node-rank", "1", env=os.environ | ONE_THREAD) as other:
         done = do(*FASTLOOP, *TRAIN, "output=nodes", *master, "--node-rank", "0")
         assert (done.returncode, other.wait(400)) == (0, 0), done.stderr
     assert numbers("nodes") == numbers("ours")
@@ -122,10 +118,11 @@ def test_processes_that_mpi_started_are_one_run():
             "OMPI_COMM_WORLD_LOCAL_RANK": rank,
             "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
         }
-        variables = os.environ | mpi | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-        started.append(subprocess.Popen([*FASTLOOP, *TRAIN], env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
-    said = [process.communicate(timeout=400)[0] for process in started]
-    assert [process.returncode for process in started] == [0, 0], said
+        variables = os.environ | mpi | ONE_THREAD | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        started.append(forked.Command(*FASTLOOP, *TRAIN, env=variables))
+    codes = [process.wait(400) for process in started]
+    said = [process.stdout + process.stderr for process in started]
+    assert codes == [0, 0], said
     assert numbers("run")["world_size"] == 2
     assert "completed" in said[0]
     assert said[1] == ""
@@ -212,7 +209,7 @@ def test_options_that_cannot_be_are_refused(options, environment, message):
         ({"ACCELERATE_USE_FSDP": "true"}, ["--without", "ddp"], ["asks for 'fsdp'", "the recipe lists no strategy"]),
         ({"ACCELERATE_MIXED_PRECISION": "bf16"}, [], ["mixed precision 'bf16'", "the recipe's is 'no'", "slot 'precision'"]),
         ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, [], ["the compiler 'INDUCTOR'", "plugins compile"]),
-        ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, [], ["4 accumulation steps", "train.device_batch_size"]),
+        ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, [], ["4 accumulation steps", "train.micro_batch_size"]),
         ({"WORLD_SIZE": "2"}, ["--without", "ddp"], ["started with 2 processes, but no plugin fills the slot 'strategy'"]),
     ],
 )
@@ -229,12 +226,12 @@ def test_plan_shows_the_batch_for_a_number_of_processes():
     assert "12 samples a step = 3 x 1 micro-steps x 4 processes" in result.stdout
 
 
+@pytest.mark.slow
 def test_accelerates_own_configuration_file_is_held_against_the_recipe():
     Path("accelerate.yaml").write_text(
         yaml.safe_dump({"distributed_type": "FSDP", "num_processes": 2, "mixed_precision": "no", "fsdp_config": {"fsdp_version": 2}})
     )
     accelerate = [
-        sys.executable,
         "-m",
         "accelerate.commands.launch",
         "--config_file",

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 
 pytest_plugins = ["installing"]
@@ -23,7 +23,7 @@ from fastloop import Plugin, hookimpl
 class Warmth(Plugin):
     name = "warmth"
     slot = "weather"
-    observes = True
+    read_only = True
 
     @dataclass(kw_only=True)
     class Config:
@@ -94,7 +94,7 @@ def test_plugins_of_one_name_are_both_listed_planned_and_trained(cli, install):
     path = recipe("r.yaml", "hot-pack:warmth")
     code, out, _ = cli("plan", path, "plugins.warmth.degrees=91.0")
     assert code == 0
-    assert "1. warmth  (slot weather, exact, listed in the recipe as hot-pack:warmth)\n      degrees=91.0\n" in out
+    assert "1. warmth  (slot weather, bitwise, listed in the recipe as hot-pack:warmth)\n      degrees=91.0\n" in out
     assert cli("train", path, "plugins.warmth.degrees=91.0")[0] == 0
     assert summary()["warmth"] == 91.0
     assert cli("plan", "out/recipe.yaml", "plugins.warmth.degrees=92.0")[0] == 0
@@ -113,17 +113,17 @@ def test_plan_says_first_whose_code_will_run(cli):
     files = [f"runs the code of {Path('deep', name).resolve()}" for name in ("warm.py", "code_of_test.py")]
     assert code == 0
     assert out.splitlines()[:3] == [*files, "ran"]
-    assert "1. warmth  (slot weather, exact, listed in the recipe as ./warm.py)\n      degrees=3.0, on_error=disable\n" in out
+    assert "1. warmth  (slot weather, bitwise, listed in the recipe as ./warm.py)\n      degrees=3.0, on_error=disable\n" in out
     code, out, _ = cli("plan", path, "--without", "warmth")
     assert out.splitlines()[0] == files[1]
     assert "ran" not in out
 
 
-def test_a_file_plugin_trains_on_two_processes_and_an_observer_that_fails_on_one_is_disabled(cli):
+@pytest.mark.slow
+def test_a_file_plugin_trains_on_two_processes_and_an_observer_that_fails_on_one_is_disabled():
     path = recipe("deep/r.yaml", {"./warm.py": {"fails": 1, "on_error": "disable"}}, "ddp")
     Path("deep/warm.py").write_text(WARMTH)
-    command = [sys.executable, "-m", "fastloop", "train", path, "--nproc", "2", "--trace-hooks"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+    done = forked.run("-m", "fastloop", "train", path, "--nproc", "2", "--trace-hooks")
     assert done.returncode == 0, done.stderr
     found = summary()
     assert (found["steps"], found["world_size"], found["warmth"]) == (4, 2, 20.0)
@@ -133,15 +133,16 @@ def test_a_file_plugin_trains_on_two_processes_and_an_observer_that_fails_on_one
     assert "plugins     warmth (disabled), ddp, module" in done.stdout
 
 
-def test_bench_measures_a_file_plugin_in_its_own_processes(cli):
+@pytest.mark.slow
+def test_bench_measures_a_file_plugin_in_its_own_processes():
     path = recipe("deep/r.yaml", "./warm.py")
     Path("deep/warm.py").write_text(WARMTH)
-    options = ["--steps", "2", "--seconds", "0", "--warmup", "1", "--repeats", "1", "--output", "bench", "--ladder", "./warm.py"]
-    code, out, _ = cli("bench", path, *options)
+    options = ["--steps", "2", "--seconds", "0", "--warmup", "1", "--repeats", "1", "--output", "bench", "--variants", "./warm.py"]
+    done = forked.run("-m", "fastloop", "bench", path, *options)
     record = json.loads(Path("bench/bench.json").read_text())
-    assert code == 0, out
-    assert [rung["title"] for rung in record["rungs"]] == ["baseline", "+ warmth"]
-    assert [found["verdict"] for found in record["parity"]] == ["holds"]
+    assert done.returncode == 0, done.stdout
+    assert [variant["title"] for variant in record["variants"]] == ["baseline", "+ warmth"]
+    assert [found["verdict"] for found in record["numerics"]] == ["holds"]
 
 
 # -- what hooks took ----------------------------------------------------------------------------------------------------------

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import forked
 import pytest
 import torch
 import yaml
 from torch._C._autograd import DeviceType
 
 from fastloop.cli import main
-from fastloop.estimates import Seen
+from fastloop.estimates import StepProfile
 from fastloop.recipe import make_recipe
 from fastloop_tools.profile import page
 from fastloop_tools.profile.observe import fault_seconds, peaks, spans
-from fastloop_tools.profile.verdicts import verdicts
+from fastloop_tools.profile.suggestions import suggest
 
 CODE = """
 import os
@@ -95,7 +95,7 @@ def profile(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
     return call
 
 
-SHORT = ("--steps", "4", "--seconds", "0", "--warmup", "1", "--looks", "2")
+SHORT = ("--steps", "4", "--seconds", "0", "--warmup", "1", "--profile-steps", "2")
 
 
 def test_a_dataset_that_sleeps_is_named_first_with_enough_workers(recipe, profile):
@@ -115,6 +115,7 @@ def test_a_dataset_that_sleeps_is_named_first_with_enough_workers(recipe, profil
     assert sum(event["name"] == "fastloop/optimizer" for event in events if event.get("cat") == "user_annotation") == 2
 
 
+@pytest.mark.slow
 def test_with_the_edit_made_there_is_less_to_say(recipe, profile):
     workers = {"dataloader-workers": {"num_workers": CORES}}
     code, out, record = profile(recipe(workers, data={"sleep": 0.005}), *SHORT, "--warmup", "4")
@@ -133,8 +134,8 @@ def test_a_graph_break_is_shown_with_its_line(recipe, profile):
 
 @pytest.mark.slow
 def test_a_process_that_lags_is_named_with_the_reason(recipe):
-    command = [sys.executable, "-m", "fastloop", "profile", recipe("ddp", data={"sleep": 0.005, "rank": 1}), "--nproc", "2"]
-    done = subprocess.run([*command, *SHORT, "--output", "seen"], capture_output=True, text=True, check=False)
+    command = ["-m", "fastloop", "profile", recipe("ddp", data={"sleep": 0.005, "rank": 1}), "--nproc", "2"]
+    done = forked.run(*command, *SHORT, "--output", "seen")
     assert done.returncode == 0, done.stderr
     page_ = Path("seen/profile.md").read_text()
     assert "process 1 lags" in page_
@@ -150,7 +151,7 @@ def test_too_few_steps_are_refused(recipe, profile):
     assert "--steps" in out
 
 
-# -- forecasts, from figures --------------------------------------------------------------------------------------------------------
+# -- estimates, from figures --------------------------------------------------------------------------------------------------------
 
 TEXT = {
     "model": {"config": {"model_type": "distilbert", "dim": 16, "n_layers": 1, "n_heads": 2, "hidden_dim": 32}},
@@ -163,7 +164,7 @@ def told(figures: dict[str, Any], plugins: Iterable[Any] = (), **data: Any) -> l
     Path("net.py").write_text(CODE)
     tree = {**TEXT, "data": {**TEXT["data"], **data}, "train": {"device": "cpu"}, "plugins": list(plugins)}
     usual = {"device": "cpu", "seconds": 1.0, "regions": {"loss": 0.4, "backward": 0.5, "optimizer": 0.01}, "layers": 0}
-    found, _ = verdicts(Seen(**(usual | figures)), make_recipe(tree))
+    found, _ = suggest(StepProfile(**(usual | figures)), make_recipe(tree))
     return [(verdict.plugin, verdict.edit) for verdict in found]
 
 
@@ -177,10 +178,10 @@ def told(figures: dict[str, Any], plugins: Iterable[Any] = (), **data: Any) -> l
             {},
             ("amp", "plugins: + amp"),
         ),
-        ({"page_faults": 500_000, "fault_seconds": 1e-6}, {}, ("memory", "plugins: + memory")),
+        ({"page_faults": 500_000, "fault_seconds": 1e-6}, {}, ("allocator", "plugins: + allocator")),
         ({"operations": {"aten::bernoulli_": 0.4}}, {}, ("fast-dropout", "plugins: + fast-dropout")),
         ({"regions": {"loss": 0.1, "optimizer": 0.9}}, {}, ("fused-optimizer", "plugins: + fused-optimizer")),
-        ({"layers": 2}, {}, ("first-token", "plugins: + first-token")),
+        ({"layers": 2}, {}, ("cls-last-layer", "plugins: + cls-last-layer")),
         ({"operations": {"aten::mm": 0.1, "aten::gelu": 0.8}, "counts": {"aten::gelu": 50}}, {}, ("compile", "plugins: + compile")),
         ({"cores": 8, "threads": 1}, {}, ("threads", "plugins: + threads")),
         ({"operations": {"aten::_scaled_dot_product_attention": 0.4}}, {}, ("attention", "plugins: + attention")),
@@ -194,10 +195,10 @@ def test_what_was_seen_names_the_plugin(figures, data, first):
 
 def test_what_is_off_in_the_recipe_may_be_turned_on_and_what_nobody_wants_is_not_told():
     figures = {"page_faults": 500_000, "fault_seconds": 1e-6}
-    assert told(figures, [{"memory": False}])[0] == ("memory", "plugins: + memory")
-    seen = Seen(device="cpu", seconds=1.0, **figures)
-    found, _ = verdicts(seen, make_recipe({**TEXT, "train": {"device": "cpu"}, "plugins": [{"memory": False}]}), ["memory"])
-    assert "memory" not in [verdict.plugin for verdict in found]
+    assert told(figures, [{"allocator": False}])[0] == ("allocator", "plugins: + allocator")
+    seen = StepProfile(device="cpu", seconds=1.0, **figures)
+    found, _ = suggest(seen, make_recipe({**TEXT, "train": {"device": "cpu"}, "plugins": [{"allocator": False}]}), ["allocator"])
+    assert "allocator" not in [verdict.plugin for verdict in found]
 
 
 def test_nothing_to_win_is_nothing_to_say():
@@ -221,7 +222,7 @@ def test_reading_that_takes_processors_itself_wins_less_than_waiting():
     from fastloop_plugins.data.dataloader_workers import DataLoaderWorkers
 
     usual = {"device": "cpu", "seconds": 1.0, "regions": {"data": 0.5, "loss": 0.5}, "cores": 2, "threads": 2}
-    sleeps, reads = (DataLoaderWorkers.forecast(Seen(**usual, reading=seconds), make_recipe({})) for seconds in (0.0, 0.5))
+    sleeps, reads = (DataLoaderWorkers.estimate_speedup(StepProfile(**usual, reading=seconds), make_recipe({})) for seconds in (0.0, 0.5))
     assert sleeps.seconds == pytest.approx(0.5)
     assert reads.seconds == pytest.approx(0.25)
 
@@ -233,14 +234,14 @@ def test_what_costs_more_once_than_the_recipe_has_steps_to_win_back_is_not_propo
 
 
 def test_what_cannot_be_is_told_apart(monkeypatch):
-    from fastloop_plugins.memory.memory import Memory
+    from fastloop_plugins.memory.allocator import Memory
 
     monkeypatch.setattr(Memory, "conflicts", {"amp": "They were planted as enemies."})
     Path("net.py").write_text(CODE)
-    seen = Seen(device="cpu", seconds=1.0, page_faults=500_000, fault_seconds=1e-6)
-    found, refused = verdicts(seen, make_recipe({**TEXT, "train": {"device": "cpu"}, "plugins": ["amp"]}))
-    assert "memory" not in [verdict.plugin for verdict in found]
-    assert "planted as enemies" in refused["memory"]
+    seen = StepProfile(device="cpu", seconds=1.0, page_faults=500_000, fault_seconds=1e-6)
+    found, refused = suggest(seen, make_recipe({**TEXT, "train": {"device": "cpu"}, "plugins": ["amp"]}))
+    assert "allocator" not in [verdict.plugin for verdict in found]
+    assert "planted as enemies" in refused["allocator"]
 
 
 # -- figures, from events -----------------------------------------------------------------------------------------------------------
@@ -274,7 +275,7 @@ def test_peaks_and_faults_are_measured():
 
 
 def test_the_page_says_whether_the_allocators_line_is_flat():
-    seen = Seen(device="cuda", seconds=0.1, reserved=[100 * 2**20, 100 * 2**20], idle=0.3)
+    seen = StepProfile(device="cuda", seconds=0.1, reserved=[100 * 2**20, 100 * 2**20], idle=0.3)
     assert any("flat" in line for line in page.facts(seen))
     assert any("30%" in line for line in page.facts(seen))
     assert not any("launch" in line for line in page.facts(seen))

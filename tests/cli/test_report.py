@@ -1,4 +1,4 @@
-"""`fastloop report`: one page about runs, ladders and profiles, that needs nothing else."""
+"""`fastloop report`: one page about runs, ablations and profiles, that needs nothing else."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fastloop_tools.report.read import differences, read
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
-RUNG = {
+VARIANTS = {
     "unit": "tokens",
     "tokens_per_second": {"median": 100.0, "low": 90.0, "high": 110.0},
     "samples_per_second": {"median": 1.0, "low": 0.9, "high": 1.1},
@@ -29,14 +29,14 @@ RUNG = {
     "over_baseline": None,
     "peak_memory_bytes": 2**30,
 }
-LADDER = {
+ABLATION = {
     "command": "fastloop bench tiny",
-    "rungs": [
-        {"title": "baseline", "kind": "baseline", "results": RUNG},
+    "variants": [
+        {"title": "baseline", "kind": "baseline", "results": VARIANTS},
         {
             "title": "+ amp",
             "kind": "step",
-            "results": RUNG
+            "results": VARIANTS
             | {
                 "tokens_per_second": {"median": 250.0, "low": 240.0, "high": 260.0},
                 "over_before": {"verdict": "faster"},
@@ -44,7 +44,7 @@ LADDER = {
             },
         },
         {"title": "+ fp8", "kind": "step", "results": None, "why_not": "not measurable here", "error": None},
-        {"title": "all but amp", "kind": "without", "results": RUNG},
+        {"title": "all but amp", "kind": "without", "results": VARIANTS},
     ],
 }
 PROFILE = {
@@ -83,10 +83,10 @@ class Page(HTMLParser):
 
 @pytest.fixture
 def folders(tiny_run: Callable[..., Any], tmp_path: Path) -> list[str]:
-    """Two runs that differ, a ladder and a profile."""
+    """Two runs that differ, an ablation and a profile."""
     tiny_run(["log"], output=tmp_path / "plain", epochs=3)
     tiny_run(["log", "ema"], output=tmp_path / "averaged", epochs=3, lr=2e-2)
-    for name, record in (("bench-tiny", LADDER), ("profile-tiny", PROFILE)):
+    for name, record in (("bench-tiny", ABLATION), ("profile-tiny", PROFILE)):
         (tmp_path / name).mkdir()
         (tmp_path / name / name.replace("-tiny", ".json")).write_text(json.dumps(record))
     return ["plain", "averaged", "bench-tiny", "profile-tiny"]
@@ -159,7 +159,7 @@ def test_a_run_that_was_killed_is_shown_as_it_is(folders, monkeypatch):
         (lambda: Path("plain/summary.json").write_text("{"), "plain/summary.json: cannot be read"),
         (lambda: Path("plain/recipe.yaml").write_text("a: ]"), "plain/recipe.yaml, line 1: not valid YAML"),
         (lambda: shutil.rmtree("plain"), "plain: no such folder"),
-        (lambda: [path.unlink() for path in Path("plain").iterdir() if path.is_file()], "plain: holds no run, ladder or profile"),
+        (lambda: [path.unlink() for path in Path("plain").iterdir() if path.is_file()], "plain: holds no run, ablation or profile"),
     ],
 )
 def test_what_cannot_be_read_is_refused_with_its_name(folders, monkeypatch, capsys, harm, said):

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from fastloop import CheckpointError, checkpoint
-from fastloop.checkpoint import MANIFEST, damage, find, pack, read, rotate, unpack, write
+from fastloop.checkpoint import MANIFEST, find, pack, read, rotate, unpack, verify, write
 from fastloop.runtime.random_states import random_states, restore_random_states
 
 
@@ -205,7 +205,7 @@ def test_an_absolute_name_in_a_manifest_leads_nowhere():
     harmed = save(1)
     Path("outside").write_bytes(b"payload")
     edit_manifest(**{str(Path("outside").resolve()): OUTSIDE})(harmed)
-    assert "outside is missing" in str(damage(harmed))
+    assert "outside is missing" in str(verify(harmed))
 
 
 def test_where_there_is_no_checkpoint_it_is_said_what_was_expected():
@@ -308,6 +308,7 @@ for _ in range(20):
 """
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_time_leaves_a_whole_checkpoint_no_older_than_the_last_finished():
     script = Path("kills.py")
     script.write_text(KILLS)

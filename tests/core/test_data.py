@@ -115,7 +115,7 @@ def loader(data: Any, batch: int = 8, device: int = 4, rank: int = 0, world: int
     finished = DataLoaderDraft()
     for name, value in draft.items():
         setattr(finished, name, value)
-    return Loader(data, collator, finished, batch_size=batch, device_batch_size=device, rank=rank, world_size=world, seed=5, shuffle=True)
+    return Loader(data, collator, finished, batch_size=batch, micro_batch_size=device, rank=rank, world_size=world, seed=5, shuffle=True)
 
 
 def contents(batches: Any) -> list[Any]:
@@ -183,17 +183,19 @@ def test_micro_batches_are_grouped_into_steps(size, groups):
     for data in (torch.arange(size), Stream(size)):
         steps = list(loader(data).steps())
         assert [[batch.samples for batch in step] for step in steps] == groups
-        assert [[batch.weight for batch in step] for step in steps] == groups
+        assert [[batch.loss_weight for batch in step] for step in steps] == groups
     assert loader(torch.arange(size)).steps_per_epoch() == len(groups)
 
 
 def test_a_process_without_a_share_computes_along_and_counts_nothing():
     def collate(samples: list[Any]) -> Batch:
-        return Batch(torch.stack(samples), weight=10 * len(samples), tokens=100)
+        return Batch(torch.stack(samples), loss_weight=10 * len(samples), tokens=100)
 
     for data in (torch.arange(9), Stream(9)):
         last = [list(loader(data, batch=8, device=2, rank=rank, world=4, collator=collate).batches())[-1] for rank in range(4)]
-        assert [(batch.samples, batch.weight, batch.tokens, len(batch.inputs)) for batch in last] == [(1, 10, 100, 1)] + [(0, 0, 0, 1)] * 3
+        assert [(batch.samples, batch.loss_weight, batch.tokens, len(batch.inputs)) for batch in last] == [(1, 10, 100, 1)] + [
+            (0, 0, 0, 1)
+        ] * 3
 
 
 def test_an_error_of_a_sample_is_said_in_words():
@@ -209,7 +211,7 @@ def test_an_error_of_a_sample_is_said_in_words():
 
 
 def sizes(batch: int, device: int | None = None) -> Any:
-    return make_recipe({"train": {"batch_size": batch, "device_batch_size": device}})
+    return make_recipe({"train": {"batch_size": batch, "micro_batch_size": device}})
 
 
 @pytest.mark.parametrize(
@@ -223,9 +225,9 @@ def test_accumulation_follows_from_batch_size_and_processes(batch, device, world
 @pytest.mark.parametrize(
     ("batch", "device", "world", "found", "offered"),
     [
-        (10, 4, 1, "4 (device_batch_size) x 1 (processes)", "batch_size 8 or 12 or device_batch_size 2 or 5"),
-        (12, 4, 2, "4 (device_batch_size) x 2 (processes)", "batch_size 8 or 16 or device_batch_size 2 or 3"),
-        (4, 8, 1, "8 (device_batch_size) x 1 (processes)", "batch_size 8 or device_batch_size 2 or 4"),
+        (10, 4, 1, "4 (micro_batch_size) x 1 (processes)", "batch_size 8 or 12 or micro_batch_size 2 or 5"),
+        (12, 4, 2, "4 (micro_batch_size) x 2 (processes)", "batch_size 8 or 16 or micro_batch_size 2 or 3"),
+        (4, 8, 1, "8 (micro_batch_size) x 1 (processes)", "batch_size 8 or micro_batch_size 2 or 4"),
         (13, None, 4, "the 4 processes", "batch_size 12 or 16"),
         (3, None, 4, "the 4 processes", "batch_size 4"),
     ],
@@ -242,7 +244,7 @@ def test_every_size_that_is_offered_does_divide():
             micro, steps = micro_batches(sizes(batch, device), world)
         except RecipeError as error:
             offered = str(error).partition("Nearest that are: ")[2]
-            batches, _, devices = offered.partition(" or device_batch_size ")
+            batches, _, devices = offered.partition(" or micro_batch_size ")
             assert batches
             for size in re.findall(r"\d+", batches):
                 micro_batches(sizes(int(size), device), world)
@@ -274,7 +276,7 @@ def test_a_split_step_has_its_samples_once_on_any_number_of_processes_which_keep
         wanted = order[8 * number : 8 * number + 8]
         drawn = [batch.ids for micro_step in zip(*steps, strict=True) for batch in micro_step if batch.samples]
         assert [list(ids) for ids in drawn] == by_value(None, wanted, world)
-        assert sum(batch.weight for step in steps for batch in step) == len(wanted)
+        assert sum(batch.loss_weight for step in steps for batch in step) == len(wanted)
         assert all(len(batch.inputs) for step in steps for batch in step)
     assert number == 8
 

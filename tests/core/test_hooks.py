@@ -52,7 +52,7 @@ def scribe(lines: list[str]) -> Plugin:
 
 def short_run(plugin: Plugin, output: str, **arguments: Any) -> Trainer:
     """Two epochs of two steps of two micro-steps; evaluation and saving at each epoch's end, and a test split."""
-    settings = {"epochs": 2, "batch_size": 4, "device_batch_size": 2, "clip_norm": 1.0, "lr": 0.1} | arguments
+    settings = {"epochs": 2, "batch_size": 4, "micro_batch_size": 2, "max_grad_norm": 1.0, "lr": 0.1} | arguments
     plugins: list[Any] = [plugin, {"log": False}, {"progress": False}]
     loss = nn.functional.cross_entropy
     return Trainer(tiny_model(), tiny_data(8), tiny_data(4), tiny_data(4), plugins=plugins, loss=loss, output=output, **settings)
@@ -66,8 +66,8 @@ BUILD = """
     build_datasets
     build_sampler train
     build_collator train
-    build_sampler evaluate
-    build_collator evaluate
+    build_sampler validation
+    build_collator validation
     build_sampler test
     build_collator test
     build_model
@@ -96,11 +96,11 @@ STEP = """
         after_step
 """
 EVALUATE = """
-        before_evaluate evaluate
-        evaluate evaluate
+        before_evaluate validation
+        evaluate validation
             compute_loss
             compute_loss
-        after_evaluate evaluate
+        after_evaluate validation
 """
 SAVE = """
         optimizer_state
@@ -219,7 +219,7 @@ def test_every_hook_gets_what_its_specification_says(tmp_path):
         def export_model(self, folder: Path) -> None:
             seen["folder"] = folder
 
-    short_run(Reader(), str(tmp_path / "run"), clip_norm=0.01).fit()
+    short_run(Reader(), str(tmp_path / "run"), max_grad_norm=0.01).fit()
     assert seen["epochs"] == [0, 1]
     assert seen["completed"] == [1, 2]
     assert seen["steps"] == [(1, 4, 4), (2, 8, 8), (3, 4, 12), (4, 8, 16)]
@@ -255,10 +255,10 @@ def test_a_wrapper_sees_the_evaluation_from_both_sides_and_may_change_its_result
             return None
 
     result = tiny_run([Around(), Task()], epochs=1)
-    assert inside == ["before evaluate", *["batch"] * 4, "after"]
-    metrics = result.summary["evaluate"]
+    assert inside == ["before validation", *["batch"] * 4, "after"]
+    metrics = result.summary["validation"]
     assert metrics["doubled"] == 2 * metrics["loss"]
-    assert result.recorder.metrics == [("evaluate", metrics)]  # after_evaluate gets the changed ones
+    assert result.recorder.metrics == [("validation", metrics)]  # after_evaluate gets the changed ones
 
 
 def test_the_first_result_in_the_recipes_order_wins_and_the_rest_are_not_asked():
@@ -286,7 +286,7 @@ def test_what_after_evaluate_adds_is_kept(tiny_run):
             metrics["perplexity"] = 7.0
 
     result = tiny_run([Adds()], epochs=1)
-    assert result.summary["evaluate"]["perplexity"] == 7.0
+    assert result.summary["validation"]["perplexity"] == 7.0
     assert result.recorder.metrics[0][1]["perplexity"] == 7.0
 
 
@@ -369,9 +369,9 @@ def test_a_plugin_that_recovers_has_training_go_on_and_an_evaluation_begin_again
 
     fails, plain = Fails(), tiny_run(epochs=1)
     result = tiny_run([fails], epochs=1)
-    assert fails.asked == [("in a step", None), ("in an evaluation", "evaluate")]
+    assert fails.asked == [("in a step", None), ("in an evaluation", "validation")]
     assert result.losses == plain.losses
-    assert result.summary["evaluate"] == plain.summary["evaluate"]
+    assert result.summary["validation"] == plain.summary["validation"]
 
 
 def test_a_plugin_that_writes_checkpoints_later_is_waited_for(tiny_run, tmp_path):

@@ -71,7 +71,7 @@ FILES = sorted(CORE.rglob("*.py"))
 
 def test_the_core_knows_no_plugin():
     plugins = {name.rpartition(":")[2] for name in installed()}
-    ordinary = {"compile", "finite", "log", "memory", "profile", "progress", "module"}  # words that mean something else too
+    ordinary = {"compile", "log", "allocator", "profile", "progress", "module"}  # words that mean something else too
     for path in FILES:
         assert not [name for name in imports(path) if name.partition(".")[0] == "fastloop_plugins"], path
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -86,6 +86,7 @@ def test_the_kit_for_tests_is_opted_into():
             assert not [name for name in imports(path) if name.partition(".")[0] == "pytest" or name.startswith("fastloop.testing")], path
 
 
+@pytest.mark.slow
 def test_each_module_imports_alone():
     """No circle: every module can be the first to be imported."""
     modules = [".".join(path.relative_to(CORE.parent).with_suffix("").parts) for path in FILES if path.stem not in ("__init__", "__main__")]

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
 from pathlib import Path
 
+import forked
 import pytest
 
+from fastloop.distributed import launch
 
-@pytest.mark.slow
+
 def test_two_processes_without_a_strategy_are_refused():
     pytest.importorskip("sklearn")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "fastloop"]
-    done = subprocess.run(
-        [*command, "train", "digits_module", "train.device=cpu", "output=out"], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode != 0
-    said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert said
-    assert all("started with 2 processes, but no plugin fills the slot 'strategy'" in line for line in said)
-    assert "exitcode  : 2" in done.stderr
+    ranks = [launch.member(rank, 2, "127.0.0.1", str(launch.free_port())) for rank in (0, 1)]
+    train = ("-m", "fastloop", "train", "digits_module", "train.device=cpu", "output=out")
+    for command in [forked.Command(*train, env=os.environ | rank) for rank in ranks]:
+        assert command.wait(300) == 2
+        (error,) = command.stderr.splitlines()
+        assert error.startswith("error: ")
+        assert "started with 2 processes, but no plugin fills the slot 'strategy'" in error
     assert not Path("out").exists()

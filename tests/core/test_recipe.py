@@ -265,7 +265,7 @@ def test_every_shipped_recipe_loads_and_survives_being_written():
 
 
 def test_a_recipe_written_as_yaml_reads_the_same():
-    recipe = load_recipe(write(BASE), ["train.evaluate_every=5", "train.clip_norm=1"])
+    recipe = load_recipe(write(BASE), ["train.evaluate_every=5", "train.max_grad_norm=1"])
     again = load_recipe(write(yaml.safe_dump(recipe.to_dict(), sort_keys=False), "again.yaml"))
     assert (again.train, again.plugins, again.model, again.data) == (recipe.train, recipe.plugins, recipe.model, recipe.data)
 

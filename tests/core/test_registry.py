@@ -5,6 +5,7 @@ The installed plugins here are real distributions: folders with metadata on the 
 
 from __future__ import annotations
 
+import importlib.metadata
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -71,6 +72,17 @@ def test_an_installed_plugin_is_found_without_being_imported_and_loaded_when_nam
     (plugin,) = resolve(recipe({"warmth": {"degrees": 25.0}}), CPU).plugins
     assert plugin.config.degrees == 25.0
     assert "warm_pack" in sys.modules
+
+
+def test_metadata_is_read_once_until_a_package_is_installed(install, monkeypatch):
+    install("warm-pack", PLUGIN, warmth="warm_pack:Warmth")
+    read, groups = importlib.metadata.entry_points, []
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **given: groups.append(given["group"]) or read(**given))
+    assert "warmth" in installed()
+    assert "warmth" in installed()
+    assert groups == ["fastloop.plugins"]
+    install("cold-pack", PLUGIN, frost="cold_pack:Warmth")
+    assert {"warmth", "frost"} < installed().keys()
 
 
 def test_an_installed_plugin_cannot_turn_itself_on(install):
@@ -228,27 +240,27 @@ def test_what_is_required_is_refused_with_the_repair():
 
 def test_a_package_that_is_missing_or_old_is_refused_with_the_command_to_run(install):
     install("warm-pack")
-    assert refusal(make("a", needs=(Package("nothing-of-this-name", ">=2"),))) == (
+    assert refusal(make("a", requirements=(Package("nothing-of-this-name", ">=2"),))) == (
         "recipe: plugin 'a' needs nothing-of-this-name>=2, which is not installed. Install it: pip install 'nothing-of-this-name>=2'. "
         "Or leave it out: --without a."
     )
-    assert "pip install 'fastloop[lora]'" in refusal(make("a", needs=(Package("nothing-of-this-name", extra="lora"),)))
+    assert "pip install 'fastloop[lora]'" in refusal(make("a", requirements=(Package("nothing-of-this-name", extra="lora"),)))
     assert "needs warm-pack>=2, but 1.2 is installed. Upgrade it: pip install -U 'warm-pack>=2'" in refusal(
-        make("a", needs=(Package("warm-pack", ">=2"),))
+        make("a", requirements=(Package("warm-pack", ">=2"),))
     )
-    assert order(make("a", needs=(Package("warm-pack", ">=1"), Package("warm-pack")))) == ["a"]
+    assert order(make("a", requirements=(Package("warm-pack", ">=1"), Package("warm-pack")))) == ["a"]
 
 
 def test_a_device_and_a_dtype_that_are_not_here_are_refused_with_what_is():
-    assert "'a' needs a device of type cuda or xpu; this run is on cpu." in refusal(make("a", needs=(Device("cuda", "xpu"),)))
-    assert "'a' needs fp8, which cpu here does not have. It has: fp32, bf16." in refusal(make("a", needs=(Dtype("fp8"),)))
-    assert order(make("a", needs=(Device("cuda", "cpu"), Dtype("bf16")))) == ["a"]
+    assert "'a' needs a device of type cuda or xpu; this run is on cpu." in refusal(make("a", requirements=(Device("cuda", "xpu"),)))
+    assert "'a' needs fp8, which cpu here does not have. It has: fp32, bf16." in refusal(make("a", requirements=(Dtype("fp8"),)))
+    assert order(make("a", requirements=(Device("cuda", "cpu"), Dtype("bf16")))) == ["a"]
 
 
 def test_a_need_may_hold_for_some_options_only():
     class Picky(Plugin):
         name = "picky"
-        needs = (When(lambda config: config.fast, Device("cuda")),)
+        requirements = (When(lambda config: config.fast, Device("cuda")),)
 
         @dataclass(kw_only=True)
         class Config:
@@ -263,7 +275,7 @@ def test_anything_that_can_say_what_is_missing_is_a_need():
         def missing(self, plugin: Plugin, machine: Machine) -> str | None:
             return f"needs a full moon over the {machine.device}."
 
-    assert refusal(make("a", needs=(Full(),))) == "recipe: plugin 'a' needs a full moon over the cpu. Or leave it out: --without a."
+    assert refusal(make("a", requirements=(Full(),))) == "recipe: plugin 'a' needs a full moon over the cpu. Or leave it out: --without a."
 
 
 # -- hooks that are written wrongly -------------------------------------------------------------------------------------------------
@@ -433,8 +445,8 @@ def test_the_distribution_of_an_installed_plugin_is_named(install):
 
 def test_a_wrapper_is_not_blamed_for_what_passes_through_it():
     for plugins in ([Around(), Broken()], [Broken(), Around()]):
-        assert "plugin 'broken' (" in str(blamed("evaluate", *plugins, run=None, split="evaluate"))
-    assert blamed("evaluate", Around(), run=None, split="evaluate") is None  # the core's own loop fails without a run
+        assert "plugin 'broken' (" in str(blamed("evaluate", *plugins, run=None, split="validation"))
+    assert blamed("evaluate", Around(), run=None, split="validation") is None  # the core's own loop fails without a run
 
 
 def test_a_wrapper_is_blamed_for_its_own_error_before_and_after():
@@ -461,13 +473,13 @@ def test_a_wrapper_is_blamed_for_its_own_error_before_and_after():
         def evaluate(self) -> dict[str, float]:
             return {}
 
-    assert "plugin 'before' (" in str(blamed("evaluate", Before(), Answer(), run=None, split="evaluate"))
-    assert "plugin 'after' (" in str(blamed("evaluate", After(), Answer(), run=None, split="evaluate"))
+    assert "plugin 'before' (" in str(blamed("evaluate", Before(), Answer(), run=None, split="validation"))
+    assert "plugin 'after' (" in str(blamed("evaluate", After(), Answer(), run=None, split="validation"))
 
 
 def test_a_hook_under_a_decorator_is_not_blamed_for_others_under_the_same():
-    assert "plugin 'broken' (" in str(blamed("evaluate", Broken(), Decorated(), run=None, split="evaluate"))
-    assert blamed("evaluate", Decorated(), run=None, split="evaluate") is None  # the core's own loop is under no_grad too
+    assert "plugin 'broken' (" in str(blamed("evaluate", Broken(), Decorated(), run=None, split="validation"))
+    assert blamed("evaluate", Decorated(), run=None, split="validation") is None  # the core's own loop is under no_grad too
 
 
 def test_of_two_plugins_with_one_inherited_hook_the_one_that_failed_is_blamed():

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import forked
 import numpy as np
 import pytest
 import torch
@@ -61,10 +62,10 @@ class RandomStream(IterableDataset):
         yield from (Indexed(noise=True)[index] for index in torch.randperm(67).tolist())
 
 
-class Ledger(Plugin):
+class SampleAudit(Plugin):
     """Writes the sample ids of every step to a file as they are used; a step done again overwrites."""
 
-    name = "ledger-for-tests"
+    name = "audit-for-tests"
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -174,7 +175,7 @@ EVERYTHING = [WORKERS, SCHEDULE, {"ema": {"decay": 0.9}}, "checkpoint-best", "am
 
 RUNS: dict[str, tuple[Callable[[], list[Any]], dict[str, Any]]] = {
     "plain": (list, {}),
-    "accumulated": (list, {"device_batch_size": 2, "clip_norm": 0.5}),
+    "accumulated": (list, {"micro_batch_size": 2, "max_grad_norm": 0.5}),
     "scheduled": (lambda: [SCHEDULE], {}),
     "random data": (list, {"data": Indexed(noise=True)}),
     "random data in workers": (lambda: [WORKERS], {"data": Indexed(noise=True)}),
@@ -186,17 +187,17 @@ RUNS: dict[str, tuple[Callable[[], list[Any]], dict[str, Any]]] = {
     "mixed precision": (lambda: ["amp"], {}),
     "loss scaling": (lambda: [Scaler()], {}),
     "a plugin's own state": (lambda: [Own()], {}),
-    "everything": (lambda: [*EVERYTHING, Scaler(), Own()], {"device_batch_size": 4, "clip_norm": 1.0, "data": Indexed(noise=True)}),
+    "everything": (lambda: [*EVERYTHING, Scaler(), Own()], {"micro_batch_size": 4, "max_grad_norm": 1.0, "data": Indexed(noise=True)}),
 }
 
 
-def record(folder: Path, ledger: Path) -> dict[str, Any]:
+def record(folder: Path, audit: Path) -> dict[str, Any]:
     """All of a finished run that must not depend on interruptions."""
     summary = json.loads((folder / "summary.json").read_text())
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps: dict[int, list[list[int]]] = {}
     previous = None
-    for step, ids in map(json.loads, ledger.read_text().splitlines()):
+    for step, ids in map(json.loads, audit.read_text().splitlines()):
         if step != previous:
             steps[step] = []
         steps[step].append(ids)
@@ -204,8 +205,8 @@ def record(folder: Path, ledger: Path) -> dict[str, Any]:
     return {
         "model": (folder / "model" / "model.safetensors").read_bytes(),
         "metrics": [{key: value for key, value in line.items() if key not in TIMES} for line in lines],
-        "summary": {key: summary[key] for key in ("status", "steps", "epochs", "samples", "evaluate", "test", "best")},
-        "ledger": steps,
+        "summary": {key: summary[key] for key in ("status", "steps", "epochs", "samples", "validation", "test", "best")},
+        "sample-audit": steps,
     }
 
 
@@ -216,13 +217,13 @@ def train(tiny_run):
     def run(folder: str, plugins: list[Any], dies: Dies | None = None, resume: bool | str = False, **arguments: Any) -> Any:
         defaults = {"data": Indexed(), "epochs": 3, "save_every": 4, "evaluate_every": 5, "test_loader": tiny_data(16, seed=2)}
         arguments = {**defaults, **arguments, "output": folder, "resume": resume}
-        ledger = Ledger(Path(f"{folder}.ledger"))
+        audit = SampleAudit(Path(f"{folder}.audit"))
         if dies is None:
-            return tiny_run([{"log": {"every": 3}}, *plugins, ledger], **arguments)
+            return tiny_run([{"log": {"every": 3}}, *plugins, audit], **arguments)
         child = os.fork()
         if child == 0:
             try:
-                tiny_run([{"log": {"every": 3}}, *plugins, ledger, dies], **arguments)
+                tiny_run([{"log": {"every": 3}}, *plugins, audit, dies], **arguments)
             finally:
                 os._exit(1)  # it should have been killed
         _, status = os.waitpid(child, 0)
@@ -233,7 +234,10 @@ def train(tiny_run):
     return run
 
 
-@pytest.mark.parametrize("name", RUNS)
+QUICK = ("plain", "accumulated", "stream", "everything")
+
+
+@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in RUNS])
 def test_killed_in_the_middle_of_an_epoch_and_resumed(train, name):
     plugins, arguments = RUNS[name]
     whole = train("whole", plugins(), **arguments)
@@ -242,7 +246,7 @@ def test_killed_in_the_middle_of_an_epoch_and_resumed(train, name):
     assert resumed.trainer.run.state.step == 27
     assert len(resumed.losses) == 27 - 12, "it went on from step 12, the last save"
     assert resumed.losses == whole.losses[12:]
-    assert record(Path("run"), Path("run.ledger")) == record(Path("whole"), Path("whole.ledger"))
+    assert record(Path("run"), Path("run.audit")) == record(Path("whole"), Path("whole.audit"))
     if name == "loss scaling":
         scaler = resumed.trainer.run.accelerator.scaler
         assert scaler.get_scale() == whole.trainer.run.accelerator.scaler.get_scale() != 256.0
@@ -269,16 +273,17 @@ def test_killed_at_any_moment(train, moment, step):
     first = 4 if step > 4 else 2
     train("run", plugins, Dies(moment, step), save_every=first)
     train("run", plugins, resume=True)
-    assert record(Path("run"), Path("run.ledger")) == record(Path("whole"), Path("whole.ledger"))
+    assert record(Path("run"), Path("run.audit")) == record(Path("whole"), Path("whole.audit"))
 
 
+@pytest.mark.slow
 def test_killed_again_and_again(train):
     train("whole", EVERYTHING)
     train("run", EVERYTHING, Dies("in a step", 6))
     for moment, step in (("in a step", 9), ("in a save", 12), ("in an evaluation", 15), ("after a step", 21)):
         train("run", EVERYTHING, Dies(moment, step), resume=True)
     train("run", EVERYTHING, resume=True)
-    assert record(Path("run"), Path("run.ledger")) == record(Path("whole"), Path("whole.ledger"))
+    assert record(Path("run"), Path("run.audit")) == record(Path("whole"), Path("whole.audit"))
 
 
 def test_saved_and_evaluated_by_epoch(train):
@@ -286,7 +291,7 @@ def test_saved_and_evaluated_by_epoch(train):
     train("whole", ["checkpoint-best"], **by_epoch)
     train("run", ["checkpoint-best"], Dies("in an evaluation", 18), **by_epoch)
     train("run", ["checkpoint-best"], resume=True, **by_epoch)
-    assert record(Path("run"), Path("run.ledger")) == record(Path("whole"), Path("whole.ledger"))
+    assert record(Path("run"), Path("run.audit")) == record(Path("whole"), Path("whole.audit"))
 
 
 def test_killed_before_the_first_checkpoint_it_begins_again(train, caplog):
@@ -363,7 +368,7 @@ def test_ctrl_c_saves_at_the_end_of_the_step_and_the_resumed_run_is_the_same(tra
     assert stopped.summary["steps"] == step + (moment == "in a step")
     assert not Path("run/model").exists()
     train("run", ["checkpoint-best"], resume=True, **arguments)
-    assert record(Path("run"), Path("run.ledger")) == record(Path("whole"), Path("whole.ledger"))
+    assert record(Path("run"), Path("run.audit")) == record(Path("whole"), Path("whole.audit"))
 
 
 @pytest.mark.parametrize("moment", ["after training", "in the test", "in the export"])
@@ -372,7 +377,7 @@ def test_ctrl_c_when_training_is_over_lets_the_run_end(train, interruptible, mom
     train("whole", ["checkpoint-best"])
     ended = train("run", ["checkpoint-best", Interrupts(moment, 27)], save_every=save_every)
     assert ended.summary["status"] == "completed"
-    assert record(Path("run"), Path("run.ledger")) == record(Path("whole"), Path("whole.ledger"))
+    assert record(Path("run"), Path("run.audit")) == record(Path("whole"), Path("whole.audit"))
 
 
 def test_a_requested_evaluation_survives_ctrl_c(train, interruptible):
@@ -388,7 +393,7 @@ def test_a_requested_evaluation_survives_ctrl_c(train, interruptible):
     train("whole", [Asks()], **arguments)
     train("run", [Asks(), Interrupts("in a step", 12)], **arguments)
     train("run", [Asks()], resume=True, **arguments)
-    assert record(Path("run"), Path("run.ledger")) == record(Path("whole"), Path("whole.ledger"))
+    assert record(Path("run"), Path("run.audit")) == record(Path("whole"), Path("whole.audit"))
 
 
 def test_a_second_ctrl_c_stops_at_once(train, interruptible):
@@ -398,7 +403,7 @@ def test_a_second_ctrl_c_stops_at_once(train, interruptible):
     assert (summary["status"], summary["reason"], summary["steps"]) == ("stopped", "KeyboardInterrupt", 13)
     train("run", [], resume=True)
     train("whole", [])
-    assert record(Path("run"), Path("run.ledger")) == record(Path("whole"), Path("whole.ledger"))
+    assert record(Path("run"), Path("run.audit")) == record(Path("whole"), Path("whole.audit"))
 
 
 # -- what is not resumed, or not from there ---------------------------------------------------------------------------------
@@ -440,7 +445,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_aloud(train, caplog):
     resumed = train("run", [], resume=True, keep_checkpoints=3)
     assert "step-00000012: damaged (state.safetensors is not what was written)" in caplog.text
     assert len(resumed.losses) == 27 - 8
-    assert record(Path("run"), Path("run.ledger")) == record(Path("whole"), Path("whole.ledger"))
+    assert record(Path("run"), Path("run.audit")) == record(Path("whole"), Path("whole.audit"))
 
 
 def test_when_every_checkpoint_is_damaged_the_run_does_not_start_anew(train):
@@ -455,17 +460,17 @@ def test_a_completed_run_goes_on_for_more_epochs(train):
     train("run", ["checkpoint-best"], epochs=1, save_every="epoch", evaluate_every="epoch")
     resumed = train("run", ["checkpoint-best"], epochs=3, save_every="epoch", evaluate_every="epoch", resume=True)
     assert len(resumed.losses) == 18
-    first, second = record(Path("run"), Path("run.ledger")), record(Path("whole"), Path("whole.ledger"))
+    first, second = record(Path("run"), Path("run.audit")), record(Path("whole"), Path("whole.audit"))
     assert first["model"] == second["model"]
     assert first["summary"] == second["summary"]
-    assert first["ledger"] == second["ledger"]
+    assert first["sample-audit"] == second["sample-audit"]
 
 
 def test_a_completed_run_resumed_trains_nothing(train):
     first = train("run", ["checkpoint-best"], save_every="epoch")
     again = train("run", ["checkpoint-best"], save_every="epoch", resume=True)
     assert again.losses == []
-    for key in ("status", "steps", "evaluate", "test", "best"):
+    for key in ("status", "steps", "validation", "test", "best"):
         assert again.summary[key] == first.summary[key]
 
 
@@ -473,10 +478,10 @@ def test_a_checkpoint_can_be_named_and_the_run_folder_moved(train):
     train("whole", [])
     train("run", [], Dies("in a step", 14))
     shutil.move("run", "elsewhere")
-    Path("run.ledger").rename("elsewhere.ledger")
+    Path("run.audit").rename("elsewhere.audit")
     resumed = train("elsewhere", [], resume="elsewhere/checkpoints/step-00000012")
     assert resumed.losses
-    assert record(Path("elsewhere"), Path("elsewhere.ledger")) == record(Path("whole"), Path("whole.ledger"))
+    assert record(Path("elsewhere"), Path("elsewhere.audit")) == record(Path("whole"), Path("whole.audit"))
 
 
 # -- the command line -------------------------------------------------------------------------------------------------------
@@ -505,7 +510,7 @@ class Net(nn.Sequential):
 def data():
     inputs = torch.randn(67, 8, generator=torch.Generator().manual_seed(0))
     split = TensorDataset(inputs, inputs[:, :3].argmax(1))
-    return {"train": split, "evaluate": split, "test": split}
+    return {"train": split, "validation": split, "test": split}
 """
 
 
@@ -541,22 +546,19 @@ def test_fastloop_train_killed_from_outside_and_resumed_by_the_command_line():
     for name in ("model/model.safetensors", "checkpoints/step-00000540/model.safetensors"):
         assert Path("run", name).read_bytes() == Path("whole", name).read_bytes()
     first, second = (json.loads(Path(name, "summary.json").read_text()) for name in ("run", "whole"))
-    for key in ("status", "steps", "evaluate", "test", "best"):
+    for key in ("status", "steps", "validation", "test", "best"):
         assert first[key] == second[key]
 
 
-@pytest.mark.slow
 def test_ctrl_c_on_the_command_line_exits_130_and_says_how_to_resume():
     Path("net.py").write_text(NET)
     Path("run.yaml").write_text(RECIPE.replace("OUTPUT", "run"))
-    command = [sys.executable, "-m", "fastloop", "train", "run.yaml", "train.epochs=100000"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    wait_for(lambda: checkpoint_names("run"))
-    process.send_signal(signal.SIGINT)
-    output, errors = process.communicate(timeout=300)
-    assert process.returncode == 130, errors
-    assert "Traceback" not in errors
-    assert "Go on with: fastloop train run.yaml train.epochs=100000 --resume" in output
+    with forked.Command("-m", "fastloop", "train", "run.yaml", "train.epochs=100000") as command:
+        wait_for(lambda: checkpoint_names("run"))
+        command.send_signal(signal.SIGINT)
+        assert command.wait(300) == 130, command.stderr
+        assert "Traceback" not in command.stderr
+        assert "Go on with: fastloop train run.yaml train.epochs=100000 --resume" in command.stdout
     assert json.loads(Path("run/summary.json").read_text())["status"] == "stopped"
 
 
@@ -593,7 +595,7 @@ def test_a_run_that_a_plugin_stopped_stays_stopped(train, every):
     resumed = train("run", plugins, resume=True, **arguments)
     assert resumed.losses == []
     assert resumed.summary["status"] == "stopped"
-    assert record(Path("run"), Path("run.ledger")) == record(Path("whole"), Path("whole.ledger"))
+    assert record(Path("run"), Path("run.audit")) == record(Path("whole"), Path("whole.audit"))
     on = train("run", [Scores()], resume=True, **arguments)
     assert on.losses, "without the plugin it goes on"
 
@@ -617,7 +619,7 @@ def test_what_is_drawn_before_training_and_epochs_is_not_drawn_twice(train, step
     train("whole", [Draws()])
     train("run", [Draws()], Dies("in a step", step), save_every=save_every)
     train("run", [Draws()], resume=True)
-    assert record(Path("run"), Path("run.ledger")) == record(Path("whole"), Path("whole.ledger"))
+    assert record(Path("run"), Path("run.audit")) == record(Path("whole"), Path("whole.audit"))
 
 
 def test_a_run_that_goes_on_elsewhere_leaves_the_run_that_was_there(train):
@@ -635,7 +637,7 @@ def test_going_on_from_an_older_checkpoint_gives_up_the_later_ones(train):
     train("run", [], Dies("in a step", 15), resume="run/checkpoints/step-00000012", save_every=1, keep_checkpoints=1)
     assert [path.name for path in Path("run/checkpoints").glob("step-*")] == ["step-00000015"]
     train("run", [], resume=True)
-    assert record(Path("run"), Path("run.ledger")) == record(Path("whole"), Path("whole.ledger"))
+    assert record(Path("run"), Path("run.audit")) == record(Path("whole"), Path("whole.audit"))
 
 
 def test_a_plugin_that_left_is_said(train, caplog):

@@ -41,13 +41,13 @@ def plain_loop(
 @pytest.mark.parametrize(("micro", "clip"), [(8, None), (2, None), (8, 0.1)], ids=["whole", "accumulated", "clipped"])
 def test_losses_and_weights_are_those_of_a_plain_loop(tiny_run, micro, clip):
     losses, weights = plain_loop(epochs=3, batch_size=8, micro=micro, clip=clip)
-    result = tiny_run(epochs=3, device_batch_size=micro, clip_norm=clip)
+    result = tiny_run(epochs=3, micro_batch_size=micro, max_grad_norm=clip)
     assert result.losses == losses
     assert all(torch.equal(result.weights[name], weights[name]) for name in weights)
     assert sum(losses[-9:]) < 0.9 * sum(losses[:9])  # nine steps an epoch: it learns
 
 
-EXACT = [name for name in installed() if load(name).parity == "exact" and load(name).slot != "task"]
+EXACT = [name for name in installed() if load(name).numerics == "bitwise" and load(name).slot != "task"]
 
 
 def test_all_exact_plugins_together_give_them_too(tiny_run):

@@ -58,7 +58,7 @@ def test_it_is_a_schema_of_its_draft_and_names_what_there_is(schema):
 @pytest.mark.parametrize("name", OURS)
 def test_it_has_every_option_of_every_plugin(schema, name):
     options, cls = schema["$defs"][f"plugins.{name}"]["properties"], load(name)
-    rows = describe(cls.Config) + (describe(Observer) if cls.observes else [])
+    rows = describe(cls.Config) + (describe(Observer) if cls.read_only else [])
     assert {row.name: row.help for row in rows} == {key: value["description"] for key, value in options.items()}
 
 

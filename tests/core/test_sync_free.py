@@ -107,7 +107,7 @@ def test_a_run_on_the_emulated_device_computes_what_one_on_the_cpu_does(emulated
     device, summary = emulated(still)
     plain = recipe(still)
     expected = execute(build(plain, registry.resolve(plain)))
-    assert summary["evaluate"] == pytest.approx(expected["evaluate"], rel=1e-4)
+    assert summary["validation"] == pytest.approx(expected["validation"], rel=1e-4)
     assert len(device.steps) == 9
 
 
@@ -123,14 +123,14 @@ def test_no_step_of_the_default_loop_waits_and_an_evaluation_does_after_its_last
 
 
 def test_steps_of_the_fast_recipe_wait_once_at_a_log_point(emulated):
-    device, _ = emulated(TEXTS, (*FAST, "checkpoint-best"), epochs=2, clip_norm=1.0, device_batch_size=4)
+    device, _ = emulated(TEXTS, (*FAST, "checkpoint-best"), epochs=2, max_grad_norm=1.0, micro_batch_size=4)
     assert len(device.steps) == 18
     assert waiting(device) == {1: [CHECK], 2: [CHECK], 10: [LOG]}
     assert [len(waits) for waits in device.evaluations] == [1, 1]
 
 
 def test_finite_reads_the_steps_since_its_last_look_together(emulated):
-    device, _ = emulated(TEXTS, (*FAST, "finite", {"log": False}), epochs=2, clip_norm=1.0)
+    device, _ = emulated(TEXTS, (*FAST, "nan-guard", {"log": False}), epochs=2, max_grad_norm=1.0)
     assert waiting(device) == {1: [CHECK], 2: [CHECK], 10: ["fastloop_plugins/guards/_numbers.py"]}
 
 

@@ -20,7 +20,7 @@ from fastloop.recipe import load_recipe, make_recipe
 from fastloop.recipe.importing import files
 from fastloop.registry import load, resolve, select
 from fastloop.testing import tiny_data, tiny_model
-from fastloop_tools.profile.verdicts import candidates
+from fastloop_tools.profile.suggestions import candidates
 from fastloop_tools.tune.write import text
 
 pytest_plugins = ["installing"]
@@ -287,7 +287,7 @@ def test_a_file_that_a_base_recipe_lists_is_found_from_its_folder():
     assert select(recipe).plugins[0].config.degrees == 4.0
 
 
-def test_tune_writes_it_as_it_is_listed_and_asks_it_for_its_forecast():
+def test_tune_writes_it_as_it_is_listed_and_asks_it_for_its_estimate():
     write("warm.py", WARMTH)
     recipe = make_recipe({"plugins": [{"warm.py": {"degrees": 1.0}}]})
     (line,) = [line for line in text(recipe, [], {"warmth": "hot"}).splitlines() if "warm" in line]
@@ -469,7 +469,7 @@ class Watcher(Plugin):
     """Fails at the third step."""
 
     name = "watcher"
-    observes = True
+    read_only = True
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -526,7 +526,7 @@ def test_what_an_observer_refuses_on_purpose_is_refused(tiny_run):
 
 
 def test_a_recipe_asks_for_it_only_where_it_can_be(install):
-    code = WARMTH + "\nclass Watcher(Warmth):\n    name = 'watcher'\n    observes = True\n"
+    code = WARMTH + "\nclass Watcher(Warmth):\n    name = 'watcher'\n    read_only = True\n"
     install("warm-pack", code, warmth="warm_pack:Warmth", watcher="warm_pack:Watcher")
     (plugin,) = resolve(make_recipe({"plugins": [{"watcher": {"on_error": "disable", "degrees": 1.0}}, *QUIET]})).plugins
     assert (plugin.on_error, plugin.config.degrees) == ("disable", 1.0)
@@ -541,7 +541,7 @@ def test_a_recipe_asks_for_it_only_where_it_can_be(install):
 @pytest.mark.parametrize(
     ("members", "said"),
     [
-        ({"parity": "reassociated"}, r"plugin 'watcher' says that it only looks on .* its parity is exact, not reassociated"),
+        ({"numerics": "reassociated"}, r"plugin 'watcher' says that it only looks on .* its numerics is bitwise, not reassociated"),
         (
             {"build_model": hookimpl(lambda self: None)},
             "build_model changes or decides something, and the plugin says that it only looks on",
@@ -637,7 +637,7 @@ class Double(MulticlassAccuracy):
 
 def data():
     inputs = torch.randn(24, 4, generator=torch.Generator().manual_seed(0))
-    return {split: TensorDataset(inputs, inputs[:, :3].argmax(1)) for split in ("train", "evaluate")}
+    return {split: TensorDataset(inputs, inputs[:, :3].argmax(1)) for split in ("train", "validation")}
 
 def net(bias=True):
     return nn.Linear(4, 3, bias=bias)
@@ -680,7 +680,7 @@ def test_model_data_optimizer_and_metrics_come_from_a_package(kinds):
     run = build(recipe, resolve(recipe))
     assert type(run.optimizer).__name__ == "Sign"
     assert [name for name, _ in run.unwrap_model().named_parameters()] == ["weight"]
-    found = execute(run)["evaluate"]
+    found = execute(run)["validation"]
     assert found["twice"] == pytest.approx(2 * found["accuracy"])
     recipe = make_recipe(kinds)
     assert execute(build(recipe, resolve(recipe), Path("out")))["steps"] == 3

@@ -190,7 +190,7 @@ def test_parameters_without_a_gradient_are_not_reported(tiny_run, caplog):
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_steps_that_a_plugin_skips_decide_nothing(tiny_run, caplog, fused):
-    """The first batch is NaN, and `finite` skips its step: on the device with a fused optimizer, else by dropping the gradients."""
+    """The first batch is NaN, and `nan-guard` skips its step: on the device with a fused optimizer, else by dropping the gradients."""
 
     class Spoils(Plugin):
         name = "spoils"
@@ -201,7 +201,7 @@ def test_steps_that_a_plugin_skips_decide_nothing(tiny_run, caplog, fused):
                 batches[0].inputs[0].fill_(float("nan"))
 
     watch = Watch()
-    tiny_run([{"finite": {"action": "skip"}}, *["fused-optimizer"] * fused, Spoils(), watch])
+    tiny_run([{"nan-guard": {"action": "skip"}}, *["fused-optimizer"] * fused, Spoils(), watch])
     assert watch.open == [1]
     assert not [warning for warning in warnings_of(caplog) if "do not change" in warning]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_kit import BERT, DISTILBERT, WORDS, save_checkpoint, text_run, write_rows
+from checkpoint_helpers import BERT, DISTILBERT, WORDS, save_checkpoint, text_run, write_rows
 from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
@@ -54,7 +54,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 def executed(run: Run) -> dict[str, Any]:
-    return execute(run)["evaluate"]
+    return execute(run)["validation"]
 
 
 def test_text_labels_take_the_ids_of_a_checkpoint_with_the_same_names():
@@ -162,7 +162,7 @@ def test_cached_tokens_get_the_order_of_the_checkpoint_in_use():
     write_rows(["A", "B"])
     teach(["A", "B"], "one")
     teach(["B", "A"], "other")
-    cache = {"prefetch": {"cache": "tokens"}}
+    cache = {"token-cache": {"folder": "tokens"}}
     found, entries = [], []
     for folder in ("one", "other"):
         run = text_run(TASK, folder, LABELLED, plugins=[cache], lr=1e-8, max_steps=1)
@@ -193,7 +193,7 @@ def test_f1_is_that_of_scikit_learn(classes):
     f1 = executed(run)["f1"]
     targets, predictions = [], []
     with torch.no_grad():
-        for batch in run.eval_loaders["evaluate"].batches():
+        for batch in run.eval_loaders["validation"].batches():
             output = run.hooks.compute_loss(run=run, model=run.model.eval(), batch=batch.inputs)
             targets += output.targets.tolist()
             predictions += output.predictions.argmax(1).tolist()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from data_kit import named_rows, refusal, text_data, write
+from data_helpers import named_rows, refusal, text_data, write
 
 from fastloop.errors import RecipeError
 from fastloop.lifecycle import build

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data_kit import named_rows, refusal, text_data, write
+from data_helpers import named_rows, refusal, text_data, write
 
 
 def csv_file(labels: Sequence[str], path: str = "train.csv") -> str:
@@ -169,10 +169,10 @@ def test_a_map_names_labels_of_several_kinds():
 
 def test_the_log_counts_the_rows_of_each_class(caplog):
     caplog.set_level(logging.INFO, "fastloop")
-    text_data(csv_file(["pos", "neg"] * 36 + ["label"]), held_out=0.0).load()
+    text_data(csv_file(["pos", "neg"] * 36 + ["label"]), validation_fraction=0.0).load()
     assert "data: train 73; rows of each class in train: neg 36, pos 36, label 1" in caplog.messages
-    text_data(csv_file(["pos", "neg"] * 36), held_out=0.5, limit={"train": 20}).load()
-    (line,) = [line for line in caplog.messages if line.startswith("data: train 20, evaluate 36")]
+    text_data(csv_file(["pos", "neg"] * 36), validation_fraction=0.5, limit={"train": 20}).load()
+    (line,) = [line for line in caplog.messages if line.startswith("data: train 20, validation 36")]
     counts = line.partition("rows of each class in train: ")[2].replace("neg ", "").replace("pos ", "").split(", ")
     assert sum(map(int, counts)) == 20
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from data_kit import named_rows, text_data
+from data_helpers import named_rows, text_data
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 import yaml
@@ -83,14 +83,15 @@ def refused(metrics: Any, *arguments: Any, steps: int = 0, **settings: Any) -> s
 def test_a_wrong_number_of_classes_is_refused_before_the_first_step():
     message = refused({"fine": MulticlassAccuracy(3), "top": MulticlassAccuracy(10)})
     assert message.startswith(
-        "recipe: the metric 'top' (MulticlassAccuracy) cannot measure a batch of evaluate: predictions (8, 3) float32, targets (8,) int64. "
+        "recipe: the metric 'top' (MulticlassAccuracy) cannot measure a batch of validation: predictions (8, 3) float32, "
+        "targets (8,) int64. "
     )
     assert message.endswith("The predictions have 3 columns and the metric has num_classes=10: set num_classes to 3.")
 
 
 def test_other_shapes_are_refused_with_both():
     message = refused({"r2": R2Score()})
-    assert "the metric 'r2' (R2Score) cannot measure a batch of evaluate: predictions (8, 3) float32, targets (8,) int64." in message
+    assert "the metric 'r2' (R2Score) cannot measure a batch of validation: predictions (8, 3) float32, targets (8,) int64." in message
     assert message.endswith("Choose a metric, or arguments of it, that fit these shapes and dtypes.")
 
 
@@ -98,7 +99,7 @@ def test_other_shapes_are_refused_with_both():
     ("metric", "shape"), [(MulticlassAccuracy(3, average=None), "(3,) float32"), (MulticlassConfusionMatrix(3), "(3, 3) int64")]
 )
 def test_a_metric_that_is_not_one_number_is_refused(metric, shape):
-    assert f"the metric 'm' gives {shape} for evaluate, expected one number. Average over classes" in refused({"m": metric})
+    assert f"the metric 'm' gives {shape} for validation, expected one number. Average over classes" in refused({"m": metric})
 
 
 def test_the_test_split_is_tried_too():
@@ -126,7 +127,7 @@ class Mappings(TensorDataset):
 def test_a_model_without_predictions_is_refused():
     data = Mappings(*split().tensors)
     trainer = Trainer(NoLogits(), data, data, metrics={"a": MulticlassAccuracy(3)}, batch_size=8, device="cpu", plugins=QUIET, output="run")
-    with pytest.raises(UsageError, match=r"'a' .* has nothing to measure: a batch of evaluate gave no predictions. Have the model return"):
+    with pytest.raises(UsageError, match=r"'a' .* has nothing to measure: a batch of validation gave no predictions. Have the model"):
         trainer.fit()
 
 
@@ -142,10 +143,10 @@ class Stream(IterableDataset[Any]):
 
 def test_an_iterable_split_is_not_read_ahead_and_its_first_evaluation_names_the_metric():
     message = refused({"top": MulticlassAccuracy(10)}, Stream(), steps=2)
-    assert "the metric 'top' (MulticlassAccuracy) cannot measure a batch of evaluate: predictions (8, 3) float32" in message
+    assert "the metric 'top' (MulticlassAccuracy) cannot measure a batch of validation: predictions (8, 3) float32" in message
     train({"top": MulticlassAccuracy(3)}, Stream(), epochs=1)
     summary = json.loads(Path("run/summary.json").read_text())
-    assert summary["evaluate"]["loss"] > 0
+    assert summary["validation"]["loss"] > 0
 
 
 class Noisy(TensorDataset):
@@ -159,6 +160,7 @@ class Noisy(TensorDataset):
         return inputs + 0.1 * torch.randn(4), target
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_trying_metrics_changes_no_number(workers):
     data = Noisy(*split(8, 1).tensors)
@@ -189,6 +191,7 @@ class Graphs(Plugin):
             self.found = counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.slow
 def test_trying_metrics_compiles_nothing():
     graphs = Graphs()
     train({"a": MulticlassAccuracy(3)}, None, graphs, {"compile": {"backend": "eager"}})
@@ -196,6 +199,7 @@ def test_trying_metrics_compiles_nothing():
     assert json.loads(Path("run/summary.json").read_text())["compile"]["graphs"] > 0
 
 
+@pytest.mark.slow
 def test_a_recipe_ends_with_one_line_and_exit_code_2():
     Path("code.py").write_text(
         "import torch\n"
@@ -204,7 +208,7 @@ def test_a_recipe_ends_with_one_line_and_exit_code_2():
         "def data():\n"
         "    inputs = torch.randn(16, 4)\n"
         "    split = TensorDataset(inputs, inputs[:, :3].argmax(1))\n"
-        "    return {'train': split, 'evaluate': split}\n"
+        "    return {'train': split, 'validation': split}\n"
     )
     recipe = {
         "model": {"module": "code.py:net"},
@@ -215,11 +219,9 @@ def test_a_recipe_ends_with_one_line_and_exit_code_2():
     }
     Path("r.yaml").write_text(yaml.safe_dump(recipe))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(
-        [sys.executable, "-m", "fastloop", "train", "r.yaml"], capture_output=True, text=True, env=environment, check=False
-    )
+    done = forked.run("-m", "fastloop", "train", "r.yaml", env=environment)
     assert done.returncode == 2
-    assert done.stderr.startswith("error: r.yaml: the metric 'top' (MulticlassAccuracy) cannot measure a batch of evaluate")
+    assert done.stderr.startswith("error: r.yaml: the metric 'top' (MulticlassAccuracy) cannot measure a batch of validation")
     assert "Traceback" not in done.stderr + done.stdout
     assert json.loads(Path("run/summary.json").read_text())["steps"] == 0
 
@@ -257,7 +259,7 @@ def test_all_processes_refuse_alike_and_weights_stay_sharded(strategy):
     ended = start(2, on_two, strategy)
     assert [process.code for process in ended] == [0, 0], ended
     for refusal, fitting, sharded in (process.result for process in ended):
-        assert "the metric 'a' (MulticlassAccuracy) cannot measure a batch of evaluate: predictions (1, 3)" in refusal
+        assert "the metric 'a' (MulticlassAccuracy) cannot measure a batch of validation: predictions (1, 3)" in refusal
         assert fitting == "trained"
         assert sharded == (strategy == "fsdp")
 

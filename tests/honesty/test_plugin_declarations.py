@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 from torch import nn
 
@@ -65,7 +64,7 @@ def file_plugin(name: str, body: str) -> str:
 
 
 def fastloop(*arguments: str) -> tuple[int, str, str]:
-    done = subprocess.run([sys.executable, "-m", "fastloop", *arguments], capture_output=True, text=True, check=False)
+    done = forked.run("-m", "fastloop", *arguments)
     assert "Traceback" not in done.stderr
     return done.returncode, done.stdout, done.stderr
 
@@ -149,7 +148,7 @@ def test_a_fallback_comes_before_the_core():
 def test_a_loss_of_a_plugin_replaces_the_tasks_in_any_order(tiny_run):
     class Doubled(Plugin):
         name = "doubled"
-        parity = "changes-training"
+        numerics = "changes-training"
 
         @hookimpl
         def compute_loss(self, model: nn.Module, batch: Any) -> Output:
@@ -264,14 +263,17 @@ def test_helpers_and_values_are_no_hooks():
 
 
 @pytest.mark.parametrize(
-    ("parity", "hint"),
-    [("exakt", "Did you mean 'exact'?"), ("about right", "Expected one of: changes-training, exact, reassociated, reduced-precision.")],
+    ("numerics", "hint"),
+    [
+        ("bitwize", "Did you mean 'bitwise'?"),
+        ("about right", "Expected one of: bitwise, changes-training, reassociated, reduced-precision."),
+    ],
 )
-def test_an_unknown_parity_is_refused(parity, hint):
-    recipe(file_plugin("odd", f"    parity = {parity!r}\n"))
+def test_an_unknown_numerics_is_refused(numerics, hint):
+    recipe(file_plugin("odd", f"    numerics = {numerics!r}\n"))
     with pytest.raises(PluginError) as refused:
         resolve(load_recipe("r.yaml"))
-    assert str(refused.value) == f"r.yaml: plugin 'odd' declares the parity {parity!r}, which is no parity class. {hint}"
+    assert str(refused.value) == f"r.yaml: plugin 'odd' declares the numerics {numerics!r}, which is no numerics class. {hint}"
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture, **declared: Any) -> list[str]:

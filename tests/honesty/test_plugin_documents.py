@@ -34,8 +34,8 @@ class NightWatch(Plugin):
     """Gradients times a factor."""
 
     name = "night-watch"
-    parity = "changes-training"
-    configures = "multiplies gradients"
+    numerics = "changes-training"
+    description = "multiplies gradients"
 
     @dataclass(kw_only=True)
     class Config:
@@ -50,7 +50,7 @@ class NightWatch(Plugin):
 '''
 README = """# night-watch
 
-Multiplies gradients (parity class `changes-training`).
+Multiplies gradients (numerics class `changes-training`).
 
 | option | type | default | what it does |
 |---|---|---|---|
@@ -139,7 +139,7 @@ def test_docstrings_and_declarations_of_the_template_are_found(project):
     (code,) = (text for path, text in render("night-watch").items() if path.startswith("src/"))
     project(code=code.replace("value < self.lowest", "value > self.lowest"))
     assert verdict().endswith(
-        "the text of `fastloop new plugin` in the description in pyproject.toml, README.md, the docstring of night_watch, `configures`, "
+        "the text of `fastloop new plugin` in the description in pyproject.toml, README.md, the docstring of night_watch, `description`, "
         "the docstring of NightWatch. Describe this plugin there."
     )
 
@@ -147,12 +147,12 @@ def test_docstrings_and_declarations_of_the_template_are_found(project):
 @pytest.mark.parametrize(
     ("old", "new", "found"),
     [
-        ("`changes-training`", "`exact`", "promises its parity class in the README: `changes-training`. Found: another one, or none."),
+        ("`changes-training`", "`bitwise`", "promises its numerics class in the README: `changes-training`. Found: another one, or none."),
         ("| 2.0 |", "| 3.0 |", "promises the default of its option 'factor' in the README: 2.0. Found: 3.0."),
         ("| `factor` |", "| `factors` |", "Found: no row for factor."),
         ("| `factor`", "| `strength` | float | 1 | How much. |\n| `factor`", "Found: a row for strength, which is no option."),
     ],
-    ids=["parity", "default", "renamed", "unknown"],
+    ids=["numerics", "default", "renamed", "unknown"],
 )
 def test_a_readme_that_contradicts_the_class_is_found(project, old, new, found):
     project(code=DOUBLES, readme=README.replace(old, new), description="Multiplies gradients")

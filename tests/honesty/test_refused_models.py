@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint_kit import BERT, DISTILBERT, save_checkpoint, text_recipe, text_run, write_rows
+from checkpoint_helpers import BERT, DISTILBERT, save_checkpoint, text_recipe, text_run, write_rows
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
@@ -167,7 +167,7 @@ def test_an_encoder_decoder_with_a_tokenizer_that_ends_texts_classifies(model):
     save_checkpoint(
         AutoModelForSequenceClassification, model, ends=True, eos_token_id=1, decoder_start_token_id=0, id2label={0: "A", 1: "B"}
     )
-    assert execute(text_run(CLASSIFY, "checkpoint", LABELLED, epochs=12))["evaluate"]["accuracy"] > 0.9
+    assert execute(text_run(CLASSIFY, "checkpoint", LABELLED, epochs=12))["validation"]["accuracy"] > 0.9
     classify = pipeline("text-classification", model="run/model")
     assert [found["label"] for found in classify(["a fine film", "a dull film"])] == ["A", "B"]
 

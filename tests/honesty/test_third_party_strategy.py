@@ -26,8 +26,8 @@ class Strategy(Plugin):
 
     name = "all-reduce"
     slot = "strategy"
-    parity = "reassociated"
-    configures = "averages gradients over the processes"
+    numerics = "reassociated"
+    description = "averages gradients over the processes"
 
     @hookimpl
     def prepare(self, run, model, optimizer):
@@ -109,7 +109,7 @@ def test_a_strategy_is_tried_with_itself_and_not_with_ddp(outcomes):
 def test_a_strategy_that_exchanges_nothing_is_found_out(outcomes):
     outcome, message = outcomes["no-exchange"]["test_processes[no-exchange]"]
     assert outcome == "failure"
-    assert "promises parity 'reassociated': each step's loss within 1e-05 of what it is without it on two processes" in message
+    assert "promises numerics 'reassociated': each step's loss within 1e-05 of what it is without it on two processes" in message
 
 
 def test_a_strategy_whose_checkpoint_lacks_a_process_is_found_out(outcomes):

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 import traceback
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 from torch import nn
@@ -94,7 +93,7 @@ def test_the_users_own_error_comes_out_of_fit_with_its_traceback_and_a_note(plac
 
 
 def test_a_metric_that_fails_is_refused_before_training_with_its_line():
-    with pytest.raises(UsageError, match=r"the metric 'bad' \(BadMetric\) cannot measure a batch of evaluate") as failed:
+    with pytest.raises(UsageError, match=r"the metric 'bad' \(BadMetric\) cannot measure a batch of validation") as failed:
         fit(Fails(""), metrics={"bad": BadMetric()})
     assert f"ZeroDivisionError: metric ({HERE}:{line_of('metric')} in update)" in str(failed.value)
 
@@ -144,6 +143,7 @@ def test_a_dataset_and_a_collator_are_named_by_their_line_also_from_a_worker(pla
     assert failed.value.__cause__ is not None
 
 
+@pytest.mark.slow
 def test_a_plugin_in_the_same_file_does_not_hide_the_models_line():
     class Beside(Plugin):
         name = "beside"
@@ -179,6 +179,7 @@ def late():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("data", "line"),
     [("data", r"error: net\.py:12 in forward: RuntimeError: mat1 and mat2 shapes cannot be multiplied .*"),
@@ -190,9 +191,7 @@ def test_the_command_line_names_the_modules_line(data, line):
         f'model: {{module: "net.py:Net"}}\ndata: {{module: "net.py:{data}"}}\ntrain: {{epochs: 1, batch_size: 4, device: cpu}}\n'
         "plugins:\n  - module: {loss: cross_entropy}\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-m", "fastloop", "train", "recipe.yaml"], capture_output=True, text=True, timeout=170, check=False
-    )
+    done = forked.run("-m", "fastloop", "train", "recipe.yaml")
     assert done.returncode == 1
     assert re.fullmatch(line, done.stderr.strip().splitlines()[-1])
     assert "plugin 'module'" not in done.stderr

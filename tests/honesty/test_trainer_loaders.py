@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from loader_kit import LOADERS, QUIET, SIZE, EveryOther, Numbers, Rotating, expected, of_processes, train
+from loader_helpers import LOADERS, QUIET, SIZE, EveryOther, Numbers, Rotating, expected, of_processes, train
 from torch import nn
 from torch.utils.data import (
     BatchSampler,
@@ -220,7 +220,7 @@ def test_what_cannot_be_kept_is_refused_by_name_before_anything_is_written(case,
 
 
 def test_an_evaluation_of_a_stream_drops_nothing():
-    with pytest.raises(UsageError, match=r"^the evaluate split: drop_last=True for Stream, which is iterable and only evaluated"):
+    with pytest.raises(UsageError, match=r"^the validation split: drop_last=True for Stream, which is iterable and only evaluated"):
         train(tiny_data(SIZE), DataLoader(Stream(), 4, drop_last=True), batch_size=4)
 
 
@@ -246,9 +246,9 @@ def test_a_sampler_that_is_changed_during_training_is_noticed():
 
 def test_what_checks_that_each_sample_comes_once_refuses_an_order_in_which_it_does_not():
     for loader in (RANDOM["weighted"](), DataLoader(tiny_data(SIZE), 4, drop_last=True)):
-        with pytest.raises(PluginError, match=r"plugins\.ledger: the training order leaves samples out or repeats some"):
-            train(loader, plugins=["ledger"])
-    assert len(train(DataLoader(tiny_data(SIZE), 4, sampler=Rotating()), plugins=["ledger"])[0]) == 18
+        with pytest.raises(PluginError, match=r"plugins\.sample-audit: the training order leaves samples out or repeats some"):
+            train(loader, plugins=["sample-audit"])
+    assert len(train(DataLoader(tiny_data(SIZE), 4, sampler=Rotating()), plugins=["sample-audit"])[0]) == 18
 
 
 def test_a_subset_is_a_dataset_and_not_a_loader_of_the_whole():
@@ -263,7 +263,7 @@ def test_a_subset_is_a_dataset_and_not_a_loader_of_the_whole():
 @pytest.mark.parametrize("size", [20, 21])
 def test_a_stream_with_drop_last_ends_with_its_last_full_step(size, workers):
     loader = DataLoader(Stream(size), batch_size=4, drop_last=True, num_workers=workers)
-    found, trainer = train(loader, device_batch_size=2, max_steps=30, epochs=2)
+    found, trainer = train(loader, micro_batch_size=2, max_steps=30, epochs=2)
     assert found == 2 * [list(range(first, first + 4)) for first in range(0, 20, 4)]
     assert trainer.run.state.samples == 40
 
@@ -278,7 +278,7 @@ def test_a_stream_with_drop_last_gives_processes_the_same_full_steps(size):
     for rank in range(4):
         numbers: Any = Stream(size)
         loader = Loader(
-            numbers, list, DataLoaderDraft(), batch_size=8, device_batch_size=1, rank=rank, world_size=4, seed=5, shuffle=True, sampler=drop
+            numbers, list, DataLoaderDraft(), batch_size=8, micro_batch_size=1, rank=rank, world_size=4, seed=5, shuffle=True, sampler=drop
         )
         shares.append(list(loader.steps()))
     steps = [[index for step in steps for batch in step for index in batch.ids] for steps in zip(*shares, strict=True)]
@@ -328,7 +328,7 @@ def test_workers_are_set_up_as_the_loader_says():
     assert used.multiprocessing_context.get_start_method() == "fork"
     assert trainer.run.train_loader.timeout == 77
     assert trainer.run.loader_settings.num_workers == 2
-    assert trainer.run.eval_loaders["evaluate"].loader.num_workers == 0
+    assert trainer.run.eval_loaders["validation"].loader.num_workers == 0
 
 
 def test_a_plugin_overrides_the_loaders_workers_and_says_so(caplog):
@@ -337,7 +337,7 @@ def test_a_plugin_overrides_the_loaders_workers_and_says_so(caplog):
     plain, _ = train(DataLoader(tiny_data(SIZE), batch_size=4), output="plain")
     found, trainer = train(loader, tiny_data(8), plugins=[{"dataloader-workers": {"num_workers": 1}}])
     assert found == plain
-    assert trainer.run.train_loader.loader.num_workers == trainer.run.eval_loaders["evaluate"].loader.num_workers == 1
+    assert trainer.run.train_loader.loader.num_workers == trainer.run.eval_loaders["validation"].loader.num_workers == 1
     assert "train: the loader's num_workers=2 is overridden by plugin 'dataloader-workers': 1" in caplog.text
     assert "train: samples come in the order of the loader's SequentialSampler" in caplog.text
 

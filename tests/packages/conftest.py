@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from .kit import ROOT, CleanVenv, build_wheel
+from .helpers import ROOT, CleanVenv, build_wheel
 
 
 @pytest.fixture(scope="session")

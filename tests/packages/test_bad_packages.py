@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from .kit import CleanVenv, build_wheel
+from .helpers import CleanVenv, build_wheel
+
+pytestmark = pytest.mark.slow
 
 HEAD = """'''A package.'''
 open("imported.txt", "a").write(__name__ + "\\n")
@@ -65,7 +67,7 @@ BAD = [
     Bad("crash", HEAD + "\n1 / 0\n", f"{IMPORT}ZeroDivisionError: division by zero"),
     Bad("leaves", HEAD + "\nraise SystemExit(0)\n", f"{IMPORT}SystemExit: 0"),
     Bad("syntax", "class It(:\n", f"{IMPORT}SyntaxError: invalid syntax (bad_syntax.py, line 1)"),
-    Bad("gone", HEAD, f"{IMPORT}ModuleNotFoundError: No module named 'nowhere'", reference="nowhere.to_be:Seen"),
+    Bad("gone", HEAD, f"{IMPORT}ModuleNotFoundError: No module named 'nowhere'", reference="nowhere.to_be:StepProfile"),
     Bad("no-class", HEAD, f"{IMPORT}AttributeError: module 'bad_no_class' has no attribute 'That'", reference="bad_no_class:That"),
     Bad("no-plugin", HEAD, "is not a subclass of fastloop.Plugin.", reference="bad_no_plugin:dataclass"),
     Bad("other-name", HEAD.replace("{name}", "another"), "calls itself 'another'. Its `name` and its entry point must be the same."),
@@ -79,7 +81,7 @@ BAD = [
     Bad("constructor", HEAD + "    def __init__(self): super().__init__()\n", "(bad-constructor 0.7) cannot be made: TypeError: "),
     Bad("hook", HEAD + HOOK.format(hook="after_stp", argument="run"), "there is no hook 'after_stp'. Did you mean 'after_step'?"),
     Bad("argument", HEAD + HOOK.format(hook="after_step", argument="los"), "after_step gets no argument 'los'. Did you mean 'loss'?"),
-    Bad("observer", HEAD + "    observes = True\n" + HOOK.format(hook="build_scheduler", argument="run"), "says that it only looks on"),
+    Bad("observer", HEAD + "    read_only = True\n" + HOOK.format(hook="build_scheduler", argument="run"), "says that it only looks on"),
     Bad("newer", HEAD, "is made for fastloop >=99, and this is ", dependency="fastloop>=99"),
     Bad("amp", HEAD, "'amp' is the name of plugins in several packages. Say which: "),
     Bad("command", "1 / 0\n", f"{IMPORT}ZeroDivisionError: division by zero", reference="bad_command:run", group="commands"),
@@ -142,7 +144,7 @@ def test_they_break_no_list_and_no_run_that_does_not_name_them(venv, recipe):
         "distribution": "bad-crash",
         "version": "0.7",
         "slot": None,
-        "parity": "exact",
+        "numerics": "bitwise",
         "summary": "A package.",
     }
     assert rows["gone"]["summary"] == "cannot be found: there is no module nowhere.to_be"

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from .kit import ROOT, CleanVenv, build_wheel
+from .helpers import ROOT, CleanVenv, build_wheel
+
+pytestmark = pytest.mark.slow
 
 NAMES = ("drawn-shapes", "energy-use", "layer-freezing")
 
@@ -34,10 +36,10 @@ def test_they_are_listed_with_distribution_and_version_and_not_imported(shelf, t
     done = venv.run("-X", "importtime", "-m", "fastloop", "plugins", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     rows = {row["name"]: row for row in json.loads(done.stdout)}
-    found = {name: [rows[name][key] for key in ("distribution", "version", "slot", "parity")] for name in NAMES}
+    found = {name: [rows[name][key] for key in ("distribution", "version", "slot", "numerics")] for name in NAMES}
     assert found == {
-        "drawn-shapes": ["drawn-shapes", "0.1.0", "task", "exact"],
-        "energy-use": ["energy-use", "0.1.0", None, "exact"],
+        "drawn-shapes": ["drawn-shapes", "0.1.0", "task", "bitwise"],
+        "energy-use": ["energy-use", "0.1.0", None, "bitwise"],
         "layer-freezing": ["layer-freezing", "0.1.0", None, "changes-training"],
     }
     assert all(rows[name]["summary"] for name in NAMES)
@@ -81,7 +83,7 @@ def test_a_run_that_does_not_name_them_is_the_same_to_the_bit_as_without_them(sh
         losses = [point["loss"] for point in points if "loss" in point]
         assert losses
         weights = (folder / "run/model/model.safetensors").read_bytes()
-        runs.append((losses, weights, summary["plugins"], summary["evaluate"], summary["test"]))
+        runs.append((losses, weights, summary["plugins"], summary["validation"], summary["test"]))
     assert runs[0] == runs[1]
 
 

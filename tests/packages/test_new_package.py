@@ -7,7 +7,11 @@ import subprocess
 import sys
 import zipfile
 
-from .kit import build_wheel
+import pytest
+
+from .helpers import build_wheel
+
+pytestmark = pytest.mark.slow
 
 
 def test_a_fresh_package_is_green(clean_venv, tmp_path):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from text_kit import TINY, make_run
+from text_helpers import TINY, make_run
 
 from fastloop import PluginError
 from fastloop_plugins.kernels import _fast_dropout

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from text_kit import TINY_GPT, make_run
+from text_helpers import TINY_GPT, make_run
 
 from fastloop.errors import RecipeError
 from fastloop.lifecycle import execute
@@ -28,8 +28,8 @@ def test_it_learns_and_the_exported_folder_predicts_the_same():
 
     run = make_run("causal-lm", MODEL, DATA, epochs=8)
     summary = execute(run)
-    assert summary["evaluate"]["loss"] < 2.5 < math.log(300)
-    assert summary["evaluate"]["perplexity"] == pytest.approx(math.exp(summary["evaluate"]["loss"]))
+    assert summary["validation"]["loss"] < 2.5 < math.log(300)
+    assert summary["validation"]["perplexity"] == pytest.approx(math.exp(summary["validation"]["loss"]))
     model, tokenizer = AutoModelForCausalLM.from_pretrained("run/model"), AutoTokenizer.from_pretrained("run/model")
     ids = tokenizer("one two three", return_tensors="pt").input_ids
     assert tokenizer.decode(ids[0]) == "one two three"
@@ -40,7 +40,7 @@ def test_it_learns_and_the_exported_folder_predicts_the_same():
 
 def test_texts_are_joined_by_the_end_token_and_cut_into_blocks_without_loss():
     run = make_run("causal-lm", MODEL, DATA)
-    tokenizer, dataset = run.plugins[0].text_model.tokenizer, run.datasets["train"]
+    tokenizer, dataset = run.plugins.plugins[0].text_model.tokenizer, run.datasets["train"]
     blocks = [dataset[i]["input_ids"].tolist() for i in range(len(dataset))]
     assert {len(block) for block in blocks[:-1]} == {16}
     texts = tokenizer.decode([token for block in blocks for token in block]).split("<|endoftext|>")
@@ -53,15 +53,15 @@ def test_weights_are_target_tokens_and_padding_has_no_part_in_the_loss():
     collate, dataset = run.loaders.collators["train"], run.datasets["train"]
     long, short = dataset[0], {"input_ids": dataset[1]["input_ids"][:5]}
     batch = collate([long, short])
-    assert (batch.tokens, batch.weight) == (16 + 5, 15 + 4)
-    assert batch.weight == (batch.inputs["targets"] != -100).sum()
+    assert (batch.tokens, batch.loss_weight) == (16 + 5, 15 + 4)
+    assert batch.loss_weight == (batch.inputs["targets"] != -100).sum()
 
     def loss(batch):
         with torch.no_grad():
             return run.hooks.compute_loss(run=run, model=run.model.eval(), batch=batch.inputs).loss.item()
 
     apart = [collate([sample]) for sample in (long, short)]
-    assert loss(batch) == pytest.approx(sum(loss(one) * one.weight for one in apart) / batch.weight, rel=1e-5)
+    assert loss(batch) == pytest.approx(sum(loss(one) * one.loss_weight for one in apart) / batch.loss_weight, rel=1e-5)
 
 
 def test_the_loss_is_that_of_transformers():
@@ -84,9 +84,9 @@ def test_accumulated_micro_batches_of_unequal_length_give_the_loss_of_the_whole(
         execute(made)
         return made
 
-    whole, split = run(), run(device_batch_size=1)
+    whole, split = run(), run(micro_batch_size=1)
     assert whole.state.step == split.state.step > 1
-    assert whole.state.metrics["evaluate"]["loss"] == pytest.approx(split.state.metrics["evaluate"]["loss"], rel=1e-6)
+    assert whole.state.metrics["validation"]["loss"] == pytest.approx(split.state.metrics["validation"]["loss"], rel=1e-6)
     for one, other in zip(whole.model.parameters(), split.model.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
@@ -100,7 +100,7 @@ def test_padding_to_max_length_pads_the_short_last_block():
 def test_a_split_of_less_than_two_tokens_has_nothing_to_learn():
     run = make_run("causal-lm", MODEL, DATA)
     with pytest.raises(RecipeError, match=r"recipe.yaml: data: the test split has no two tokens"):
-        run.plugins[0]._blocks("test", [" "])
+        run.plugins.plugins[0]._blocks("test", [" "])
 
 
 def test_an_encoder_is_refused_as_a_language_model():
@@ -108,6 +108,7 @@ def test_an_encoder_is_refused_as_a_language_model():
         make_run("causal-lm", {"config": {"model_type": "distilbert"}}, DATA)
 
 
+@pytest.mark.slow
 def test_the_standard_library_is_split_by_file_and_always_the_same():
     splits = stdlib_source(largest=20_000)
     paths = {split: [row["path"] for row in rows] for split, rows in splits.items()}

@@ -49,7 +49,7 @@ def test_the_run_ends_with_the_weights_that_evaluated_best(tiny_run, options, sc
 
 def test_the_test_split_is_evaluated_with_the_best_weights(tiny_run):
     result = tiny_run([best(), Script(0.5, 0.9, 0.7, 0.0)], epochs=3, test_loader=tiny_data(32, seed=1))
-    losses = [metrics["loss"] for split, metrics in result.recorder.metrics if split == "evaluate"]
+    losses = [metrics["loss"] for split, metrics in result.recorder.metrics if split == "validation"]
     assert result.summary["test"]["loss"] == losses[1] != losses[2]
 
 
@@ -57,7 +57,7 @@ def test_keep_holds_that_many_and_rotation_never_removes_the_best(tiny_run):
     result = tiny_run([best(keep=2), Script(0.9, 0.5, 0.7, 0.6, 0.1)], epochs=5, save_every=1, keep_checkpoints=1)
     names = sorted(path.name for path in (result.trainer.run.folder / "checkpoints").iterdir())
     assert names == ["best-00000009", "best-00000027", "step-00000045"]
-    assert all(checkpoint.damage(result.trainer.run.folder / "checkpoints" / name) is None for name in names)
+    assert all(checkpoint.verify(result.trainer.run.folder / "checkpoints" / name) is None for name in names)
 
 
 def test_losses_are_those_of_a_run_without_it(tiny_run):
@@ -90,7 +90,7 @@ def test_a_run_resumed_after_a_newer_best_ends_with_the_same_best(tiny_run):
         tiny_run([best(), Script(*scores), Dies()], epochs=3, output="run", save_every=13)
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
     known = json.loads(Path("run/checkpoints/step-00000013/state.json").read_text())["state"]["best"]
-    assert checkpoint.damage(Path("run") / known["path"]) is None
+    assert checkpoint.verify(Path("run") / known["path"]) is None
     resumed = tiny_run([best(), Script(*scores[1:])], epochs=3, output="run", save_every=13, resume=True)
     assert resumed.summary["best"] == whole.summary["best"]
     assert all(torch.equal(resumed.weights[name], whole.weights[name]) for name in whole.weights)
@@ -113,7 +113,7 @@ def test_killed_while_saving_the_best_before_it_is_whole(tiny_run):
         os.kill(child, signal.SIGKILL)
         assert os.waitpid(child, 0)[1] == signal.SIGKILL
         state = checkpoint.read(checkpoint.find(output)[0])[1]
-        assert checkpoint.damage(output / state["state"]["best"]["path"]) is None
+        assert checkpoint.verify(output / state["state"]["best"]["path"]) is None
         found += 1
     assert found == 12
 

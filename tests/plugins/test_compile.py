@@ -39,8 +39,9 @@ def broken(graph, inputs):
 
 @pytest.mark.slow
 def test_with_inductor_losses_stay_in_the_band_of_reassociated_numbers(tiny_run, tmp_path):
-    plain = tiny_run(model=tiny_model(dropout=0.0))
-    result = tiny_run(["compile"], model=tiny_model(dropout=0.0))
+    data = tiny_data(64)  # one shape: two graphs, for training and for evaluation
+    plain = tiny_run(model=tiny_model(dropout=0.0), data=data)
+    result = tiny_run(["compile"], model=tiny_model(dropout=0.0), data=data)
     assert result.losses == pytest.approx(plain.losses, rel=1e-5)
     assert result.summary["compile_seconds"] > 0
     assert result.summary["compile"]["failure"] is None
@@ -57,6 +58,7 @@ def test_weights_keep_their_names_in_checkpoints_and_export(tiny_run):
     assert result.summary["compile"]["graphs"] > 0
 
 
+@pytest.mark.slow
 def test_a_resumed_compiled_run_ends_with_the_same_numbers(tiny_run):
     whole = tiny_run([eager()], epochs=2)
     tiny_run([eager()], epochs=1, output="run")
@@ -227,9 +229,11 @@ class AsIfRecorded(Compile):
         self.records = True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro", [8, 2], ids=["whole", "micro-steps"])
 def test_what_is_done_around_cuda_graphs_changes_no_number(tiny_run, micro):
-    plain, ours = (tiny_run([cls(backend="aot_eager")], device_batch_size=micro) for cls in (Compile, AsIfRecorded))
+    arguments = {"micro_batch_size": micro, "data": tiny_data(64), "epochs": 1}
+    plain, ours = (tiny_run([cls(backend="aot_eager")], **arguments) for cls in (Compile, AsIfRecorded))
     assert ours.losses == plain.losses
     assert ours.recorder.metrics == plain.recorder.metrics
     assert all(torch.equal(ours.weights[name], plain.weights[name]) for name in plain.weights)
@@ -268,7 +272,7 @@ def test_cuda_graphs_train_the_same_and_what_they_return_can_be_kept(tmp_path, m
     for mode in (None, "reduce-overhead"):
         recorder = Recorder()
         plugins = [recorder] if mode is None else [{"compile": {"mode": mode}}, recorder]
-        common = {"epochs": 2, "lr": 1e-2, "batch_size": 8, "device_batch_size": micro, "output": tmp_path / str(mode)}
+        common = {"epochs": 2, "lr": 1e-2, "batch_size": 8, "micro_batch_size": micro, "output": tmp_path / str(mode)}
         summary = Trainer(HasLoss(), Named(), Named(), plugins=plugins, **common).fit()
         losses[mode] = recorder.losses, [metrics["loss"] for _, metrics in recorder.metrics]
     assert losses["reduce-overhead"][0] == pytest.approx(losses[None][0], rel=1e-4)

@@ -1,4 +1,7 @@
-"""Every plugin of ours keeps what it promises, by the same suite that other packages use."""
+"""Every plugin of ours keeps what it promises, by the same suite that other packages use.
+
+Without the slow tests, two processes train under ddp only, and each strategy under itself.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from typing import Any
 
 from fastloop.registry import installed
 from fastloop.testing import IMAGES, LANGUAGE, TEXTS, Conformance
+from fastloop.testing.studies import strategies
 
 OURS = [name for name, point in installed().items() if point.dist is not None and point.dist.name == "fastloop"]
 
@@ -18,14 +22,14 @@ TRIED_ON: dict[str, dict[str, Any]] = {
     "dataloader-workers": {"options": {"num_workers": 1}},
     "ema": {"options": {"decay": 0.9}},
     "fast-dropout": {"task": TEXTS},
-    "first-token": {"task": TEXTS, "requires": ("text-classification",)},
+    "cls-last-layer": {"task": TEXTS, "requires": ("text-classification",)},
     "length-bucketing": {"task": TEXTS, "options": {"window": 2}},
     "liger": {"task": LANGUAGE, "device": "auto"},
     "log": {"options": {"every": 1}},
     "lora": {"task": TEXTS | {"train": {"lr": 1e-2}}},
     "matmul-precision": {"device": "auto"},
     "packing": {"task": TEXTS},
-    "prefetch": {"task": TEXTS, "options": {"cache": "tokens"}},
+    "token-cache": {"task": TEXTS, "options": {"folder": "tokens"}},
     "profile": {"options": {"wait": 1, "warmup": 1, "active": 1}},
     "tensorboard": {"options": {"every": 1}},
     "text-classification": {"task": TEXTS},
@@ -36,7 +40,8 @@ TRIED_ON: dict[str, dict[str, Any]] = {
 
 def suite(name: str) -> type[Conformance]:
     """The suite of one plugin."""
-    attributes = {"plugin": name, "__module__": __name__, **TRIED_ON.get(name, {})}
+    slow = [f"processes[{strategy}]" for strategy in strategies() if strategy not in ("ddp", name)]
+    attributes = {"plugin": name, "__module__": __name__, "slow": slow, **TRIED_ON.get(name, {})}
     return type(f"Test_{name.replace('-', '_')}", (Conformance,), attributes)
 
 

@@ -28,7 +28,7 @@ def check(config: Any = None, train: dict[str, Any] | None = None, **options: An
     ("config", "said"),
     [
         ({"train_batch_size": 32}, "ds.json: train_batch_size: is 32, and train.batch_size is 16"),
-        ({"gradient_clipping": 1.0}, "gradient_clipping: is 1.0, and train.clip_norm is 0.0"),
+        ({"gradient_clipping": 1.0}, "gradient_clipping: is 1.0, and train.max_grad_norm is 0.0"),
         ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage: is 3, and plugins.deepspeed.stage is 1"),
         ({"optimizer": {"type": "Lamb"}}, "optimizer.type: is 'Lamb', and train.optimizer is 'AdamW'"),
         ({"optimizer": {"params": {"lr": 0.1}}}, "optimizer.params.lr: is 0.1, and train.lr is 0.01"),

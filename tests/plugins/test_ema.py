@@ -82,7 +82,7 @@ def test_a_resumed_run_has_the_same_average(tiny_run):
     tiny_run([{"ema": {"decay": 0.9}}], epochs=1, output="run")
     resumed = tiny_run([{"ema": {"decay": 0.9}}], epochs=3, output="run", resume=True)
     assert all(torch.equal(whole.weights[name], resumed.weights[name]) for name in whole.weights)
-    assert whole.summary["evaluate"] == resumed.summary["evaluate"]
+    assert whole.summary["validation"] == resumed.summary["validation"]
 
 
 def test_frozen_weights_and_buffers_are_left_alone(tiny_run):

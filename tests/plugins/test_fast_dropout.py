@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from text_kit import make_run
+from text_helpers import make_run
 from torch import nn
 
 from fastloop.lifecycle import execute
@@ -132,7 +132,7 @@ def test_a_transformer_learns_with_it(amp):
     run = text_run(FastDropout(), amp=amp)
     assert run.unwrap_model().config._attn_implementation == "fast_dropout"
     summary = execute(run)
-    assert summary["evaluate"]["accuracy"] > 0.9
+    assert summary["validation"]["accuracy"] > 0.9
     assert "fast_dropout" not in Path("run/model/config.json").read_text()
 
 

@@ -78,10 +78,10 @@ def test_a_run_with_8_bits_goes_on_with_the_same_numbers(tiny_run, tmp_path):
 
 
 def test_8_bits_promise_less_and_need_an_extra(tiny_run):
-    assert FusedOptimizer().parity == "reassociated"
+    assert FusedOptimizer().numerics == "reassociated"
     plugin = FusedOptimizer(implementation="8bit")
-    assert plugin.parity == "reduced-precision"
-    needs = [need.missing(plugin, Machine("mps", "", ("fp32",))) for need in plugin.needs]
+    assert plugin.numerics == "reduced-precision"
+    needs = [need.missing(plugin, Machine("mps", "", ("fp32",))) for need in plugin.requirements]
     assert needs[0] == "needs a device of type cuda or xpu or cpu; this run is on mps."
     if importlib.util.find_spec("bitsandbytes") is None:
         with pytest.raises(PluginError, match=r"needs bitsandbytes>=0\.50, which is not installed\..*pip install 'fastloop\[optim8bit\]'"):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from text_kit import TINY_GPT
+from text_helpers import TINY_GPT
 from torch import nn
 
 from fastloop import PluginError, Trainer
@@ -30,13 +30,13 @@ def test_a_cpu_is_refused(tiny_run, plugin):
 @pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is not None, reason="the extra liger is installed")
 def test_a_missing_package_is_said_with_how_to_install_it():
     plugin = Liger()
-    said = [need.missing(plugin, A100) for need in plugin.needs]
+    said = [need.missing(plugin, A100) for need in plugin.requirements]
     assert said == [None, "needs liger-kernel>=0.5, which is not installed. Install it: pip install 'fastloop[liger]'"]
 
 
 def test_a_device_without_fp8_units_is_refused():
     plugin = TorchaoFp8()
-    said = [need.missing(plugin, A100) for need in plugin.needs]
+    said = [need.missing(plugin, A100) for need in plugin.requirements]
     assert said[:2] == [None, "needs fp8, which cuda here does not have. It has: fp32, bf16, fp16."]
 
 
@@ -48,7 +48,7 @@ def wide_model() -> nn.Module:
 class Anywhere(TorchaoFp8):
     """torchao computes fp8 on a CPU too, slowly: what is converted, and that it trains, can be seen there."""
 
-    needs = ()
+    requirements = ()
 
 
 @with_torchao

@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from text_kit import TINY, make_run
+from text_helpers import TINY, make_run
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
 from fastloop import Batch, DataLoaderDraft, Plugin, PluginError, Trainer, hookimpl
 from fastloop.data import StepSampler
+from fastloop.lifecycle import build
 from fastloop.recipe import make_recipe
 from fastloop.registry import select
-from fastloop.run import Run
 from fastloop.runtime import hardware as machine
-from fastloop_plugins.data.ledger import Ledger
 from fastloop_plugins.data.length_bucketing import LengthBucketing
+from fastloop_plugins.data.sample_audit import SampleAudit
 
 
 class Rows(Dataset[Any]):
@@ -91,10 +91,10 @@ def train(*plugins: Any, output: str = "run", **arguments: Any) -> tuple[Shapes,
 
 
 def test_little_padding_is_left_and_every_sample_comes_once():
-    shapes, summary = train(LengthBucketing(window=10), Ledger(), epochs=2)
+    shapes, summary = train(LengthBucketing(window=10), SampleAudit(), epochs=2)
     plain, _ = train(epochs=2, output="plain")
-    assert summary["ledger"]["missing"] == summary["ledger"]["repeated"] == 0
-    assert summary["ledger"]["epochs"] == 2
+    assert summary["sample-audit"]["missing"] == summary["sample-audit"]["repeated"] == 0
+    assert summary["sample-audit"]["epochs"] == 2
     assert plain.computed > 1.5 * plain.real
     assert shapes.computed < 1.15 * shapes.real
     assert shapes.real == plain.real
@@ -135,9 +135,9 @@ def test_a_run_goes_on_inside_an_epoch():
 
 
 def test_evaluation_has_the_same_metrics():
-    still = {"max_steps": 1, "optimizer": "SGD", "weight_decay": 0.0, "clip_norm": 1e-12}
+    still = {"max_steps": 1, "optimizer": "SGD", "weight_decay": 0.0, "max_grad_norm": 1e-12}
     (_, bucketed), (_, plain) = train(LengthBucketing(), **still), train(output="plain", **still)
-    assert bucketed["evaluate"]["loss"] == pytest.approx(plain["evaluate"]["loss"], rel=1e-5)
+    assert bucketed["validation"]["loss"] == pytest.approx(plain["validation"]["loss"], rel=1e-5)
 
 
 def test_it_says_what_it_saves(caplog):
@@ -184,13 +184,13 @@ def test_texts_bring_their_lengths():
 
 def test_no_batch_has_more_tokens_than_allowed_and_steps_train_the_same():
     plain, _ = train(LengthBucketing(), batch_size=24, epochs=2, output="plain")
-    shapes, summary = train(LengthBucketing(max_tokens=64), Ledger(), batch_size=24, epochs=2)
+    shapes, summary = train(LengthBucketing(max_tokens=64), SampleAudit(), batch_size=24, epochs=2)
     assert max(samples * width for samples, width in plain.shapes) > 300
     assert 32 < max(samples * width for samples, width in shapes.shapes) <= 64
     assert shapes.steps == plain.steps
     assert shapes.losses == pytest.approx(plain.losses, rel=1e-5)
     assert len(shapes.widths) > len(shapes.steps), "steps are of several micro-steps"
-    assert summary["ledger"]["missing"] == summary["ledger"]["repeated"] == 0
+    assert summary["sample-audit"]["missing"] == summary["sample-audit"]["repeated"] == 0
     assert shapes.computed < plain.computed, "there is less padding in smaller parts"
 
 
@@ -218,13 +218,13 @@ def test_parts_of_a_step_are_within_the_limit_alike_side_by_side_and_enough_for_
 
 
 def test_evaluation_keeps_to_max_tokens_and_has_the_same_metrics():
-    still = {"max_steps": 1, "optimizer": "SGD", "weight_decay": 0.0, "clip_norm": 1e-12, "batch_size": 24}
+    still = {"max_steps": 1, "optimizer": "SGD", "weight_decay": 0.0, "max_grad_norm": 1e-12, "batch_size": 24}
     (_, limited), (_, plain) = train(LengthBucketing(max_tokens=48), **still), train(output="plain", **still)
-    assert limited["evaluate"]["loss"] == pytest.approx(plain["evaluate"]["loss"], rel=1e-5)
+    assert limited["validation"]["loss"] == pytest.approx(plain["validation"]["loss"], rel=1e-5)
     trainer = Trainer(Model(), Rows(), Rows(50), plugins=[LengthBucketing(max_tokens=48)], loss=nn.functional.mse_loss, batch_size=24)
-    run = Run(trainer.recipe, trainer.resolution)
-    run.train_loader.loader.collate_fn.collator = run.eval_loaders["evaluate"].loader.collate_fn.collator = collate
-    assert max(batch.inputs[0].shape[0] * batch.inputs[0].shape[1] for batch in run.eval_loaders["evaluate"].batches()) <= 48
+    run = build(trainer.recipe, trainer.resolution)
+    run.train_loader.loader.collate_fn.collator = run.eval_loaders["validation"].loader.collate_fn.collator = collate
+    assert max(batch.inputs[0].shape[0] * batch.inputs[0].shape[1] for batch in run.eval_loaders["validation"].batches()) <= 48
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def test_evaluation_keeps_to_max_tokens_and_has_the_same_metrics():
             {},
             r"has 30 tokens, padded to 32, and 30 are allowed\. Set it to 32 or more, or cut samples to 16",
         ),
-        ({"max_tokens": 64}, {"device_batch_size": 4}, r"max_tokens: train\.device_batch_size is set too.*Remove one of them"),
+        ({"max_tokens": 64}, {"micro_batch_size": 4}, r"max_tokens: train\.micro_batch_size is set too.*Remove one of them"),
     ],
 )
 def test_what_cannot_be_within_max_tokens_is_refused_with_what_to_do(options, train_options, said):

@@ -36,7 +36,7 @@ def test_a_log_point_is_the_mean_of_the_losses_since_the_last(tiny_run):
 def test_evaluations_are_log_points_with_their_split(tiny_run):
     result = tiny_run(["log"])
     evaluations = [line for line in lines(result.trainer.run.folder) if "split" in line]
-    assert [(line["step"], line["epoch"], line["split"]) for line in evaluations] == [(9, 1, "evaluate"), (18, 2, "evaluate")]
+    assert [(line["step"], line["epoch"], line["split"]) for line in evaluations] == [(9, 1, "validation"), (18, 2, "validation")]
     assert [line["loss"] for line in evaluations] == [metrics["loss"] for _, metrics in result.recorder.metrics]
 
 
@@ -44,7 +44,7 @@ def test_what_is_logged_goes_to_log_txt_with_its_time(tiny_run):
     logging.getLogger("fastloop").setLevel(logging.INFO)
     folder = tiny_run(["log"]).trainer.run.folder
     text = (folder / "log.txt").read_text().splitlines()
-    assert any("step 18, evaluate: loss" in line for line in text)
+    assert any("step 18, validation: loss" in line for line in text)
     assert all(line[:2] == "20" and " INFO " in line for line in text)
     assert not file_handlers(), "the run's handler is taken off at its end"
 

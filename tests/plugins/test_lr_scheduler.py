@@ -30,7 +30,7 @@ def test_the_rate_follows_the_formula_at_every_step(tiny_run, schedule, warmup, 
 
 
 def test_it_steps_once_an_optimizer_step_however_many_micro_steps(tiny_run):
-    whole, split = tiny_run(["lr-scheduler"]), tiny_run(["lr-scheduler"], device_batch_size=2)
+    whole, split = tiny_run(["lr-scheduler"]), tiny_run(["lr-scheduler"], micro_batch_size=2)
     assert whole.recorder.lrs == split.recorder.lrs
     assert len(split.recorder.lrs) == STEPS
 

@@ -36,7 +36,7 @@ class WithLoss(Net):
 def data(size=64, extra=None):
     inputs = torch.randn(size, 4, generator=torch.Generator().manual_seed(0))
     split = TensorDataset(inputs, inputs[:, :3].argmax(1))
-    return {"train": split, "evaluate": split, **({extra: split} if extra else {})}
+    return {"train": split, "validation": split, **({extra: split} if extra else {})}
 
 def as_mapping(samples):
     return {"inputs": torch.stack([x for x, _ in samples]), "labels": torch.stack([y for _, y in samples])}
@@ -78,7 +78,7 @@ def train(changes: dict[str, Any] | None = None, folder: str = ".") -> dict[str,
 def test_a_module_of_your_own_is_trained_and_measured():
     summary = train({"train.epochs": 10})
     assert summary["plugins"][0] == "module"
-    assert summary["evaluate"]["accuracy"] > 0.8
+    assert summary["validation"]["accuracy"] > 0.8
     assert Path("out/model/model.safetensors").exists()
 
 
@@ -88,11 +88,11 @@ def test_the_file_is_found_beside_the_recipe_when_not_in_the_current_folder():
 
 def test_a_model_that_returns_its_loss_and_a_collator_of_your_own():
     summary = train({"model.module": "code.py:WithLoss", "plugins.module.loss": None, "plugins.module.collate": "code.py:as_mapping"})
-    assert summary["evaluate"]["accuracy"] > 0.3
+    assert summary["validation"]["accuracy"] > 0.3
 
 
 def test_a_loss_of_your_own():
-    assert train({"plugins.module.loss": "code.py:smooth"})["evaluate"]["loss"] != train()["evaluate"]["loss"]
+    assert train({"plugins.module.loss": "code.py:smooth"})["validation"]["loss"] != train()["validation"]["loss"]
 
 
 @pytest.mark.parametrize(
@@ -106,9 +106,9 @@ def test_a_loss_of_your_own():
         ({"model.module": "no_such_package.x:Net"}, r"model\.module: no package 'no_such_package' is installed"),
         ({"model.arguments": {"hiden": 3}}, r"model\.arguments: .*hiden"),
         ({"model.argument": {}}, r"model\.argument: no such option\. Did you mean 'arguments'\?"),
-        ({"data.module": "code.py:Net"}, r"data\.module: returned a Net, expected a mapping of train, evaluate, test"),
+        ({"data.module": "code.py:Net"}, r"data\.module: returned a Net, expected a mapping of train, validation, test"),
         ({"data.module": "code.py:needs_more"}, r"data\.module: .*pip install moon"),
-        ({"data.arguments": {"extra": "validation"}}, r"data\.module: returned a split 'validation'"),
+        ({"data.arguments": {"extra": "evaluate"}}, r"data\.module: returned a split 'evaluate'"),
         ({"data.arguments": {"size": 0}}, r"data: the train split is empty"),
         ({"plugins.module.loss": "cross_entrophy"}, r"plugins\.module\.loss: .*'cross_entrophy'\. Did you mean 'cross_entropy'\?"),
         ({"plugins.module.metrics": {"a": {"type": "MulticlassAcuracy"}}}, r"metrics\.a\.type: .*Did you mean 'MulticlassAccuracy'\?"),

@@ -12,21 +12,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from text_kit import make_run
+from text_helpers import make_run
 
 from fastloop import Batch, Plugin, PluginError, hookimpl
-from fastloop.lifecycle import execute
-from fastloop.run import Run
+from fastloop.lifecycle import build, execute
 from fastloop_plugins.data._packing import PackedCollator
 from fastloop_plugins.data.dataloader_workers import DataLoaderWorkers
-from fastloop_plugins.data.ledger import Ledger
 from fastloop_plugins.data.length_bucketing import LengthBucketing
 from fastloop_plugins.data.packing import Packing
+from fastloop_plugins.data.sample_audit import SampleAudit
 from fastloop_plugins.guards.watchdog import Watchdog
 from fastloop_plugins.kernels.attention import Attention
+from fastloop_plugins.kernels.cls_last_layer import ClsLastLayer, at_first
 from fastloop_plugins.kernels.compile import Compile
 from fastloop_plugins.kernels.fast_dropout import FastDropout
-from fastloop_plugins.kernels.first_token import FirstToken, at_first
 from fastloop_plugins.memory.activation_checkpointing import ActivationCheckpointing
 from fastloop_plugins.precision.amp import Amp
 
@@ -89,7 +88,7 @@ def computed(run: Any, batch: Batch) -> tuple[float, torch.Tensor | None, dict[s
 def assert_same(packed: Any, plain: Any, batches: int | None = None, **tolerance: float) -> None:
     tolerance = tolerance or {"rtol": 1e-5, "atol": 1e-6}
     for one, other in islice(zip(packed.train_loader.batches(), plain.train_loader.batches(), strict=True), batches):
-        assert (one.ids, one.weight, one.tokens, one.samples) == (other.ids, other.weight, other.tokens, other.samples)
+        assert (one.ids, one.loss_weight, one.tokens, one.samples) == (other.ids, other.loss_weight, other.tokens, other.samples)
         (loss, predictions, gradients), (expected, wanted, others) = computed(packed, one), computed(plain, other)
         assert loss == pytest.approx(expected, rel=max(1e-5, tolerance["rtol"]))
         if wanted is not None:
@@ -144,7 +143,7 @@ def test_attention_as_chosen_is_asked_for_each_sequence(implementation):
 @pytest.mark.parametrize("more", [[], [Multiple()]], ids=["alone", "to a multiple"])
 @pytest.mark.parametrize("config", [ENCODERS["bert"], ENCODERS["distilbert"], ENCODERS["roberta"]], ids=["bert", "distilbert", "roberta"])
 def test_the_last_layer_may_be_computed_at_first_tokens_alone(config, more):
-    assert_same(made(config, FirstToken(), Packing(), *more), made(config))
+    assert_same(made(config, ClsLastLayer(), Packing(), *more), made(config))
 
 
 def test_flash_attention_is_told_of_first_tokens():
@@ -196,7 +195,7 @@ def test_activations_are_computed_again_as_they_were():
 def test_accumulated_micro_batches_make_the_same_step(size):
     bert = {"config": ENCODERS["bert"], "epochs": 1, "optimizer": "SGD"}
     weights = []
-    for plugins, train in (([], {}), ([Packing()], {"device_batch_size": size})):
+    for plugins, train in (([], {}), ([Packing()], {"micro_batch_size": size})):
         one = made(bert["config"], *plugins, max_steps=3, **train)
         execute(one)
         weights.append({name: value.clone() for name, value in one.unwrap_model().state_dict().items()})
@@ -216,15 +215,15 @@ def learn(*plugins: Plugin, **train: Any) -> dict[str, Any]:
         [],
         [Amp(dtype="bf16")],
         [FastDropout()],
-        [FastDropout(), Amp(dtype="bf16"), LengthBucketing(), FirstToken()],
-        [DataLoaderWorkers(num_workers=1), Ledger()],
+        [FastDropout(), Amp(dtype="bf16"), LengthBucketing(), ClsLastLayer()],
+        [DataLoaderWorkers(num_workers=1), SampleAudit()],
     ],
     ids=["alone", "amp", "fast-dropout", "all of them", "workers"],
 )
 def test_it_learns_with(plugins):
     summary = learn(*plugins)
-    assert summary["evaluate"]["accuracy"] > 0.9
-    assert summary.get("ledger", {"missing": 0})["missing"] == 0
+    assert summary["validation"]["accuracy"] > 0.9
+    assert summary.get("sample-audit", {"missing": 0})["missing"] == 0
     assert "packed" not in Path("run/model/config.json").read_text()
 
 
@@ -237,7 +236,7 @@ def test_what_fast_dropout_computes_is_asked_for_each_sequence():
 
 
 def test_evaluation_has_the_same_metrics():
-    metrics = [execute(run(ENCODERS["distilbert"], *plugins, max_steps=2))["evaluate"] for plugins in ([Packing()], [])]
+    metrics = [execute(run(ENCODERS["distilbert"], *plugins, max_steps=2))["validation"] for plugins in ([Packing()], [])]
     assert metrics[0] == pytest.approx(metrics[1], rel=1e-4)
 
 
@@ -249,17 +248,18 @@ def test_a_run_goes_on_inside_an_epoch():
     shutil.rmtree("run")
     execute(run(bert, Packing(), epochs=2, max_steps=3, save_every=3))
     again = run(bert, Packing(), epochs=2)
-    rest = Run(again.recipe, again.resolution, Path("run"))
+    rest = build(again.recipe, again.plugins, Path("run"))
     execute(rest)
     assert all(torch.equal(value, expected[name]) for name, value in rest.unwrap_model().state_dict().items())
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute:UserWarning")  # within torch's compiler
 def test_compiled_it_computes_the_same():
     packed = made(ENCODERS["one layer"], Packing(), Compile(backend="eager", pad_to_multiple_of=64, cache=False))
     assert_same(packed, made(ENCODERS["one layer"]), batches=2, rtol=1e-4, atol=1e-5)
     summary: dict[str, Any] = {}
-    next(plugin for plugin in packed.resolution.plugins if plugin.name == "compile").write_summary(summary)
+    next(plugin for plugin in packed.plugins.plugins if plugin.name == "compile").write_summary(summary)
     assert summary["compile"]["failure"] is None
     assert summary["compile"]["graphs"] > 0
 
@@ -267,7 +267,7 @@ def test_compiled_it_computes_the_same():
 def test_flash_attention_is_told_where_sequences_end():
     plain = made(ENCODERS["bert"])
     samples = [plain.datasets["train"][i] for i in (3, 4, 6)]
-    collator = PackedCollator(plain.collators["train"], 16)
+    collator = PackedCollator(plain.loaders.collators["train"], 16)
     collator.varlen = True
     inputs, lengths = collator(samples).inputs, [len(sample["input_ids"]) for sample in samples]
     ends = [0, lengths[0], lengths[0] + lengths[1], sum(lengths), inputs["input_ids"].shape[1]]
@@ -347,4 +347,4 @@ def test_a_model_that_is_not_transformers_is_refused(tiny_run):
 
 
 def test_the_model_is_tried_before_the_watchdog_starts():
-    assert made(ENCODERS["bert"], Packing(), Watchdog()).collators["train"].first_position == 0
+    assert made(ENCODERS["bert"], Packing(), Watchdog()).loaders.collators["train"].first_position == 0

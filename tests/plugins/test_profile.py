@@ -43,7 +43,7 @@ def traces(folder: Path) -> list[Counter[str]]:
 
 def test_a_trace_has_the_loops_regions_and_plugins_hooks_by_name(tiny_run):
     plugins = [Sleepless(), Profile(wait=2, warmup=1, active=3)]
-    result = tiny_run(plugins, epochs=1, clip_norm=1.0, device_batch_size=4)
+    result = tiny_run(plugins, epochs=1, max_grad_norm=1.0, micro_batch_size=4)
     (found,) = traces(result.trainer.run.folder)
     steps = {name: found[f"fastloop/{name}"] for name in ("data", "optimizer", "clip", "sleepless.before_step")}
     assert steps == dict.fromkeys(steps, 3)

@@ -5,18 +5,17 @@ from __future__ import annotations
 import os
 import pty
 import re
-import subprocess
-import sys
-from pathlib import Path
+import threading
+import time
 
 import torch
-
-SCRIPT = """
-import sys, time
-sys.path.insert(0, {tests!r})
-from fastloop.testing import tiny_data, tiny_model
 from torch import nn
+
 from fastloop import Plugin, Trainer, hookimpl
+from fastloop.testing import start, tiny_data, tiny_model
+
+LINE = r"step \d+/18, epoch [12]/2, loss \d\.\d+, [\d.]+ samples/s, 0:0\d left"
+
 
 class Slow(Plugin):
     name = "slow"
@@ -25,44 +24,50 @@ class Slow(Plugin):
     def before_step(self):
         time.sleep(0.05)
 
-Trainer(tiny_model(), tiny_data(), tiny_data(32), plugins=[{{"progress": {{"every": 0.2, "refresh": 0.1}}}}, Slow()],
-        loss=nn.functional.cross_entropy, epochs=2, batch_size=8).fit()
-"""
+
+def train_slowly(terminal: str | None = None) -> None:
+    """Train in a process of its own, with output to a file, or to the terminal with this path."""
+    if terminal is not None:
+        for number in (1, 2):
+            os.dup2(os.open(terminal, os.O_WRONLY | os.O_NOCTTY), number)
+    plugins = [{"progress": {"every": 0.2, "refresh": 0.1}}, Slow()]
+    Trainer(tiny_model(), tiny_data(), tiny_data(32), plugins=plugins, loss=nn.functional.cross_entropy, epochs=2, batch_size=8).fit()
 
 
-def script() -> list[str]:
-    return [sys.executable, "-c", SCRIPT.format(tests=str(Path(__file__).parents[1]))]
-
-
-def test_on_a_terminal_one_live_line_tells_step_loss_speed_and_time_left():
+def test_on_a_terminal_one_live_line_tells_step_loss_speed_and_time_left(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "160")
     master, slave = pty.openpty()
-    process = subprocess.Popen(script(), stdout=slave, stderr=slave, env=os.environ | {"TERM": "xterm", "COLUMNS": "160"})
+    output = []
+
+    def read() -> None:
+        while True:
+            try:
+                output.append(os.read(master, 65536))
+            except OSError:  # Linux: the other end is closed
+                break
+            if not output[-1]:
+                break
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    (ended,) = start(1, train_slowly, os.ttyname(slave))
     os.close(slave)
-    output = b""
-    while True:
-        try:
-            chunk = os.read(master, 65536)
-        except OSError:  # Linux's way to say that the other end is closed
-            break
-        if not chunk:
-            break
-        output += chunk
+    reader.join()
     os.close(master)
-    assert process.wait(timeout=300) == 0
-    text = output.decode()
-    assert re.search(r"step \d+/18, epoch [12]/2, loss \d\.\d+, [\d.]+ samples/s, 0:0\d left", text)
+    text = b"".join(output).decode()
+    assert ended.code == 0, text
+    assert re.search(LINE, text)
     assert "\x1b[" in text, "the line is drawn over"
-    assert "evaluating evaluate" in text
+    assert "evaluating validation" in text
 
 
 def test_elsewhere_plain_lines_come_at_intervals_without_control_characters():
-    done = subprocess.run(script(), capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    shown = done.stdout.splitlines()
+    (ended,) = start(1, train_slowly)
+    assert ended.code == 0, ended.said
+    shown = ended.said.splitlines()
     assert 2 <= len(shown) <= 10, "about one each 0.2 s of a second's run, not one a step"
-    assert all(re.fullmatch(r"step \d+/18, epoch [12]/2, loss \d\.\d+, [\d.]+ samples/s, 0:0\d left", line) for line in shown)
-    assert "\x1b" not in done.stdout
+    assert all(re.fullmatch(LINE, line) for line in shown), ended.said
 
 
 def test_progress_changes_no_number(tiny_run):

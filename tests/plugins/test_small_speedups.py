@@ -13,7 +13,7 @@ from fastloop import Plugin, PluginError, Trainer, hookimpl
 from fastloop.testing import tiny_data
 from fastloop_plugins.kernels.channels_last import ChannelsLast
 from fastloop_plugins.precision.matmul_precision import MatmulPrecision
-from fastloop_plugins.strategies.threads import Threads
+from fastloop_plugins.strategies.cpu_affinity import CpuAffinity
 
 
 def images() -> torch.utils.data.TensorDataset:
@@ -75,7 +75,7 @@ def test_threads_are_set_for_the_run_and_put_back(tiny_run, caplog):
             seen.append((torch.get_num_threads(), (torch.tensor(1e-38) * 1e-3).item()))
 
     before = torch.get_num_threads(), os.sched_getaffinity(0)
-    result = tiny_run([Threads(count=2), Watch()], epochs=1)
+    result = tiny_run([CpuAffinity(count=2), Watch()], epochs=1)
     assert set(seen) == {(2, 0.0)}
     assert result.summary["threads"] == 2
     assert (torch.get_num_threads(), os.sched_getaffinity(0)) == before
@@ -96,7 +96,7 @@ def test_processes_of_a_machine_share_its_processors(tiny_run, monkeypatch):
 
     every = sorted(os.sched_getaffinity(0))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    tiny_run([Threads(), Watch()], epochs=1)
+    tiny_run([CpuAffinity(), Watch()], epochs=1)
     assert set(seen) == {(frozenset(every[: len(every) // 2]), len(every) // 2)}
 
 

@@ -22,10 +22,10 @@ def scalars(folder) -> dict[str, list[tuple[int, float]]]:
 def test_curves_hold_the_losses_rates_and_metrics_of_the_run(tiny_run):
     result = tiny_run([{"tensorboard": {"every": 3}}])
     curves = scalars(result.trainer.run.folder)
-    assert set(curves) == {"train/loss", "train/lr", "train/samples_per_second", "evaluate/loss"}
+    assert set(curves) == {"train/loss", "train/lr", "train/samples_per_second", "validation/loss"}
     assert [step for step, _ in curves["train/loss"]] == [3, 6, 9, 12, 15, 18]
     assert [value for _, value in curves["train/loss"]] == pytest.approx(result.losses[2::3])
-    assert [step for step, _ in curves["evaluate/loss"]] == [9, 18]
+    assert [step for step, _ in curves["validation/loss"]] == [9, 18]
 
 
 def test_a_resumed_run_goes_on_in_the_same_curves(tiny_run):

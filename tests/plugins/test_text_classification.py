@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from test_text_data import write
-from text_kit import TINY, TINY_GPT, make_run, rows
+from text_helpers import TINY, TINY_GPT, make_run, rows
 
 from fastloop.errors import RecipeError
 from fastloop.lifecycle import execute
@@ -33,7 +33,7 @@ def pretrained() -> str:
     run = make_run(TASK, {"config": TINY}, DATA)
     folder = Path("pretrained")
     run.model.distilbert.save_pretrained(folder)
-    run.plugins[0].text_model.tokenizer.save_pretrained(folder)
+    run.plugins.plugins[0].text_model.tokenizer.save_pretrained(folder)
     return str(folder)
 
 
@@ -84,13 +84,13 @@ def test_a_head_for_other_labels_is_replaced_and_that_is_said(pretrained, caplog
 
 def test_batches_are_padded_to_the_longest_of_the_batch_and_count_real_tokens():
     run = make_run(TASK, {"config": TINY}, DATA)
-    plugin, dataset = run.plugins[0], run.datasets["train"]
+    plugin, dataset = run.plugins.plugins[0], run.datasets["train"]
     for batch in run.train_loader.batches():
         mask, ids = batch.inputs["attention_mask"], batch.inputs["input_ids"]
         assert ids.dtype == mask.dtype == batch.inputs["labels"].dtype == torch.int64
         assert ids.shape[1] == mask.sum(1).max() < 32
         assert batch.tokens == mask.sum()
-        assert batch.weight == batch.samples == len(ids)
+        assert batch.loss_weight == batch.samples == len(ids)
         assert (ids[mask == 0] == plugin.text_model.tokenizer.pad_token_id).all()
     assert dataset.lengths.sum() == sum(batch.tokens for batch in run.train_loader.batches())
 
@@ -119,8 +119,8 @@ def test_padding_goes_up_to_a_multiple_but_never_beyond_max_length():
 
 def test_accumulation_gives_the_gradient_of_the_whole_batch():
     model = {"config": TINY | {"dropout": 0.0, "seq_classif_dropout": 0.0, "attention_dropout": 0.0}}
-    whole, split = (make_run(TASK, model, DATA, optimizer="SGD", lr=0.1, device_batch_size=size) for size in (8, 2))
-    metrics = [execute(run)["evaluate"]["loss"] for run in (whole, split)]
+    whole, split = (make_run(TASK, model, DATA, optimizer="SGD", lr=0.1, micro_batch_size=size) for size in (8, 2))
+    metrics = [execute(run)["validation"]["loss"] for run in (whole, split)]
     assert metrics[0] == pytest.approx(metrics[1], rel=1e-6)
 
 
@@ -143,7 +143,7 @@ def test_a_compiled_model_is_exported_under_its_own_names():
 def test_it_is_on_by_default_where_data_names_a_label():
     def tasks(**sections):
         recipe = make_recipe(sections)
-        return [cls.name for cls in (TextClassification, CausalLM) if cls.activates(recipe)]
+        return [cls.name for cls in (TextClassification, CausalLM) if cls.auto_enable(recipe)]
 
     assert tasks(data={"name": "imdb", "label": "label"}) == ["text-classification"]
     assert tasks(data={"name": "imdb"}) == ["causal-lm"]

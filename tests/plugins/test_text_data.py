@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from text_kit import TINY, make_run, rows
+from text_helpers import TINY, make_run, rows
 
 from fastloop.errors import RecipeError
 from fastloop.recipe import make_recipe
@@ -63,14 +63,14 @@ def test_every_file_type_gives_the_same_rows(suffix):
     found = read(files={"train": write(f"train.{suffix}", content), "validation": write(f"v.{suffix}", rows(4))}).load()
     assert found["train"].texts == [row["text"] for row in content]
     assert found["train"].labels == [row["label"] for row in content]
-    assert len(found["evaluate"].texts) == 4
+    assert len(found["validation"].texts) == 4
     assert "test" not in found
 
 
 def test_files_take_the_place_of_a_shipped_recipes_dataset_and_that_is_said(caplog):
     caplog.set_level(logging.INFO, "fastloop")
     write("train.csv", rows(4))
-    assert len(read(name="imdb", files={"train": "train.csv"}, held_out=0).load()["train"].texts) == 4
+    assert len(read(name="imdb", files={"train": "train.csv"}, validation_fraction=0).load()["train"].texts) == 4
     assert "files are given, so data.name (imdb) is not used" in caplog.text
 
 
@@ -79,27 +79,27 @@ def test_txt_gives_paragraphs_or_else_lines():
     Path("lines.txt").write_text("one\ntwo\nthree\n")
     found = read(labelled=False, files={"train": "paragraphs.txt", "validation": "lines.txt"}).load()
     assert found["train"].texts == ["one\ntwo", "three"]
-    assert found["evaluate"].texts == ["one", "two", "three"]
+    assert found["validation"].texts == ["one", "two", "three"]
 
 
 def test_lists_and_patterns_of_files_are_read_together():
     for name in ("b", "a"):
         write(f"part-{name}.csv", [{"text": f"{name} {row['text']}", "label": row["label"]} for row in rows(2)])
-    by_pattern = read(files={"train": "part-*.csv"}, held_out=0).load()["train"].texts
+    by_pattern = read(files={"train": "part-*.csv"}, validation_fraction=0).load()["train"].texts
     assert [text[0] for text in by_pattern] == ["a", "a", "b", "b"]
-    assert read(files={"train": ["part-a.csv", "part-b.csv"]}, held_out=0).load()["train"].texts == by_pattern
-    assert read(files={"train": f"{Path.cwd()}/part-*.csv"}, held_out=0).load()["train"].texts == by_pattern
+    assert read(files={"train": ["part-a.csv", "part-b.csv"]}, validation_fraction=0).load()["train"].texts == by_pattern
+    assert read(files={"train": f"{Path.cwd()}/part-*.csv"}, validation_fraction=0).load()["train"].texts == by_pattern
 
 
 def test_paths_are_also_looked_for_beside_the_recipe(monkeypatch):
     write("here/data/train.csv", rows(4))
-    recipe = make_recipe({"data": {"files": {"train": "data/*.csv"}, "label": "label", "held_out": 0}}, Path("here/recipe.yaml"))
+    recipe = make_recipe({"data": {"files": {"train": "data/*.csv"}, "label": "label", "validation_fraction": 0}}, Path("here/recipe.yaml"))
     assert len(TextData(recipe, labelled=True).load()["train"].texts) == 4
 
 
 def test_a_python_function_gives_rows():
     Path("mine.py").write_text("def make(n):\n    return {'train': [{'body': f'text {i}', 'y': 'ab'[i % 2]} for i in range(n)]}\n")
-    found = read(module="mine.py:make", arguments={"n": 6}, text="body", label="y", held_out=0)
+    found = read(module="mine.py:make", arguments={"n": 6}, text="body", label="y", validation_fraction=0)
     assert found.load()["train"].labels == [0, 1, 0, 1, 0, 1]
     assert found.classes == ["a", "b"]
 
@@ -110,12 +110,12 @@ def test_a_saved_dataset_gives_its_class_names_and_splits():
     features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["neg", "pos"])})
     train = datasets.Dataset.from_list(rows(8), features=features)
     datasets.DatasetDict({"train": train, "dev": train.select([1, 0])}).save_to_disk("saved")
-    data = read(name="saved", splits={"evaluate": "dev"})
+    data = read(name="saved", splits={"validation": "dev"})
     found = data.load()
     assert data.classes == ["neg", "pos"]
-    assert found["evaluate"].texts == [rows()[1]["text"], rows()[0]["text"]]
-    assert "recipe.yaml: data.splits.evaluate: there is no split 'nix'. There are: train, dev" in refusal(
-        name="saved", splits={"evaluate": "nix"}
+    assert found["validation"].texts == [rows()[1]["text"], rows()[0]["text"]]
+    assert "recipe.yaml: data.splits.validation: there is no split 'nix'. There are: train, dev" in refusal(
+        name="saved", splits={"validation": "nix"}
     )
 
 
@@ -126,7 +126,7 @@ def test_a_folder_of_files_is_a_dataset(tmp_path, monkeypatch):
     write("folder/train.csv", rows(8))
     write("folder/test.csv", rows(4))
     found = read(name="folder").load()
-    assert (len(found["train"].texts) + len(found["evaluate"].texts), len(found["test"].texts)) == (8, 4)
+    assert (len(found["train"].texts) + len(found["validation"].texts), len(found["test"].texts)) == (8, 4)
 
 
 # -- splits ------------------------------------------------------------------------------------------------------------
@@ -135,17 +135,17 @@ def test_a_folder_of_files_is_a_dataset(tmp_path, monkeypatch):
 def test_without_validation_a_share_is_held_out_and_that_is_said(caplog):
     caplog.set_level(logging.INFO, "fastloop")
     write("train.csv", rows(40))
-    first, again = (read(files={"train": "train.csv"}, held_out=0.25).load() for _ in range(2))
-    assert (len(first["train"].texts), len(first["evaluate"].texts)) == (30, 10)
-    assert {*first["train"].texts, *first["evaluate"].texts} == {row["text"] for row in rows(40)}
-    assert first["evaluate"].texts == again["evaluate"].texts
-    assert set(first["evaluate"].labels) == {0, 1}
+    first, again = (read(files={"train": "train.csv"}, validation_fraction=0.25).load() for _ in range(2))
+    assert (len(first["train"].texts), len(first["validation"].texts)) == (30, 10)
+    assert {*first["train"].texts, *first["validation"].texts} == {row["text"] for row in rows(40)}
+    assert first["validation"].texts == again["validation"].texts
+    assert set(first["validation"].labels) == {0, 1}
     assert "25% of train held out" in caplog.text
 
 
 def test_no_held_out_share_is_no_evaluation():
     write("train.csv", rows(4))
-    assert list(read(files={"train": "train.csv"}, held_out=0).load()) == ["train"]
+    assert list(read(files={"train": "train.csv"}, validation_fraction=0).load()) == ["train"]
 
 
 def test_limit_draws_from_everywhere_so_sorted_files_keep_all_classes():
@@ -157,7 +157,7 @@ def test_limit_draws_from_everywhere_so_sorted_files_keep_all_classes():
 
 def test_string_labels_are_numbered_in_sorted_order():
     write("train.jsonl", rows(6, labels=("pos", "neg")))
-    data = read(files={"train": "train.jsonl"}, held_out=0)
+    data = read(files={"train": "train.jsonl"}, validation_fraction=0)
     assert data.load()["train"].labels == [1, 0] * 3
     assert data.classes == ["neg", "pos"]
 
@@ -185,7 +185,7 @@ def check(labelled: bool = True, **data) -> str:
         ({"files": {"train": "a.csv"}, "max_length": "long"}, "data.max_length: found 'long' (str). Expected int"),
         ({"files": {"train": "a.csv"}, "limit": {"train": 0}}, "data.limit.train: found 0"),
         ({"files": {"train": "a.csv"}, "splits": {"dev": "x"}}, "data.splits.dev: no such option."),
-        ({"files": {"train": "a.csv"}, "held_out": 1.0}, "data.held_out: found 1.0"),
+        ({"files": {"train": "a.csv"}, "validation_fraction": 1.0}, "data.validation_fraction: found 1.0"),
         ({"files": {"train": "a.csv"}, "arguments": {"n": 1}}, "data.arguments: they are for the function of data.module"),
         ({"files": {"train": "a.csv"}, "label": None}, "data.label: missing"),
         ({}, "recipe.yaml: data: found none, expected one of: name"),
@@ -301,7 +301,7 @@ def test_a_function_called_or_answering_wrongly_is_refused():
 
 def test_one_row_cannot_be_held_out_from():
     Path("one.txt").write_text("only one")
-    assert "data.held_out: 1 row cannot be split" in refusal(labelled=False, files={"train": "one.txt"})
+    assert "data.validation_fraction: 1 row cannot be split" in refusal(labelled=False, files={"train": "one.txt"})
 
 
 # -- the hub -----------------------------------------------------------------------------------------------------------

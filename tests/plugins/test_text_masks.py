@@ -8,7 +8,7 @@ import pytest
 import torch
 from emulated_device import DEVICE, emulation
 from test_text_data import write
-from text_kit import TINY, TINY_GPT, make_run, rows
+from text_helpers import TINY, TINY_GPT, make_run, rows
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface, sdpa_mask
@@ -163,6 +163,7 @@ def test_a_model_with_an_attention_of_its_own_is_called_as_it_is():
     assert "none" not in AttentionMaskInterface._global_mapping
 
 
+@pytest.mark.slow
 def test_a_compiled_model_has_one_graph_for_batches_with_and_without_padding():
     from torch._dynamo.testing import CompileCounter
 

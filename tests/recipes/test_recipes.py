@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -64,6 +64,21 @@ def imdb_like() -> list[str]:
     return [f"data.files.{split}=reviews.jsonl" for split in ("train", "validation", "test")]
 
 
+@pytest.fixture
+def plan(monkeypatch, capsys) -> Callable[[str], str]:
+    """Run ``fastloop plan NAME`` in this process and return its output."""
+    from fastloop.cli import main
+
+    def run(name: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["fastloop", "plan", name])
+        with pytest.raises(SystemExit) as exited:
+            main()
+        assert not exited.value.code
+        return capsys.readouterr().out
+
+    return run
+
+
 def test_these_are_shipped_and_each_says_in_its_first_line_what_it_is():
     shipped = shipped_recipes()
     assert set(shipped) == SHIPPED
@@ -72,29 +87,22 @@ def test_these_are_shipped_and_each_says_in_its_first_line_what_it_is():
 
 
 @pytest.mark.parametrize("name", sorted(SHIPPED))
-def test_plan_explains_it_without_data_or_weights(name):
-    done = subprocess.run([sys.executable, "-m", "fastloop", "plan", name], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "slot task" in done.stdout
-    assert "batch " in done.stdout
+def test_plan_explains_it_without_data_or_weights(plan, name):
+    shown = plan(name)
+    assert "slot task" in shown
+    assert "batch " in shown
 
 
-def test_distilbert_imdb_gpu_is_planned_on_a_gpu(monkeypatch, capsys):
+def test_distilbert_imdb_gpu_is_planned_on_a_gpu(plan, monkeypatch):
     """``fastloop plan`` as it answers on a machine with an H100."""
-    from fastloop.cli import main
-
     h100 = Machine("cuda", "NVIDIA H100 80GB HBM3", ("fp32", "bf16", "fp16", "fp8"))
     monkeypatch.setattr("fastloop.runtime.hardware.this_machine", lambda device="auto": h100)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(sys, "argv", ["fastloop", "plan", "distilbert_imdb_gpu"])
-    with pytest.raises(SystemExit) as exited:
-        main()
-    assert not exited.value.code
-    out = capsys.readouterr().out
+    out = plan("distilbert_imdb_gpu")
     names = [line.split()[1] for line in out.splitlines() if line[:3].strip().rstrip(".").isdecimal()]
-    assert {"amp", "length-bucketing", "first-token", "fused-optimizer", "dataloader-workers", "prefetch", "compile"} < set(names)
+    assert {"amp", "length-bucketing", "cls-last-layer", "fused-optimizer", "dataloader-workers", "device-prefetch", "compile"} < set(names)
     assert {"checkpoint-best", "text-classification"} < set(names)
-    assert names.index("first-token") < names.index("compile")
+    assert names.index("cls-last-layer") < names.index("compile")
     for said in ("mode=reduce-overhead", "pad_to_multiple_of=64", "NVIDIA H100", "mixed_precision=bf16"):
         assert said in out
 
@@ -102,7 +110,7 @@ def test_distilbert_imdb_gpu_is_planned_on_a_gpu(monkeypatch, capsys):
 def test_distilbert_imdb_gpu_trains_without_its_gpu(tiny_distilbert, imdb_like):
     given = [f"model.name={tiny_distilbert}", *imdb_like, "train.epochs=2", "train.lr=0.01"]
     summary = train("distilbert_imdb_gpu", *given, without=("compile", "dataloader-workers"))  # which have tests of their own
-    assert {"amp", "length-bucketing", "first-token", "fused-optimizer", "prefetch"} < set(summary["plugins"])
+    assert {"amp", "length-bucketing", "cls-last-layer", "fused-optimizer", "device-prefetch"} < set(summary["plugins"])
     assert summary["test"]["accuracy"] > 0.9
 
 
@@ -136,9 +144,9 @@ def test_distilbert_imdb_baseline_pads_all_to_512_and_has_no_speedup(tiny_distil
 
 def test_distilbert_imdb_cpu_has_every_line_at_work(tiny_distilbert, imdb_like, caplog):
     given = [f"model.name={tiny_distilbert}", *imdb_like, "train.epochs=2", "train.lr=0.01", "train.device=cpu", "output=run"]
-    recipe = load_recipe("distilbert_imdb_cpu", given, (), ("memory",))  # which needs a process of its own
+    recipe = load_recipe("distilbert_imdb_cpu", given, (), ("allocator",))  # which needs a process of its own
     summary = execute(build(recipe, resolve(recipe)))
-    assert {"amp", "packing", "fast-dropout", "first-token", "fused-optimizer"} < set(summary["plugins"])
+    assert {"amp", "packing", "fast-dropout", "cls-last-layer", "fused-optimizer"} < set(summary["plugins"])
     assert "compile" not in summary["plugins"]
     assert summary["test"]["accuracy"] > 0.9
     assert "nothing to" not in caplog.text
@@ -150,9 +158,10 @@ def test_gpt_stdlib_shortened():
         "gpt_stdlib", "data.arguments={largest: 3000}", "data.limit={train: 150, validation: 10}", "train.epochs=1", "train.max_steps=15"
     )
     assert summary["status"] == "completed"
-    assert summary["evaluate"]["perplexity"] < 4000, "below that of guessing"
+    assert summary["validation"]["perplexity"] < 4000, "below that of guessing"
 
 
+@pytest.mark.slow
 def test_digits_module_as_it_is():
     pytest.importorskip("sklearn")
     summary = train("digits_module")

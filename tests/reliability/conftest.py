@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 
 import pytest
-from saving_kit import times
+from saving_helpers import times
 
 
 def pytest_itemcollected(item: pytest.Function) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from saving_kit import times
+from saving_helpers import times
 from torch.utils.data import Dataset
 
 from fastloop import CheckpointError, Plugin, RecipeError, hookimpl
@@ -100,6 +100,7 @@ def test_a_killed_worker_is_named_with_its_signal_and_what_to_do(tiny_run, recor
     record_property("faults", TIMES)
 
 
+@pytest.mark.slow
 def test_after_a_killed_worker_the_run_goes_on_to_the_same_bits(tiny_run, tmp_path):
     """a worker killed, then --resume: the run ends bit for bit as the undisturbed one"""
     whole = tiny_run([WORKERS], data=Rows(), save_every=4)
@@ -160,7 +161,7 @@ def test_rows_that_raise_are_left_out_and_counted(tiny_run, plugins, caplog, rec
 def test_whole_micro_batches_of_such_rows_count_for_nothing(tiny_run):
     """a micro-batch, or a whole step, of corrupt rows: the others make the step; nothing becomes NaN"""
     order = torch.randperm(67, generator=torch.Generator().manual_seed(123)).tolist()
-    one = tiny_run([SKIP], data=Rows(tuple(order[8:10])), device_batch_size=2, epochs=1)
+    one = tiny_run([SKIP], data=Rows(tuple(order[8:10])), micro_batch_size=2, epochs=1)
     assert one.summary["samples"] == 65
     step = tiny_run([SKIP], data=Rows(tuple(order[8:16])), epochs=1)
     assert (step.summary["samples"], step.summary["steps"]) == (59, 9)
@@ -235,7 +236,7 @@ def test_corrupt_rows_of_a_csv_are_left_out_by_choice_too(tmp_path, caplog):
     with pytest.raises(RecipeError, match=r"train.csv, line 11: found 3 cells, expected 2"):
         text_run(train="train.csv")
     for _ in range(2):
-        run = text_run((SKIP, {"prefetch": {"cache": str(tmp_path / "cache")}}), train="train.csv")
+        run = text_run((SKIP, {"token-cache": {"folder": str(tmp_path / "cache")}}), train="train.csv")
         assert run.state.unreadable == 2
     assert "train.csv: 2 rows cannot be read, and are left out" in caplog.text
 
@@ -285,6 +286,7 @@ def test_a_parquet_whose_text_is_not_utf8_is_refused():
         text_run(train="train.parquet")
 
 
+@pytest.mark.slow
 def test_a_huge_text_is_cut_before_it_is_tokenised():
     """a text of 4 million characters among others: the same tokens as read whole, from its first words alone"""
     from fastloop_plugins.tasks import _text_tokens
@@ -292,7 +294,7 @@ def test_a_huge_text_is_cut_before_it_is_tokenised():
     long = " ".join(f"word{i % 977}" for i in range(500_000))
     jsonl("train.jsonl", [*good(), {"text": long, "label": 0}])
     run = text_run(train="train.jsonl")
-    tokenizer = run.plugins[0].text_model.tokenizer
+    tokenizer = run.plugins.plugins[0].text_model.tokenizer
     read: list[int] = []
 
     def counted(texts: Any, **arguments: Any) -> Any:

@@ -21,7 +21,7 @@ import yaml
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
-from saving_kit import times
+from saving_helpers import times
 
 from fastloop import CheckpointError, FastloopError, PluginCrash, checkpoint
 from fastloop.distributed.accelerator import micro_batches
@@ -31,7 +31,10 @@ from fastloop.recipe import safe_yaml as plain
 from fastloop.registry import installed, load, resolve
 from fastloop.state import AcceleratorDraft, DataLoaderDraft, OptimizerDraft
 
-pytestmark = pytest.mark.filterwarnings("ignore:Generating overly large repr")  # hypothesis' own, of a huge text
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:Generating overly large repr"),  # hypothesis' own, of a huge text
+]
 SECONDS = 10
 """What one example may take: much more than any does."""
 
@@ -350,7 +353,7 @@ rows = st.lists(
 def read_data(path: str) -> Any:
     from fastloop_plugins.tasks._text_data import TextData
 
-    recipe = make_recipe({"data": {"files": {"train": path}, "text": "text", "label": "label", "held_out": 0.0}})
+    recipe = make_recipe({"data": {"files": {"train": path}, "text": "text", "label": "label", "validation_fraction": 0.0}})
     return TextData(recipe, labelled=True).load()["train"]
 
 

@@ -8,10 +8,10 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import yaml
 from safetensors.torch import load_file
@@ -79,7 +79,7 @@ class Rows(Dataset):
         return self.x[index], int(self.x[index, :3].argmax())
 
 def rows(fault=None, rank="1", once=""):
-    return {"train": Rows(fault, rank, once), "evaluate": Rows()}
+    return {"train": Rows(fault, rank, once), "validation": Rows()}
 """
 RECIPE: dict[str, Any] = {
     "model": {"module": "code.py:Net"},
@@ -88,7 +88,7 @@ RECIPE: dict[str, Any] = {
     "plugins": [{"module": {"loss": "cross_entropy"}}, "ddp", {"watchdog": {"timeout": TIMEOUT}}],
     "output": "run",
 }
-FASTLOOP = [sys.executable, "-m", "fastloop", "train", "recipe.yaml"]
+FASTLOOP = ["-m", "fastloop", "train", "recipe.yaml"]
 
 
 def write_recipe():
@@ -114,14 +114,7 @@ def undisturbed(tmp_path_factory):
 def do(*command: str, fault: str = "", rank: int = 1, once: str = "") -> subprocess.CompletedProcess[str]:
     """Run a command with a fault in one of its processes. A command that hangs fails by the timeout."""
     data = [f"data.arguments={{fault: {fault}, rank: '{rank}', once: '{once}'}}"] if fault else []
-    return subprocess.run(
-        [*command[:1], *command[1:], *data],
-        capture_output=True,
-        text=True,
-        timeout=HANGS,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        check=False,
-    )
+    return forked.run(*command, *data, timeout=HANGS, env=os.environ | {"OMP_NUM_THREADS": "1"})
 
 
 def errors(text: str) -> list[str]:
@@ -211,10 +204,10 @@ def test_a_link_that_is_cut_ends_all(rank):
 # -- torchrun ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fault", ["kill", "raise", "sleep"])
+@pytest.mark.parametrize("fault", ["kill", "sleep"])
 def test_torchrun_starts_again_and_the_run_resumes_by_itself(fault, undisturbed):
     """a rank that dies or hangs under torchrun --max-restarts 1: all start again and go on from the newest checkpoint, to the same bits"""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--max-restarts", "1", "--standalone"]
+    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--max-restarts", "1", "--standalone"]
     more = [*(["--resume"] if fault == "kill" else []), *([] if fault == "sleep" else [PATIENT])]
     done = do(*torchrun, "-m", "fastloop", "train", "recipe.yaml", *more, fault=fault, once="done")
     assert done.returncode == 0, done.stderr
@@ -227,7 +220,7 @@ def test_torchrun_starts_again_and_the_run_resumes_by_itself(fault, undisturbed)
 
 def test_killed_before_the_first_checkpoint_torchrun_starts_anew():
     """a rank that dies before the first checkpoint under torchrun: the run begins again, and ends"""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--max-restarts", "1", "--standalone"]
+    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--max-restarts", "1", "--standalone"]
     short = ["train.save_every=epoch", "train.epochs=1", PATIENT]
     done = do(*torchrun, "-m", "fastloop", "train", "recipe.yaml", *short, fault="kill", once="done")
     assert done.returncode == 0, done.stderr

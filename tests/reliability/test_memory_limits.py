@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
 
-FASTLOOP = [sys.executable, "-m", "fastloop", "train", "recipe.yaml"]
+pytestmark = pytest.mark.slow
+
+FASTLOOP = ["-m", "fastloop", "train", "recipe.yaml"]
 ROWS = 64
 WIDE = 2**19
 """Activations of one sample: 2 MiB a layer in fp32."""
@@ -58,13 +60,13 @@ class Rows(Dataset):
         return self.x[index], int(self.x[index, :3].argmax())
 
 def rows(api_key=None):
-    return {{"train": Rows(0), "evaluate": Rows(1)}}
+    return {{"train": Rows(0), "validation": Rows(1)}}
 """
 RECIPE: dict[str, Any] = {
     "model": {"module": "code.py:Net"},
     "data": {"module": "code.py:rows"},
     "train": {"epochs": 2, "batch_size": 32, "lr": 1e-2, "save_every": 1, "device": "cpu"},
-    "plugins": [{"module": {"loss": "cross_entropy"}}, "fit-memory", {"log": {"every": 1}}],
+    "plugins": [{"module": {"loss": "cross_entropy"}}, "auto-micro-batch", {"log": {"every": 1}}],
 }
 
 
@@ -77,7 +79,7 @@ def _recipe():
 def train(output: str, *more: str, **limits: str) -> subprocess.CompletedProcess[str]:
     """A run in a process of its own, in which allocations fail beyond a limit."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1", "MALLOC_TRIM_THRESHOLD_": "0"} | limits
-    return subprocess.run([*FASTLOOP, f"output={output}", *more], capture_output=True, text=True, timeout=200, env=environment, check=False)
+    return forked.run(*FASTLOOP, f"output={output}", *more, env=environment)
 
 
 def losses(output: str) -> list[float]:
@@ -106,7 +108,7 @@ def test_a_step_that_does_not_fit_is_done_again_in_halves():
     done = train("run", key, TRAIN0="150")
     assert done.returncode == 0, done.stderr
     assert "k7-very-secret" not in Path("run/fit_memory.json").read_text()
-    assert "fit-memory: micro-batches of train do not fit into memory at step 1: 16 samples from here on" in done.stdout
+    assert "auto-micro-batch: micro-batches of train do not fit into memory at step 1: 16 samples from here on" in done.stdout
     same("run", "plain")
     found = summary("run")
     assert found["fit_memory"]["train"]["micro_batch"] in (4, 8, 16)
@@ -120,7 +122,7 @@ def test_a_step_that_does_not_fit_is_done_again_in_halves():
 
 def test_without_the_plugin_the_run_is_lost():
     """control: without the plugin, the same limit ends the run"""
-    done = train("run", "--without", "fit-memory", TRAIN0="150")
+    done = train("run", "--without", "auto-micro-batch", TRAIN0="150")
     assert done.returncode == 1
     assert "can't allocate memory" in done.stderr
 
@@ -130,20 +132,20 @@ def test_an_evaluation_that_does_not_fit_leaves_the_training_batch_alone():
     assert train("plain", "train.eval_batch_size=64").returncode == 0
     done = train("run", "train.eval_batch_size=64", EVALUATE="250")
     assert done.returncode == 0, done.stderr
-    assert "micro-batches of evaluate do not fit into memory" in done.stdout
+    assert "micro-batches of validation do not fit into memory" in done.stdout
     assert "micro-batches of train" not in done.stdout
     found = summary("run")["fit_memory"]
-    assert list(found) == ["evaluate"]
-    assert found["evaluate"]["micro_batch"] < 64
+    assert list(found) == ["validation"]
+    assert found["validation"]["micro_batch"] < 64
     same("run", "plain")
-    assert summary("run")["evaluate"] == pytest.approx(summary("plain")["evaluate"], rel=1e-5)
+    assert summary("run")["validation"] == pytest.approx(summary("plain")["validation"], rel=1e-5)
 
 
 def test_a_limit_of_its_own_makes_a_kill_into_an_error_that_is_recovered_from():
     """a batch that takes more than limit_gib: the process limits itself, and goes on in halves"""
-    held = "import torch; print(int(open('/proc/self/status').read().split('VmData:')[1].split()[0]) / 2**20)"
-    base = float(subprocess.run([sys.executable, "-c", held], capture_output=True, text=True, check=True, timeout=100).stdout)
-    done = train("run", f"plugins.fit-memory.limit_gib={base + 0.35}")
+    Path("held.py").write_text("print(int(open('/proc/self/status').read().split('VmData:')[1].split()[0]) / 2**20)")
+    base = float(forked.run("held.py").stdout)
+    done = train("run", f"plugins.auto-micro-batch.limit_gib={base + 0.2}")
     assert done.returncode == 0, done.stderr
     assert "do not fit into memory" in done.stdout
 

@@ -104,7 +104,7 @@ def test_a_loss_that_is_no_number_stops_before_the_weights_change(tiny_run, tmp_
     bad = order()[20]
     model = tiny_model()
     with pytest.raises(NotFinite, match=r"step 3: the loss is (nan|inf).*bad_batches.jsonl") as raised:
-        tiny_run(["finite"], model=model, data=Rows((bad,), value), output=tmp_path / "run")
+        tiny_run(["nan-guard"], model=model, data=Rows((bad,), value), output=tmp_path / "run")
     assert raised.value.exit_code == 1
     assert finite(model.state_dict())
     (line,) = lines(tmp_path / "run")
@@ -112,7 +112,7 @@ def test_a_loss_that_is_no_number_stops_before_the_weights_change(tiny_run, tmp_
     assert bad in line["ids"]
     assert (line["what"], line["step"], line["epoch"]) == ("not finite", 3, 0)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert (summary["status"], summary["finite"]["not_finite"]) == ("failed", 1)
+    assert (summary["status"], summary["nan-guard"]["not_finite"]) == ("failed", 1)
 
 
 @pytest.mark.parametrize("clip", [None, 1.0])
@@ -120,7 +120,7 @@ def test_a_gradient_that_is_no_number_stops_too(tiny_run, clip):
     """an infinite gradient under a finite loss: found with and without clipping, before the optimizer steps"""
     model = tiny_model()
     with pytest.raises(NotFinite, match=r"step 6: the loss is \d.*the gradients' norm inf"):
-        tiny_run(["finite", BadGradient(5)], model=model, clip_norm=clip)
+        tiny_run(["nan-guard", BadGradient(5)], model=model, max_grad_norm=clip)
     assert finite(model.state_dict())
 
 
@@ -132,10 +132,10 @@ def test_without_the_plugin_the_weights_are_lost(tiny_run):
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_it_changes_nothing_while_all_is_finite(tiny_run, clip):
     """control: where all is finite, the same bits as without the plugin"""
-    plain, watched = (tiny_run(plugins, clip_norm=clip) for plugins in ([], [{"finite": {"action": "skip"}}]))
+    plain, watched = (tiny_run(plugins, max_grad_norm=clip) for plugins in ([], [{"nan-guard": {"action": "skip"}}]))
     assert plain.losses == watched.losses
     assert all(torch.equal(plain.weights[name], watched.weights[name]) for name in plain.weights)
-    assert watched.summary["finite"] == {"not_finite": 0, "acted": 0, "overflows": 0, "spikes": 0}
+    assert watched.summary["nan-guard"] == {"not_finite": 0, "acted": 0, "overflows": 0, "spikes": 0}
 
 
 # -- skip --------------------------------------------------------------------------------------------------------------
@@ -159,22 +159,22 @@ def test_a_skipped_step_leaves_everything_as_it_was(tiny_run, tmp_path, fused, o
                 before.append({name: tensor for name, tensor in parts.items() if not name.endswith("num_batches_tracked")})
 
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
-    plugins = [{"finite": {"action": "skip"}}, Watches(), *(["fused-optimizer"] if fused else [])]
+    plugins = [{"nan-guard": {"action": "skip"}}, Watches(), *(["fused-optimizer"] if fused else [])]
     data = Rows((order()[20],))
     ran = tiny_run(plugins, model=model, data=data, optimizer=optimizer, epochs=1, output=tmp_path / "run")
     assert before[0].keys() == before[1].keys()
     assert all(torch.equal(before[0][name], before[1][name]) for name in before[0])
     assert finite(ran.weights)
     assert ran.summary["status"] == "completed"
-    assert ran.summary["finite"] | {"spikes": 0} == {"not_finite": 1, "acted": 1, "overflows": 0, "spikes": 0}
+    assert ran.summary["nan-guard"] | {"spikes": 0} == {"not_finite": 1, "acted": 1, "overflows": 0, "spikes": 0}
     assert lines(tmp_path / "run")[0]["ids"] == order()[16:24]
 
 
 def test_skipping_is_bounded(tiny_run):
-    """NaN again and again with action skip: the run ends after plugins.finite.limit of them"""
+    """NaN again and again with action skip: the run ends after plugins.nan-guard.limit of them"""
     bad = tuple(order()[::8])
-    with pytest.raises(NotFinite, match=r"has skipped a step 3 times; plugins.finite.limit is 3"):
-        tiny_run([{"finite": {"action": "skip", "limit": 3}}], data=Rows(bad))
+    with pytest.raises(NotFinite, match=r"has skipped a step 3 times; plugins.nan-guard.limit is 3"):
+        tiny_run([{"nan-guard": {"action": "skip", "limit": 3}}], data=Rows(bad))
 
 
 # -- rollback ----------------------------------------------------------------------------------------------------------
@@ -196,32 +196,32 @@ def test_the_run_goes_back_and_on_without_the_batch(tiny_run, tmp_path, saving):
 
     arguments = {"save_every": 4, "epochs": 3}
     control = tiny_run([*plugins, LeavesOut()], **arguments)
-    ran = tiny_run([{"finite": {"action": "rollback"}}, *plugins, *saving, BadBatch((1, 32))], output=tmp_path / "run", **arguments)
+    ran = tiny_run([{"nan-guard": {"action": "rollback"}}, *plugins, *saving, BadBatch((1, 32))], output=tmp_path / "run", **arguments)
     assert ran.summary["status"] == "completed"
-    assert ran.summary["finite"]["acted"] == 1
+    assert ran.summary["nan-guard"]["acted"] == 1
     assert all(torch.equal(ran.weights[name], control.weights[name]) for name in control.weights)
     assert ran.losses == [*control.losses[:13], *control.losses[12:]]  # step 13 is done twice
-    for key in ("steps", "samples", "epochs", "evaluate", "best"):
+    for key in ("steps", "samples", "epochs", "validation", "best"):
         assert ran.summary[key] == control.summary[key]
     assert ran.summary["steps"] == 26
     assert [line["ids"] for line in lines(tmp_path / "run")] == [order(1)[32:40]]
 
 
 def test_going_back_twice_leaves_both_out_and_is_bounded(tiny_run, tmp_path):
-    """NaN in several batches with action rollback: each is left out, and the run ends after plugins.finite.limit of them"""
+    """NaN in several batches with action rollback: each is left out, and the run ends after plugins.nan-guard.limit of them"""
     bad = BadBatch((1, 16), (1, 32), (2, 0))
-    ran = tiny_run([{"finite": {"action": "rollback", "limit": 3}}, bad], output=tmp_path / "run", epochs=3)
+    ran = tiny_run([{"nan-guard": {"action": "rollback", "limit": 3}}, bad], output=tmp_path / "run", epochs=3)
     assert finite(ran.weights)
     assert ran.trainer.run.state.left_out == [[1, 16], [1, 32], [2, 0]]
     assert [line["ids"] for line in lines(tmp_path / "run")] == [order(1)[16:24], order(1)[32:40], order(2)[:8]]
-    assert (ran.summary["steps"], ran.summary["finite"]["acted"]) == (27 - 3, 3)
-    with pytest.raises(NotFinite, match=r"has gone back 2 times; plugins.finite.limit is 2"):
-        tiny_run([{"finite": {"action": "rollback", "limit": 2}}, bad], epochs=3)
+    assert (ran.summary["steps"], ran.summary["nan-guard"]["acted"]) == (27 - 3, 3)
+    with pytest.raises(NotFinite, match=r"has gone back 2 times; plugins.nan-guard.limit is 2"):
+        tiny_run([{"nan-guard": {"action": "rollback", "limit": 2}}, bad], epochs=3)
 
 
 def test_a_run_that_went_back_resumes_without_the_batch(tiny_run, tmp_path):
     """resumed after a rollback: what was left out stays so, bit for bit"""
-    plugins = [{"finite": {"action": "rollback"}}, BadBatch((1, 32))]
+    plugins = [{"nan-guard": {"action": "rollback"}}, BadBatch((1, 32))]
     arguments: dict[str, Any] = {"save_every": 4, "epochs": 3}
     whole = tiny_run(plugins, **arguments)
     tiny_run(plugins, output=tmp_path / "run", max_steps=16, **arguments)
@@ -233,14 +233,14 @@ def test_a_run_that_went_back_resumes_without_the_batch(tiny_run, tmp_path):
 def test_with_nothing_to_go_back_to_it_says_so(tiny_run, caplog):
     """NaN before the first checkpoint with action rollback: the run stops, and says why it does not go back"""
     with pytest.raises(NotFinite, match="step 3"):
-        tiny_run([{"finite": {"action": "rollback"}}], data=Rows((order()[20],)))
+        tiny_run([{"nan-guard": {"action": "rollback"}}], data=Rows((order()[20],)))
     assert "there is nothing to go back to" in caplog.text
 
 
-def test_a_ledger_of_a_run_that_may_go_back_is_refused(tiny_run):
-    """rollback, and a ledger that would count repeated steps: refused before anything is written"""
-    with pytest.raises(PluginError, match="'ledger' would count the steps that are done again as repeated"):
-        tiny_run([{"finite": {"action": "rollback"}}, "ledger"])
+def test_a_sample_audit_of_a_run_that_may_go_back_is_refused(tiny_run):
+    """rollback, and a sample audit that would count repeated steps: refused before anything is written"""
+    with pytest.raises(PluginError, match="'sample-audit' would count the steps that are done again as repeated"):
+        tiny_run([{"nan-guard": {"action": "rollback"}}, "sample-audit"])
 
 
 # -- what is no failure ------------------------------------------------------------------------------------------------
@@ -249,9 +249,9 @@ def test_a_ledger_of_a_run_that_may_go_back_is_refused(tiny_run):
 @pytest.mark.parametrize("action", ["stop", "skip", "rollback"])
 def test_an_overflow_of_fp16_is_loss_scaling_and_no_failure(tiny_run, tmp_path, action):
     """infinite gradients under loss scaling: the scaler skips the step and lowers the scale, and the run goes on and counts it"""
-    ran = tiny_run([{"finite": {"action": action}}, Scaler(4, 9)], output=tmp_path / "run")
+    ran = tiny_run([{"nan-guard": {"action": action}}, Scaler(4, 9)], output=tmp_path / "run")
     assert ran.summary["status"] == "completed"
-    assert ran.summary["finite"] == {"not_finite": 0, "acted": 0, "overflows": 2, "spikes": 0}
+    assert ran.summary["nan-guard"] == {"not_finite": 0, "acted": 0, "overflows": 2, "spikes": 0}
     assert lines(tmp_path / "run") == []
 
 
@@ -259,8 +259,8 @@ def test_a_loss_that_is_no_number_is_a_failure_under_loss_scaling_too(tiny_run):
     """NaN in a sample under loss scaling: no scale helps, so the run stops; with action skip it goes on"""
     data = Rows((order()[20],))
     with pytest.raises(NotFinite, match="step 3: the loss is nan"):
-        tiny_run(["finite", Scaler()], data=data)
-    assert finite(tiny_run([{"finite": {"action": "skip"}}, Scaler()], data=data).weights)
+        tiny_run(["nan-guard", Scaler()], data=data)
+    assert finite(tiny_run([{"nan-guard": {"action": "skip"}}, Scaler()], data=data).weights)
 
 
 @pytest.mark.parametrize("stopped_at", [2, 5, 6, 11])
@@ -295,12 +295,12 @@ def test_the_scale_and_its_growth_tracker_are_identical_after_resume(tiny_run, t
 def test_a_spike_is_recorded_and_the_run_goes_on(tiny_run, tmp_path):
     """a loss far above the others: recorded with its samples, and training goes on"""
     bad = order(2)[20]
-    ran = tiny_run(["finite"], data=Rows((bad,), 300.0), epochs=3, output=tmp_path / "run", lr=1e-4)
+    ran = tiny_run(["nan-guard"], data=Rows((bad,), 300.0), epochs=3, output=tmp_path / "run", lr=1e-4)
     assert ran.summary["status"] == "completed"
     (line,) = [line for line in lines(tmp_path / "run") if line["epoch"] == 2]
     assert (line["what"], line["step"], bad in line["ids"]) == ("spike", 21, True)
     assert line["loss"] > line["usual"]
-    assert ran.summary["finite"]["spikes"] == len(lines(tmp_path / "run"))
+    assert ran.summary["nan-guard"]["spikes"] == len(lines(tmp_path / "run"))
 
 
 def test_a_spike_does_not_hide_the_next():

@@ -21,10 +21,10 @@ from typing import Any
 
 import pytest
 import torch
-from saving_kit import Forked, mounted, record, said, steps, summary, times, together, train, until, write_recipe
+from saving_helpers import Forked, mounted, record, said, steps, summary, times, together, train, until, write_recipe
 
 from fastloop import Plugin, RecipeError, hookimpl
-from fastloop.checkpoint import MANIFEST, damage, find, read, write
+from fastloop.checkpoint import MANIFEST, find, read, verify, write
 from fastloop.checkpoint.folder import Lock
 from fastloop.errors import CheckpointError, SaveError
 from fastloop.testing import tiny_model
@@ -158,7 +158,10 @@ print(survived)
 """
 
 
-@pytest.mark.parametrize(("processes", "how", "short"), [(1, "plain", 25), (1, "async", 15), (2, "plain", 8)])
+@pytest.mark.parametrize(
+    ("processes", "how", "short"),
+    [(1, "plain", 25), pytest.param(1, "async", 15, marks=pytest.mark.slow), pytest.param(2, "plain", 8, marks=pytest.mark.slow)],
+)
 def test_killed_at_any_moment_of_a_save(processes, how, short, record_property):
     """a process is killed at a random moment of a save: the checkpoint before it, or the new one, is found and is whole"""
     count = times(short)
@@ -221,7 +224,7 @@ def test_a_full_disk_is_said_and_training_goes_on(disk, tiny_run, plugins, caplo
     assert run.summary["best"] is not None
     assert "step-00000006 was not saved" in caplog.text
     assert "Training goes on; what was saved before is whole" in caplog.text
-    assert damage(find(disk / "run")[0]) is None
+    assert verify(find(disk / "run")[0]) is None
     assert [path.name for path in (disk / "run" / "checkpoints").glob(".*")] == []
     lines = [json.loads(line) for line in (disk / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "loss" in line and "split" not in line] == list(range(1, 19)), "late, but all there"
@@ -327,7 +330,7 @@ def test_flipped_bits_are_found(record_property):
             del data[place:]
         path.write_bytes(data)
         _, skipped = find(Path("run"))
-        if damage(original) is None:
+        if verify(original) is None:
             assert path.name == MANIFEST  # white space, or a name that nobody reads
             survived += whole() == 2
         else:
@@ -383,7 +386,7 @@ class Scores(Plugin):
     @hookimpl(wrapper=True, trylast=True)
     def evaluate(self, split: str):
         metrics = yield
-        value = next(self.values) if split == "evaluate" else None
+        value = next(self.values) if split == "validation" else None
         return metrics if value is None else metrics | {"score": value}
 
 
@@ -414,6 +417,7 @@ def test_the_best_is_found_when_the_run_folder_moved():
 # -- two runs in one folder ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("resume", [[], ["--resume"]], ids=["anew", "resume"])
 def test_a_second_run_in_the_same_folder_is_refused(resume):
     """a second run is started in the folder of one that is under way: exit code 2 before data is read; the first is not disturbed"""
@@ -505,10 +509,11 @@ def test_saved_in_the_background_it_is_the_same(tiny_run):
         for name in ("model.safetensors", "state.safetensors"):
             ours, theirs = (Path(run, "checkpoints", f"step-{step:08d}", name).read_bytes() for run in ("async", "plain"))
             assert ours == theirs, (step, name)
-        assert damage(Path("async", "checkpoints", f"step-{step:08d}")) is None
-    assert plain.summary["evaluate"] is not None
+        assert verify(Path("async", "checkpoints", f"step-{step:08d}")) is None
+    assert plain.summary["validation"] is not None
 
 
+@pytest.mark.slow
 def test_killed_while_saving_in_the_background_and_resumed(record_property):
     """a run that saves in the background is killed at random moments: resumed, it ends with the same numbers"""
     write_recipe()

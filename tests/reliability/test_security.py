@@ -223,9 +223,9 @@ def test_a_pickle_among_the_shards(payload, tmp_path):
         state_dict_saver.save({"model.b": torch.full((4,), 2.0)}, storage_writer=writer, no_dist=True)
     for name in (".metadata", "__0_0.distcp", "metadata.pkl"):
         (folder / "sharded" / name).write_bytes(payload["pickle"])
-    assert "does not list sharded/" in (checkpoint.damage(folder) or "")
+    assert "does not list sharded/" in (checkpoint.verify(folder) or "")
     seal(folder)
-    assert checkpoint.damage(folder) is None
+    assert checkpoint.verify(folder) is None
     model, state = checkpoint.read(folder)
     assert model["b"].tolist() == [2.0] * 4
     assert state == {"step": 1}
@@ -439,7 +439,7 @@ def test_a_manifest_does_not_lead_out_of_its_checkpoint(name, tmp_path):
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["files"][name.format(absolute=outside)] = manifest["files"]["model.safetensors"]
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    assert "is missing" in (checkpoint.damage(folder) or "")
+    assert "is missing" in (checkpoint.verify(folder) or "")
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "state.json", "sharded"])
@@ -449,10 +449,10 @@ def test_a_link_in_a_checkpoint_is_not_followed(name, tmp_path):
     (folder / "sharded").mkdir()
     (folder / "sharded" / "one.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
     seal(folder)
-    assert checkpoint.damage(folder) is None
+    assert checkpoint.verify(folder) is None
     (folder / name).rename(tmp_path / "elsewhere")
     (folder / name).symlink_to(tmp_path / "elsewhere")
-    assert "is a link" in (checkpoint.damage(folder) or "")
+    assert "is a link" in (checkpoint.verify(folder) or "")
 
 
 def test_an_index_of_weights_does_not_lead_out_of_its_folder(model_folder, tmp_path):
@@ -634,22 +634,22 @@ class Markup(HTMLParser):
 
 
 def test_the_report_escapes_every_field(tmp_path, monkeypatch):
-    """hostile text in every field of run, ladder and profile: text on the page, and no markup"""
+    """hostile text in every field of run, ablation and profile: text on the page, and no markup"""
     numbers = dict.fromkeys(("train_seconds", "samples_per_second", "tokens_per_second"), 1.0) | {"steps": 3, "peak_memory_bytes": 2**20}
     for number in range(2):
         run = tmp_path / f"{EVIL.replace('/', '|')}{number}"
         run.mkdir()
         summary = numbers | dict.fromkeys(("status", "reason", "device", "world_size"), EVIL)
-        summary |= {"plugins": [EVIL], "evaluate": {EVIL: 0.5 + number}, "test": {EVIL: 0.5}, "best": {"path": EVIL}}
+        summary |= {"plugins": [EVIL], "validation": {EVIL: 0.5 + number}, "test": {EVIL: 0.5}, "best": {"path": EVIL}}
         (run / "summary.json").write_text(json.dumps(summary))
         recipe = {"model": {EVIL: f"{EVIL}{number}"}, "plugins": [{EVIL: {EVIL: f"{EVIL}{number}"}}], "data": {"x": [EVIL, number]}}
         (run / "recipe.yaml").write_text(yaml.safe_dump(recipe))
         (run / "metrics.jsonl").write_text("".join(json.dumps({"step": s, "split": EVIL, EVIL: s, "loss": s}) + "\n" for s in (1, 2)))
     rate = {"median": 1.0, "low": 0.5, "high": 2.0}
     results = {"unit": EVIL, f"{EVIL}_per_second": rate, "over_before": {"verdict": EVIL}, "over_baseline": None, "peak_memory_bytes": 1}
-    rungs = [{"title": EVIL, "results": results}, {"title": EVIL, "results": None, "why_not": EVIL}]
-    (tmp_path / "ladder").mkdir()
-    (tmp_path / "ladder" / "bench.json").write_text(json.dumps({"command": EVIL, "rungs": rungs}))
+    variants = [{"title": EVIL, "results": results}, {"title": EVIL, "results": None, "why_not": EVIL}]
+    (tmp_path / "ablation").mkdir()
+    (tmp_path / "ablation" / "bench.json").write_text(json.dumps({"command": EVIL, "variants": variants}))
     (tmp_path / "profile").mkdir()
     verdicts = [{"edit": EVIL, "seconds": 0.1, "why": EVIL}]
     (tmp_path / "profile" / "profile.json").write_text(json.dumps({"seen": {"regions": {EVIL: 0.1}, "seconds": 0.2}, "verdicts": verdicts}))
@@ -673,7 +673,7 @@ def test_the_report_escapes_every_field(tmp_path, monkeypatch):
         ("recipe.yaml", "- 1\n"),
         ("summary.json", "[" * 100_000),
         ("summary.json", '{"steps": "many", "peak_memory_bytes": []}'),
-        ("summary.json", '{"evaluate": 3, "plugins": 5}'),
+        ("summary.json", '{"validation": 3, "plugins": 5}'),
         ("metrics.jsonl", "[" * 100_000),
         ("metrics.jsonl", '{"step": 1e999, "loss": 1}'),
         ("metrics.jsonl", '{"step": 1, "loss": 1' + "0" * 400 + "}"),

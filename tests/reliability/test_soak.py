@@ -6,9 +6,12 @@ from statistics import median
 from typing import Any
 
 import psutil
-from saving_kit import times
+import pytest
+from saving_helpers import times
 
 from fastloop import Plugin, hookimpl
+
+pytestmark = pytest.mark.slow
 
 STEPS = times(12_500)
 LOOKS = 40

@@ -8,14 +8,13 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
-from saving_kit import FASTLOOP, ONE_THREAD, Forked, record, said, steps, summary, times, together, train, until, write_recipe
+from saving_helpers import FASTLOOP, ONE_THREAD, Forked, record, said, steps, summary, times, together, train, until, write_recipe
 
 from fastloop.distributed import launch, signals
 
@@ -105,6 +104,7 @@ def test_a_signal_in_compilation():
     assert summary()["status"] == "completed"
 
 
+@pytest.mark.slow
 def test_a_signal_to_a_whole_group_of_processes_spares_data_workers():
     """SIGTERM to the whole process group, as init systems and SLURM send it: data workers do not die of it, and the run is saved"""
     write_recipe(data={"module": "code.py:rows", "arguments": {"slow": 0.003}})
@@ -180,11 +180,9 @@ def test_what_does_not_stop_is_ended_in_time():
 # -- several processes ---------------------------------------------------------------------------------------------------------------
 
 
-def command(*arguments: str, environment: dict[str, str] | None = None) -> subprocess.Popen[str]:
+def command(*arguments: str, environment: dict[str, str] | None = None) -> forked.Command:
     """A launcher, in a process of its own."""
-    variables = os.environ | ONE_THREAD | (environment or {})
-    with Path("said.txt").open("a") as file:
-        return subprocess.Popen(arguments, stdout=file, stderr=subprocess.STDOUT, text=True, env=variables)
+    return forked.Command(*arguments, output=Path("said.txt"), env=os.environ | ONE_THREAD | (environment or {}))
 
 
 @pytest.fixture(scope="module")
@@ -203,7 +201,6 @@ def pair(pair_left_alone):
     """A run of two processes that was left alone, here, and the forms of starting one."""
     shutil.copytree(pair_left_alone, ".", dirs_exist_ok=True)
     torchrun = [
-        sys.executable,
         "-m",
         "torch.distributed.run",
         "--nproc_per_node",

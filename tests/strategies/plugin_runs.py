@@ -1,8 +1,8 @@
 """Runs on several processes of plugins that act on more than one: ``processes(2, all_of, runs)``.
 
-A run: ``name``, its folder; ``plugins``: names; ``ledger``, ``bucketing`` and ``recompute``: options of those; ``faulty``: each process
-takes the same share; ``data``: map, lengths, stream or sharded; ``dropout``; ``workers``; ``train``; ``resume``. Its result: losses,
-weights, the summary's ledger or the error.
+A run: ``name``, its folder; ``plugins``: names; ``audit``, ``bucketing`` and ``recompute``: options of those; ``faulty``: each
+process takes the same share; ``data``: map, lengths, stream or sharded; ``dropout``; ``workers``; ``train``; ``resume``. Its result:
+losses, weights, the summary's audit or the error.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from runs import Deep, Stream, data
 from torch import nn
 
 from fastloop import FastloopError, Plugin, Trainer, hookimpl
-from fastloop_plugins.data.ledger import Ledger
 from fastloop_plugins.data.length_bucketing import LengthBucketing
+from fastloop_plugins.data.sample_audit import SampleAudit
 from fastloop_plugins.memory.activation_checkpointing import ActivationCheckpointing
 
 TRAIN = {"batch_size": 12, "epochs": 2, "lr": 1e-2, "device": "cpu", "save_every": 4, "keep_checkpoints": 9}
@@ -72,7 +72,7 @@ def run_one(spec: dict[str, Any]) -> dict[str, Any]:
     for block in model.blocks:
         block.dropout.p = spec.get("dropout", 0.2)
     objects: list[Plugin] = [losses]
-    objects += [Ledger(**spec["ledger"])] if "ledger" in spec else []
+    objects += [SampleAudit(**spec["audit"])] if "audit" in spec else []
     objects += [ActivationCheckpointing(**spec["recompute"])] if "recompute" in spec else []
     objects += [LengthBucketing(**spec["bucketing"])] if "bucketing" in spec else []
     objects += [Faulty()] * spec.get("faulty", False)
@@ -91,7 +91,7 @@ def run_one(spec: dict[str, Any]) -> dict[str, Any]:
     except FastloopError as error:
         return {"error": f"{type(error).__name__}: {error}"}
     weights = {name: tensor.tolist() for name, tensor in trainer.run.full_state_dict().items()}
-    return {"losses": losses.losses, "weights": weights, "ledger": summary.get("ledger")}
+    return {"losses": losses.losses, "weights": weights, "sample-audit": summary.get("sample-audit")}
 
 
 def all_of(runs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -21,7 +21,7 @@ from fastloop.lifecycle import build, execute
 from fastloop.recipe import make_recipe
 from fastloop.registry import resolve
 
-TRAIN = {"lr": 1e-2, "batch_size": 8, "device": "cpu", "epochs": 2, "save_every": 4, "keep_checkpoints": 9, "clip_norm": 0.5}
+TRAIN = {"lr": 1e-2, "batch_size": 8, "device": "cpu", "epochs": 2, "save_every": 4, "keep_checkpoints": 9, "max_grad_norm": 0.5}
 
 
 class Net(nn.Module):
@@ -104,7 +104,7 @@ class Stream(IterableDataset[Any]):
 def weighted(samples: list[Any]) -> Batch:
     """A batch whose loss is a mean over more than samples: see ``LOSSES``."""
     inputs, targets = torch.utils.data.default_collate(samples)
-    return Batch((inputs, targets), weight=int((targets + 1).sum()))
+    return Batch((inputs, targets), loss_weight=int((targets + 1).sum()))
 
 
 MODELS = {"net": Net, "deep": Deep, "normed": Normed, "unused": Unused}

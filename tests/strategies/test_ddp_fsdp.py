@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit import COMPILER, same
+from helpers import COMPILER, same
 from runs import all_of
 from safetensors.torch import load_file
 
@@ -17,7 +17,7 @@ from fastloop.testing import Ended
 
 pytestmark = [pytest.mark.slow, *COMPILER]
 
-MICRO = {"device_batch_size": 2}
+MICRO = {"micro_batch_size": 2}
 COMPILE = {"compile": {"backend": "aot_eager", "cache": False}}
 
 
@@ -70,7 +70,7 @@ TWO = [
 ]
 FOUR = [
     *(run(f"{name} 4", name) for name in ("ddp", "fsdp")),
-    *(run(f"{name} 4 uneven", name, train={"device_batch_size": 1}, data="uneven") for name in ("ddp", "fsdp")),
+    *(run(f"{name} 4 uneven", name, train={"micro_batch_size": 1}, data="uneven") for name in ("ddp", "fsdp")),
     run("fsdp 2 to fsdp 4", "fsdp", resume="fsdp 2"),
     run("ddp 2 to ddp 4", "ddp", resume="ddp 2"),
     run("fsdp 2 uneven to ddp 4", "ddp", resume="fsdp 2 uneven", data="uneven"),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit import COMPILER, same
+from helpers import COMPILER, same
 from runs import all_of
 from safetensors.torch import load_file
 
@@ -24,7 +24,7 @@ pytestmark = [
 
 STAGES = (0, 1, 2, 3)
 FSDP = {"fsdp": {"blocks": ["Linear"]}}
-MICRO = {"device_batch_size": 2}  # two processes, two micro-steps
+MICRO = {"micro_batch_size": 2}  # two processes, two micro-steps
 BF16 = {"plugins": ["lr-scheduler", {"amp": {"dtype": "bf16"}}]}
 HALF = '{"bf16": {"enabled": true}, "train_batch_size": "auto"}'
 TOO_HIGH = '{"fp16": {"initial_scale_power": 19}}'
@@ -83,7 +83,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def ended(processes: Callable[..., list[Ended]], folder: Path) -> list[Ended]:
     """The first process of each start: first runs in one, then those of two, then what goes on in one from theirs."""
     plain, ema = {"plugins": ["lr-scheduler"]}, {"plugins": ["lr-scheduler", {"ema": {"decay": 0.5}}]}
-    before = [{"name": "plain", "train": {"device_batch_size": 4}, **plain}, {"name": "plain ema", **ema}]
+    before = [{"name": "plain", "train": {"micro_batch_size": 4}, **plain}, {"name": "plain ema", **ema}]
     after = [{"name": f"{stage} to plain", "resume": f"stage {stage}/checkpoints/step-00000004", **plain} for stage in STAGES]
     return [processes(count, all_of, runs, folder=folder)[0] for count, runs in ((1, before), (2, RUNS), (1, after))]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit import same
+from helpers import same
 from runs import all_of
 
 from fastloop.testing import Ended
@@ -39,7 +39,7 @@ GENERATE = {
     "model": {"config": GPT, "tokenizer": {"kind": "bpe", "vocab_size": 300}},
     "data": {"files": FILES, "max_length": 32},
 }
-TRAIN = {"batch_size": 8, "device_batch_size": 2, "epochs": 2}
+TRAIN = {"batch_size": 8, "micro_batch_size": 2, "epochs": 2}
 LORA = {"lora": {"r": 2, "target_modules": ["q_lin", "v_lin"]}}
 
 
@@ -100,7 +100,7 @@ def results(processes: Callable[..., list[Ended]], folder: Path) -> dict[str, di
 def test_two_processes_are_one_run(results, strategy, task):
     same(results[f"{strategy} {task}"], results[f"plain {task}"], 2e-5)
     ours, plain = results[f"{strategy} {task}"]["summary"], results[f"plain {task}"]["summary"]
-    assert ours["evaluate"] == pytest.approx(plain["evaluate"], rel=1e-5)
+    assert ours["validation"] == pytest.approx(plain["validation"], rel=1e-5)
     assert (ours["samples"], ours["steps"]) == (plain["samples"], plain["steps"])
     assert ours["tokens_per_second"] > 0
 

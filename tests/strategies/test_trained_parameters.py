@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kit import COMPILER
+from helpers import COMPILER
 from parameter_runs import all_of
 
 pytestmark = [pytest.mark.slow, *COMPILER]

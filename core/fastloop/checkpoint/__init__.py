@@ -3,7 +3,6 @@
 from fastloop.checkpoint.store import (
     MANIFEST,
     checkpoints,
-    damage,
     find,
     pack,
     read,
@@ -11,13 +10,13 @@ from fastloop.checkpoint.store import (
     save_tensors,
     snapshot,
     unpack,
+    verify,
     write,
 )
 
 __all__ = [
     "MANIFEST",
     "checkpoints",
-    "damage",
     "find",
     "pack",
     "read",
@@ -25,5 +24,6 @@ __all__ = [
     "save_tensors",
     "snapshot",
     "unpack",
+    "verify",
     "write",
 ]

@@ -148,7 +148,7 @@ def summarize(run: Run, status: str, reason: str | None) -> dict[str, Any]:
         "evaluate_seconds": seconds["evaluate"],
         "save_seconds": seconds["save"],
         "peak_memory_bytes": peak_memory(run.device),
-        "evaluate": state.metrics.get("evaluate"),
+        "validation": state.metrics.get("validation"),
         "test": state.metrics.get("test"),
         "best": state.best,
         "save_errors": run.saver.errors,

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("fastloop")
 
-SAME = ("seed", "batch_size", "lr", "optimizer", "weight_decay", "clip_norm")
+FIXED_ON_RESUME = ("seed", "batch_size", "lr", "optimizer", "weight_decay", "max_grad_norm")
 """Keys of ``train`` that a resumed run cannot change: its checkpoint's numbers come from them."""
 
 
@@ -215,7 +215,7 @@ def check_same(path: Path, old: dict[str, Any], now: dict[str, Any]) -> None:
         CheckpointError: Names the key and both values.
     """
     pairs = [(key, old[key], now[key]) for key in ("model", "data")]
-    pairs += [(f"train.{key}", old["train"][key], now["train"][key]) for key in SAME]
+    pairs += [(f"train.{key}", old["train"][key], now["train"][key]) for key in FIXED_ON_RESUME]
     for key, was, wanted in pairs:
         if was != wanted:
             raise CheckpointError(

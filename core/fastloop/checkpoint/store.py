@@ -197,7 +197,7 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def damage(folder: Path) -> str | None:
+def verify(folder: Path) -> str | None:
     """What is wrong with a checkpoint folder, or None when it is whole: every file of its manifest, to the byte."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
@@ -240,7 +240,7 @@ def find(path: Path) -> tuple[Path, list[str]]:
     candidates = [path] if (path / MANIFEST).exists() or path.name.startswith("step-") else _newest_first(path)
     skipped: list[str] = []
     for candidate in candidates:
-        wrong = damage(candidate)
+        wrong = verify(candidate)
         if wrong is None:
             return candidate, skipped
         if not candidate.name.startswith("."):  # a save that was cut off is no loss

@@ -28,8 +28,8 @@ ACCEPTED = "exact,reassociated,reduced-precision"
 """What `profile --apply` and `tune` may do to the numbers unless told otherwise."""
 
 
-def parity_classes(listed: str) -> list[str]:
-    """The parity classes that are listed.
+def numerics_classes(listed: str) -> list[str]:
+    """The numerics classes that are listed.
 
     Raises:
         UsageError: There is no such class.
@@ -37,11 +37,11 @@ def parity_classes(listed: str) -> list[str]:
     from typing import get_args
 
     from fastloop.errors import UsageError, did_you_mean
-    from fastloop.plugin import Parity
+    from fastloop.plugin import Numerics
 
     if not names(listed):
-        raise UsageError(f"--accept: names no parity class. Expected some of: {', '.join(get_args(Parity))}.")
+        raise UsageError(f"--accept: names no numerics class. Expected some of: {', '.join(get_args(Numerics))}.")
     for name in names(listed):
-        if name not in get_args(Parity):
-            raise UsageError(f"--accept: there is no parity class {name!r}.{did_you_mean(name, get_args(Parity))}")
+        if name not in get_args(Numerics):
+            raise UsageError(f"--accept: there is no numerics class {name!r}.{did_you_mean(name, get_args(Numerics))}")
     return names(listed)

@@ -49,7 +49,7 @@ def plan(
     for number, plugin in enumerate(resolution.plugins, start=1):
         reference = loaded.references.get(plugin.name)
         why = resolution.reasons[plugin.name] + (f" as {reference}" if reference else "")
-        facts = ", ".join(filter(None, (plugin.slot and f"slot {plugin.slot}", plugin.parity, why)))
+        facts = ", ".join(filter(None, (plugin.slot and f"slot {plugin.slot}", plugin.numerics, why)))
         typer.echo(f"{number:>2}. {plugin.name}  ({facts})")
         chosen = [
             f"{field.name}={secrets.hidden({field.name: value})[field.name]}"
@@ -60,7 +60,7 @@ def plan(
         changes = [
             name if callable(value) else f"{name}={value}" for draft in drafts for name, value in draft.written_by(plugin.name).items()
         ]
-        for line in (plugin.configures, ", ".join(chosen), ", ".join(changes) and "sets " + ", ".join(changes)):
+        for line in (plugin.description, ", ".join(chosen), ", ".join(changes) and "sets " + ", ".join(changes)):
             if line:
                 typer.echo(f"      {secrets.hide(line)}")
     typer.echo()

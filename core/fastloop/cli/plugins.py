@@ -38,14 +38,14 @@ def plugins(
         for row in rows:
             if (row["distribution"], row["version"]) == package:
                 brief = re.split(r"[.:;]", row["summary"].replace("`", ""))[0]
-                table.add_row(row["name"], row["slot"] or "", row["parity"] or "", escape(brief))
+                table.add_row(row["name"], row["slot"] or "", row["numerics"] or "", escape(brief))
         rich.print(table)
     typer.echo("\n`fastloop plugins NAME` shows one with its options.")
 
 
 def listing(name: str, point: EntryPoint) -> dict[str, Any]:
     """A plugin's row, without importing it: distribution from metadata, the rest from the text of its source."""
-    facts = {"slot": None, "parity": None, "summary": "", **_declared(point)}
+    facts = {"slot": None, "numerics": None, "summary": "", **_declared(point)}
     return {
         "name": name,
         "distribution": point.dist.name if point.dist else "",
@@ -68,9 +68,9 @@ def _declared(point: EntryPoint) -> dict[str, Any]:
     except (OSError, SyntaxError) as error:
         return {"summary": f"cannot be read: {path.name}: {error}"}
     cls = cls.strip()
-    usual = {"slot": Plugin.slot, "parity": Plugin.parity} if source.bases.get(cls) == ["Plugin"] else {}
+    usual = {"slot": Plugin.slot, "numerics": Plugin.numerics} if source.bases.get(cls) == ["Plugin"] else {}
     given = {
-        key: value for key, value in source.classes.get(cls, {}).items() if key in ("slot", "parity") and isinstance(value, str | None)
+        key: value for key, value in source.classes.get(cls, {}).items() if key in ("slot", "numerics") and isinstance(value, str | None)
     }
     return {"summary": source.summary} | usual | given
 
@@ -96,7 +96,7 @@ def show(name: str, as_json: bool) -> None:
     from fastloop.registry import find, load
 
     cls = load(name, "fastloop plugins")
-    options = describe(cls.Config) + (describe(Observer) if cls.observes else [])
+    options = describe(cls.Config) + (describe(Observer) if cls.read_only else [])
     hooks = [hook for hook in vars(hookspecs) if hasattr(getattr(cls, hook, None), "fastloop_impl")]
     hooks += [hook for hook in dir(cls) if hook not in hooks and hasattr(getattr(cls, hook), "fastloop_impl")]
     facts = {
@@ -113,7 +113,7 @@ def show(name: str, as_json: bool) -> None:
         return
     typer.echo(f"{cls.name} ({facts['distribution']} {facts['version']})\n")
     typer.echo(inspect.cleandoc(inspect.getmodule(cls).__doc__ or cls.__doc__ or ""))
-    typer.echo(f"\nslot: {cls.slot or 'none'}    numbers: {cls.parity}    hooks: {', '.join(hooks)}")
+    typer.echo(f"\nslot: {cls.slot or 'none'}    numbers: {cls.numerics}    hooks: {', '.join(hooks)}")
     for key in ("requires", "conflicts", "runs_after", "runs_before"):
         if facts[key]:
             typer.echo(f"{key}: {', '.join(facts[key])}")

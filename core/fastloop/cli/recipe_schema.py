@@ -40,7 +40,7 @@ def recipe_schema(every: bool = False) -> tuple[dict[str, Any], list[str]]:
         try:
             cls = load(name)
             definitions[f"plugins.{name}"] = options = _mapping(cls.Config, f"plugins.{name}", summary(cls))
-            if cls.observes:
+            if cls.read_only:
                 options["properties"] |= _mapping(Observer, f"plugins.{name}", "")["properties"]
             for section, keys in cls.sections.items():
                 sections[section].setdefault(keys, []).append(name)

@@ -124,7 +124,7 @@ def show_summary(summary: dict[str, Any], folder: Path) -> None:
         table.add_row(name, value)
 
     row("status", summary["status"] + (f" ({secrets.hide(summary['reason'])})" if summary["reason"] else ""))
-    for split in ("evaluate", "test"):
+    for split in ("validation", "test"):
         if summary[split]:
             row(split, ", ".join(f"{name} {value:.4f}" for name, value in summary[split].items()))
     if summary["best"]:

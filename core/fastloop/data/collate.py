@@ -19,15 +19,17 @@ class Collate:
 
     def __call__(self, samples: list[Any]) -> Batch:
         fills = bool(samples) and isinstance(samples[0], Filler)
-        ids, last, unreadable = (samples.ids, samples.last, samples.unreadable) if isinstance(samples, Read) else ((), False, ())
+        ids, last, unreadable = (
+            (samples.ids, samples.is_last_micro_batch, samples.unreadable) if isinstance(samples, Read) else ((), False, ())
+        )
         if samples and isinstance(samples[0], Numbered):
             ids, samples = tuple(number for number, _ in samples), [sample for _, sample in samples]
         result = self.collator(samples[0] if fills else samples)
         batch = result if isinstance(result, Batch) else Batch(result)
-        batch.samples, batch.ids, batch.last, batch.unreadable = len(samples), ids, last, unreadable
-        batch.weight = batch.weight or batch.samples
+        batch.samples, batch.ids, batch.is_last_micro_batch, batch.unreadable = len(samples), ids, last, unreadable
+        batch.loss_weight = batch.loss_weight or batch.samples
         if fills:
-            batch.samples = batch.weight = batch.tokens = 0
+            batch.samples = batch.loss_weight = batch.tokens = 0
         info = get_worker_info()
         batch.worker = info.id if info is not None else -1
         return batch

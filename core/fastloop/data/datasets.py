@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from fastloop.data.sampler import Draw
+from fastloop.data.sampler import MicroBatchIds
 from fastloop.data.seeding import Alone, seed_all
 from fastloop.errors import DataError
 
@@ -24,7 +24,7 @@ class Read(list[Any]):
     """Samples of a micro-batch, with their ids, and whether it is its step's last on this process."""
 
     ids: tuple[int, ...] = ()
-    last: bool = False
+    is_last_micro_batch: bool = False
     unreadable: tuple[tuple[int, str], ...] = ()
 
 
@@ -47,7 +47,7 @@ class Samples(Dataset[Any]):
     def _one_by_one(self, ids: list[int]) -> list[Any]:
         return [self.dataset[index] for index in ids]
 
-    def __getitems__(self, draw: Draw) -> list[Any]:
+    def __getitems__(self, draw: MicroBatchIds) -> list[Any]:
         if get_worker_info() is not None:
             seed_all(draw.seed)
         samples = self._readable(draw) if self.skip_unreadable else Read(self.read(draw))
@@ -55,10 +55,10 @@ class Samples(Dataset[Any]):
             samples.ids = tuple(draw)
         if draw.fills:
             samples = Read([samples[0] if isinstance(samples[0], Filler) else Filler(samples)])
-        samples.last = draw.last
+        samples.is_last_micro_batch = draw.is_last_micro_batch
         return samples
 
-    def _readable(self, draw: Draw) -> Read:
+    def _readable(self, draw: MicroBatchIds) -> Read:
         """The samples of a draw without those that cannot be read; where none is left, one that counts for nothing."""
         with suppress(Exception):
             return Read(self.read(draw))

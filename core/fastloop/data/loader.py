@@ -46,7 +46,7 @@ class Loader:
     Args:
         dataset: Map-style (``len`` and ``[]``) or iterable.
         batch_size: Samples an optimizer step, over all processes; for evaluation, what all processes hold at once.
-        device_batch_size: Samples a micro-batch of one process.
+        micro_batch_size: Samples a micro-batch of one process.
         pieces: See ``StepSampler``.
         split: Its name: how its workers are set up, and for messages.
         sampler: The order of a map-style dataset, and whether an incomplete last batch is dropped. To train, a batch is an optimizer step
@@ -66,7 +66,7 @@ class Loader:
         draft: DataLoaderDraft,
         *,
         batch_size: int,
-        device_batch_size: int,
+        micro_batch_size: int,
         rank: int,
         world_size: int,
         seed: int,
@@ -80,8 +80,8 @@ class Loader:
         self.unreadable, self.timeout = 0, reading["timeout"]
         self.workers: list[Any] = []  # of the newest pass
         self.since = 0.0  # when a batch was asked for
-        self.batch_size, self.device_batch_size, self.world_size = batch_size, device_batch_size, world_size
-        self.micro_steps = batch_size // (device_batch_size * world_size)
+        self.batch_size, self.micro_batch_size, self.world_size = batch_size, micro_batch_size, world_size
+        self.micro_steps = batch_size // (micro_batch_size * world_size)
         self.in_step = not getattr(dataset, "shards_itself", False)  # else processes may have different numbers of batches
         self.stream: Stream | None = None
         self.sampler: StepSampler | None = None
@@ -102,8 +102,8 @@ class Loader:
                     f"the {split} split: drop_last=True for {type(dataset).__name__}, which {why}: the samples dropped would depend on the "
                     "number of processes. Set drop_last=False, or let the dataset end earlier."
                 )
-            self.stream = Stream(dataset, device_batch_size, rank, world_size, seed, self.micro_steps * world_size if drop_last else 0)
-            self.loader: DataLoader[Any] = DataLoader(self.stream, batch_size=device_batch_size, **arguments)
+            self.stream = Stream(dataset, micro_batch_size, rank, world_size, seed, self.micro_steps * world_size if drop_last else 0)
+            self.loader: DataLoader[Any] = DataLoader(self.stream, batch_size=micro_batch_size, **arguments)
             return
         draw = (
             None
@@ -113,7 +113,7 @@ class Loader:
         self.sampler = StepSampler(
             len(dataset) if draw is None else draw.size,
             batch_size,
-            device_batch_size,
+            micro_batch_size,
             rank,
             world_size,
             seed,
@@ -237,7 +237,7 @@ class Loader:
         group: list[Batch] = []
         for batch in self.batches(epoch, start):
             group.append(batch)
-            if batch.last or (self.sampler is None and len(group) == self.micro_steps):
+            if batch.is_last_micro_batch or (self.sampler is None and len(group) == self.micro_steps):
                 yield group
                 group = []
         if group:

@@ -113,7 +113,7 @@ class Loaders:
             self.collators[split],
             self.settings,
             batch_size=train.batch_size if split == "train" else size * processes.world_size,
-            device_batch_size=size,
+            micro_batch_size=size,
             pieces=pieces,
             rank=processes.rank,
             world_size=processes.world_size,

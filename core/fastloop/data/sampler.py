@@ -12,21 +12,21 @@ from torch.utils.data import Sampler
 from fastloop.data.sampler_order import SamplerOrder
 
 
-class Draw(list[int]):
+class MicroBatchIds(list[int]):
     """The sample ids of one micro-batch, and what random numbers drawn while they are read in a worker are seeded with."""
 
     seed: int = 0
     fills: bool = False
-    last: bool = False
+    is_last_micro_batch: bool = False
 
 
-class StepSampler(Sampler[Draw]):
+class StepSampler(Sampler[MicroBatchIds]):
     """Sample ids of every micro-batch of this process, for the epoch ``epoch`` from ``start`` samples on.
 
     Args:
         size: Samples of an epoch: of the dataset, or those that ``draw`` gives.
         batch_size: Samples an optimizer step, over all processes.
-        device_batch_size: Samples a micro-batch of one process.
+        micro_batch_size: Samples a micro-batch of one process.
         shuffle: Whether to permute; otherwise the ids count up. ``arrange`` gets a generator if so.
         arrange: Gives ids another order; see ``DataLoaderDraft``, less its first argument.
         split: Makes micro-batches of a step's ids; see there too.
@@ -42,7 +42,7 @@ class StepSampler(Sampler[Draw]):
         self,
         size: int,
         batch_size: int,
-        device_batch_size: int,
+        micro_batch_size: int,
         rank: int,
         world_size: int,
         seed: int,
@@ -54,7 +54,7 @@ class StepSampler(Sampler[Draw]):
         drop_last: int = 0,
     ) -> None:
         self.drawn, self.draw = size, draw
-        self.size, self.batch_size, self.device_batch_size, self.arrange, self.split = size, batch_size, device_batch_size, arrange, split
+        self.size, self.batch_size, self.micro_batch_size, self.arrange, self.split = size, batch_size, micro_batch_size, arrange, split
         if drop_last:
             self.size = size // drop_last * drop_last
         self.pieces = pieces
@@ -85,15 +85,15 @@ class StepSampler(Sampler[Draw]):
         if self.split is not None:
             parts = [(part, -(-len(part) // self.pieces)) for part in self.split(ids, self.world_size)]
             return [part[first : first + size] for part, size in parts for first in range(0, len(part), size)]
-        return [ids[first : first + self.device_batch_size] for first in range(0, len(ids), self.device_batch_size)]
+        return [ids[first : first + self.micro_batch_size] for first in range(0, len(ids), self.micro_batch_size)]
 
-    def __iter__(self) -> Iterator[Draw]:
+    def __iter__(self) -> Iterator[MicroBatchIds]:
         order = self.order()
         for start in range(self.start, self.size, self.batch_size):
             parts = self.micro_batches(order[start : start + self.batch_size])
             for first in range(0, len(parts), self.world_size):
                 mine = first + self.rank
-                draw = Draw(parts[mine] if mine < len(parts) else parts[first][:1])
-                draw.fills, draw.last = mine >= len(parts), first + self.world_size >= len(parts)
+                draw = MicroBatchIds(parts[mine] if mine < len(parts) else parts[first][:1])
+                draw.fills, draw.is_last_micro_batch = mine >= len(parts), first + self.world_size >= len(parts)
                 draw.seed = hash((self.seed, self.epoch, start + sum(map(len, parts[:mine])))) % 2**32
                 yield draw

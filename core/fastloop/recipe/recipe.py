@@ -58,14 +58,14 @@ class Train:
 
     epochs: Annotated[int, option("Passes over the training data.", ge=1)] = 3
     batch_size: Annotated[int, option("Samples an optimizer step, over all processes.", ge=1)] = 32
-    device_batch_size: Annotated[int | None, option("Samples one process holds at once; null: batch_size / world size.", ge=1)] = None
+    micro_batch_size: Annotated[int | None, option("Samples one process holds at once; null: batch_size / world size.", ge=1)] = None
     eval_batch_size: Annotated[int | None, option("Samples one process evaluates at once; null: as in training.", ge=1)] = None
     lr: Annotated[float, option("Peak learning rate.", gt=0)] = 5e-5
     optimizer: Annotated[str, option("A class of torch.optim, such as AdamW or SGD, or package.module:name, or file.py:name.")] = "AdamW"
     weight_decay: Annotated[float, option("Weight decay of the optimizer.", ge=0)] = 0.0
     seed: Annotated[int, option("Seeds initial weights, sample order and dropout.", ge=0, lt=2**32)] = 123
     max_steps: Annotated[int | None, option("Stop after this many optimizer steps; null: after the epochs.", ge=1)] = None
-    clip_norm: Annotated[float | None, option("Clip the gradients' total 2-norm to this, once a step; null: do not.", gt=0)] = None
+    max_grad_norm: Annotated[float | None, option("Clip the gradients' total 2-norm to this, once a step; null: do not.", gt=0)] = None
     evaluate_every: Annotated[Literal["epoch"] | PositiveInt | None, option("'epoch', a number of steps, or null: only at the end.")] = (
         "epoch"
     )
@@ -210,7 +210,7 @@ def load_recipe(
     tree["plugins"] = {references.get(name, name): options for name, options in tree["plugins"].items()}
     recipe = make_recipe(tree, path)
     for name in overridden:
-        if recipe.plugins[name] is not False and not defaults()[name].load().activates(recipe):
+        if recipe.plugins[name] is not False and not defaults()[name].load().auto_enable(recipe):
             raise RecipeError(
                 f"{path}: plugins.{name}: an override sets its options, but the recipe does not list it, and it is not on by default here. "
                 f"Add it with --with {name}."

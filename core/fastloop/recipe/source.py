@@ -14,7 +14,7 @@ class Source:
 
     Attributes:
         summary: First line of its docstring.
-        classes: Each class at the top level -> the names that its body gives a literal value, such as ``name``, ``slot`` and ``parity``.
+        classes: Each class at the top level -> the names that its body gives a literal value, such as ``name``, ``slot`` and ``numerics``.
         bases: The same class -> its base classes, as written and without their module.
     """
 

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Iterable
 from pathlib import Path
 
-CORE = Path(__file__).parent
+CORE = Path(__file__).parents[1]
 STANDARD = tuple({Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")})
 INSTALLED = {"site-packages", "dist-packages"}
 """Folders that packages are installed into. Code of a package in development lies elsewhere, and counts as the user's."""

@@ -25,6 +25,8 @@ except ModuleNotFoundError as error:
     ) from None
 
 from fastloop.testing.conformance import Conformance
+from fastloop.testing.conformance import pytest_collection_modifyitems as pytest_collection_modifyitems
+from fastloop.testing.conformance import pytest_configure as pytest_configure
 from fastloop.testing.runs import Trained, train
 from fastloop.testing.starting import Ended, processes, start
 from fastloop.testing.studies import findings

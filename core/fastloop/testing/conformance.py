@@ -1,4 +1,4 @@
-"""One suite that holds every plugin to what it promises: its declarations, its parity class, its state, several processes, and being off.
+"""One suite that holds every plugin to what it promises: its declarations, its numerics class, its state, several processes, and being off.
 
     from fastloop.testing import TEXTS, Conformance
 
@@ -11,6 +11,9 @@
 The trainings take place once for a class, in processes of their own, and are a few dozen steps on the CPU, or on an accelerator with the
 variable FASTLOOP_TEST_DEVICE=auto. Speed is not judged: what a step costs with and without the plugin is recorded as a property of the test
 ``test_cost``, which pytest's reports carry.
+
+Every check runs, unless a class lists it in ``slow`` and pytest runs with ``-m "not slow"``. ``fastloop.testing`` sets and registers that
+marker, so a package need not.
 """
 
 from __future__ import annotations
@@ -22,19 +25,19 @@ import os
 import signal
 import sys
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from statistics import median
 from typing import Any, ClassVar
 
 import pytest
 
-from fastloop.errors import RecipeError
+from fastloop.errors import RecipeError, UsageError, did_you_mean
 from fastloop.numerics import BOUNDS, HOLDS, compare
 from fastloop.options import describe, parse
-from fastloop.plugin import Parity
+from fastloop.plugin import Numerics
 from fastloop.registry import installed, load
 from fastloop.testing.documents import problems
-from fastloop.testing.runs import DIES_AT, ROUNDS, SAVES_EVERY, SEEDS, STOPS_AT, Failed, Trained
+from fastloop.testing.runs import DIES_AT, SAVES_EVERY, SEEDS, STOPS_AT, Failed, Trained
 from fastloop.testing.starting import failure
 from fastloop.testing.studies import Findings, strategies_for
 from fastloop.testing.tasks import VECTORS
@@ -43,9 +46,9 @@ SHOWN = 5
 """So many differences are shown, and how many more there are."""
 
 REPAIRS = {
-    "exact": "Touch no number and draw no random one, or promise less: set `parity`",
-    "reassociated": "Compute the same in another order only, or promise less: set `parity`",
-    "reduced-precision": "Round less, or promise less: set `parity`",
+    "bitwise": "Touch no number and draw no random one, or promise less: set `numerics`",
+    "reassociated": "Compute the same in another order only, or promise less: set `numerics`",
+    "reduced-precision": "Round less, or promise less: set `numerics`",
     "changes-training": "See whether `options` and `task` of the test suit it",
 }
 
@@ -63,6 +66,14 @@ class Conformance:
     """What is trained: a recipe's ``model``, ``data`` and, where wanted, ``plugins`` and ``train``."""
     device: ClassVar[str] = os.environ.get("FASTLOOP_TEST_DEVICE", "cpu")
     """``auto`` for a plugin that needs an accelerator: it is then tried where there is one. FASTLOOP_TEST_DEVICE sets it for all others."""
+    slow: ClassVar[Collection[str]] = ()
+    """Checks that get the marker ``slow``, such as ``"killed"`` or ``"processes[fsdp]"``: ``pytest -m "not slow"`` leaves them out."""
+
+    def __init_subclass__(cls) -> None:
+        checks = [name.removeprefix("test_") for name in dir(cls) if name.startswith("test_")]
+        for name in cls.slow:
+            if (check := name.partition("[")[0]) not in checks:
+                raise UsageError(f"{cls.__name__}.slow: there is no check {check!r}.{did_you_mean(check, checks)}")
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """The strategies of ``test_processes``; pytest calls it for each test of the class."""
@@ -75,12 +86,12 @@ class Conformance:
         request.node.user_properties.append(("plugin", self.plugin))
 
     def test_declared(self, findings: Findings) -> None:
-        """Name, entry point, parity class, what it configures; and it resolves with what it requires."""
+        """Name, entry point, numerics class, what it configures; and it resolves with what it requires."""
         cls = findings.plugin
-        if cls.parity not in typing.get_args(Parity):
-            self.broken("a parity class", f"{cls.parity!r}", f"Expected one of: {', '.join(typing.get_args(Parity))}")
-        if not cls.configures:
-            self.broken("to say what it changes", "no `configures`", "Set it in the class, in a few words: `fastloop plan` shows it")
+        if cls.numerics not in typing.get_args(Numerics):
+            self.broken("a numerics class", f"{cls.numerics!r}", f"Expected one of: {', '.join(typing.get_args(Numerics))}")
+        if not cls.description:
+            self.broken("to say what it changes", "no `description`", "Set it in the class, in a few words: `fastloop plan` shows it")
         findings.resolved()
 
     def test_options(self) -> None:
@@ -122,44 +133,45 @@ class Conformance:
             for problem in problems(cls, distribution):
                 self.broken(*problem)
 
-    def test_parity(self, findings: Findings) -> None:
-        """The first step's gradients, the losses and the final metric are what its parity class allows."""
-        ours, parity = findings.run("ours"), findings.plugin.parity
+    def test_numerics(self, findings: Findings) -> None:
+        """The first step's gradients, the losses and the final metric are what its numerics class allows."""
+        ours, numerics = findings.run("ours"), findings.plugin.numerics
         if findings.plugin.slot == "task":
             pytest.skip("it is a task: there is no training without it")
         plain, again = (findings.plain.run(name) for name in ("plain", "plain again"))
-        self._losses(parity, ours, plain, again)
-        if parity == "changes-training":
+        self._losses(numerics, ours, plain, again)
+        if numerics == "changes-training":
             return
         far, noise = distance(ours.gradients, plain.gradients), distance(again.gradients, plain.gradients)
-        if far > max(BOUNDS[parity], 2 * noise):
-            found = f"a relative difference of {far:.2e}, and {BOUNDS[parity]:g} is allowed"
-            self.broken(f"parity {parity!r}: the first step's gradients as they are without it", found, REPAIRS[parity])
-        finals = [findings.plain.run(name).metrics[-1][1]["loss"] for name in ("plain", *(f"seed {seed}" for seed in SEEDS))]
-        final, spread = ours.metrics[-1][1]["loss"], 0.0 if parity == "exact" else max(finals) - min(finals)
+        if far > max(BOUNDS[numerics], 2 * noise):
+            found = f"a relative difference of {far:.2e}, and {BOUNDS[numerics]:g} is allowed"
+            self.broken(f"numerics {numerics!r}: the first step's gradients as they are without it", found, REPAIRS[numerics])
+        seeds = () if numerics == "bitwise" else SEEDS
+        finals = [findings.plain.run(name).metrics[-1][1]["loss"] for name in ("plain", *(f"seed {seed}" for seed in seeds))]
+        final, spread = ours.metrics[-1][1]["loss"], max(finals) - min(finals)
         if not abs(final - finals[0]) <= spread:
             found = f"an evaluation loss of {final:.6g} instead of {finals[0]:.6g}, while other seeds change it by up to {spread:.3g}"
-            self.broken(f"parity {parity!r}: the final metric as it is without it", found, REPAIRS[parity])
+            self.broken(f"numerics {numerics!r}: the final metric as it is without it", found, REPAIRS[numerics])
 
-    def _losses(self, parity: str, ours: Trained, plain: Trained, again: Trained, where: str = "") -> None:
+    def _losses(self, numerics: str, ours: Trained, plain: Trained, again: Trained, where: str = "") -> None:
         """Losses as the class allows."""
         losses, expected = ours.losses, plain.losses
-        if parity == "changes-training":
+        if numerics == "changes-training":
             quarter = max(len(losses) // 4, 1)
             if not all(map(math.isfinite, losses)) or not sum(losses[-quarter:]) < sum(losses[:quarter]):
-                self.broken(f"a training that learns{where}", f"the losses {few(losses)}", REPAIRS[parity])
+                self.broken(f"a training that learns{where}", f"the losses {few(losses)}", REPAIRS[numerics])
         elif len(losses) != len(expected):
             found = f"{len(losses)} instead of {len(expected)}"
-            self.broken(f"parity {parity!r}: as many steps as there are without it{where}", found, REPAIRS[parity])
-        elif parity == "exact" and losses != expected:
+            self.broken(f"numerics {numerics!r}: as many steps as there are without it{where}", found, REPAIRS[numerics])
+        elif numerics == "bitwise" and losses != expected:
             step = next(index for index, pair in enumerate(zip(losses, expected, strict=True)) if pair[0] != pair[1])
             found = f"from step {step + 1} on other ones: {losses[step]!r} instead of {expected[step]!r}"
-            self.broken(f"parity 'exact': the losses that there are without it, to the bit{where}", found, REPAIRS[parity])
+            self.broken(f"numerics 'bitwise': the losses that there are without it, to the bit{where}", found, REPAIRS[numerics])
         else:
-            verdict = compare(parity, {"losses": losses}, {"losses": expected}, {"losses": again.losses})
+            verdict = compare(numerics, {"losses": losses}, {"losses": expected}, {"losses": again.losses})
             if verdict["verdict"] != HOLDS:
-                promised = f"parity {parity!r}: each step's loss within {verdict['bound']:g} of what it is without it{where}"
-                self.broken(promised, f"a relative difference of {verdict['difference']:.2e}", REPAIRS[parity])
+                promised = f"numerics {numerics!r}: each step's loss within {verdict['bound']:g} of what it is without it{where}"
+                self.broken(promised, f"a relative difference of {verdict['difference']:.2e}", REPAIRS[numerics])
 
     def test_saved_and_loaded(self, findings: Findings) -> None:
         """A run that is interrupted and goes on ends as one that was not: the same bits, and the same state of the plugin."""
@@ -198,12 +210,12 @@ class Conformance:
             self.broken(f"that a run which {what} and went on ends as one that was not{where}", "; ".join(wrong), repair)
 
     def test_processes(self, findings: Findings, strategy: str) -> None:
-        """On two processes its parity class holds as well, and both have the same weights. A strategy can save and resume there."""
+        """On two processes its numerics class holds as well, and both have the same weights. A strategy can save and resume there."""
         ranks = findings.pair(strategy)
         where = f" on two processes with {strategy!r}"
-        parity = "changes-training" if findings.plugin.slot == "task" else findings.plugin.parity
+        numerics = "changes-training" if findings.plugin.slot == "task" else findings.plugin.numerics
         plain = findings.plain.pair(strategy)[0] if findings.plugin.slot != "strategy" else findings.plain.run("plain")
-        self._losses(parity, ranks[0], plain, plain, where)
+        self._losses(numerics, ranks[0], plain, plain, where)
         if len({run.replicas for run in ranks}) > 1:
             repair = "Let every process do the same to its weights"
             self.broken(f"the same weights on all processes{where}", "that they differ after training", repair)
@@ -222,18 +234,35 @@ class Conformance:
             self.broken("to leave nothing behind when it is off", few(changed), repair)
         if off.losses != plain.losses or unequal(off.weights, plain.weights):
             found = f"the losses {few(off.losses)} instead of {few(plain.losses)}"
-            self.broken("to leave nothing behind: a run without it after one with it is the same to the bit", found, REPAIRS["exact"])
+            self.broken("to leave nothing behind: a run without it after one with it is the same to the bit", found, REPAIRS["bitwise"])
 
     def test_cost(self, findings: Findings, request: pytest.FixtureRequest) -> None:
-        """Recorded, not judged: seconds of a step with and without it, in turn."""
+        """Recorded, not judged: the median seconds of a step without and with it, of runs that take turns."""
         findings.run("ours")
-        for name in ("with",) if findings.plugin.slot == "task" else ("without", "with"):
-            seconds = [second for number in range(ROUNDS) for second in findings.run(f"{name} {number}").seconds]
+        runs = {"without": ("before", "off"), "with": ("ours", "whole")}
+        if findings.plugin.slot == "task":
+            del runs["without"]
+        for name, names in runs.items():
+            seconds = [second for run in names for second in findings.run(run).seconds]
             request.node.user_properties.append((f"seconds a step {name} it", median(seconds)))
 
     def broken(self, promised: str, found: str, repair: str) -> None:
         """Fail with what was promised, what was found, and what to do."""
         pytest.fail(f"plugin {self.plugin!r} promises {promised}. Found: {found}. {repair}.", pytrace=False)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the marker ``slow``, so that packages that run with ``--strict-markers`` need not."""
+    config.addinivalue_line("markers", "slow: takes more than a few seconds")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the checks that a class lists in ``slow``, before pytest selects tests by their markers."""
+    for item in items:
+        cls = getattr(item, "cls", None)
+        if cls is not None and issubclass(cls, Conformance) and item.name.removeprefix("test_") in cls.slow:
+            item.add_marker("slow")
 
 
 def few(values: Sequence[Any]) -> str:

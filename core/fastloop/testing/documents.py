@@ -73,9 +73,9 @@ def problems(cls: type[Plugin], distribution: importlib.metadata.Distribution) -
     documents = Documents.of(distribution)
     if documents.readme:
         yield from _options(cls, documents.readme, distribution)
-        if cls.slot != "task" and f"`{cls.parity}`" not in documents.readme:  # without a task there is no training to compare with
+        if cls.slot != "task" and f"`{cls.numerics}`" not in documents.readme:  # without a task there is no training to compare with
             yield Problem(
-                f"its parity class in the README: `{cls.parity}`",
+                f"its numerics class in the README: `{cls.numerics}`",
                 "another one, or none",
                 "Name the class that the plugin declares, in backquotes",
             )
@@ -151,7 +151,7 @@ def _leftovers(cls: type[Plugin], documents: Documents) -> Iterator[Problem]:
         "the description in pyproject.toml": documents.description == tomllib.loads(files["pyproject.toml"])["project"]["description"],
         "README.md": purpose.lower() in " ".join(documents.readme.split()).lower(),
         f"the docstring of {cls.__module__}": purpose in (inspect.getdoc(sys.modules[cls.__module__]) or ""),
-        "`configures`": cls.configures == ast.literal_eval(values["configures"]),
+        "`description`": cls.description == ast.literal_eval(values["description"]),
         f"the docstring of {cls.__qualname__}": (cls.__doc__ or "") == ast.get_docstring(template),
     }
     if places := [place for place, stale in here.items() if stale]:

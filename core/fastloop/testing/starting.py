@@ -1,6 +1,6 @@
 """Real processes for tests: a function is called in each, they form one group over gloo, and none outlives its time.
 
-They are forked from a process that has imported torch and fastloop once, and nothing of the test, so that each starts in a blink.
+They are forked from a process that has imported all that a training imports, and nothing of the test, so that each starts in a blink.
 """
 
 from __future__ import annotations
@@ -25,8 +25,24 @@ from typing import Any
 import pytest
 
 from fastloop.distributed import launch
+from fastloop.registry import installed
 
-PRELOADED = ["fastloop.testing.runs", "torchmetrics.classification", "datasets", "transformers.models.auto.modeling_auto", "torch._dynamo"]
+PRELOADED = [
+    "fastloop.testing.runs",
+    "fastloop.checkpoint.export",
+    "fastloop.cli",
+    "torchmetrics.classification",
+    "datasets",
+    "omegaconf",
+    "rich.table",
+    "transformers.models.bert.modeling_bert",
+    "transformers.models.llama.modeling_llama",
+    "torch._dynamo",
+    "torch._inductor.config",
+]
+"""Modules that every started process has imported, beside those of fastloop's own plugins. None may start a thread or open a device:
+neither survives a fork. Without an accelerator deepspeed opens none; Accelerate imports it where it is installed, for every model that it
+prepares or exports."""
 PATIENCE = 10.0
 """Seconds that the others get when one has failed."""
 
@@ -51,7 +67,10 @@ def _context() -> Any:
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    import torch
+
+    ours = [point.module for point in installed().values() if point.dist is not None and point.dist.name == "fastloop"]
+    context.set_forkserver_preload([*PRELOADED, *ours, *([] if torch.accelerator.is_available() else ["deepspeed"])])
     return context
 
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fastloop.errors import FastloopError, PluginError
+from fastloop.errors import PluginError
 from fastloop.numerics import BOUNDS
 from fastloop.plugin import Plugin
-from fastloop.registry import installed, load, resolve, select
+from fastloop.registry import installed, load, select
 from fastloop.testing.runs import Failed, Study, Trained, alone, dies, resumed_together, together, without
 from fastloop.testing.starting import Ended, failure, start
 from fastloop.testing.tasks import TEXTS, VECTORS, write_texts
@@ -20,8 +20,14 @@ from fastloop.testing.tasks import TEXTS, VECTORS, write_texts
 
 def strategies() -> list[str]:
     """The installed plugins that let several processes train one model; or those that FASTLOOP_TEST_STRATEGIES names."""
-    found, wanted = [], os.environ.get("FASTLOOP_TEST_STRATEGIES")
-    for name in installed() if wanted is None else wanted.split(","):
+    wanted = os.environ.get("FASTLOOP_TEST_STRATEGIES")
+    return list(_strategies(tuple(installed() if wanted is None else wanted.split(","))))
+
+
+@cache
+def _strategies(names: tuple[str, ...]) -> list[str]:
+    found = []
+    for name in names:
         try:
             if load(name).slot == "strategy":
                 found.append(name)
@@ -49,6 +55,8 @@ class Findings:
 
     def __init__(self, study: Study, where: Path, plain: Findings | None = None) -> None:
         self.study, self.where, self._plain = study, where, plain
+        self._pairs: dict[str, list[Ended]] = {}
+        self._reasons: dict[str | None, str] = {}
         write_texts(where)
 
     @property
@@ -74,39 +82,39 @@ class Findings:
         assert self.killed is not None  # its run is gone on with
         return start(1, alone, self.study, folder=self.where)[0]
 
-    @cached_property
-    def _together(self) -> list[Ended]:
-        names = strategies_for(self.study.plugin) if self.study.plugin else strategies()
-        return start(2, together, self.study, tuple(filter(self._fits, names)), folder=self.where)
+    def _together(self, strategy: str) -> list[Ended]:
+        if strategy not in self._pairs:
+            self._pairs[strategy] = start(2, together, self.study, strategy, folder=self.where)
+        return self._pairs[strategy]
 
     @cached_property
     def _resumed_together(self) -> list[Ended]:
         return start(2, resumed_together, self.study, folder=self.where)
 
-    def _fits(self, strategy: str) -> bool:
-        try:
-            resolve(self.study.recipe("run", on=self._plain is not None, strategy=strategy))
-        except FastloopError:
-            return False
-        return True
-
-    def resolved(self, **arguments: Any) -> None:
+    def resolved(self, strategy: str | None = None) -> None:
         """Skip where the plugin cannot run on this machine, or not with a strategy; with the message that a user gets."""
+        if strategy not in self._reasons:
+            self._reasons[strategy] = self._unresolved(strategy)
+        if reason := self._reasons[strategy]:
+            pytest.skip(reason)
+
+    def _unresolved(self, strategy: str | None) -> str:
         from fastloop.runtime.hardware import this_machine
 
-        recipe = self.study.recipe("run", **arguments)
+        recipe = self.study.recipe("run", strategy=strategy)
         machine = this_machine(recipe.train.device)
         try:
             resolution = select(recipe)
         except PluginError as error:
-            if "strategy" not in arguments:
+            if strategy is None:
                 raise
-            pytest.skip(f"declared: {error}")
+            return f"declared: {error}"
         assert resolution.manager is not None  # its hooks are the contract's
         for plugin in resolution.plugins:
-            for need in plugin.needs:
+            for need in plugin.requirements:
                 if missing := need.missing(plugin, machine):
-                    pytest.skip(f"{plugin.name!r} {missing}")
+                    return f"{plugin.name!r} {missing}"
+        return ""
 
     def run(self, name: str) -> Any:
         """A training of one process that came to its end; fails with what went wrong."""
@@ -126,16 +134,16 @@ class Findings:
         """The trainings of two processes under a strategy, by rank."""
         if self._plain is not None:
             self.resolved(strategy=strategy)
-        return self._of_each(self._together, strategy, strategy)
+        return self._of_each(self._together(strategy), strategy)
 
     def resumed_pair(self, name: str) -> list[Trained]:
         """One of the trainings that ``resumed_together`` does on two processes under this strategy, by rank."""
-        return self._of_each(self._resumed_together, name, self.study.plugin)
+        return self._of_each(self._resumed_together, self.study.plugin, name)
 
-    def _of_each(self, processes: list[Ended], name: str, strategy: str) -> list[Trained]:
+    def _of_each(self, processes: list[Ended], strategy: str, name: str | None = None) -> list[Trained]:
         if any(ended.code != 0 for ended in processes):
             pytest.fail(f"{self}: its two processes did not end well.\n{failure(processes)}", pytrace=False)
-        found = [ended.result[name] for ended in processes]
+        found = [ended.result if name is None else ended.result[name] for ended in processes]
         for rank, run in enumerate(found):
             if isinstance(run, Failed) and run.refused and self._plain is not None:
                 pytest.skip(f"refused with {strategy!r}: {run.error}")
@@ -157,7 +165,7 @@ def findings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     """Of one class of ``Conformance``."""
     ours, plugin = request.cls, load(request.cls.plugin)
     is_task = plugin.slot == "task"
-    common = {"requires": tuple(ours.requires), "device": ours.device, "still": BOUNDS.get(plugin.parity, 0.0) > 0}
+    common = {"requires": tuple(ours.requires), "device": ours.device, "still": BOUNDS.get(plugin.numerics, 0.0) > 0}
     other = (TEXTS if ours.task == VECTORS else VECTORS) if is_task else ours.task
     study = Study(plugin=ours.plugin, options=ours.options, task=ours.task, without=other, **common)
     plain = Study(plugin="", options={}, task=other, without=other, **common)

@@ -101,7 +101,7 @@ def _split(split: str) -> TensorDataset:
 
 def vectors() -> dict[str, TensorDataset]:
     """Vectors (8, float32), of which the largest of the first three numbers tells the class (int64)."""
-    return {"train": _split("train"), "evaluate": _split("validation")}
+    return {"train": _split("train"), "validation": _split("validation")}
 
 
 def images() -> dict[str, TensorDataset]:

@@ -30,7 +30,7 @@ def test_three_shapes_are_learned(fit):
     assert run.model[-1].out_features == 3
     assert {split: len(dataset) for split, dataset in run.datasets.items()} == {
         "train": 800,
-        "evaluate": 200,
+        "validation": 200,
         "test": 200,
     }
 
@@ -47,7 +47,7 @@ def test_a_seed_draws_the_same_images_and_another_one_others():
 def test_the_splits_differ_and_the_test_split_does_not_follow_the_others_seed(fit):
     first, _ = fit({"count": 40}, epochs=1, seed=1)
     images = {split: dataset.tensors[0] for split, dataset in first.datasets.items()}
-    assert not images["evaluate"].equal(images["test"])
+    assert not images["validation"].equal(images["test"])
     assert not images["train"][:10].equal(images["test"])
     second, _ = fit({"count": 40}, epochs=1, seed=2)
     assert images["test"].equal(second.datasets["test"].tensors[0])

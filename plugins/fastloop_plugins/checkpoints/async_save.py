@@ -31,8 +31,8 @@ class AsyncSave(Plugin):
     """Checkpoints are written in the background."""
 
     name = "async-save"
-    parity = "exact"
-    configures = "writes checkpoints in the background"
+    numerics = "bitwise"
+    description = "writes checkpoints in the background"
 
     @hookimpl
     def write_checkpoint(self, run: Run, folder: Path, model: dict[str, Tensor], state: dict[str, Any]) -> Future[None] | None:

@@ -28,9 +28,9 @@ class CheckpointBest(Plugin):
     """The best weights by a metric of the evaluation."""
 
     name = "checkpoint-best"
-    parity = "exact"
+    numerics = "bitwise"
     runs_after = ("ema",)  # inside its wrapper: the weights kept are those that were evaluated
-    configures = "keeps the best weights, and ends with them"
+    description = "keeps the best weights, and ends with them"
 
     @dataclass(kw_only=True)
     class Config:
@@ -55,7 +55,7 @@ class CheckpointBest(Plugin):
         from fastloop import checkpoint
 
         for step, value in list(self.kept):
-            if wrong := checkpoint.damage(run.folder / self.path(step)):
+            if wrong := checkpoint.verify(run.folder / self.path(step)):
                 logger.warning("checkpoint-best: %s is lost: %s", self.path(step), wrong)
                 self.kept.remove((step, value))
                 run.state.best = self.best()
@@ -64,7 +64,7 @@ class CheckpointBest(Plugin):
     @hookimpl(wrapper=True)
     def evaluate(self, run: Run, split: str) -> Generator[None, dict[str, float], dict[str, float]]:
         metrics = yield
-        if split == "evaluate":
+        if split == "validation":
             self.consider(run, self.monitor.read(metrics))
         return metrics
 
@@ -77,7 +77,7 @@ class CheckpointBest(Plugin):
 
         path = run.folder / self.path(self.kept[0][0])
         run.processes.barrier()  # for the main process to have written them
-        if wrong := checkpoint.damage(path):
+        if wrong := checkpoint.verify(path):
             raise UsageError(f"{path}: the best weights cannot be used: {wrong}.")
         run.hooks.load_model_state(run=run, state=checkpoint.read(path)[0])
         self.saved = {}

@@ -59,7 +59,7 @@ class PackedCollator:
             ragged: Ragged = self.collate.ragged(samples)
         else:
             ragged = unpadded(self.collate(samples), [len(sample["input_ids"]) for sample in samples])
-        return Batch(self.pack(ragged), weight=ragged.weight, tokens=ragged.tokens)
+        return Batch(self.pack(ragged), loss_weight=ragged.loss_weight, tokens=ragged.tokens)
 
     def width(self, tokens: int) -> int:
         """Tokens of a row with its padding."""
@@ -100,7 +100,7 @@ def unpadded(batch: Any, lengths: list[int]) -> Ragged:
                 [row[:length] for row, length in zip(fixed.pop(name).numpy(), lengths, strict=True)],
                 0 if name in READ else IGNORED,
             )
-    return Ragged(columns=columns, fixed=fixed, weight=batch.weight, tokens=batch.tokens)
+    return Ragged(columns=columns, fixed=fixed, loss_weight=batch.loss_weight, tokens=batch.tokens)
 
 
 def pack_with(packed: PackedCollator, collate: Callable[[list[Any]], Any], samples: list[Any]) -> Batch:
@@ -136,7 +136,7 @@ def attention(
     if packed is None:
         plain: tuple[Tensor, None] = attend(module, query, key, value, attention_mask, **kwargs)
         return plain
-    queries: Any = packed.lengths if query.shape[2] == key.shape[2] else 1  # ``first-token`` asks for no more, and none at a row's end
+    queries: Any = packed.lengths if query.shape[2] == key.shape[2] else 1  # ``cls-last-layer`` asks for no more, and none at a row's end
     split = (torch.split(tensor, sizes, dim=2) for tensor, sizes in ((query, queries), (key, packed.lengths), (value, packed.lengths)))
     return torch.cat([attend(module, *part, None, **kwargs)[0] for part in zip(*split, strict=False)], dim=1), None
 
@@ -165,5 +165,5 @@ def first_tokens(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     firsts = kwargs.get("first_tokens")
     if firsts is not None:
         row = output["last_hidden_state"][0]
-        output["last_hidden_state"] = (row if len(row) == len(firsts) else row[firsts])[:, None]  # ``first-token`` leaves no others
+        output["last_hidden_state"] = (row if len(row) == len(firsts) else row[firsts])[:, None]  # ``cls-last-layer`` leaves no others
     return output

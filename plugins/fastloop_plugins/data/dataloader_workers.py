@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import NonNegativeInt
 
-from fastloop import DataLoaderDraft, Plugin, Win, hookimpl, option
+from fastloop import DataLoaderDraft, Plugin, SpeedupEstimate, hookimpl, option
 from fastloop.distributed import launch
 
 if TYPE_CHECKING:
-    from fastloop.estimates import Seen
+    from fastloop.estimates import StepProfile
     from fastloop.recipe import Recipe
 
 logger = logging.getLogger("fastloop")
@@ -30,8 +30,8 @@ class DataLoaderWorkers(Plugin):
     """Worker processes and how far they read ahead."""
 
     name = "dataloader-workers"
-    parity = "exact"
-    configures = "reads batches in worker processes"
+    numerics = "bitwise"
+    description = "reads batches in worker processes"
 
     @dataclass(kw_only=True)
     class Config:
@@ -46,7 +46,7 @@ class DataLoaderWorkers(Plugin):
         ] = None
 
     @classmethod
-    def forecast(cls, seen: Seen, recipe: Recipe) -> Win | None:
+    def estimate_speedup(cls, seen: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:
         """Batches are read beside the computing: as long as the workers need, or all processors for both."""
         waiting = max((rank.get("data", 0.0) for rank in seen.ranks), default=seen.region("data"))
         cores = max(1, seen.cores // seen.world_size)
@@ -56,7 +56,7 @@ class DataLoaderWorkers(Plugin):
         if workers < 1 or listed.get("num_workers") in range(int(workers), 10**6):
             return None
         busy = computing * (min(seen.threads, cores) if seen.device == "cpu" else 1) + seen.reading
-        return Win(
+        return SpeedupEstimate(
             seconds=seen.seconds - max(computing, waiting / workers, busy / cores),
             why=f"A step waits {waiting / seen.seconds:.0%} of its time for batches, which {int(workers)} workers make meanwhile.",
             options={"num_workers": int(workers)},

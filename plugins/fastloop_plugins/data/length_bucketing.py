@@ -3,13 +3,11 @@
     plugins:
       - length-bucketing: {window: 100, max_tokens: 8192, multiple: 32}
 
-Samples are shuffled, sorted by length inside windows of so many batches, and the batches are shuffled again: nearly all padding goes,
-and the order stays random from epoch to epoch. Every sample comes once, whatever the number of processes, and a run resumes inside an
-epoch. Evaluation goes by length altogether: its metrics are sums. For map-style datasets whose samples have ``input_ids``, or that have
-``lengths``.
+Samples are shuffled, sorted by length inside windows of ``window`` batches, and the batches are shuffled again. Little padding is left, and
+the order differs from epoch to epoch. Evaluation sorts all samples by length. Datasets are map-style with ``lengths`` or ``input_ids``.
 
-With ``max_tokens`` a device computes at most so many tokens at once, padding included: long samples come in small micro-batches, short ones
-in large ones. Steps still take ``train.batch_size`` samples, so what is trained stays the same. ``multiple`` bounds shapes (CUDA: 64).
+``max_tokens`` limits the tokens of a micro-batch, padding included: long samples come in small micro-batches, short ones in large ones.
+Steps still take ``train.batch_size`` samples. ``multiple`` bounds the number of shapes (CUDA: 64).
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-from fastloop import DataLoaderDraft, Plugin, PluginError, Win, hookimpl, option
+from fastloop import DataLoaderDraft, Plugin, PluginError, SpeedupEstimate, hookimpl, option
 from fastloop.runtime import hardware as machine
 from fastloop_plugins.data._shapes import MULTIPLE
 
@@ -28,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Generator
 
     from fastloop import Run
-    from fastloop.estimates import Seen
+    from fastloop.estimates import StepProfile
     from fastloop.recipe import Recipe
 
 logger = logging.getLogger("fastloop")
@@ -38,9 +36,9 @@ class LengthBucketing(Plugin):
     """Batches of like length."""
 
     name = "length-bucketing"
-    parity = "changes-training"
+    numerics = "changes-training"
     runs_after = ("compile",)  # which asks for a multiple of its own
-    configures = "makes batches of samples of like length"
+    description = "makes batches of samples of like length"
     kind = ""  # of the device
 
     @dataclass(kw_only=True)
@@ -52,11 +50,11 @@ class LengthBucketing(Plugin):
         multiple: Annotated[int | None, option("Pad lengths to a multiple of this; null: as others ask, else 64 on CUDA.", ge=1)] = None
 
     @classmethod
-    def forecast(cls, seen: Seen, recipe: Recipe) -> Win | None:
+    def estimate_speedup(cls, seen: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:
         if {cls.name, "packing"} & recipe.plugins.keys() or not seen.longest or recipe.data.get("padding") == "max_length":
             return None
         padding = 1 - seen.real / seen.longest
-        return Win(
+        return SpeedupEstimate(
             seconds=0.8 * padding * seen.computing,  # batches of like length still differ a little
             why=f"{padding:.0%} of the tokens in a batch are padding to its longest sample.",
         )
@@ -71,10 +69,10 @@ class LengthBucketing(Plugin):
         if self.config.max_tokens is None:
             return
         where = f"{recipe.where}: plugins.length-bucketing.max_tokens"
-        if recipe.train.device_batch_size is not None:
+        if recipe.train.micro_batch_size is not None:
             raise PluginError(
-                f"{where}: train.device_batch_size is set too, and both say what a device computes at once. "
-                "Remove one of them: train.device_batch_size=null, or plugins.length-bucketing.max_tokens=null."
+                f"{where}: train.micro_batch_size is set too, and both say what a device computes at once. "
+                "Remove one of them: train.micro_batch_size=null, or plugins.length-bucketing.max_tokens=null."
             )
         if recipe.data.get("padding") == "max_length":
             raise PluginError(f"{where}: with data.padding: max_length all batches are padded alike. Set data.padding: longest.")

@@ -22,14 +22,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
-from fastloop import Plugin, PluginError, Win, hookimpl, option
+from fastloop import Plugin, PluginError, SpeedupEstimate, hookimpl, option
 from fastloop_plugins.data._shapes import MULTIPLE, SHAPES, multiple_for
 
 if TYPE_CHECKING:
     from torch import nn
 
     from fastloop import Batch, Output, Run
-    from fastloop.estimates import Seen
+    from fastloop.estimates import StepProfile
     from fastloop.recipe import Recipe
     from fastloop_plugins.data._packing import PackedCollator
 
@@ -44,10 +44,10 @@ class Packing(Plugin):
     """Collator, attention and pooling of rows of sequences."""
 
     name = "packing"
-    parity = "reassociated"
-    runs_after = ("first-token", "attention", "fast-dropout", "lora")
+    numerics = "reassociated"
+    runs_after = ("cls-last-layer", "attention", "fast-dropout", "lora")
     runs_before = ("activation-checkpointing", "slot:strategy", "compile")
-    configures = "puts the sequences of a batch end to end: no padding is computed"
+    description = "puts the sequences of a batch end to end: no padding is computed"
     collator: PackedCollator
 
     @dataclass(kw_only=True)
@@ -60,11 +60,10 @@ class Packing(Plugin):
         ] = None
 
     @classmethod
-    def forecast(cls, seen: Seen, recipe: Recipe) -> Win | None:
-
+    def estimate_speedup(cls, seen: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:
         if cls.name in recipe.plugins or not seen.padding:
             return None
-        return Win(
+        return SpeedupEstimate(
             seconds=seen.padding * seen.computing,
             why=f"{seen.padding:.0%} of the tokens that are computed are padding: none is, when samples lie in one row.",
         )

@@ -27,8 +27,8 @@ class SkipUnreadable(Plugin):
     """Goes on without samples that cannot be read."""
 
     name = "skip-unreadable"
-    parity = "changes-training"
-    configures = "leaves out samples that cannot be read"
+    numerics = "changes-training"
+    description = "leaves out samples that cannot be read"
 
     @dataclass(kw_only=True)
     class Config:

@@ -1,4 +1,4 @@
-"""What the plugin ``finite`` reads, writes and raises, how a step changes nothing, and which losses are spikes."""
+"""What the plugin ``nan-guard`` reads, writes and raises, how a step changes nothing, and which losses are spikes."""
 
 from __future__ import annotations
 

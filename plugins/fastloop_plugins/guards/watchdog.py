@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Annotated, Any
 
 from fastloop import Plugin, hookimpl, option
-from fastloop_plugins.guards._places import Places
+from fastloop_plugins.guards._heartbeats import RankHeartbeats
 
 if TYPE_CHECKING:
     from fastloop import Run
@@ -36,8 +36,8 @@ class Watchdog(Plugin):
     """A thread that looks whether training moves."""
 
     name = "watchdog"
-    parity = "exact"
-    configures = "ends a run that has stopped moving"
+    numerics = "bitwise"
+    description = "ends a run that has stopped moving"
 
     @dataclass(kw_only=True)
     class Config:
@@ -55,7 +55,7 @@ class Watchdog(Plugin):
         folder = run.folder / "watchdog"
         folder.mkdir(exist_ok=True)
         self.stacks: IO[str] = (folder / f"rank-{run.rank}.txt").open("w")
-        self.places = Places(folder, run.rank, run.world_size, self.config.timeout)
+        self.places = RankHeartbeats(folder, run.rank, run.world_size, self.config.timeout)
         self.places.move("before the first step")
         self.places.tell(run.state.step)
         self.over.clear()

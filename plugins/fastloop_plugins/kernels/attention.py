@@ -19,13 +19,13 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from fastloop import Device, Package, Plugin, PluginError, When, Win, hookimpl, option
+from fastloop import Device, Package, Plugin, PluginError, SpeedupEstimate, When, hookimpl, option
 
 if TYPE_CHECKING:
     from torch import nn
 
     from fastloop import Run
-    from fastloop.estimates import Seen
+    from fastloop.estimates import StepProfile
     from fastloop.recipe import Recipe
 
 logger = logging.getLogger("fastloop")
@@ -37,14 +37,14 @@ class Attention(Plugin):
     """One of transformers' attention implementations."""
 
     name = "attention"
-    parity = "reassociated"
+    numerics = "reassociated"
     runs_before = ("compile", "activation-checkpointing", "slot:strategy")
-    needs = (
+    requirements = (
         When(lambda config: config.implementation == FLASH, Package("flash-attn")),
         When(lambda config: config.implementation == FLASH, Device("cuda")),
         When(lambda config: config.implementation == "blocked", Device("cpu")),
     )
-    configures = "chooses the attention kernel"
+    description = "chooses the attention kernel"
 
     @dataclass(kw_only=True)
     class Config:
@@ -55,11 +55,13 @@ class Attention(Plugin):
         ] = "auto"
 
     @classmethod
-    def forecast(cls, seen: Seen, recipe: Recipe) -> Win | None:
+    def estimate_speedup(cls, seen: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:
         seconds = seen.spent(name for name in seen.operations if "attention" in name)
         if cls.name in recipe.plugins or seen.device != "cpu":  # on CUDA torch's choice is the same, but for a package
             return None
-        return Win(seconds=0.5 * seconds, why=f"Attention is {seconds / seen.seconds:.0%} of a step; the blocked one trains twice as fast.")
+        return SpeedupEstimate(
+            seconds=0.5 * seconds, why=f"Attention is {seconds / seen.seconds:.0%} of a step; the blocked one trains twice as fast."
+        )
 
     @hookimpl
     def before_prepare(self, run: Run, model: nn.Module) -> None:

@@ -11,12 +11,12 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from fastloop import Plugin, Win, hookimpl
+from fastloop import Plugin, SpeedupEstimate, hookimpl
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from fastloop.estimates import Seen
+    from fastloop.estimates import StepProfile
     from fastloop.recipe import Recipe
 
 logger = logging.getLogger("fastloop")
@@ -26,20 +26,20 @@ class ChannelsLast(Plugin):
     """``torch.channels_last`` for every weight of four dimensions, ``channels_last_3d`` for five."""
 
     name = "channels-last"
-    parity = "reassociated"
+    numerics = "reassociated"
     runs_before = ("compile",)
     conflicts = {
         "fsdp": "torch's fully_shard takes contiguous weights only.",
         "deepspeed": "it broadcasts contiguous weights only.",
     }
-    configures = "keeps convolutions channels-last"
+    description = "keeps convolutions channels-last"
 
     @classmethod
-    def forecast(cls, seen: Seen, recipe: Recipe) -> Win | None:
+    def estimate_speedup(cls, seen: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:
         seconds = seen.spent(name for name in seen.operations if "conv" in name)
         if cls.name in recipe.plugins:
             return None
-        return Win(
+        return SpeedupEstimate(
             seconds=0.15 * seconds, why=f"Convolutions are {seconds / seen.seconds:.0%} of a step; channels-last is their fast order."
         )
 

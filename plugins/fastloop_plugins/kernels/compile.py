@@ -22,7 +22,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from fastloop import Batch, DataLoaderDraft, Output, Plugin, PluginError, Win, hookimpl, option
+from fastloop import Batch, DataLoaderDraft, Output, Plugin, PluginError, SpeedupEstimate, hookimpl, option
 from fastloop_plugins._cache import private_cache
 from fastloop_plugins.kernels._blocks import transformer_blocks
 from fastloop_plugins.kernels._compiling import compile_in_place, counts, seconds
@@ -31,22 +31,22 @@ if TYPE_CHECKING:
     from torch import nn
 
     from fastloop import Run
-    from fastloop.estimates import Seen
+    from fastloop.estimates import StepProfile
     from fastloop.recipe import Recipe
 
 logger = logging.getLogger("fastloop")
 
 FUSED, SECONDS_A_CALL = 0.5, 0.02
-"""For forecasts: the share of what is fused that is won, and what compiling takes for each call of an operation in a step."""
+"""For estimates: the share of what is fused that is won, and what compiling takes for each call of an operation in a step."""
 
 
 class Compile(Plugin):
     """torch.compile, in place."""
 
     name = "compile"
-    parity = "reassociated"
+    numerics = "reassociated"
     runs_after = ("slot:strategy", "lora", "activation-checkpointing")
-    configures = "compiles the model"
+    description = "compiles the model"
 
     @dataclass(kw_only=True)
     class Config:
@@ -66,7 +66,7 @@ class Compile(Plugin):
         on_failure: Annotated[Literal["eager", "error"], option("What to do with a model that cannot be compiled.")] = "eager"
 
     @classmethod
-    def forecast(cls, seen: Seen, recipe: Recipe) -> Win | None:
+    def estimate_speedup(cls, seen: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:
         """Fusing saves about half the time of all operations but matrix products and attention, and of waiting for their launches."""
         listed = recipe.plugins.get(cls.name)
         cut = next((cut for cut in seen.graph_breaks if "capture_scalar_outputs" in cut["reason"]), None)
@@ -84,7 +84,7 @@ class Compile(Plugin):
         why = f"{fused / seen.seconds:.0%} of a step are operations that fuse, in {calls:,.0f} calls."
         if cut is not None:
             why = f"Compilation is cut at {cut['where']}, which reads a number off a tensor. {why}"
-        return Win(
+        return SpeedupEstimate(
             seconds=FUSED * fused,
             why=why,
             options={} if cut is None else {"capture_scalars": True},

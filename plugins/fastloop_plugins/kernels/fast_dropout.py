@@ -15,13 +15,13 @@ import logging
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from fastloop import Plugin, Win, hookimpl
+from fastloop import Plugin, SpeedupEstimate, hookimpl
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from fastloop import Run
-    from fastloop.estimates import Seen
+    from fastloop.estimates import StepProfile
     from fastloop.recipe import Recipe
 
 logger = logging.getLogger("fastloop")
@@ -34,18 +34,17 @@ class FastDropout(Plugin):
     """``nn.Dropout`` and the dropout of transformers' attention, on a CPU."""
 
     name = "fast-dropout"
-    parity = "reassociated"
+    numerics = "reassociated"
     runs_before = ("activation-checkpointing", "slot:strategy", "compile")
     runs_after = ("attention",)
-    configures = "draws dropout masks from a faster generator"
+    description = "draws dropout masks from a faster generator"
 
     @classmethod
-    def forecast(cls, seen: Seen, recipe: Recipe) -> Win | None:
-
+    def estimate_speedup(cls, seen: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:
         if cls.name in recipe.plugins or seen.device != "cpu":
             return None
         drawing = seen.spent(("aten::bernoulli_", "aten::native_dropout"))
-        return Win(
+        return SpeedupEstimate(
             seconds=0.9 * drawing,
             why=f"Drawing dropout masks is {drawing / seen.seconds:.0%} of a step; attention without it takes a faster path as well.",
         )

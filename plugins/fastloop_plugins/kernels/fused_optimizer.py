@@ -17,14 +17,14 @@ import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from fastloop import Device, OptimizerDraft, Package, Plugin, PluginError, When, Win, hookimpl, option
+from fastloop import Device, OptimizerDraft, Package, Plugin, PluginError, SpeedupEstimate, When, hookimpl, option
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
     from fastloop import Run
-    from fastloop.estimates import Seen
+    from fastloop.estimates import StepProfile
     from fastloop.recipe import Recipe
 
 
@@ -41,12 +41,12 @@ class FusedOptimizer(Plugin):
     """``fused=True`` or ``foreach=True`` for the recipe's optimizer, or bitsandbytes' of the same name."""
 
     name = "fused-optimizer"
-    parity = "reassociated"
-    needs = (
+    numerics = "reassociated"
+    requirements = (
         When(eight_bits, Device("cuda", "xpu", "cpu")),
         When(eight_bits, Package("bitsandbytes", ">=0.50", extra="optim8bit")),
     )
-    configures = "steps the optimizer in one pass"
+    description = "steps the optimizer in one pass"
 
     @dataclass(kw_only=True)
     class Config:
@@ -57,19 +57,18 @@ class FusedOptimizer(Plugin):
         ] = "fused"
 
     @classmethod
-    def forecast(cls, seen: Seen, recipe: Recipe) -> Win | None:
-
+    def estimate_speedup(cls, seen: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:
         from fastloop.defaults import optimizer_class
 
         if cls.name in recipe.plugins or "fused" not in inspect.signature(optimizer_class(recipe)).parameters:
             return None
         stepping = seen.region("optimizer")
-        return Win(seconds=0.7 * stepping, why=f"The optimizer's step is {stepping / seen.seconds:.0%} of a step.")
+        return SpeedupEstimate(seconds=0.7 * stepping, why=f"The optimizer's step is {stepping / seen.seconds:.0%} of a step.")
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         if eight_bits(self.config):
-            self.parity = "reduced-precision"  # type: ignore[assignment, misc] # with this option it promises less
+            self.numerics = "reduced-precision"  # type: ignore[assignment, misc] # with this option it promises less
         else:  # another plugin's optimizer gets `fused` or `foreach` through run.optimizer_arguments
             self.fallback_hooks = ("build_optimizer",)
 

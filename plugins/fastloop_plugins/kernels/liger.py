@@ -25,10 +25,10 @@ class Liger(Plugin):
     """liger-kernel's patches of the model."""
 
     name = "liger"
-    parity = "reassociated"
+    numerics = "reassociated"
     runs_before = ("lora", "activation-checkpointing", "compile", "slot:strategy")
-    needs = (Device("cuda"), Package("liger-kernel", ">=0.5", extra="liger"))
-    configures = "puts fused kernels into the model"
+    requirements = (Device("cuda"), Package("liger-kernel", ">=0.5", extra="liger"))
+    description = "puts fused kernels into the model"
 
     @hookimpl
     def before_prepare(self, model: nn.Module) -> None:

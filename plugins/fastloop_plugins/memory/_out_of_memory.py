@@ -1,4 +1,4 @@
-"""What the plugin ``fit-memory`` does about an allocation that failed: tells that it was one, and writes down what the memory held."""
+"""Out-of-memory errors: recognize one, free what it left behind, and write down what the memory held."""
 
 from __future__ import annotations
 

@@ -35,9 +35,9 @@ class ActivationCheckpointing(Plugin):
     """Torch's checkpoint around the forward of each block."""
 
     name = "activation-checkpointing"
-    parity = "exact"
+    numerics = "bitwise"
     runs_after = ("lora",)
-    configures = "recomputes activations in backward"
+    description = "recomputes activations in backward"
 
     @dataclass(kw_only=True)
     class Config:

@@ -39,9 +39,9 @@ class Log(Plugin):
     """metrics.jsonl and log.txt in the run folder."""
 
     name = "log"
-    observes = True
-    parity = "exact"
-    configures = "writes metrics.jsonl and log.txt"
+    read_only = True
+    numerics = "bitwise"
+    description = "writes metrics.jsonl and log.txt"
 
     @dataclass(kw_only=True)
     class Config:
@@ -58,7 +58,7 @@ class Log(Plugin):
         self.handler: logging.Handler | None = None
 
     @classmethod
-    def activates(cls, recipe: Recipe) -> str:
+    def auto_enable(cls, recipe: Recipe) -> str:
         return "a run is worth a record"
 
     @hookimpl

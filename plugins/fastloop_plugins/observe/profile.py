@@ -36,9 +36,9 @@ class Profile(Plugin):
     """Traces of some steps, with regions and hooks by name."""
 
     name = "profile"
-    observes = True
-    parity = "exact"
-    configures = "looks into a few steps"
+    read_only = True
+    numerics = "bitwise"
+    description = "looks into a few steps"
 
     @dataclass(kw_only=True)
     class Config:

@@ -26,9 +26,9 @@ class Progress(Plugin):
     """Step, loss, samples/s, time left, best so far."""
 
     name = "progress"
-    observes = True
-    parity = "exact"
-    configures = "shows step, loss, samples/s, time left, best so far"
+    read_only = True
+    numerics = "bitwise"
+    description = "shows step, loss, samples/s, time left, best so far"
 
     @dataclass(kw_only=True)
     class Config:
@@ -44,7 +44,7 @@ class Progress(Plugin):
         self.period = 0.0
 
     @classmethod
-    def activates(cls, recipe: Recipe) -> str:
+    def auto_enable(cls, recipe: Recipe) -> str:
         return "a run is worth watching"
 
     @hookimpl

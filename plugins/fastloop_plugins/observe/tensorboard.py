@@ -25,9 +25,9 @@ class TensorBoard(Plugin):
     """Scalars and the recipe, for TensorBoard."""
 
     name = "tensorboard"
-    observes = True
-    needs = (Package("tensorboard", ">=2.18", extra="tensorboard"),)
-    configures = "writes curves for TensorBoard"
+    read_only = True
+    requirements = (Package("tensorboard", ">=2.18", extra="tensorboard"),)
+    description = "writes curves for TensorBoard"
 
     @dataclass(kw_only=True)
     class Config:

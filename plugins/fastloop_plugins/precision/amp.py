@@ -14,10 +14,10 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from fastloop import AcceleratorDraft, Dtype, Plugin, RecipeError, When, Win, hookimpl, option
+from fastloop import AcceleratorDraft, Dtype, Plugin, RecipeError, SpeedupEstimate, When, hookimpl, option
 
 if TYPE_CHECKING:
-    from fastloop.estimates import Seen
+    from fastloop.estimates import StepProfile
     from fastloop.recipe import Recipe
 
 logger = logging.getLogger("fastloop")
@@ -33,12 +33,12 @@ class Amp(Plugin):
 
     name = "amp"
     slot = "precision"
-    parity = "reduced-precision"
-    needs = (
+    numerics = "reduced-precision"
+    requirements = (
         When(wants("bf16"), Dtype("bf16")),
         When(wants("fp16"), Dtype("fp16")),
     )
-    configures = "forward pass in a smaller dtype"
+    description = "forward pass in a smaller dtype"
 
     @dataclass(kw_only=True)
     class Config:
@@ -49,13 +49,12 @@ class Amp(Plugin):
         growth_interval: Annotated[int, option("fp16: steps without overflow before the factor doubles.", ge=1)] = 2000
 
     @classmethod
-    def forecast(cls, seen: Seen, recipe: Recipe) -> Win | None:
-
+    def estimate_speedup(cls, seen: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:
         small = max((dtype for dtype in ("bf16", "fp16") if dtype in seen.peaks), key=seen.peaks.__getitem__, default=None)
         if seen.precision != "fp32" or cls.name in recipe.plugins or small is None:
             return None
         factor, seconds = seen.peaks[small] / seen.peaks["fp32"], seen.multiplying()
-        return Win(
+        return SpeedupEstimate(
             seconds=seconds * (1 - 1 / factor),
             why=f"Matrix products in fp32 are {seconds / seen.seconds:.0%} of a step; {small} is {factor:.1f} times as fast here.",
         )

@@ -12,11 +12,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from fastloop import Device, Plugin, Win, hookimpl, option
+from fastloop import Device, Plugin, SpeedupEstimate, hookimpl, option
 
 if TYPE_CHECKING:
     from fastloop import Run
-    from fastloop.estimates import Seen
+    from fastloop.estimates import StepProfile
     from fastloop.recipe import Recipe
 
 
@@ -24,9 +24,9 @@ class MatmulPrecision(Plugin):
     """torch.set_float32_matmul_precision, for the time of a run."""
 
     name = "matmul-precision"
-    parity = "reduced-precision"
-    needs = (Device("cuda"),)
-    configures = "multiplies fp32 matrices in TF32"
+    numerics = "reduced-precision"
+    requirements = (Device("cuda"),)
+    description = "multiplies fp32 matrices in TF32"
 
     @dataclass(kw_only=True)
     class Config:
@@ -36,12 +36,11 @@ class MatmulPrecision(Plugin):
         convolutions: Annotated[bool, option("TF32 in cuDNN's convolutions too.")] = True
 
     @classmethod
-    def forecast(cls, seen: Seen, recipe: Recipe) -> Win | None:
-
+    def estimate_speedup(cls, seen: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:
         if cls.name in recipe.plugins or seen.device != "cuda" or seen.precision != "fp32":
             return None
         seconds = seen.multiplying()
-        return Win(
+        return SpeedupEstimate(
             seconds=0.6 * seconds, why=f"Matrix products in fp32 are {seconds / seen.seconds:.0%} of a step; TF32 is several times as fast."
         )
 

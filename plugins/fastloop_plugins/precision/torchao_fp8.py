@@ -30,11 +30,11 @@ class TorchaoFp8(Plugin):
     """torchao's ``convert_to_float8_training``."""
 
     name = "torchao-fp8"
-    parity = "reduced-precision"
+    numerics = "reduced-precision"
     runs_before = ("activation-checkpointing", "compile", "slot:strategy")
     conflicts = {"lora": "adapters are too narrow for fp8, and peft does not merge into layers in fp8."}
-    needs = (Device("cuda"), Dtype("fp8"), Package("torchao", ">=0.10", extra="fp8"))
-    configures = "multiplies matrices in fp8"
+    requirements = (Device("cuda"), Dtype("fp8"), Package("torchao", ">=0.10", extra="fp8"))
+    description = "multiplies matrices in fp8"
 
     @dataclass(kw_only=True)
     class Config:

@@ -59,8 +59,8 @@ class Configuration:
         self.stage: int = next(stage for stage in given if stage is not None)
         self._agree("zero_optimization.stage", "plugins.deepspeed.stage", options.stage)
         self._agree("train_batch_size", "train.batch_size", train.batch_size)
-        self._agree("train_micro_batch_size_per_gpu", "train.device_batch_size", train.device_batch_size)
-        self._agree("gradient_clipping", "train.clip_norm", train.clip_norm or 0.0)
+        self._agree("train_micro_batch_size_per_gpu", "train.micro_batch_size", train.micro_batch_size)
+        self._agree("gradient_clipping", "train.max_grad_norm", train.max_grad_norm or 0.0)
         self._agree("optimizer.type", "train.optimizer", train.optimizer)
         own = {"lr": train.lr, "weight_decay": train.weight_decay}
         for key in look(self.json, "optimizer.params") or {}:
@@ -134,7 +134,7 @@ class Configuration:
         config["train_batch_size"] = run.recipe.train.batch_size
         config["train_micro_batch_size_per_gpu"] = run.loaders.micro_batch_size
         config["gradient_accumulation_steps"] = run.loaders.micro_steps
-        config["gradient_clipping"] = (run.recipe.train.clip_norm or 0.0) if self.stage else 0.0  # stage 0 is clipped by the plugin
+        config["gradient_clipping"] = (run.recipe.train.max_grad_norm or 0.0) if self.stage else 0.0  # stage 0 is clipped by the plugin
         config.setdefault("zero_allow_untested_optimizer", True)
         config.setdefault("zero_force_ds_cpu_optimizer", False)
         zero = config.setdefault("zero_optimization", {})

@@ -29,9 +29,9 @@ class DDP(Plugin):
 
     name = "ddp"
     slot = "strategy"
-    parity = "reassociated"
-    needs = (When(lambda config: config.sync_batch_norm, Device("cuda")),)
-    configures = "averages gradients over the processes"
+    numerics = "reassociated"
+    requirements = (When(lambda config: config.sync_batch_norm, Device("cuda")),)
+    description = "averages gradients over the processes"
 
     @dataclass(kw_only=True)
     class Config:
@@ -47,7 +47,7 @@ class DDP(Plugin):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         if self.config.compress is not None:
-            self.parity = "reduced-precision"  # type: ignore[misc, assignment]
+            self.numerics = "reduced-precision"  # type: ignore[misc, assignment]
 
     @hookimpl
     def configure_accelerator(self, draft: AcceleratorDraft) -> None:
@@ -97,7 +97,7 @@ class DDP(Plugin):
             fits = run.recipe.train.batch_size // run.world_size
             raise PluginError(
                 f"{run.recipe.where}: plugins.ddp.static_graph: torch cannot hold gradients back with it, and steps are of "
-                f"{run.loaders.micro_steps} micro-steps. Set it to false, or train.device_batch_size to {fits}."
+                f"{run.loaders.micro_steps} micro-steps. Set it to false, or train.micro_batch_size to {fits}."
             )
 
     @hookimpl(wrapper=True)

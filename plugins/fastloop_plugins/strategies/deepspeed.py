@@ -41,9 +41,9 @@ class DeepSpeed(Plugin):
 
     name = "deepspeed"
     slot = "strategy"
-    parity = "reassociated"
-    needs = (Package("deepspeed", ">=0.19", extra="deepspeed"),)
-    configures = "shards optimizer state, gradients or weights over the processes"
+    numerics = "reassociated"
+    requirements = (Package("deepspeed", ">=0.19", extra="deepspeed"),)
+    description = "shards optimizer state, gradients or weights over the processes"
 
     @dataclass(kw_only=True)
     class Config:

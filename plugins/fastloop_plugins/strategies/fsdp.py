@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastloop import AcceleratorDraft, Device, Plugin, PluginError, When, hookimpl, option
 from fastloop_plugins.kernels._blocks import transformer_blocks
-from fastloop_plugins.strategies._whole import Whole
+from fastloop_plugins.strategies._meta_init import MetaInit
 
 if TYPE_CHECKING:
     from torch import nn
@@ -34,10 +34,10 @@ class FSDP(Plugin):
 
     name = "fsdp"
     slot = "strategy"
-    parity = "reassociated"
+    numerics = "reassociated"
     runs_after = ("lora", "activation-checkpointing")
-    needs = (When(lambda config: config.cpu_offload, Device("cuda", "xpu")),)
-    configures = "shards weights, gradients and optimizer state over the processes"
+    requirements = (When(lambda config: config.cpu_offload, Device("cuda", "xpu")),)
+    description = "shards weights, gradients and optimizer state over the processes"
 
     @dataclass(kw_only=True)
     class Config:
@@ -88,7 +88,7 @@ class FSDP(Plugin):
         if not blocks:
             logger.warning("fsdp: %s has no list of like blocks: it is gathered in one piece. Set blocks.", type(model).__name__)
         self._check_tied(run, model, blocks)
-        whole = Whole(run, model) if config.meta_device else None
+        whole = MetaInit(run, model) if config.meta_device else None
         for block in reversed(blocks):  # the inner ones first
             fully_shard(block, reshard_after_forward=config.reshard_after_forward, **options)
         fully_shard(model, **options)

@@ -92,11 +92,11 @@ class Ragged:
         columns: Name -> one array for each sequence, and the value that fills what a shorter array leaves. ``input_ids`` is always there
             and gives the lengths; no array of another column is longer.
         fixed: Name -> a tensor without tokens, such as labels of shape (sequences,).
-        weight: As in ``Batch``.
+        loss_weight: As in ``Batch``.
         tokens: As in ``Batch``.
     """
 
     columns: Mapping[str, tuple[Sequence[NDArray[Any]], int]]
     fixed: dict[str, Tensor] = field(default_factory=dict)
-    weight: int
+    loss_weight: int
     tokens: int

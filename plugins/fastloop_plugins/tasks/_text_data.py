@@ -54,7 +54,7 @@ class Data:
     max_length: Annotated[int, option("Tokens of a sample at most.", ge=2)] = 512
     padding: Annotated[Literal["longest", "max_length"], option("Pad to the longest of the batch, or always to max_length.")] = "longest"
     limit: Annotated[dict[str, Any] | None, option("Split -> how many samples to keep, drawn at random, always the same.")] = None
-    held_out: Annotated[float, option("Share of train to evaluate on where there is no validation split.", ge=0, lt=1)] = 0.1
+    validation_fraction: Annotated[float, option("Share of train to evaluate on where there is no validation split.", ge=0, lt=1)] = 0.1
 
 
 @dataclass(kw_only=True)
@@ -71,7 +71,7 @@ class Splits:
     """``data.splits``."""
 
     train: Annotated[str, option("the source's name of the split to train on")] = "train"
-    evaluate: Annotated[str | None, option("the source's name of the split to evaluate on")] = "validation"
+    validation: Annotated[str | None, option("the source's name of the split to evaluate on")] = "validation"
     test: Annotated[str | None, option("the source's name of the split to test on")] = "test"
 
 
@@ -187,10 +187,10 @@ class TextData:
             for role in rows:
                 rows[role].labels = labels.ids[role]
         said = ""
-        if "evaluate" not in rows and self.options.held_out:
-            rows["train"], rows["evaluate"] = self._hold_out(rows["train"])
-            said = f" (no validation split: {self.options.held_out:.0%} of train held out)"
-        for role, count in (("train", self.limit.train), ("evaluate", self.limit.validation), ("test", self.limit.test)):
+        if "validation" not in rows and self.options.validation_fraction:
+            rows["train"], rows["validation"] = self._hold_out(rows["train"])
+            said = f" (no validation split: {self.options.validation_fraction:.0%} of train held out)"
+        for role, count in (("train", self.limit.train), ("validation", self.limit.validation), ("test", self.limit.test)):
             if count is not None and role in rows and count < len(rows[role].texts):
                 rows[role] = rows[role].keep(sorted(random.Random(DRAW).sample(range(len(rows[role].texts)), count)))
         if rows["train"].labels is not None:
@@ -301,10 +301,11 @@ class TextData:
 
     def _hold_out(self, rows: Rows) -> tuple[Rows, Rows]:
         total = len(rows.texts)
-        count = max(round(total * self.options.held_out), 1)
+        count = max(round(total * self.options.validation_fraction), 1)
         if count >= total:
             raise RecipeError(
-                f"{self.where}.held_out: {total} row cannot be split into train and evaluation. Give data.files.validation, or held_out: 0."
+                f"{self.where}.validation_fraction: {total} row cannot be split into train and validation. Give data.files.validation, "
+                "or validation_fraction: 0."
             )
         order = random.Random(DRAW).sample(range(total), total)
         return rows.keep(sorted(order[count:])), rows.keep(sorted(order[:count]))

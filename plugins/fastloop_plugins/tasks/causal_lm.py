@@ -42,10 +42,10 @@ class CausalLM(Plugin):
     fallback_hooks = ("compute_loss",)
     sections = {"model": Model, "data": Data}
     adds_metrics = ("perplexity",)
-    configures = "model, data and loss of a causal language model"
+    description = "model, data and loss of a causal language model"
 
     @classmethod
-    def activates(cls, recipe: Recipe) -> str | None:
+    def auto_enable(cls, recipe: Recipe) -> str | None:
         unlabelled = recipe.data and recipe.data.get("label") is None and not recipe.model.get("module")
         return "data names no label column" if unlabelled else None
 
@@ -124,7 +124,7 @@ class Collator:
         batch = self.ragged(samples)
         width = self.width(batch.columns["input_ids"][0])
         inputs = {name: padded(rows, width, fill) for name, (rows, fill) in batch.columns.items()}
-        return Batch(inputs, weight=batch.weight, tokens=batch.tokens)
+        return Batch(inputs, loss_weight=batch.loss_weight, tokens=batch.tokens)
 
     def ragged(self, samples: list[dict[str, Any]]) -> Ragged:
         """The batch without padding."""
@@ -133,4 +133,4 @@ class Collator:
         rows = [sample["input_ids"] for sample in samples]
         columns = {"input_ids": (rows, self.pad_token_id), "targets": ([row[1:] for row in rows], IGNORED)}
         tokens = sum(map(len, rows))
-        return Ragged(columns=columns, weight=tokens - len(rows), tokens=tokens)
+        return Ragged(columns=columns, loss_weight=tokens - len(rows), tokens=tokens)

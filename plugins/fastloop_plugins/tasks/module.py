@@ -5,7 +5,7 @@
     plugins:
       - module: {loss: cross_entropy, metrics: {accuracy: {type: MulticlassAccuracy, num_classes: 10}}}
 
-``data.module`` is a function that returns ``{"train": dataset, "evaluate": dataset, "test": dataset}``; the last two may be missing.
+``data.module`` is a function that returns ``{"train": dataset, "validation": dataset, "test": dataset}``; the last two may be missing.
 A sample ``(inputs, target)`` is trained as ``loss(model(inputs), target)``; a mapping as ``model(**batch).loss``.
 """
 
@@ -40,7 +40,7 @@ class Module(Plugin):
     name = "module"
     slot = "task"
     sections = {"model": Code, "data": Code}
-    configures = "trains a module of your own"
+    description = "trains a module of your own"
 
     @dataclass(kw_only=True)
     class Config:
@@ -58,7 +58,7 @@ class Module(Plugin):
         self.fallback_hooks = ("compute_loss", *(hook for hook, value in answered_if_set.items() if not value))
 
     @classmethod
-    def activates(cls, recipe: Recipe) -> str | None:
+    def auto_enable(cls, recipe: Recipe) -> str | None:
         return "model.module is set" if "module" in recipe.model else None
 
     @hookimpl
@@ -88,7 +88,7 @@ class Module(Plugin):
                     f"{self.where}: {key}: {self.named[key]} is of type {type(found).__name__}, expected a class or function."
                 )
         datasets = self._call("data")
-        splits = ("train", "evaluate", "test")
+        splits = ("train", "validation", "test")
         if not isinstance(datasets, Mapping):
             raise RecipeError(
                 f"{self.where}: data.module: returned a {type(datasets).__name__}, expected a mapping of {', '.join(splits)}."

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from fastloop import Batch, Output, Plugin, Win, hookimpl
+from fastloop import Batch, Output, Plugin, SpeedupEstimate, hookimpl
 from fastloop_plugins.tasks._model_checks import PROBE, check_classifies
 from fastloop_plugins.tasks._text_data import Data, TextData
 from fastloop_plugins.tasks._text_model import Model, TextModel
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torchmetrics import Metric, MetricCollection
 
     from fastloop import Run
-    from fastloop.estimates import Seen
+    from fastloop.estimates import StepProfile
     from fastloop.recipe import Recipe
     from fastloop_plugins.tasks._text_batches import Ragged, Sequences, Width
 
@@ -41,19 +41,18 @@ class TextClassification(Plugin):
     slot = "task"
     fallback_hooks = ("compute_loss",)
     sections = {"model": Model, "data": Data}
-    configures = "model, data, loss and metrics of text classification"
+    description = "model, data, loss and metrics of text classification"
 
     @classmethod
-    def activates(cls, recipe: Recipe) -> str | None:
+    def auto_enable(cls, recipe: Recipe) -> str | None:
         labelled = recipe.data.get("label") is not None and not recipe.model.get("module")
         return "data names a label column" if labelled else None
 
     @classmethod
-    def forecast(cls, seen: Seen, recipe: Recipe) -> Win | None:
-
+    def estimate_speedup(cls, seen: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:
         if recipe.data.get("padding") != "max_length" or not seen.longest:
             return None
-        return Win(
+        return SpeedupEstimate(
             seconds=(1 - seen.longest / seen.padded) * seen.computing,
             why=f"Samples are padded to data.max_length: {1 - seen.longest / seen.padded:.0%} of that is beyond each batch's longest.",
             overrides={"data.padding": "longest"},
@@ -140,7 +139,7 @@ class Collator:
         inputs = {"input_ids": padded(rows, width, fill)} | batch.fixed
         if min(map(len, rows)) < width:
             inputs["attention_mask"] = (torch.arange(width) < lengths[:, None]).long()
-        return Batch(inputs, weight=batch.weight, tokens=batch.tokens)
+        return Batch(inputs, loss_weight=batch.loss_weight, tokens=batch.tokens)
 
     def ragged(self, samples: list[dict[str, Any]]) -> Ragged:
         """The batch without padding and mask."""
@@ -151,5 +150,5 @@ class Collator:
         rows = [sample["input_ids"] for sample in samples]
         labels = torch.tensor([sample["label"] for sample in samples])
         return Ragged(
-            columns={"input_ids": (rows, self.pad_token_id)}, fixed={"labels": labels}, weight=len(rows), tokens=sum(map(len, rows))
+            columns={"input_ids": (rows, self.pad_token_id)}, fixed={"labels": labels}, loss_weight=len(rows), tokens=sum(map(len, rows))
         )

@@ -33,7 +33,7 @@ class Monitor:
             UsageError: There is no evaluation split, or it has no such metric; names those it has.
         """
         where = f"{run.recipe.where}: plugins.{self.plugin}.monitor"
-        if "evaluate" not in run.eval_loaders:
+        if "validation" not in run.eval_loaders:
             raise UsageError(f"{where}: there is no evaluation split to watch {self.name!r} on. Give one, or use --without {self.plugin}.")
         if self.name not in (names := run.metric_names()):
             raise UsageError(f"{where}: the evaluation has no metric {self.name!r}.{did_you_mean(self.name, names)}")

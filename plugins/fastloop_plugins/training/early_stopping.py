@@ -23,8 +23,8 @@ class EarlyStopping(Plugin):
     """Stops after ``patience`` evaluations without improvement, or at a threshold."""
 
     name = "early-stopping"
-    parity = "changes-training"
-    configures = "may stop before the epochs are done"
+    numerics = "changes-training"
+    description = "may stop before the epochs are done"
 
     @dataclass(kw_only=True)
     class Config:
@@ -48,7 +48,7 @@ class EarlyStopping(Plugin):
 
     @hookimpl
     def after_evaluate(self, run: Run, split: str, metrics: dict[str, float]) -> None:
-        if split != "evaluate":
+        if split != "validation":
             return
         value, threshold = self.monitor.read(metrics), self.config.threshold
         if threshold is not None and math.isfinite(value) and not self.monitor.better(threshold, value):

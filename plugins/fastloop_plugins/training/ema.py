@@ -26,9 +26,9 @@ class EMA(Plugin):
     """Averaged weights for evaluation and export."""
 
     name = "ema"
-    parity = "changes-training"
+    numerics = "changes-training"
     runs_before = ("checkpoint-best",)  # its wrapper must be the outer one, so that the best weights kept are those that were evaluated
-    configures = "evaluates and exports averaged weights"
+    description = "evaluates and exports averaged weights"
 
     @dataclass(kw_only=True)
     class Config:
@@ -46,7 +46,6 @@ class EMA(Plugin):
 
     @hookimpl
     def before_fit(self, run: Run) -> None:
-
         self.weights = {
             name: weight for name, weight in run.unwrap_model().named_parameters() if weight.requires_grad and weight.is_floating_point()
         }

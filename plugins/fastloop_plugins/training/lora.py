@@ -30,9 +30,9 @@ class LoRA(Plugin):
     """Low-rank adapters through peft."""
 
     name = "lora"
-    parity = "changes-training"
-    needs = (Package("peft", ">=0.18", extra="lora"),)
-    configures = "trains low-rank adapters only"
+    numerics = "changes-training"
+    requirements = (Package("peft", ">=0.18", extra="lora"),)
+    description = "trains low-rank adapters only"
 
     @dataclass(kw_only=True)
     class Config:

@@ -26,8 +26,8 @@ class LRSchedule(Plugin):
     """Linear, cosine or constant, with warm-up."""
 
     name = "lr-scheduler"
-    parity = "changes-training"
-    configures = "changes the learning rate over the run"
+    numerics = "changes-training"
+    description = "changes the learning rate over the run"
 
     @dataclass(kw_only=True)
     class Config:

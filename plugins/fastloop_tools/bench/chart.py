@@ -1,4 +1,4 @@
-"""``bench.png``: the speed of each rung, with its interval."""
+"""``bench.png``: the speed of each variant, with its interval."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
     """
     from matplotlib.figure import Figure
 
-    rows = [row for row in record["rungs"] if row["kind"] != "without" and row["results"]]
+    rows = [row for row in record["variants"] if row["kind"] != "without" and row["results"]]
     if not rows:
         return
     unit = rows[0]["results"]["unit"]
@@ -34,7 +34,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
     axes.bar_label(bars, [f" {over['median']:.2f}x" if over else "" for over in factors], padding=6)
     axes.margins(x=0.15)
     axes.set_xlabel("real tokens/s" if unit == "tokens" else "samples/s")
-    axes.set_title(f"{record['name']} on {record['machine']['device']}: green is a claimed win over the rung before")
+    axes.set_title(f"{record['name']} on {record['machine']['device']}: green is a claimed win over the variant before")
     axes.spines[["top", "right"]].set_visible(False)
     aside = path.with_name(f".{path.name}.partial")
     figure.savefig(aside, format="png", dpi=150)

@@ -1,4 +1,4 @@
-"""The record of a ladder as tables: markdown for ``bench.md``, and the same rows for the terminal."""
+"""The record of an ablation as tables: markdown for ``bench.md``, and the same rows for the terminal."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def _pays(results: dict[str, Any]) -> str:
     return f"after {after:,} steps; this run has {whole:,}" + (": not worth it" if after > whole else "")
 
 
-def ladder_table(record: dict[str, Any]) -> Table:
-    """The rungs, one after the other."""
-    rows = [row for row in record["rungs"] if row["kind"] != "without"]
+def ablation_table(record: dict[str, Any]) -> Table:
+    """The variants, one after the other."""
+    rows = [row for row in record["variants"] if row["kind"] != "without"]
     tokens = any(row["results"] and row["results"]["tokens_per_second"] for row in rows)
-    header = ["rung", "samples/s", *(["real tokens/s"] if tokens else []), "x before", "x baseline", "verdict"]
+    header = ["variant", "samples/s", *(["real tokens/s"] if tokens else []), "x before", "x baseline", "verdict"]
     header += ["peak MiB", "start-up s", "first steps s", "pays"]
     lines = []
     for row in rows:
@@ -66,7 +66,7 @@ def ladder_table(record: dict[str, Any]) -> Table:
 
 def short_table(record: dict[str, Any]) -> Table:
     """The same as narrow as a terminal."""
-    rows = [row for row in record["rungs"] if row["kind"] != "without"]
+    rows = [row for row in record["variants"] if row["kind"] != "without"]
     unit = next((row["results"]["unit"] for row in rows if row["results"]), "samples")
     lines = []
     for row in rows:
@@ -90,12 +90,12 @@ def short_table(record: dict[str, Any]) -> Table:
                 "; ".join(filter(None, said)),
             ]
         )
-    return ["rung", f"{unit}/s", "x before", "x base", "MiB", "verdict"], lines
+    return ["variant", f"{unit}/s", "x before", "x base", "MiB", "verdict"], lines
 
 
 def without_table(record: dict[str, Any]) -> Table | None:
     """What each plugin wins where all others are there."""
-    rows = [row for row in record["rungs"] if row["kind"] == "without"]
+    rows = [row for row in record["variants"] if row["kind"] == "without"]
     if not rows:
         return None
     lines = []
@@ -106,22 +106,22 @@ def without_table(record: dict[str, Any]) -> Table | None:
     return ["plugin", "x full set without it", "MiB without it", "verdict"], lines
 
 
-def parity_table(record: dict[str, Any]) -> Table | None:
+def numerics_table(record: dict[str, Any]) -> Table | None:
     """How plugins kept their promise."""
-    if not record["parity"]:
+    if not record["numerics"]:
         return None
     lines = []
-    for found in record["parity"]:
+    for found in record["numerics"]:
         difference = "" if found["difference"] is None else f"{found['difference']:.1e}"
         noise = f"; the same work twice differs by {found['noise']:.1e}" if found.get("noise") else ""
         bound = "" if found["bound"] is None else f"{found['bound']:.0e}" if found["bound"] else "0"
         verdict = found["verdict"].upper() if found["verdict"] in (BROKEN, FAILED) else found["verdict"]
         lines.append([found["plugin"], found["class"], difference, bound, verdict + (f": {found['why']}" if found["why"] else "") + noise])
-    return ["plugin", "parity class", "largest difference", "allowed", "verdict"], lines
+    return ["plugin", "numerics class", "largest difference", "allowed", "verdict"], lines
 
 
 def quality_table(record: dict[str, Any]) -> Table | None:
-    """Final metrics of the first rung and the last, over seeds."""
+    """Final metrics of the first variant and the last, over seeds."""
     if not record["quality"]:
         return None
     base, full = record["quality"]["metrics"]["baseline"], record["quality"]["metrics"]["full"]
@@ -142,9 +142,9 @@ def quality_table(record: dict[str, Any]) -> Table | None:
 def tables(record: dict[str, Any]) -> list[tuple[str, Table]]:
     """Title and table of each part that there is."""
     found: list[tuple[str, Table | None]] = [
-        ("The ladder", ladder_table(record)),
+        ("The ablation", ablation_table(record)),
         ("Each plugin with all others there", without_table(record)),
-        ("Parity", parity_table(record)),
+        ("Numerics", numerics_table(record)),
         ("Quality", quality_table(record)),
     ]
     return [(title, table) for title, table in found if table is not None]
@@ -156,7 +156,7 @@ def notes(record: dict[str, Any]) -> list[str]:
     before, worst = record["foreign_load"]["before"] or 0.0, record["foreign_load"]["worst"] or 0.0
     if max(before, worst) > LOUD:
         lines.append(f"Other work on this machine used {before:.0%} of it before the start and up to {worst:.0%} during a measurement.")
-    for row in record["rungs"]:
+    for row in record["variants"]:
         lines += [f"{row['title']}: {line}" for line in (row["results"] or {}).get("said", [])]
     for error in (record["quality"] or {}).get("errors", []):
         lines.append(f"quality: {error}")
@@ -186,7 +186,7 @@ def show(record: dict[str, Any]) -> None:
     from rich.markup import escape
     from rich.table import Table as RichTable
 
-    for title, (header, rows) in [("The ladder", short_table(record)), *tables(record)[1:]]:
+    for title, (header, rows) in [("The ablation", short_table(record)), *tables(record)[1:]]:
         table = RichTable(box=None, pad_edge=False, title=title, title_justify="left", title_style="bold")
         for number, name in enumerate(header, start=1):
             table.add_column(name, no_wrap=number < len(header))  # the last column has the words

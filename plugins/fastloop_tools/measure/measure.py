@@ -25,7 +25,7 @@ LOUD = 0.05
 """Share of the machine that others may use before it is said."""
 
 
-class Bystanders:
+class BackgroundLoad:
     """How much of all cores others kept busy, between its making and ``read``."""
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ def _own() -> float:
 
 def foreign_load(seconds: float = 1.0) -> float:
     """What others use now."""
-    bystanders = Bystanders()
+    bystanders = BackgroundLoad()
     time.sleep(seconds)
     return bystanders.read()
 
@@ -66,7 +66,7 @@ def run_worker(
     with tempfile.TemporaryDirectory(prefix="fastloop-bench-") as folder:
         source = Path(folder) / "spec.json"
         source.write_text(json.dumps({**dataclasses.asdict(spec), "length": dict(length)}), encoding="utf-8")
-        bystanders, started, port = Bystanders(), time.monotonic(), str(launch.free_port())
+        bystanders, started, port = BackgroundLoad(), time.monotonic(), str(launch.free_port())
         ranks = [Path(folder) / str(rank) for rank in range(nproc)]
         processes = []
         try:

@@ -22,10 +22,10 @@ class Window:
     steps: int = 8
     seconds: float = 5.0
     warmup: int = 2
-    looks: int = 0
+    profile_steps: int = 0
 
 
-class Workshop:
+class TrialRunner:
     """Runs trainings in fresh processes.
 
     Args:
@@ -78,7 +78,9 @@ class Workshop:
         """One measurement of a recipe with all its plugins; those with the same number have the same seed. May hold an ``error``."""
         seed = recipe.train.seed + number
         tree = with_only(recipe, recipe.plugins, max_steps=10**9, epochs=10**6, save_every=None, seed=seed)  # the worker ends it
-        spec = Spec(recipe=tree, source=None, warmup=window.warmup, steps=window.steps, seconds=window.seconds, looks=window.looks)
+        spec = Spec(
+            recipe=tree, source=None, warmup=window.warmup, steps=window.steps, seconds=window.seconds, profile_steps=window.profile_steps
+        )
         return self.undisturbed(recipe, spec)
 
     def losses(self, recipe: Recipe, steps: int) -> Measurement:
@@ -87,7 +89,7 @@ class Workshop:
         return self.work(recipe, Spec(recipe=tree, source=None, dropout=False))
 
     def held(self, before: Recipe, after: Recipe, promise: str, steps: int) -> dict[str, Any]:
-        """Whether an edited recipe's losses keep a parity class's promise: ``verdict``, ``difference``, ``bound``, ``why``."""
+        """Whether an edited recipe's losses keep a numerics class's promise: ``verdict``, ``difference``, ``bound``, ``why``."""
         bound = BOUNDS.get(promise)
         if bound is None:
             return {"class": promise, "verdict": NOT_COMPARED, "difference": None, "bound": None, "why": "it changes training"}

@@ -1,4 +1,4 @@
-"""From measurements to what they say of each rung."""
+"""From measurements to what they say of each variant."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def summary(values: Sequence[float]) -> dict[str, float]:
 
 
 def ratio(ours: Sequence[Measurement | None], theirs: Sequence[Measurement | None]) -> dict[str, Any] | None:
-    """The speed of one rung over another's, by the repeats that both have."""
+    """The speed of one variant over another's, by the repeats that both have."""
     ratios = [speed(a)[0] / speed(b)[0] for a, b in zip(ours, theirs, strict=False) if a is not None and b is not None]
     return {**summary(ratios), "pairs": len(ratios), "ratios": ratios, "verdict": verdict(ratios)} if ratios else None
 
 
-def rung_results(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Add ``results`` to each rung: None where nothing was measured.
+def variant_results(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Add ``results`` to each variant: None where nothing was measured.
 
-    A step is compared with the nearest measured rung before it. Of the full set less one plugin, the factor is that of the full set over
+    A step is compared with the nearest measured variant before it. Of the full set less one plugin, the factor is that of the full set over
     it: what the plugin wins where all others are there.
     """
     reached: dict[str, Any] | None = None
@@ -73,6 +73,6 @@ def rung_results(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def pays_after(ours: dict[str, Any], before: dict[str, Any], factor: float) -> int | None:
-    """Steps that win back what a rung's start-up and first steps cost more than those of the one before, with nothing compiled yet."""
+    """Steps that win back what a variant's start-up and first steps cost more than those of the one before, with nothing compiled yet."""
     extra = sum(ours[name] - before[name] for name in ("startup_seconds", "first_steps_cold_seconds"))
     return break_even(extra, before["seconds_a_step"] * (1 - 1 / factor))

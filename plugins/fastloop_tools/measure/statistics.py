@@ -10,7 +10,7 @@ DRAWS = 4000
 LEAST_PAIRS = 5
 """Below this the interval of a median of pairs is no 95% one, so nothing is claimed."""
 
-Verdict = Literal["faster", "slower", "no difference beyond noise", "too few repeats to tell"]
+Suggestion = Literal["faster", "slower", "no difference beyond noise", "too few repeats to tell"]
 
 
 def median(values: Sequence[float]) -> float:
@@ -32,7 +32,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def verdict(ratios: Sequence[float]) -> Verdict:
+def verdict(ratios: Sequence[float]) -> Suggestion:
     """What the paired ratios of a speed over the one it is compared with allow to say."""
     if len(ratios) < LEAST_PAIRS:
         return "too few repeats to tell"

@@ -49,17 +49,17 @@ class Spec:
     warmup: int = 0
     steps: int | None = None
     seconds: float = 0.0
-    looks: int = 0
+    profile_steps: int = 0
     dropout: bool = True
     evaluates: bool = False
 
 
-class Meter(Plugin):
+class StepMeter(Plugin):
     """Looks on, as the first of all plugins. The device is waited for at the ends of the window alone."""
 
     name = "bench-meter"
 
-    def __init__(self, spec: Spec, said: Said) -> None:
+    def __init__(self, spec: Spec, said: WarningCollector) -> None:
         super().__init__()
         self.spec, self.said = spec, said
         self.losses: list[Tensor] = []
@@ -171,7 +171,7 @@ class Meter(Plugin):
         }
 
 
-class Said(logging.Handler):
+class WarningCollector(logging.Handler):
     """Keeps the warnings of the core and of plugins: one that found nothing to act on says so."""
 
     def __init__(self) -> None:
@@ -203,16 +203,16 @@ def whole_length(run: Run, epochs: int, max_steps: int | None) -> int | None:
     return min(limits) if limits else None
 
 
-def make_meter(spec: Spec, said: Said) -> Meter:
+def make_meter(spec: Spec, said: WarningCollector) -> StepMeter:
     """The plugin that looks on."""
-    if not spec.looks:
-        return Meter(spec, said)
+    if not spec.profile_steps:
+        return StepMeter(spec, said)
     from fastloop_tools.profile.observe import Observer
 
     return Observer(spec, said)
 
 
-def start(spec: Spec, meter: Meter, own: bool) -> Run:
+def start(spec: Spec, meter: StepMeter, own: bool) -> Run:
     """From the specification to a run that is built: all that a measured process does before it trains.
 
     Args:
@@ -240,7 +240,7 @@ def measure(spec: Spec, length: Mapping[str, Any], own: bool = False) -> dict[st
         length: The recipe's own ``epochs`` and ``max_steps``.
         own: See ``start``.
     """
-    said, logger = Said(), logging.getLogger("fastloop")
+    said, logger = WarningCollector(), logging.getLogger("fastloop")
     logger.addHandler(said)
     logger.propagate = False
     try:

@@ -17,11 +17,11 @@ from torch._C._autograd import DeviceType
 
 from fastloop.distributed import launch
 from fastloop.errors import UsageError
-from fastloop.estimates import Seen
+from fastloop.estimates import StepProfile
 from fastloop.plugin import hookimpl
 from fastloop.runtime.clock import page_faults
 from fastloop.runtime.regions import PREFIX, region
-from fastloop_tools.measure.worker import Meter, Said, Spec
+from fastloop_tools.measure.worker import Spec, StepMeter, WarningCollector
 from fastloop_tools.profile.timeline import DeviceTimeline, read_timeline
 
 if TYPE_CHECKING:
@@ -33,8 +33,8 @@ OTHER = "other"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class Observer(Meter):
-    """After its window a second one of ``spec.looks`` steps under the profiler; then it stops the run.
+class Observer(StepMeter):
+    """After its window a second one of ``spec.profile_steps`` steps under the profiler; then it stops the run.
 
     Args:
         trace: Where to write the trace; None: nowhere.
@@ -45,7 +45,7 @@ class Observer(Meter):
 
     name = "profile-observer"
 
-    def __init__(self, spec: Spec, said: Said, trace: Path | None = None) -> None:
+    def __init__(self, spec: Spec, said: WarningCollector, trace: Path | None = None) -> None:
         super().__init__(spec, said)
         self.trace = trace
         self.timed: dict[str, Any] = {}
@@ -54,7 +54,7 @@ class Observer(Meter):
         self.reserved: list[int] = []
         self.reading, self.ended = 0.0, 0.0
         self.begun, self.last, self.looking = False, 0, ExitStack()
-        self.seen: Seen | None = None
+        self.seen: StepProfile | None = None
 
     @hookimpl
     def before_step(self, batches: list[Batch]) -> None:
@@ -100,7 +100,7 @@ class Observer(Meter):
         kinds = [torch.profiler.ProfilerActivity.CPU]
         if run.device.type == "cuda":
             kinds.append(torch.profiler.ProfilerActivity.CUDA)
-        self.begun, self.last = True, run.state.step + self.spec.looks
+        self.begun, self.last = True, run.state.step + self.spec.profile_steps
         self.profiler: Any = torch.profiler.profile(activities=kinds, record_shapes=True, with_flops=True, acc_events=True)
         self.looking.enter_context(run.plugins.around(region))
         self.looking.enter_context(self.profiler)
@@ -127,7 +127,7 @@ class Observer(Meter):
         if not self.timed:
             return  # too short; ``read`` says so
         timeline = self._export(run.device)
-        profiled, regions, hooks = spans(self.profiler.events(), self.spec.looks)
+        profiled, regions, hooks = spans(self.profiler.events(), self.spec.profile_steps)
         whole, waiting = self.timed["seconds_a_step"], regions.get("data", 0.0)  # which no profiler makes longer: the rest, it stretches
         rest = min(1.0, max(0.0, (whole - waiting) / (profiled - waiting))) if profiled > waiting else 1.0
         regions = {name: value if name == "data" else value * rest for name, value in regions.items()}
@@ -135,12 +135,12 @@ class Observer(Meter):
         regions = {name: value * drift for name, value in regions.items()}
         averages = [event for event in self.profiler.key_averages() if "::" in event.key and event.device_type == DeviceType.CPU]
         if timeline is not None:
-            regions = {name: value / self.spec.looks for name, value in timeline.regions(whole * self.spec.looks).items()}
-            operations = {name: value / self.spec.looks for name, value in timeline.operations.items()}
+            regions = {name: value / self.spec.profile_steps for name, value in timeline.regions(whole * self.spec.profile_steps).items()}
+            operations = {name: value / self.spec.profile_steps for name, value in timeline.operations.items()}
         else:
-            operations = {event.key: 1e-6 * event.self_cpu_time_total / self.spec.looks * rest for event in averages}
+            operations = {event.key: 1e-6 * event.self_cpu_time_total / self.spec.profile_steps * rest for event in averages}
         everyone = run.processes.all_gather_object(regions)
-        self.seen = Seen(
+        self.seen = StepProfile(
             device=run.device.type,
             precision={"no": "fp32"}.get(run.accelerator.mixed_precision, run.accelerator.mixed_precision),
             cores=launch.cores(),
@@ -157,8 +157,8 @@ class Observer(Meter):
             regions=regions,
             hooks={name: value * rest for name, value in hooks.items()},
             operations={name: value for name, value in operations.items() if value},
-            counts={event.key: event.count / self.spec.looks for event in averages},
-            flops=sum(event.flops or 0 for event in averages) / self.spec.looks,
+            counts={event.key: event.count / self.spec.profile_steps for event in averages},
+            flops=sum(event.flops or 0 for event in averages) / self.spec.profile_steps,
             peaks=peaks(run.device, ("fp32", "bf16") if run.device.type == "cpu" else tuple(DTYPES)),
             idle=None if timeline is None else timeline.idle_share,
             page_faults=self.timed["page_faults"],

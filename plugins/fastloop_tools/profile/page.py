@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fastloop.estimates import Seen
+from fastloop.estimates import StepProfile
 from fastloop_tools.measure.statistics import break_even
+from fastloop_tools.profile.suggestions import Suggestion
 from fastloop_tools.profile.timeline import LAUNCH
-from fastloop_tools.profile.verdicts import Verdict
 
 OPERATIONS, HOOKS = 8, 5
 """Rows that are shown."""
@@ -30,7 +30,7 @@ def table(head: list[str], rows: list[list[str]]) -> list[str]:
     return [f"| {' | '.join(head)} |", "|---|" + "---:|" * (len(head) - 1), *(f"| {' | '.join(row)} |" for row in rows), ""]
 
 
-def markdown(seen: Seen, found: list[Verdict], refused: Mapping[str, str], name: str) -> str:
+def markdown(seen: StepProfile, found: list[Suggestion], refused: Mapping[str, str], name: str) -> str:
     """The whole page."""
     lines = [f"# {name}: what a step spends", ""]
     rate = f"{seen.samples / seen.seconds:,.1f} samples/s" + (f", {seen.tokens / seen.seconds:,.0f} real tokens/s" if seen.tokens else "")
@@ -60,7 +60,7 @@ def markdown(seen: Seen, found: list[Verdict], refused: Mapping[str, str], name:
         about = f"about {milliseconds(verdict.win.seconds)} of a step ({verdict.win.seconds / seen.seconds:.0%})"
         pays = break_even(verdict.win.once, verdict.win.seconds)
         once = f" It costs about {verdict.win.once:.0f} s once, which {pays} steps win back." if pays else ""
-        lines.append(f"{number}. `{verdict.edit}`: {about}. {verdict.win.why}{once} ({verdict.parity})")
+        lines.append(f"{number}. `{verdict.edit}`: {about}. {verdict.win.why}{once} ({verdict.numerics})")
     lines += ["", *(f"- `{plugin}` would win, and cannot be here: {why}" for plugin, why in refused.items())]
     return "\n".join(lines).rstrip() + "\n"
 
@@ -70,7 +70,7 @@ def ranked(values: Mapping[str, float]) -> list[tuple[str, float]]:
     return sorted(values.items(), key=lambda item: -item[1])
 
 
-def facts(seen: Seen) -> list[str]:
+def facts(seen: StepProfile) -> list[str]:
     """What is to be known beside the shares."""
     lines = []
     if seen.padded:
@@ -107,7 +107,7 @@ def facts(seen: Seen) -> list[str]:
     return lines
 
 
-def record(seen: Seen, found: list[Verdict], refused: Mapping[str, str]) -> dict[str, Any]:
+def record(seen: StepProfile, found: list[Suggestion], refused: Mapping[str, str]) -> dict[str, Any]:
     """For ``profile.json``."""
     return {
         "seen": seen.to_dict(),
@@ -118,7 +118,7 @@ def record(seen: Seen, found: list[Verdict], refused: Mapping[str, str]) -> dict
                 "seconds": verdict.win.seconds,
                 "once": verdict.win.once,
                 "why": verdict.win.why,
-                "parity": verdict.parity,
+                "numerics": verdict.numerics,
             }
             for verdict in found
         ],

@@ -145,22 +145,22 @@ def bars(values: Sequence[tuple[str, float, str, tuple[float, float] | None, str
     ]
 
 
-def ladder_bars(record: Mapping[str, Any]) -> list[Bar]:
-    """The rungs of a ladder by their speed."""
+def ablation_bars(record: Mapping[str, Any]) -> list[Bar]:
+    """The variants of an ablation by their speed."""
     rows: list[tuple[str, float, str, tuple[float, float] | None, str]] = []
-    for rung in record.get("rungs", []):
-        results = rung.get("results")
-        if rung.get("kind") == "without":
+    for variant in record.get("variants", []):
+        results = variant.get("results")
+        if variant.get("kind") == "without":
             continue
         if not results:
-            rows.append((rung["title"], 0.0, "not measured", None, rung.get("why_not") or rung.get("error") or ""))
+            rows.append((variant["title"], 0.0, "not measured", None, variant.get("why_not") or variant.get("error") or ""))
             continue
         rate = results[f"{results['unit']}_per_second"]
         over = results.get("over_baseline")
         label = f"{rate['median']:,.0f} {results['unit']}/s" + (f", x {over['median']:.2f}" if over else "")
         verdict = (results.get("over_before") or {}).get("verdict", "")
         memory = f"{results['peak_memory_bytes'] / 2**20:,.0f} MiB"
-        rows.append((rung["title"], rate["median"], label, (rate["low"], rate["high"]), "; ".join(filter(None, [verdict, memory]))))
+        rows.append((variant["title"], rate["median"], label, (rate["low"], rate["high"]), "; ".join(filter(None, [verdict, memory]))))
     return bars(rows)
 
 

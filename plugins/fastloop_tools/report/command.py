@@ -1,4 +1,4 @@
-"""``fastloop report``: runs, ladders and profiles on one page of HTML."""
+"""``fastloop report``: runs, ablations and profiles on one page of HTML."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def report(
     output: Annotated[Path, typer.Option(metavar="FILE", help="The page to write.")] = Path("report.html"),
     title: Annotated[str, typer.Option(help="What stands on top.")] = "",
 ) -> None:
-    """Write one page of HTML about runs: curves, metrics, where recipes differ, ladders, and where a step's time goes.
+    """Write one page of HTML about runs: curves, metrics, where recipes differ, ablations, and where a step's time goes.
 
     The page needs nothing else: no network, no scripts.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from fastloop_tools.report.charts import Chart, ladder_bars, line_chart, number, region_bars
+from fastloop_tools.report.charts import Chart, ablation_bars, line_chart, number, region_bars
 from fastloop_tools.report.read import Found, Trained, differences
 
 TITLES = {
@@ -39,7 +39,7 @@ def render(found: Found, title: str) -> str:
         charts=charts(found.runs),
         differences=differences(found.runs) if len(found.runs) > 1 else [],
         names=[run.name for run in found.runs],
-        ladders=[(name, record, ladder_bars(record)) for name, record in found.ladders],
+        ablations=[(name, record, ablation_bars(record)) for name, record in found.ablations],
         profiles=[(name, record, region_bars(record)) for name, record in found.profiles],
     )
 
@@ -65,7 +65,7 @@ def _facts(run: Trained, index: int) -> dict[str, Any]:
 def _metrics(runs: list[Trained]) -> list[tuple[str, list[tuple[str, bool]]]]:
     """Final metrics: name -> each run's value, and whether it is the best of several."""
     names = dict.fromkeys(
-        (split, name) for run in runs for split in ("evaluate", "test") for name in ((run.summary or {}).get(split) or {})
+        (split, name) for run in runs for split in ("validation", "test") for name in ((run.summary or {}).get(split) or {})
     )
     rows = []
     for split, name in names:

@@ -41,7 +41,7 @@ class Found:
     """What is to be shown."""
 
     runs: list[Trained] = field(default_factory=list)
-    ladders: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    ablations: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     profiles: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
 
 
@@ -61,11 +61,11 @@ def read(folders: Iterable[Path]) -> Found:
         if (folder / "recipe.yaml").is_file() and ((folder / "metrics.jsonl").is_file() or (folder / "summary.json").is_file()):
             found.runs.append(_run(folder, name))
         elif (folder / "bench.json").is_file():
-            found.ladders.append((name, _json(folder / "bench.json")))
+            found.ablations.append((name, _json(folder / "bench.json")))
         elif (folder / "profile.json").is_file():
             found.profiles.append((name, _json(folder / "profile.json")))
         else:
-            what = "holds no run, ladder or profile" if folder.is_dir() else "no such folder"
+            what = "holds no run, ablation or profile" if folder.is_dir() else "no such folder"
             raise UsageError(f"{folder}: {what}. Expected a folder that `fastloop train`, `bench` or `profile` wrote.")
     return found
 
@@ -103,7 +103,7 @@ def _is_number(value: Any) -> bool:
 
 def _check_summary(summary: Mapping[str, Any], path: Path) -> None:
     """Refuse values of other types than those that a page shows."""
-    numbers = {key: value for split in ("evaluate", "test") for key, value in _mapping(summary.get(split), path).items()}
+    numbers = {key: value for split in ("validation", "test") for key, value in _mapping(summary.get(split), path).items()}
     numbers |= {key: summary.get(key) for key in NUMBERS}
     wrong = [
         f"{key}: found {value!r:.60}, expected a number" for key, value in numbers.items() if value is not None and not _is_number(value)

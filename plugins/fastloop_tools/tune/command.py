@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from fastloop.cli.arguments import ACCEPTED, Overrides, RecipeName, With, Without, names, parity_classes
+from fastloop.cli.arguments import ACCEPTED, Overrides, RecipeName, With, Without, names, numerics_classes
 from fastloop.distributed import launch
 
 
@@ -20,7 +20,7 @@ def tune(
     with_: With = None,
     without: Without = None,
     budget: Annotated[str, typer.Option(metavar="TIME", help="How long it may take: 90s, 10m, 1h.")] = "10m",
-    accept: Annotated[str, typer.Option(metavar="A,B", help="What plugins may do to the numbers (parity classes).")] = ACCEPTED,
+    accept: Annotated[str, typer.Option(metavar="A,B", help="What plugins may do to the numbers (numerics classes).")] = ACCEPTED,
     steps: Annotated[int, typer.Option(min=1, help="Steps of a measurement, at the least.")] = 2,
     seconds: Annotated[float, typer.Option(min=0, help="And for at least so long.")] = 6.0,
     warmup: Annotated[int, typer.Option(min=1, help="Steps before them.")] = 2,
@@ -29,7 +29,7 @@ def tune(
 ) -> None:
     """Find the fastest plugin set of a recipe on this machine, and write it as a recipe.
 
-    Plugins forecast what they would win; the largest is tried next, in fresh processes, and kept when it is faster. What was found is
+    Plugins estimate what they would win; the largest is tried next, in fresh processes, and kept when it is faster. What was found is
     held against what was given at the end, in speed and in losses, and never written when it is slower.
     """
     environment = dict(os.environ)  # as it is before plugins are resolved, which may set variables
@@ -37,15 +37,15 @@ def tune(
     from fastloop.errors import UsageError
     from fastloop.recipe import load_recipe
     from fastloop.runtime.files import write
-    from fastloop_tools.bench.ladder import dump, finite
+    from fastloop_tools.bench.ablation import dump, finite
     from fastloop_tools.bench.plan import check
-    from fastloop_tools.measure.pairs import Window, Workshop
+    from fastloop_tools.measure.pairs import TrialRunner, Window
     from fastloop_tools.tune import write as writing
     from fastloop_tools.tune.search import Search
 
     if launch.world_size() > 1:
         raise UsageError("tune starts the processes that it measures. Start it without a launcher, and with --nproc N.")
-    classes = parity_classes(accept)
+    classes = numerics_classes(accept)
     allowed = parse_time(budget)
     loaded = load_recipe(recipe, overrides or (), names(with_), names(without))
     check(loaded).hooks.check_recipe(recipe=loaded)
@@ -57,9 +57,15 @@ def tune(
     if target.suffix == ".json" or target.is_dir() or not target.absolute().parent.is_dir():
         raise UsageError(f"--output {target}: expected a .yaml file in a folder that is there.")
     with tempfile.TemporaryDirectory(prefix="fastloop-tune-") as cache:
-        shop = Workshop(environment, Path(cache), typer.echo, nproc, timeout=allowed)
+        shop = TrialRunner(environment, Path(cache), typer.echo, nproc, timeout=allowed)
         search = Search(
-            loaded, classes, allowed, shop, Window(steps=steps, seconds=seconds, warmup=warmup, looks=2), typer.echo, never=names(without)
+            loaded,
+            classes,
+            allowed,
+            shop,
+            Window(steps=steps, seconds=seconds, warmup=warmup, profile_steps=2),
+            typer.echo,
+            never=names(without),
         )
         found = search.run()
     record = search.record()

@@ -1,8 +1,8 @@
-"""A greedy search: the edit with the largest forecast is tried next, against the best recipe so far.
+"""A greedy search: the edit with the largest estimate is tried next, against the best recipe so far.
 
 measure the recipe, and look at its steps
 while there is time:
-    of the edits that plugins forecast a win of, try the largest that was not tried
+    of the edits that plugins estimate a win of, try the largest that was not tried
     keep it when it is faster: pair by pair, a clear case needs one pair, a close one three
 try without each plugin that is there for speed, and other device batch sizes
 hold the losses of what was found to those of what was given
@@ -18,23 +18,23 @@ from time import monotonic
 from typing import Any, get_args
 
 from fastloop.errors import FastloopError, UsageError
-from fastloop.estimates import Seen
+from fastloop.estimates import StepProfile
 from fastloop.numerics import BROKEN, FAILED
-from fastloop.plugin import Parity, Plugin
+from fastloop.plugin import Numerics, Plugin
 from fastloop.recipe import Recipe, make_recipe
 from fastloop.registry import load_listed, select
 from fastloop_tools.bench.plan import check
-from fastloop_tools.measure.pairs import Window, Workshop, faster
+from fastloop_tools.measure.pairs import TrialRunner, Window, faster
 from fastloop_tools.measure.results import Measurement, speed
 from fastloop_tools.measure.statistics import break_even, interval, median, verdict
-from fastloop_tools.profile.verdicts import verdicts
+from fastloop_tools.profile.suggestions import suggest
 
-CLASSES = get_args(Parity)
+CLASSES = get_args(Numerics)
 """From what changes the numbers least to what changes them most."""
 PAIRS, CHECKS = 3, 5
 """Pairs that a close case gets, and the last check, time allowing."""
 CLEAR, WORTH, LEAST = 1.3, 1.05, 1.02
-"""Factors from which one pair is enough, two that agree or one and its forecast, and three."""
+"""Factors from which one pair is enough, two that agree or one and its estimate, and three."""
 LOSSES = 3
 """Steps of which the losses are compared."""
 MORE = 2
@@ -45,13 +45,13 @@ ONCE = 2.0
 
 @dataclass
 class Trial:
-    """One edit that was tried, and its receipt.
+    """One edit that was tried, and its report.
 
     Attributes:
         edit: As one would type it.
         plugin: Whose it is; empty for the device batch size.
-        parity: What it does to the numbers.
-        forecast: The factor that was forecast; None: nobody forecast any.
+        numerics: What it does to the numbers.
+        estimate: The factor that was estimate; None: nobody estimate any.
         ratios: Speed with it over the speed without, pair by pair.
         kept: Whether the recipe has it now.
         why: Why not, where it could not be measured.
@@ -63,8 +63,8 @@ class Trial:
 
     edit: str
     plugin: str
-    parity: str
-    forecast: float | None = None
+    numerics: str
+    estimate: float | None = None
     ratios: list[float] = field(default_factory=list)
     kept: bool = False
     why: str = ""
@@ -91,18 +91,18 @@ class Search:
     """One search.
 
     Args:
-        accept: Parity classes that edits may have.
+        accept: Numerics classes that edits may have.
         budget: Seconds.
         shop: Where trainings are run.
         window: What of each is measured.
         say: Gets a line for each thing that is found.
         never: Plugins that are not to be tried.
-        pairs: Give every edit so many pairs, keep what is faster beyond noise, and try no more than what is forecast; None: as above.
+        pairs: Give every edit so many pairs, keep what is faster beyond noise, and try no more than what is estimate; None: as above.
 
     Attributes:
         best: The fastest recipe so far.
         trials: What was tried, in order.
-        check: Given against found: ``ratios``, and ``parity``.
+        check: Given against found: ``ratios``, and ``numerics``.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Search:
         recipe: Recipe,
         accept: Collection[str],
         budget: float,
-        shop: Workshop,
+        shop: TrialRunner,
         window: Window,
         say: Callable[[str], None],
         pairs: int | None = None,
@@ -120,7 +120,7 @@ class Search:
         self.given = self.best = recipe
         self.accept, self.budget, self.shop, self.window, self.say = accept, budget, shop, window, say
         self.trials: list[Trial] = []
-        self.check: dict[str, Any] = {"ratios": [], "parity": None}
+        self.check: dict[str, Any] = {"ratios": [], "numerics": None}
         self.started = monotonic()
         self.costs: dict[str, tuple[float, float]] = {}
 
@@ -147,11 +147,11 @@ class Search:
     def next(self, here: Measurement) -> Proposal | None:
         """The next edit there is time for."""
         tried = {trial.edit for trial in self.trials}
-        refused = {trial.plugin for trial in self.trials if trial.forecast is not None and not trial.kept}
+        refused = {trial.plugin for trial in self.trials if trial.estimate is not None and not trial.kept}
         for proposal in self.proposals(here):
-            again = proposal.trial.edit in tried or (proposal.trial.forecast is not None and proposal.trial.plugin in refused)
-            if not again and proposal.trial.parity in self.accept:
-                hoped = max(proposal.trial.forecast or 1.0, 1.0)
+            again = proposal.trial.edit in tried or (proposal.trial.estimate is not None and proposal.trial.plugin in refused)
+            if not again and proposal.trial.numerics in self.accept:
+                hoped = max(proposal.trial.estimate or 1.0, 1.0)
                 missing = self.cost(self.best, hoped=hoped) + self.reserve(hoped) - self.left()
                 if missing <= 0:
                     return proposal
@@ -162,12 +162,12 @@ class Search:
 
     def proposals(self, here: Measurement) -> Iterator[Proposal]:
         """Edits of the best recipe so far."""
-        seen = Seen(**here["seen"])
-        left_out = {trial.plugin for trial in self.trials if trial.kept and trial.forecast is None}
-        found, _ = verdicts(seen, self.best, self.never | left_out)
+        seen = StepProfile(**here["seen"])
+        left_out = {trial.plugin for trial in self.trials if trial.kept and trial.estimate is None}
+        found, _ = suggest(seen, self.best, self.never | left_out)
         for told in found:
             factor = seen.seconds / max(seen.seconds - told.win.seconds, 0.01 * seen.seconds)
-            yield Proposal(Trial(told.edit, told.plugin, told.parity, factor), told.recipe)
+            yield Proposal(Trial(told.edit, told.plugin, told.numerics, factor), told.recipe)
         if self.pairs is not None:
             return
         for name, options in self.given.plugins.items():
@@ -175,14 +175,14 @@ class Search:
                 plugin = load_listed(self.given, name)
                 without = self.edited("plugins", {name: False}) if plugin.slot != "task" and for_speed(plugin) else None
                 if without is not None:
-                    yield Proposal(Trial(f"--without {name}", name, plugin.parity), without)
-        size = self.best.train.device_batch_size or self.best.train.batch_size // seen.world_size
+                    yield Proposal(Trial(f"--without {name}", name, plugin.numerics), without)
+        size = self.best.train.micro_batch_size or self.best.train.batch_size // seen.world_size
         for other in (size // 2, size * 2):
             whole = self.best.train.batch_size // seen.world_size
             if 1 <= other <= whole and whole % other == 0:
-                recipe = self.edited("train", {"device_batch_size": other})
+                recipe = self.edited("train", {"micro_batch_size": other})
                 if recipe is not None:
-                    yield Proposal(Trial(f"train.device_batch_size={other}", "", "reassociated"), recipe)
+                    yield Proposal(Trial(f"train.micro_batch_size={other}", "", "reassociated"), recipe)
 
     def edited(self, section: str, change: Mapping[str, Any]) -> Recipe | None:
         """The best recipe with keys of a section set; None when it cannot run."""
@@ -213,7 +213,7 @@ class Search:
             trial.ratios.append(faster(there, base))
             trial.before.append(base["seconds_a_step"])
             trial.after.append(there["seconds_a_step"])
-            decision = self.decide(trial.ratios, trial.forecast or 0.0)
+            decision = self.decide(trial.ratios, trial.estimate or 0.0)
             pair = self.cost(self.best) + self.cost(proposal.recipe)
             if decision is None and self.pairs is None and self.left() < pair + self.reserve():
                 decision = False
@@ -229,14 +229,14 @@ class Search:
             decision, trial.why = False, f"it costs {trial.once:.0f} s once, which {length} steps do not win back"
         trial.kept = decision
         shown = ", ".join(f"{ratio:.2f}" for ratio in trial.ratios)
-        forecast = "" if trial.forecast is None else f" (forecast {trial.forecast:.2f})"
+        estimate = "" if trial.estimate is None else f" (estimate {trial.estimate:.2f})"
         pays = f", pays after {trial.pays_after} steps" if decision and trial.once > ONCE else ""
-        self.say(f"{trial.edit}: x {shown}{forecast}: {'kept' if decision else trial.why or 'not kept'}{pays}")
+        self.say(f"{trial.edit}: x {shown}{estimate}: {'kept' if decision else trial.why or 'not kept'}{pays}")
         if decision:
             self.best = proposal.recipe
         return there if decision else base
 
-    def decide(self, ratios: list[float], forecast: float = 0.0) -> bool | None:
+    def decide(self, ratios: list[float], estimate: float = 0.0) -> bool | None:
         """Whether to keep an edit with these ratios; None: another pair is needed."""
         if self.pairs is not None:
             slower = sum(ratio <= 1 for ratio in ratios)
@@ -244,18 +244,18 @@ class Search:
                 return False
             return None if len(ratios) < self.pairs + MORE * slower else verdict(ratios) == "faster"
         if len(ratios) == 1:
-            return True if ratios[0] >= CLEAR or min(ratios[0], forecast) >= WORTH else False if ratios[0] <= 1 / WORTH else None
+            return True if ratios[0] >= CLEAR or min(ratios[0], estimate) >= WORTH else False if ratios[0] <= 1 / WORTH else None
         if len(ratios) < PAIRS:
             return True if min(ratios) >= WORTH else False if max(ratios) <= 1.0 else None
         return min(ratios) > 1.0 and median(ratios) >= LEAST
 
-    def measure(self, recipe: Recipe, number: int = 0, looks: bool = True) -> Measurement:
+    def measure(self, recipe: Recipe, number: int = 0, profiles: bool = True) -> Measurement:
         """In a fresh process."""
-        window = self.window if looks else replace(self.window, looks=0)
+        window = self.window if profiles else replace(self.window, profile_steps=0)
         found = self.shop.measure(recipe, window, number)
         if "error" not in found:
             step, took = found["seconds_a_step"], found["process_seconds"]
-            trained = max((window.warmup + window.steps) * step, window.warmup * step + window.seconds) + window.looks * step
+            trained = max((window.warmup + window.steps) * step, window.warmup * step + window.seconds) + window.profile_steps * step
             self.costs[repr(recipe.to_dict())] = max(0.0, took - trained), step
         return found
 
@@ -266,11 +266,11 @@ class Search:
         kept = [trial for trial in self.trials if trial.kept]
         if not kept:
             return
-        promises = {trial.parity for trial in kept}
-        listed = {plugin.parity for recipe in (self.given, self.best) for plugin in select(recipe).plugins}
+        promises = {trial.numerics for trial in kept}
+        listed = {plugin.numerics for recipe in (self.given, self.best) for plugin in select(recipe).plugins}
         if "reduced-precision" in listed:  # in few bits another order of sums is far from 1e-5
             promises.add("reduced-precision")
-        self.check["parity"] = found = self.shop.held(self.given, self.best, max(promises, key=CLASSES.index), LOSSES)
+        self.check["numerics"] = found = self.shop.held(self.given, self.best, max(promises, key=CLASSES.index), LOSSES)
         if found["verdict"] in (BROKEN, FAILED):
             self.undo(f"the losses are not those of the recipe as given ({found['verdict']}, {found['difference'] or found['why']})")
 
@@ -287,7 +287,7 @@ class Search:
             if number and self.left() < pair:
                 break
             arms = [self.given, self.best] if number % 2 == 0 else [self.best, self.given]
-            measured = {id(recipe): self.measure(recipe, number, looks=False) for recipe in arms}
+            measured = {id(recipe): self.measure(recipe, number, profiles=False) for recipe in arms}
             ours, theirs = measured[id(self.best)], measured[id(self.given)]
             if error := ours.get("error") or theirs.get("error"):
                 self.check["error"] = error
@@ -327,7 +327,7 @@ class Search:
         return self.cost(given, LOSSES) + self.cost(best, LOSSES, hoped) + self.cost(given) + self.cost(best, hoped=hoped)
 
     def record(self) -> dict[str, Any]:
-        """The receipt."""
+        """The report."""
         return {
             "given": self.given.to_dict(),
             "found": self.best.to_dict(),
@@ -346,5 +346,5 @@ def first_cost(found: Measurement) -> float:
 
 
 def for_speed(plugin: type[Plugin]) -> bool:
-    """Whether a plugin is there to make runs faster: it forecasts."""
-    return plugin.forecast.__func__ is not Plugin.forecast.__func__  # type: ignore[attr-defined]
+    """Whether a plugin is there to make runs faster: it estimates."""
+    return plugin.estimate_speedup.__func__ is not Plugin.estimate_speedup.__func__  # type: ignore[attr-defined]

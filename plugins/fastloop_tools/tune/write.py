@@ -32,8 +32,8 @@ def tuned(search: Search, last: str, folder: Path) -> str:
         if trial.kept:
             key = trial.edit.partition("=")[0] if trial.edit.startswith(("data.", "train.", "model.")) else trial.plugin
             pays = f", pays after {trial.pays_after} steps" if trial.once > ONCE else ""
-            remarks[key] = f"x {median(trial.ratios):.2f}" + (", one pair" if len(trial.ratios) == 1 else "") + f"{pays}; {trial.parity}"
-    name, held = search.given.source.stem if search.given.source else "recipe", search.check["parity"]
+            remarks[key] = f"x {median(trial.ratios):.2f}" + (", one pair" if len(trial.ratios) == 1 else "") + f"{pays}; {trial.numerics}"
+    name, held = search.given.source.stem if search.given.source else "recipe", search.check["numerics"]
     head = [f"{name}, tuned on this machine: {factor(search)}.", f"Losses, {held['class']}: {held['verdict']}.", last]
     best, source = search.best, search.best.source
     if source is not None and source.parent.resolve() != folder.resolve():
@@ -48,19 +48,19 @@ def tuned(search: Search, last: str, folder: Path) -> str:
     return text(best, head, remarks)
 
 
-def receipts(search: Search) -> str:
+def reports(search: Search) -> str:
     """A markdown table of what was tried."""
-    lines = ["| edit | before | after | x measured | x forecast | pays after | parity | |", "|---|---:|---:|---:|---:|---:|---|---|"]
+    lines = ["| edit | before | after | x measured | x estimate | pays after | numerics | |", "|---|---:|---:|---:|---:|---:|---|---|"]
     for trial in search.trials:
         measured = ["", "", trial.why]
         if trial.ratios:
             low, high = trial.interval
             seconds = [f"{median(values):.3f} s" for values in (trial.before, trial.after)]
             measured = [*seconds, f"{median(trial.ratios):.2f} ({low:.2f} to {high:.2f})"]
-        forecast = "" if trial.forecast is None else f"{trial.forecast:.2f}"
+        estimate = "" if trial.estimate is None else f"{trial.estimate:.2f}"
         pays = "" if trial.once <= ONCE else "never" if trial.pays_after is None else f"{trial.pays_after} steps"
         verdict = "kept" if trial.kept else trial.why or "not kept"
-        lines.append(f"| `{trial.edit}` | {' | '.join(measured)} | {forecast} | {pays} | {trial.parity} | {verdict} |")
+        lines.append(f"| `{trial.edit}` | {' | '.join(measured)} | {estimate} | {pays} | {trial.numerics} | {verdict} |")
     return "\n".join(lines) + "\n"
 
 

@@ -32,7 +32,7 @@ class DrawnShapes(Plugin):
     name = "drawn-shapes"
     slot = "task"
     fallback_hooks = ("build_model", "compute_loss")  # another plugin may answer these instead
-    configures = "trains a classifier of drawn shapes"
+    description = "trains a classifier of drawn shapes"
 
     @dataclass(kw_only=True)
     class Config:
@@ -59,7 +59,9 @@ class DrawnShapes(Plugin):
         from torch.utils.data import TensorDataset
 
         config, datasets = self.config, {}
-        for number, (split, count) in enumerate({"train": config.count, "evaluate": config.count // 4, "test": config.count // 4}.items()):
+        for number, (split, count) in enumerate(
+            {"train": config.count, "validation": config.count // 4, "test": config.count // 4}.items()
+        ):
             rng = np.random.default_rng((config.seed, number))  # a split does not change with the size of another
             labels = rng.integers(config.classes, size=count)
             datasets[split] = TensorDataset(torch.from_numpy(draw(labels, config.size, rng)), torch.from_numpy(labels))

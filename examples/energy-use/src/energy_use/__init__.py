@@ -32,9 +32,9 @@ class EnergyUse(Plugin):
     """Energy and processor time, in the summary and the log."""
 
     name = "energy-use"
-    parity = "exact"
-    observes: ClassVar[bool] = True
-    configures = "counts joules and processor time"
+    numerics = "bitwise"
+    read_only: ClassVar[bool] = True
+    description = "counts joules and processor time"
 
     @dataclass(kw_only=True)
     class Config:
@@ -122,7 +122,7 @@ class Gpu:
     def __init__(self, device: torch.device) -> None:
         self.joules: float | None = None
         self.busy: float | None = None
-        self.looks = 0
+        self.profile_steps = 0
         try:
             import pynvml
         except ImportError:
@@ -147,8 +147,8 @@ class Gpu:
         with suppress(self.nvml.NVMLError):
             self.joules = (self.nvml.nvmlDeviceGetTotalEnergyConsumption(self.handle) - self.start) / 1e3
             share = self.nvml.nvmlDeviceGetUtilizationRates(self.handle).gpu / 100
-            self.looks += 1
-            self.busy = (self.busy or 0.0) + (share - (self.busy or 0.0)) / self.looks
+            self.profile_steps += 1
+            self.busy = (self.busy or 0.0) + (share - (self.busy or 0.0)) / self.profile_steps
 
 
 def read(file: Path) -> str:

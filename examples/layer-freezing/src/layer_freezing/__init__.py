@@ -31,9 +31,9 @@ class LayerFreezing(Plugin):
     """Fewer and fewer weights are trained."""
 
     name = "layer-freezing"
-    parity = "changes-training"
+    numerics = "changes-training"
     conflicts = {"slot:strategy": "strategies settle before training which weights have gradients."}
-    configures = "freezes the first layers as training goes on"
+    description = "freezes the first layers as training goes on"
 
     @dataclass(kw_only=True)
     class Config:

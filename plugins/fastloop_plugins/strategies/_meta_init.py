@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from fastloop import Run
 
 
-class Whole:
+class MetaInit:
     """The main process's weights, before all processes' parameters go to the meta device."""
 
     def __init__(self, run: Run, model: nn.Module) -> None:

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastloop.testing import VECTORS, Call, HookCalls, start, train
+from fastloop import UsageError
+from fastloop.testing import VECTORS, Call, Conformance, HookCalls, start, train
 from fastloop.testing.studies import strategies
 
 # -- fixtures ----------------------------------------------------------------------------------------------------------
@@ -110,6 +111,11 @@ def test_a_killed_process_is_told_by_its_signal():
     assert start(1, kills_itself)[0].code == -signal.SIGKILL
 
 
+def test_a_slow_check_that_does_not_exist_is_refused():
+    with pytest.raises(UsageError, match=r"Misspelled\.slow: there is no check 'kiled'\. Did you mean 'killed'\?"):
+        type("Misspelled", (Conformance,), {"plugin": "ema", "slow": ["processes[ddp]", "kiled"]})
+
+
 def test_without_pytest_it_says_what_to_install():
     code = "import sys; sys.modules['pytest'] = None; import fastloop.testing"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -137,11 +143,11 @@ class Made(Plugin):
     """It is made for a test."""
 
     name = "{name}"
-    configures = "what a test wants"
+    description = "what a test wants"
 '''
 ALONE = 'conflicts = {"slot:strategy": "it is for one process."}\n'
 GOOD = '''
-parity = "exact"
+numerics = "bitwise"
 
 @dataclass(kw_only=True)
 class Config:
@@ -165,7 +171,7 @@ def save_state(self):
 def load_state(self, state):
     self.seen = state["seen"]
 '''
-SHOWN = "# good\n\nParity class `exact`.\n\n| option | default |\n|---|---|\n| `every` | 1 |\n"
+SHOWN = "# good\n\nParity class `bitwise`.\n\n| option | default |\n|---|---|\n| `every` | 1 |\n"
 SCALES = """
 @hookimpl
 def after_backward(self, run):
@@ -173,7 +179,7 @@ def after_backward(self, run):
         parameter.grad.mul_(1.001)
 """
 FORGETS = """
-parity = "changes-training"
+numerics = "changes-training"
 
 def __init__(self, **options):
     super().__init__(**options)
@@ -186,7 +192,7 @@ def before_optimizer_step(self, run):
         group["lr"] = 1e-2 / self.steps
 """
 LEAKS = """
-parity = "reassociated"
+numerics = "reassociated"
 
 @hookimpl
 def before_fit(self):
@@ -213,7 +219,7 @@ class Config:
     strength: Annotated[Any, option("How strong.")] = 1.0
 '''
 BY_RANK = """
-parity = "changes-training"
+numerics = "changes-training"
 
 @hookimpl
 def after_fit(self, run):
@@ -222,7 +228,7 @@ def after_fit(self, run):
             parameter.add_(run.rank)
 """
 DIVERGES = """
-parity = "changes-training"
+numerics = "changes-training"
 
 @hookimpl
 def after_backward(self, run):
@@ -235,34 +241,42 @@ def before_step(self):
     torch.rand(1)
 """
 UNSURE = """
-parity = "about right"
+numerics = "about right"
 """
 BAD = {
-    "scales": (SCALES, "parity", "promises parity 'exact': the losses that there are without it, to the bit. Found: from step"),
-    "draws": (DRAWS, "parity", "promises parity 'exact': the losses that there are without it, to the bit. Found: from step 1 on"),
-    "diverges": (DIVERGES, "parity", "promises a training that learns. Found: the losses"),
+    "scales": (SCALES, "numerics", "promises numerics 'bitwise': the losses that there are without it, to the bit. Found: from step"),
+    "draws": (DRAWS, "numerics", "promises numerics 'bitwise': the losses that there are without it, to the bit. Found: from step 1 on"),
+    "diverges": (DIVERGES, "numerics", "promises a training that learns. Found: the losses"),
     "forgets": (
         FORGETS,
         "saved_and_loaded",
         "promises that a run which was interrupted after step 10 and went on ends as one that was not",
     ),
-    "forgets-too": (FORGETS, "killed", "promises that a run which was killed in step 13 and went on ends as one that was not"),
     "leaks": (LEAKS, "off", "promises to leave nothing behind when it is off. Found: torch.get_num_threads(): 1 before, 3 after"),
-    "raises": (RAISES, "parity", "the training 'ours' failed: PluginCrash: plugin 'raises' (raises 1.0) failed in after_step"),
+    "raises": (RAISES, "numerics", "the training 'ours' failed: PluginCrash: plugin 'raises' (raises 1.0) failed in after_step"),
     "scales-a-little": (
-        'parity = "reassociated"\n' + SCALES,
-        "parity",
+        'numerics = "reassociated"\n' + SCALES,
+        "numerics",
         "the first step's gradients as they are without it. Found: a relative difference of 1.00e-03, and 1e-05 is allowed",
     ),
     "undocumented": (UNDOCUMENTED, "options", "promises to document its option 'strength'. Found: no help"),
     "takes-anything": (TAKES_ANYTHING, "options", "promises to refuse an object() for its option 'strength'. Found: that it is taken"),
     "by-rank": (BY_RANK, "processes[ddp]", "promises the same weights on all processes on two processes with 'ddp'"),
-    "unsure": (UNSURE, "declared", "promises a parity class. Found: 'about right'. Expected one of: exact, reassociated"),
+    "unsure": (UNSURE, "declared", "promises a numerics class. Found: 'about right'. Expected one of: exact, reassociated"),
     "unsaid": (GOOD, "documented", "promises a recipe to copy. Found: none in the docstring of unsaid"),
     "unshown": (GOOD, "documented", "promises a table of its options in the README. Found: no row for every"),
 }
 """Plugin -> what it does, the check that finds it, and the words of it."""
-FINE = {"good": GOOD, "alone": GOOD + ALONE, "needy": GOOD + 'needs = (Package("no-such-thing", ">=2"),)\n'}
+ONLY = {
+    **dict.fromkeys(("undocumented", "takes-anything", "unsure", "unsaid", "unshown"), ("declared", "options", "documented")),
+    "raises": ("numerics",),
+    "scales-a-little": ("numerics",),
+    "by-rank": ("processes[ddp]",),
+}
+"""Plugin -> the only checks that run, to save time. All checks run for the others."""
+SLOW = {"draws": ("cost", "killed")}
+"""Plugin -> its checks with the marker `slow`, which this run leaves out."""
+FINE = {"good": GOOD, "alone": GOOD + ALONE, "needy": GOOD + 'requirements = (Package("no-such-thing", ">=2"),)\n'}
 
 
 def install(site: Path, name: str, body: str) -> None:
@@ -283,10 +297,12 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, tu
     """Plugin -> check -> outcome and message, of a pytest run of their own tests in a folder of their own."""
     folder = tmp_path_factory.mktemp("authors")
     (folder / "site").mkdir()
-    lines = ["from fastloop.testing import Conformance"]
+    lines, selected = ["from fastloop.testing import Conformance"], []
     for name, body in (FINE | {name: body for name, (body, _, _) in BAD.items()}).items():
         install(folder / "site", name, body)
-        lines.append(f"class Test_{name.replace('-', '_')}(Conformance):\n    plugin = {name!r}")
+        cls = f"Test_{name.replace('-', '_')}"
+        lines.append(f"class {cls}(Conformance):\n    plugin, slow = {name!r}, {SLOW.get(name, ())}")
+        selected += [f"test_authors.py::{cls}::test_{check}" for check in ONLY[name]] if name in ONLY else [f"test_authors.py::{cls}"]
     (folder / "test_authors.py").write_text("\n\n".join(lines) + "\n")
     (folder / "conftest.py").write_text('pytest_plugins = ["fastloop.testing"]\n')
     (folder / "pytest.ini").write_text("[pytest]\npythonpath = site\nfilterwarnings = error\n")
@@ -300,7 +316,10 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, tu
         "-p",
         "no:xdist",
         "--strict-markers",
+        "-m",
+        "not slow",
         "--junitxml=report.xml",
+        *selected,
     ]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stdout + done.stderr
@@ -321,7 +340,7 @@ def by_outcome(found: dict[str, tuple[str, str]], wanted: str) -> set[str]:
 class TestConformanceItself:
     def test_a_good_plugin_passes_all(self, outcomes):
         assert by_outcome(outcomes["good"], "failure") == by_outcome(outcomes["good"], "error") == set(), outcomes["good"]
-        assert {"declared", "options", "documented", "parity", "saved_and_loaded", "killed", "off", "cost"} < by_outcome(
+        assert {"declared", "options", "documented", "numerics", "saved_and_loaded", "killed", "off", "cost"} < by_outcome(
             outcomes["good"], "passed"
         )
         assert {f"processes[{name}]" for name in strategies() if name != "deepspeed"} < by_outcome(outcomes["good"], "passed")
@@ -334,12 +353,21 @@ class TestConformanceItself:
         assert words in message
         assert f"plugin {name!r}" in message
 
+    def test_a_killed_run_that_forgets_fails_too(self, outcomes):
+        outcome, message = outcomes["forgets"]["killed"]
+        assert outcome == "failure"
+        assert "promises that a run which was killed in step 13 and went on ends as one that was not" in message
+
+    def test_slow_checks_are_marked_without_a_marker_of_the_authors(self, outcomes):
+        assert not {"cost", "killed"} & outcomes["draws"].keys()
+        assert "saved_and_loaded" in outcomes["draws"]
+
     @pytest.mark.parametrize(
         ("name", "failing"),
         [
-            ("scales", {"parity"}),
-            ("draws", {"parity"}),
-            ("diverges", {"parity"}),
+            ("scales", {"numerics"}),
+            ("draws", {"numerics"}),
+            ("diverges", {"numerics"}),
             ("forgets", {"saved_and_loaded", "killed"}),
             ("leaks", {"off"}),
             ("undocumented", {"options"}),
@@ -362,4 +390,4 @@ class TestConformanceItself:
         assert by_outcome(outcomes["needy"], "passed") == {"options", "documented"}
         assert not by_outcome(outcomes["needy"], "failure")
         needed = "'needy' needs no-such-thing>=2, which is not installed. Install it: pip install 'no-such-thing>=2'"
-        assert needed in outcomes["needy"]["parity"][1]
+        assert needed in outcomes["needy"]["numerics"][1]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fastloop.errors import UsageError
-from fastloop.estimates import Seen, Win
+from fastloop.estimates import SpeedupEstimate, StepProfile
 from fastloop.plugin import Plugin
 from fastloop.recipe import Recipe, make_recipe
 from fastloop.registry import installed, load, load_listed
@@ -18,30 +18,30 @@ from fastloop_tools.bench.plan import check
 from fastloop_tools.measure.statistics import break_even
 
 WORTH = 0.03
-"""Share of a step that a forecast must reach to be told."""
+"""Share of a step that a estimate must reach to be told."""
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Suggestion:
     """One edit.
 
     Attributes:
-        plugin: Whose forecast it is.
-        win: The forecast.
+        plugin: Whose estimate it is.
+        win: The estimate.
         edit: As one would type it.
         recipe: With the edit made.
-        parity: The plugin's class.
+        numerics: The plugin's class.
     """
 
     plugin: str
-    win: Win
+    win: SpeedupEstimate
     edit: str
     recipe: Recipe = field(repr=False)
-    parity: str = "exact"
+    numerics: str = "bitwise"
 
 
-def verdicts(seen: Seen, recipe: Recipe, never: Collection[str] = ()) -> tuple[list[Verdict], dict[str, str]]:
-    """The edits worth a try, the largest forecast first; and plugins that would win and cannot be here -> why.
+def suggest(seen: StepProfile, recipe: Recipe, never: Collection[str] = ()) -> tuple[list[Suggestion], dict[str, str]]:
+    """The edits worth a try, the largest estimate first; and plugins that would win and cannot be here -> why.
 
     Args:
         never: Plugins that nobody wants. What the recipe itself has as false is off, and may be turned on.
@@ -49,7 +49,7 @@ def verdicts(seen: Seen, recipe: Recipe, never: Collection[str] = ()) -> tuple[l
     found, refused = [], {}
     on = dataclasses.replace(recipe, plugins={name: options for name, options in recipe.plugins.items() if options is not False})
     for cls in candidates(on):
-        win = cls.forecast(seen, on) if cls.name not in never else None
+        win = cls.estimate_speedup(seen, on) if cls.name not in never else None
         if win is None or win.seconds < WORTH * seen.seconds:
             continue
         pays = break_even(win.once, win.seconds)
@@ -62,12 +62,12 @@ def verdicts(seen: Seen, recipe: Recipe, never: Collection[str] = ()) -> tuple[l
         except UsageError as error:
             refused[cls.name] = str(error).removeprefix(f"{recipe.where}: ")
             continue
-        found.append(Verdict(cls.name, win, words(on, cls, win), edited, cls.parity if not win.overrides else "reassociated"))
+        found.append(Suggestion(cls.name, win, words(on, cls, win), edited, cls.numerics if not win.overrides else "reassociated"))
     return sorted(found, key=lambda verdict: -verdict.win.seconds), refused
 
 
 def candidates(recipe: Recipe) -> Iterator[type[Plugin]]:
-    """fastloop's own plugins, and the recipe's: no other package is imported for a forecast."""
+    """fastloop's own plugins, and the recipe's: no other package is imported for a estimate."""
     for name, point in installed().items():
         if name not in recipe.plugins and point.dist is not None and point.dist.name == "fastloop" and name == point.name:
             yield load(name, recipe.where)
@@ -75,7 +75,7 @@ def candidates(recipe: Recipe) -> Iterator[type[Plugin]]:
         yield load_listed(recipe, name)
 
 
-def edit(recipe: Recipe, cls: type[Plugin], win: Win) -> Recipe:
+def edit(recipe: Recipe, cls: type[Plugin], win: SpeedupEstimate) -> Recipe:
     """The recipe with a plugin added or its options changed, or with keys set.
 
     Raises:
@@ -93,7 +93,7 @@ def edit(recipe: Recipe, cls: type[Plugin], win: Win) -> Recipe:
     else:
         plugin = cls(**{**(plugins.get(cls.name) or {}), **win.options})
         machine = this_machine(recipe.train.device)
-        for need in cls.needs:
+        for need in cls.requirements:
             if missing := need.missing(plugin, machine):
                 raise UsageError(missing)
         plugins[cls.name] = {**(plugins.get(cls.name) or {}), **win.options}
@@ -101,7 +101,7 @@ def edit(recipe: Recipe, cls: type[Plugin], win: Win) -> Recipe:
     return make_recipe(tree, recipe.source)
 
 
-def words(recipe: Recipe, cls: type[Plugin], win: Win) -> str:
+def words(recipe: Recipe, cls: type[Plugin], win: SpeedupEstimate) -> str:
     """The edit as one would make it: overrides of the command line, or a line of ``plugins``."""
     if win.overrides:
         return " ".join(f"{key}={value}" for key, value in win.overrides.items())

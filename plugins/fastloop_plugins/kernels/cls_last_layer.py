@@ -1,7 +1,7 @@
 """Computes a classifier's last layer only where it is read: at the first token.
 
     plugins:
-      - first-token
+      - cls-last-layer
 
 BERT-like models classify a text by what their last layer gives at its first token. Keys and values need every token there; queries, the
 output, the feed-forward part and the norms do not. Of six layers that saves a seventh of all work. The loss and its gradient are the same;
@@ -14,34 +14,33 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from fastloop import Plugin, PluginError, Win, hookimpl
+from fastloop import Plugin, PluginError, SpeedupEstimate, hookimpl
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from fastloop import Run
-    from fastloop.estimates import Seen
+    from fastloop.estimates import StepProfile
     from fastloop.recipe import Recipe
 
 LINEARS = {("query", "key", "value"): None, ("q_lin", "k_lin", "v_lin"): "out_lin"}
 """What attention modules call their projections -> the output's, where it is theirs."""
 
 
-class FirstToken(Plugin):
+class ClsLastLayer(Plugin):
     """The last layer at one position."""
 
-    name = "first-token"
-    parity = "reassociated"
+    name = "cls-last-layer"
+    numerics = "reassociated"
     requires = ("text-classification",)
     runs_before = ("attention", "fast-dropout", "activation-checkpointing", "slot:strategy", "compile")
-    configures = "computes the last layer at the first token alone"
+    description = "computes the last layer at the first token alone"
 
     @classmethod
-    def forecast(cls, seen: Seen, recipe: Recipe) -> Win | None:
-
+    def estimate_speedup(cls, seen: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:
         if cls.name in recipe.plugins or recipe.data.get("label") is None or not seen.layers:
             return None
-        return Win(
+        return SpeedupEstimate(
             seconds=0.6 * seen.computing / seen.layers,  # keys and values of that layer stay
             why=f"Of the last of {seen.layers} layers the classifier reads one position.",
         )
@@ -56,7 +55,7 @@ class FirstToken(Plugin):
         block = next((last for last in (modules[-1] for modules in lists) if found and found[-1] in list(last.modules())), None)
         if block is None:
             raise PluginError(
-                f"{run.recipe.where}: plugins.first-token: {type(model).__name__} is not made like BERT or DistilBERT. Leave it out."
+                f"{run.recipe.where}: plugins.cls-last-layer: {type(model).__name__} is not made like BERT or DistilBERT. Leave it out."
             )
         config: Any = model.config
         ids = torch.randint(min(100, config.vocab_size), (2, 8), generator=torch.Generator().manual_seed(0))
@@ -67,7 +66,7 @@ class FirstToken(Plugin):
         block.forward = partial(at_first, block.forward)
         if not torch.allclose(before, self.logits(model, probe), rtol=1e-4, atol=1e-5):
             raise PluginError(
-                f"{run.recipe.where}: plugins.first-token: {type(model).__name__} reads more than the first token. Leave it out."
+                f"{run.recipe.where}: plugins.cls-last-layer: {type(model).__name__} reads more than the first token. Leave it out."
             )
 
     @staticmethod

@@ -10,7 +10,7 @@ from typing import Any
 from fastloop.runtime import files
 
 
-class Places:
+class RankHeartbeats:
     """Where this process stands, and, from what the others tell, who holds up the run.
 
     Args:

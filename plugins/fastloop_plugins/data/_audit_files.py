@@ -1,4 +1,4 @@
-"""The files of the plugin ``ledger``: one a process, a line an optimizer step, read back an epoch at a time."""
+"""The files of the plugin ``sample-audit``: one a process, a line an optimizer step, read back an epoch at a time."""
 
 from __future__ import annotations
 

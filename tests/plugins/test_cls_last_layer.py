@@ -1,4 +1,4 @@
-"""first-token: the same losses and gradients with less computed."""
+"""cls-last-layer: the same losses and gradients with less computed."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from text_kit import make_run, rows
+from text_helpers import make_run, rows
 
 from fastloop import Plugin, PluginError, hookimpl
 from fastloop.lifecycle import execute
 from fastloop_plugins.kernels.attention import Attention
+from fastloop_plugins.kernels.cls_last_layer import ClsLastLayer
 from fastloop_plugins.kernels.fast_dropout import FastDropout
-from fastloop_plugins.kernels.first_token import FirstToken
 from fastloop_plugins.memory.activation_checkpointing import ActivationCheckpointing
 from fastloop_plugins.precision.amp import Amp
 
@@ -71,13 +71,13 @@ def trained(model: dict[str, Any], *plugins: Plugin, **train: Any) -> tuple[Keep
 @pytest.mark.parametrize("kind", MODELS)
 def test_losses_gradients_and_metrics_are_those_of_the_whole_layer(kind, attention):
     kernel = Attention(implementation=attention)
-    (plain, expected), (short, found) = trained(MODELS[kind], kernel), trained(MODELS[kind], kernel, FirstToken())
+    (plain, expected), (short, found) = trained(MODELS[kind], kernel), trained(MODELS[kind], kernel, ClsLastLayer())
     assert short.losses == pytest.approx(plain.losses, rel=1e-5)
     for before, after in zip(plain.gradients, short.gradients, strict=True):
         assert before.keys() == after.keys()
         for name, gradient in before.items():
             torch.testing.assert_close(after[name], gradient, rtol=1e-3, atol=2e-6, msg=lambda text, name=name: f"{name}: {text}")
-    assert found["evaluate"]["loss"] == pytest.approx(expected["evaluate"]["loss"], rel=1e-5)
+    assert found["validation"]["loss"] == pytest.approx(expected["validation"]["loss"], rel=1e-5)
 
 
 def test_the_last_layer_sees_one_position_and_the_others_all():
@@ -94,27 +94,27 @@ def test_the_last_layer_sees_one_position_and_the_others_all():
             self.seen.setdefault(number, set()).add(width)
 
     widths = Widths()
-    trained(MODELS["bert"], FirstToken(), widths)
+    trained(MODELS["bert"], ClsLastLayer(), widths)
     assert widths.seen[1] == {1}
     assert min(widths.seen[0]) > 1
 
 
 def test_with_dropout_amp_and_activation_checkpointing():
     model = MODELS["bert"] | {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
-    keep, _ = trained(model, FirstToken(), FastDropout(), Amp(), ActivationCheckpointing(), epochs=16)
+    keep, _ = trained(model, ClsLastLayer(), FastDropout(), Amp(), ActivationCheckpointing(), epochs=16)
     assert sum(keep.losses[-3:]) < 0.8 * sum(keep.losses[:3])
 
 
 def test_a_model_that_is_not_made_so_is_refused():
     model = {"model_type": "gpt2", "n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 32}
     with pytest.raises(PluginError, match="not made like BERT"):
-        make_run("text-classification", {"config": model}, DATA, [FirstToken()])
+        make_run("text-classification", {"config": model}, DATA, [ClsLastLayer()])
 
 
 def test_a_model_that_reads_other_tokens_is_refused():
     class Mean(Plugin):
         name = "mean"
-        runs_before = ("first-token",)
+        runs_before = ("cls-last-layer",)
 
         @hookimpl
         def before_prepare(self, model) -> None:
@@ -123,4 +123,4 @@ def test_a_model_that_reads_other_tokens_is_refused():
             pooler.forward = lambda states: whole(states.mean(1, keepdim=True))
 
     with pytest.raises(PluginError, match="reads more than the first token"):
-        make_run("text-classification", {"config": MODELS["bert"]}, DATA, [FirstToken(), Mean()])
+        make_run("text-classification", {"config": MODELS["bert"]}, DATA, [ClsLastLayer(), Mean()])

@@ -1,12 +1,12 @@
 """Watches the numbers: a loss or gradient that is NaN or infinite stops the run, is skipped, or has it go back. Spikes are recorded.
 
     plugins:
-      - finite: {action: rollback, limit: 3}
+      - nan-guard: {action: rollback, limit: 3}
 
 ``stop`` ends the run. ``skip`` leaves weights and optimizer as they are, as if the step's batch were not there. ``rollback`` loads the
 newest checkpoint, before which all was finite, and goes on from there without that batch. ``bad_batches.jsonl`` in the run folder names the
 samples of each such step, and of those whose loss is a spike. An overflow of fp16 is no failure: loss scaling skips the step, and the
-summary's ``finite`` counts it.
+summary's ``nan-guard`` counts it.
 
 On a CPU each step is looked at before its weights change. On other devices steps are looked at every ``every`` steps, at an epoch's end and
 before each checkpoint, so that the host does not wait for the device: training goes on till then. ``skip`` is decided on the device
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger("fastloop")
 
 
-class Finite(Plugin):
+class NanGuard(Plugin):
     """NaN and infinity: stop, skip or go back."""
 
-    name = "finite"
-    parity = "exact"
-    configures = "acts on NaN and infinite losses and gradients"
+    name = "nan-guard"
+    numerics = "bitwise"
+    description = "acts on NaN and infinite losses and gradients"
 
     @dataclass(kw_only=True)
     class Config:
@@ -57,14 +57,14 @@ class Finite(Plugin):
     @hookimpl
     def check_run(self, run: Run) -> None:
         names, action = run.plugins.names(), self.config.action
-        where = f"{run.recipe.where}: plugins.finite.action: {action}:"
+        where = f"{run.recipe.where}: plugins.nan-guard.action: {action}:"
         if action == "skip" and "deepspeed" in names:
             raise PluginError(f"{where} 'deepspeed' keeps the gradients to itself. Take stop or rollback.")
-        if action == "rollback" and "ledger" in names:
-            raise PluginError(f"{where} 'ledger' would count the steps that are done again as repeated. Remove one of them.")
+        if action == "rollback" and "sample-audit" in names:
+            raise PluginError(f"{where} 'sample-audit' would count the steps that are done again as repeated. Remove one of them.")
         self.by_itself = bool(getattr(run.optimizer, "_step_supports_amp_scaling", False))
         if action == "skip" and run.device.type != "cpu" and not self.by_itself and run.accelerator.scaler is None:
-            logger.warning("finite: this optimizer cannot skip a step by itself: the host waits for the device at each. Make it fused.")
+            logger.warning("nan-guard: this optimizer cannot skip a step by itself: the host waits for the device at each. Make it fused.")
 
     @hookimpl
     def before_step(self, run: Run) -> None:
@@ -130,7 +130,7 @@ class Finite(Plugin):
     def so_far(self) -> str:
         """Why a run ends that may skip or go back."""
         done = {"skip": "skipped a step", "rollback": "gone back"}.get(self.config.action)
-        return f" The run has {done} {self.counts['acted']} times; plugins.finite.limit is {self.config.limit}." if done else ""
+        return f" The run has {done} {self.counts['acted']} times; plugins.nan-guard.limit is {self.config.limit}." if done else ""
 
     @hookimpl
     def recover(self, run: Run, error: Exception) -> bool | None:
@@ -148,4 +148,4 @@ class Finite(Plugin):
 
     @hookimpl
     def write_summary(self, summary: dict[str, Any]) -> None:
-        summary["finite"] = self.counts
+        summary["nan-guard"] = self.counts

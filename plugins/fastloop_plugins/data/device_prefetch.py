@@ -1,27 +1,21 @@
-"""Gets batches ready ahead of their turn: texts are tokenised once, and batches are copied to the device while it computes.
+"""Copies batches to the device while it computes.
 
     plugins:
       - dataloader-workers
-      - prefetch: {cache: auto}
+      - device-prefetch
 
-Copies (CUDA): each step's batches go from page-locked memory to the device on a stream of their own while the step before is computed.
-A step is read ahead only where workers read it: what a dataset draws at random in the training process would else be drawn too early.
-
-Token ids (text tasks): kept in a folder, under a hash of the texts, the tokenizer's files and the options; later runs, and the other
-processes of one, map them from there. Where ``data.files`` and a pretrained tokenizer are the same, they read no text at all.
-``auto`` is ``fastloop/tokens`` in the user's cache folder. It can be deleted at any time.
+Each step's batches go from page-locked memory to the device (CUDA) on a stream of their own, while the step before is computed. A step is
+read ahead only where workers read it: otherwise a dataset's random numbers in the training process would be drawn too early.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from fastloop import Batch, DataLoaderDraft, Plugin, PluginError, hookimpl, option
+from fastloop import Batch, DataLoaderDraft, Plugin, hookimpl
 
 if TYPE_CHECKING:
     from fastloop import Run
@@ -31,20 +25,14 @@ logger = logging.getLogger("fastloop")
 T = TypeVar("T")
 
 
-class Prefetch(Plugin):
-    """Copies on a stream of their own, one step ahead; token ids from a cache."""
+class DevicePrefetch(Plugin):
+    """Copies batches on a stream of their own, one step ahead."""
 
-    name = "prefetch"
-    parity = "exact"
+    name = "device-prefetch"
+    numerics = "bitwise"
     runs_after = ("dataloader-workers",)
-    configures = "copies batches ahead (CUDA), keeps token ids"
+    description = "copies batches ahead (CUDA)"
     kind = ""  # of the device; drafts are written without check_recipe too
-
-    @dataclass(kw_only=True)
-    class Config:
-        """Options."""
-
-        cache: Annotated[str | None, option("Folder of token ids; auto: in the user's cache; null: tokenise at each start.")] = "auto"
 
     @hookimpl
     def check_recipe(self, recipe: Recipe) -> None:
@@ -54,32 +42,17 @@ class Prefetch(Plugin):
 
     @hookimpl
     def configure_dataloader(self, draft: DataLoaderDraft) -> None:
-        if self.kind != "cuda":
-            return
-        draft.placing = self.copied if draft.num_workers else self.copied_in_turn
-
-    @hookimpl(wrapper=True)
-    def build_datasets(self, run: Run) -> Generator[None, Any, Any]:
-        from fastloop_plugins._cache import tokens_kept_in, user_cache
-
-        folder = None
-        if self.config.cache is not None:
-            folder = user_cache("tokens") if self.config.cache == "auto" else Path(self.config.cache).expanduser()
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise PluginError(
-                    f"{run.recipe.where}: plugins.prefetch.cache: {folder}: {error.strerror}. Give another folder, or null."
-                ) from None
-        with tokens_kept_in(folder):
-            return (yield)
+        if self.kind == "cuda":
+            draft.placing = self.copied if draft.num_workers else self.copied_in_turn
 
     @hookimpl
     def check_run(self, run: Run) -> None:
         if self.kind != "cuda":
-            logger.warning("prefetch: the device is %s: there is nothing to copy; only token ids are kept", self.kind)
+            logger.warning("device-prefetch: the device is %s: there is nothing to copy", self.kind)
         elif not run.loader_settings.num_workers:
-            logger.warning("prefetch: no workers read batches, so none is copied ahead. Add dataloader-workers, with num_workers from 1.")
+            logger.warning(
+                "device-prefetch: no workers read batches, so none is copied ahead. Add dataloader-workers, with num_workers from 1."
+            )
 
     def copied(self, steps: Iterable[list[Batch]], place: Callable[[list[Batch]], list[Batch]]) -> Iterator[list[Batch]]:
         """Steps on the device, each handed on when the copy of the next is under way."""

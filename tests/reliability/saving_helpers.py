@@ -28,7 +28,7 @@ from fastloop.distributed import launch
 LOADED = (fastloop.cli, fastloop.lifecycle, torch._dynamo, torchmetrics)
 """What a run needs, before processes are forked."""
 TIMES = ("samples_per_second", "tokens_per_second", "memory_bytes")
-REMEMBERED = ("status", "steps", "epochs", "samples", "evaluate", "test", "best")
+REMEMBERED = ("status", "steps", "epochs", "samples", "validation", "test", "best")
 
 CODE = '''
 import os, resource, signal, time
@@ -85,7 +85,7 @@ class Rows(Dataset):
 
 def rows(size=67, slow=0.0):
     fault("data")
-    return {"train": Rows(size, 0, slow), "evaluate": Rows(64, 1), "test": Rows(16, 2)}
+    return {"train": Rows(size, 0, slow), "validation": Rows(64, 1), "test": Rows(16, 2)}
 '''
 
 RECIPE: dict[str, Any] = {
@@ -101,7 +101,7 @@ RECIPE: dict[str, Any] = {
         {"progress": False},
     ],
 }
-FASTLOOP = [sys.executable, "-m", "fastloop", "train"]
+FASTLOOP = ["-m", "fastloop", "train"]
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 

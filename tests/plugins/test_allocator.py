@@ -1,4 +1,4 @@
-"""memory: the same numbers, and far fewer pages faulted in."""
+"""allocator: the same numbers, and far fewer pages faulted in."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ import torch
 
 from fastloop import PluginError, hookimpl
 from fastloop.recipe import make_recipe
-from fastloop_plugins.memory.memory import CUDA_SETTINGS, Memory
+from fastloop_plugins.memory.allocator import CUDA_SETTINGS, Allocator
 
 STEPS = """
 import json, resource, sys
 import torch
 from torch import nn
 from fastloop import Plugin, Trainer, hookimpl
-from fastloop_plugins.memory.memory import Memory
+from fastloop_plugins.memory.allocator import Allocator
 
 torch.set_num_threads(1)
 torch.manual_seed(0)
@@ -38,22 +38,23 @@ class Counts(Plugin):
     def after_step(self):
         faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
 
-plugins = [{"log": False}, {"progress": False}, Counts(), *([Memory(allocator="glibc")] if sys.argv[1] == "with" else [])]
+plugins = [{"log": False}, {"progress": False}, Counts(), *([Allocator(allocator="glibc")] if sys.argv[1] == "with" else [])]
 def loss(predictions, targets):
     losses.append(nn.functional.cross_entropy(predictions, targets))
     return losses[-1]
 trainer = Trainer(model, torch.utils.data.TensorDataset(rows, rows[:, :3].argmax(1)), plugins=plugins, loss=loss, batch_size=512,
-                  epochs=30, save_every=None, output=sys.argv[1], device="cpu")
+                  epochs=12, save_every=None, output=sys.argv[1], device="cpu")
 summary = trainer.fit()
-made = {"losses": [value.item() for value in losses], "faults": faults[-1] - faults[9], "memory": summary.get("memory")}
+made = {"losses": [value.item() for value in losses], "faults": faults[-1] - faults[9], "allocator": summary.get("allocator")}
 print(json.dumps(made))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the allocator is glibc's on Linux only")
 def test_pages_are_kept_from_step_to_step_and_numbers_are_the_same():
     found = {}
-    variables = Memory(allocator="glibc").environment(make_recipe({"train": {"device": "cpu"}}))
+    variables = Allocator(allocator="glibc").environment(make_recipe({"train": {"device": "cpu"}}))
     for name in ("with", "without"):
         environment = os.environ | (variables if name == "with" else {})
         done = subprocess.run([sys.executable, "-c", STEPS, name], capture_output=True, text=True, check=False, env=environment)
@@ -63,26 +64,26 @@ def test_pages_are_kept_from_step_to_step_and_numbers_are_the_same():
     assert found["with"]["losses"] == found["without"]["losses"]
     assert found["with"]["faults"] < 0.2 * found["without"]["faults"], found
     assert "given back" not in found["said"]
-    assert found["with"]["memory"]["page_faults_a_step"] > 0
-    assert found["without"]["memory"] is None
+    assert found["with"]["allocator"]["page_faults_a_step"] > 0
+    assert found["without"]["allocator"] is None
 
 
 def test_a_run_goes_on_with_it(tiny_run, tmp_path):
-    whole = tiny_run([Memory()])
-    tiny_run([Memory()], max_steps=9, save_every=9, output=tmp_path / "cut")
-    assert tiny_run([Memory()], output=tmp_path / "cut", resume=True).losses == whole.losses[9:]
+    whole = tiny_run([Allocator()])
+    tiny_run([Allocator()], max_steps=9, save_every=9, output=tmp_path / "cut")
+    assert tiny_run([Allocator()], output=tmp_path / "cut", resume=True).losses == whole.losses[9:]
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the allocator is glibc's on Linux only")
 def test_in_python_it_is_said_what_to_start_it_with(tiny_run, caplog, monkeypatch):
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
-    tiny_run([Memory(allocator="glibc")], epochs=1)
+    tiny_run([Allocator(allocator="glibc")], epochs=1)
     assert "since Python was started without: GLIBC_TUNABLES=glibc.malloc.mmap_max=0:" in caplog.text
 
 
 def test_another_allocator_is_said(tiny_run, caplog, monkeypatch):
     monkeypatch.setattr(platform, "libc_ver", lambda: ("", ""))
-    tiny_run([Memory()], epochs=1)
+    tiny_run([Allocator()], epochs=1)
     assert "this system's allocator is not glibc's" in caplog.text
 
 
@@ -98,6 +99,8 @@ class Model(torch.nn.Linear):
         kept |= {name: name in maps for name in ("tcmalloc", "jemalloc")}
         kept["start"] = pathlib.Path("/proc/self/environ").read_text().strip("\\0").split("\\0")  # as it was when the process began
         pathlib.Path("seen.json").write_text(json.dumps(kept | {"pid": os.getpid()}))
+        if os.environ.get("END_HERE"):  # the test needs no training
+            os._exit(0)
 
 def data():
     return {"train": torch.utils.data.TensorDataset(torch.randn(64, 4), torch.zeros(64, dtype=torch.long))}
@@ -106,13 +109,13 @@ RECIPE = """
 model: {module: "own.py:Model"}
 data: {module: "own.py:data"}
 train: {epochs: 1, batch_size: 8, device: cpu}
-plugins: [{module: {loss: cross_entropy}}, {memory: {allocator: ALLOCATOR}}]
+plugins: [{module: {loss: cross_entropy}}, {allocator: {allocator: ALLOCATOR}}]
 output: run
 """
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the allocator is glibc's on Linux only")
-@pytest.mark.parametrize("allocator", ["auto", "glibc", "tcmalloc", "jemalloc"])
+@pytest.mark.parametrize("allocator", ["auto", *(pytest.param(name, marks=pytest.mark.slow) for name in ("glibc", "tcmalloc", "jemalloc"))])
 def test_the_command_line_starts_itself_again_with_the_allocator(allocator, tmp_path):
     names = {"tcmalloc": ("tcmalloc_minimal", "tcmalloc"), "jemalloc": ("jemalloc",)}
     installed = [name for name, found in names.items() if any(map(ctypes.util.find_library, found))]
@@ -126,7 +129,7 @@ def test_the_command_line_starts_itself_again_with_the_allocator(allocator, tmp_
     _, said = process.communicate()
     if allocator in names and allocator not in installed:
         assert process.returncode == 2
-        assert f"plugins.memory.allocator: {allocator} is not installed" in said
+        assert f"plugins.allocator.allocator: {allocator} is not installed" in said
         return
     assert process.returncode == 0, said
     seen = json.loads((tmp_path / "seen.json").read_text())
@@ -134,13 +137,23 @@ def test_the_command_line_starts_itself_again_with_the_allocator(allocator, tmp_
     assert seen["pid"] == process.pid  # the same process: a scheduler's signals reach it
     assert {name: seen[name] for name in names} == {name: name == chosen for name in names}
     assert (seen["GLIBC_TUNABLES"] is not None) == (chosen == "glibc")
-    assert json.loads((tmp_path / "run/summary.json").read_text())["memory"]["allocator"] == chosen
+    assert json.loads((tmp_path / "run/summary.json").read_text())["allocator"]["allocator"] == chosen
 
 
+@pytest.mark.parametrize("allocator", ["tcmalloc", "jemalloc"])
+def test_an_allocator_that_is_not_installed_is_refused(allocator, monkeypatch):
+    monkeypatch.setattr(platform, "libc_ver", lambda: ("glibc", "2.36"))
+    monkeypatch.setattr(ctypes.util, "find_library", lambda name: None)
+    with pytest.raises(PluginError, match=rf"plugins\.allocator\.allocator: {allocator} is not installed\. Install it, or take auto"):
+        Allocator(allocator=allocator).environment(make_recipe({"train": {"device": "cpu"}}))
+
+
+@pytest.mark.slow
 def test_what_the_user_has_set_stays(tmp_path):
     (tmp_path / "own.py").write_text(MODULE)
     (tmp_path / "recipe.yaml").write_text(RECIPE.replace("ALLOCATOR", "glibc"))
-    environment = os.environ | {"GLIBC_TUNABLES": "glibc.malloc.arena_max=2", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment = os.environ | {"GLIBC_TUNABLES": "glibc.malloc.arena_max=2", "END_HERE": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     subprocess.run(
         [sys.executable, "-m", "fastloop", "train", "recipe.yaml"], cwd=tmp_path, env=environment, check=True, capture_output=True
     )
@@ -155,13 +168,16 @@ pathlib.Path.exists = lambda path, **options: str(path) == "/dev/nvidiactl" or e
 """Makes a Python that finds it look like one on a machine with an NVIDIA driver."""
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="reads /proc")
 @pytest.mark.parametrize(
     ("given", "seen"),
     [
         ({}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
-        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}),
+        *(
+            pytest.param({name: "max_split_size_mb:64"}, {name: "max_split_size_mb:64"}, marks=pytest.mark.slow)
+            for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+        ),
     ],
     ids=["unset", "set", "set by the old name"],
 )
@@ -170,7 +186,7 @@ def test_on_cuda_the_command_line_starts_itself_again_with_growing_segments(give
     (tmp_path / "own.py").write_text(MODULE)
     (tmp_path / "recipe.yaml").write_text(RECIPE.replace("ALLOCATOR", "glibc").replace("device: cpu", "device: auto"))
     environment = {key: value for key, value in os.environ.items() if key not in CUDA_SETTINGS}
-    environment |= {"PYTHONPATH": os.pathsep.join(filter(None, [str(tmp_path), *sys.path]))} | given
+    environment |= {"PYTHONPATH": os.pathsep.join(filter(None, [str(tmp_path), *sys.path])), "END_HERE": "1"} | given
     subprocess.run(
         [sys.executable, "-m", "fastloop", "train", "recipe.yaml"], cwd=tmp_path, env=environment, check=True, capture_output=True
     )
@@ -199,7 +215,7 @@ def test_in_a_process_that_runs_growing_segments_join_the_users_settings(given, 
     try:
         for device, expected in (("cpu", users), ("cuda", settings)):
             torch._C._accelerator_setAllocatorSettings(users)
-            Memory().before_prepare(run=SimpleNamespace(device=torch.device(device)))
+            Allocator().before_prepare(run=SimpleNamespace(device=torch.device(device)))
             assert torch._C._accelerator_getAllocatorSettings() == expected
     finally:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
@@ -209,8 +225,8 @@ def test_plugins_that_want_different_variables_are_both_named(monkeypatch):
     from fastloop.registry import select
     from fastloop_plugins.training.ema import EMA
 
-    monkeypatch.setattr(Memory, "environment", hookimpl(lambda self, recipe: {"A": "1"}))
+    monkeypatch.setattr(Allocator, "environment", hookimpl(lambda self, recipe: {"A": "1"}))
     monkeypatch.setattr(EMA, "environment", hookimpl(lambda self, recipe: {"A": "2"}), raising=False)
-    recipe = make_recipe({"plugins": ["memory", "ema"], "train": {"epochs": 1}})
-    with pytest.raises(PluginError, match=r"'ema' and 'memory' want different values of A: '2' and '1'"):
+    recipe = make_recipe({"plugins": ["allocator", "ema"], "train": {"epochs": 1}})
+    with pytest.raises(PluginError, match=r"'ema' and 'allocator' want different values of A: '2' and '1'"):
         select(recipe).environment(recipe)

@@ -1,7 +1,7 @@
 """Gives each process its own processors of a CPU, and treats denormal numbers as zero.
 
     plugins:
-      - threads: {denormals: false}
+      - cpu-affinity: {denormals: false}
 
 Several processes of a machine (``fastloop train --nproc``, torchrun) share its processors out in equal parts; each is pinned to its part
 and computes with as many threads. One process takes all it may use. Numbers below 1e-38, which some processors compute a hundred times
@@ -15,22 +15,22 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-from fastloop import Plugin, Win, hookimpl, option
+from fastloop import Plugin, SpeedupEstimate, hookimpl, option
 
 if TYPE_CHECKING:
     from fastloop import Run
-    from fastloop.estimates import Seen
+    from fastloop.estimates import StepProfile
     from fastloop.recipe import Recipe
 
 logger = logging.getLogger("fastloop")
 
 
-class Threads(Plugin):
+class CpuAffinity(Plugin):
     """Threads, pinning, denormals."""
 
-    name = "threads"
-    parity = "reassociated"
-    configures = "shares the processors out"
+    name = "cpu-affinity"
+    numerics = "reassociated"
+    description = "shares the processors out"
 
     @dataclass(kw_only=True)
     class Config:
@@ -41,11 +41,11 @@ class Threads(Plugin):
         denormals: Annotated[bool, option("Compute with numbers below 1e-38 instead of taking them for zero.")] = False
 
     @classmethod
-    def forecast(cls, seen: Seen, recipe: Recipe) -> Win | None:
+    def estimate_speedup(cls, seen: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:
         share = max(1, seen.cores // seen.world_size)
         if cls.name in recipe.plugins or seen.device != "cpu" or seen.threads >= share:
             return None
-        return Win(
+        return SpeedupEstimate(
             seconds=seen.computing * (1 - seen.threads / share),
             why=f"A process computes with {seen.threads} threads, and its share of the processors is {share}.",
         )
@@ -62,8 +62,8 @@ class Threads(Plugin):
             os.sched_setaffinity(0, share)
         torch.set_num_threads(self.config.count or len(share))
         if not self.config.denormals and not torch.set_flush_denormal(True):
-            logger.warning("threads: this processor cannot take denormal numbers for zero")
-        logger.info("threads: %d on processors %s", torch.get_num_threads(), ", ".join(map(str, share)))
+            logger.warning("cpu-affinity: this processor cannot take denormal numbers for zero")
+        logger.info("cpu-affinity: %d on processors %s", torch.get_num_threads(), ", ".join(map(str, share)))
 
     @hookimpl
     def write_summary(self, summary: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """Sets the memory allocator up for training: memory that a step has freed is kept for the next one.
 
     plugins:
-      - memory
+      - allocator
 
 On Linux a tensor's memory is given back to the system when it is freed, and at the next step each of its pages is zeroed and faulted in
 again. ``fastloop train`` therefore starts itself again with tcmalloc where that is installed (Debian: libtcmalloc-minimal4), else with
@@ -12,7 +12,7 @@ that in ``PYTORCH_ALLOC_CONF``. In a Python process that already runs, and where
 ``PYTORCH_CUDA_ALLOC_CONF``, torch's allocator gets it in addition to the user's settings. A user's own value of ``expandable_segments``
 and a backend other than ``native`` stay.
 
-The summary's ``memory`` counts page faults a step, and CUDA's retries.
+The summary's ``allocator`` counts page faults a step, and CUDA's retries.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from fastloop import Plugin, PluginError, Win, hookimpl, option
+from fastloop import Plugin, PluginError, SpeedupEstimate, hookimpl, option
 
 if TYPE_CHECKING:
     from fastloop import Run
-    from fastloop.estimates import Seen
+    from fastloop.estimates import StepProfile
     from fastloop.recipe import Recipe
 
 logger = logging.getLogger("fastloop")
@@ -48,12 +48,12 @@ CUDA_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 SEGMENTS = "expandable_segments"
 
 
-class Memory(Plugin):
+class Allocator(Plugin):
     """tcmalloc or a kept heap on a CPU, expandable segments on CUDA."""
 
-    name = "memory"
-    parity = "exact"
-    configures = "keeps freed memory for the next step"
+    name = "allocator"
+    numerics = "bitwise"
+    description = "keeps freed memory for the next step"
 
     @dataclass(kw_only=True)
     class Config:
@@ -65,11 +65,10 @@ class Memory(Plugin):
         ] = "auto"
 
     @classmethod
-    def forecast(cls, seen: Seen, recipe: Recipe) -> Win | None:
-
+    def estimate_speedup(cls, seen: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:
         if cls.name in recipe.plugins or seen.device != "cpu":
             return None
-        return Win(
+        return SpeedupEstimate(
             seconds=seen.page_faults * seen.fault_seconds,
             why=f"{seen.page_faults:,.0f} pages of memory are given back and handed out again in each step.",
         )
@@ -85,7 +84,7 @@ class Memory(Plugin):
         if library is not None:
             return {"LD_PRELOAD": library} | SETTINGS[wanted]
         if self.config.allocator == wanted and wanted != "glibc":
-            raise PluginError(f"{recipe.where}: plugins.memory.allocator: {wanted} is not installed. Install it, or take auto.")
+            raise PluginError(f"{recipe.where}: plugins.allocator.allocator: {wanted} is not installed. Install it, or take auto.")
         return {"GLIBC_TUNABLES": ":".join(f"glibc.malloc.{name}={value}" for name, value in TUNABLES.items())}
 
     @hookimpl
@@ -100,9 +99,9 @@ class Memory(Plugin):
             wanted = self.environment(run.recipe)
             missing = [f"{name}={value}" for name, value in wanted.items() if name not in os.environ]
             if missing:
-                logger.warning("memory: freed memory is given back, since Python was started without: %s", " ".join(missing))
+                logger.warning("allocator: freed memory is given back, since Python was started without: %s", " ".join(missing))
             elif not wanted:
-                logger.warning("memory: this system's allocator is not glibc's: it stays as it is")
+                logger.warning("allocator: this system's allocator is not glibc's: it stays as it is")
         from fastloop.runtime.clock import page_faults
 
         self.before, self.step = page_faults(), run.state.step
@@ -118,10 +117,10 @@ class Memory(Plugin):
         steps = max(run.state.step - self.step, 1)
         preloaded = os.environ.get("LD_PRELOAD", "")
         allocator = next((name for name in LIBRARIES if name in preloaded), platform.libc_ver()[0] or "the system's")
-        summary["memory"] = {"allocator": allocator, "page_faults_a_step": (page_faults() - self.before) / steps}
+        summary["allocator"] = {"allocator": allocator, "page_faults_a_step": (page_faults() - self.before) / steps}
         if run.device.type == "cuda":
             found = torch.cuda.memory_stats(run.device)
-            summary["memory"] |= {
+            summary["allocator"] |= {
                 "allocator_retries": found["num_alloc_retries"],
                 "reserved_bytes": found["reserved_bytes.all.peak"],
                 "allocated_bytes": found["allocated_bytes.all.peak"],

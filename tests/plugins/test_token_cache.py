@@ -1,4 +1,4 @@
-"""prefetch: token ids from a cache, and copies ahead."""
+"""token-cache: token ids come from a cache on disk."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from text_kit import TINY, TINY_GPT, make_run
+from text_helpers import TINY, TINY_GPT, make_run
 
-from fastloop import Batch, DataLoaderDraft, Plugin, PluginError, hookimpl
+from fastloop import PluginError
 from fastloop_plugins._cache import digest, kept
-from fastloop_plugins.data.prefetch import Prefetch, one_ahead
+from fastloop_plugins.data.token_cache import TokenCache
 from fastloop_plugins.tasks import _text_tokens
 from fastloop_plugins.tasks._text_data import TextData
 
@@ -31,7 +30,7 @@ def run(task: str, cache: str | None = "cache", text: str = "fine", **data: Any)
     model, options = TASKS[task]
     rows = "".join(f"{text} film number {index} {'indeed ' * (index % 7)},{index % 2}\n" for index in range(40))
     Path("a.csv").write_text("text,label\n" + rows)
-    return make_run(task, model, {"files": {"train": "a.csv"}, **options, **data}, objects=[Prefetch(cache=cache)])
+    return make_run(task, model, {"files": {"train": "a.csv"}, **options, **data}, objects=[TokenCache(folder=cache)] if cache else [])
 
 
 def samples(run: Any) -> dict[str, list[list[int]]]:
@@ -82,9 +81,9 @@ def pretrained(task: str, folder: str = "model", **data: Any) -> Any:
     if not Path(folder).exists():
         first = run(task, cache=None)
         first.unwrap_model().save_pretrained(folder)
-        first.resolution.plugins[0].text_model.tokenizer.save_pretrained(folder)
+        first.plugins.plugins[0].text_model.tokenizer.save_pretrained(folder)
     options = {"files": {"train": "a.csv"}, **TASKS[task][1], **data}
-    return make_run(task, {"name": folder}, options, objects=[Prefetch(cache="cache")])
+    return make_run(task, {"name": folder}, options, objects=[TokenCache(folder="cache")])
 
 
 def test_a_pretrained_tokenizer_is_known_by_its_files_wherever_they_lie():
@@ -116,7 +115,7 @@ def test_a_second_run_on_the_same_files_reads_no_text(task, caplog, monkeypatch)
 def test_other_bytes_or_options_are_read_again():
     first = pretrained("text-classification")
     seen = len(list(Path("cache").iterdir()))
-    for options in ({"limit": {"train": 7}}, {"held_out": 0.5}, {"max_length": 5}):
+    for options in ({"limit": {"train": 7}}, {"validation_fraction": 0.5}, {"max_length": 5}):
         pretrained("text-classification", **options)
         assert len(list(Path("cache").iterdir())) > seen, options
         seen = len(list(Path("cache").iterdir()))
@@ -189,7 +188,7 @@ def test_a_hash_tells_apart_where_texts_end():
 
 def test_a_folder_that_cannot_be_is_refused():
     Path("file").write_text("")
-    with pytest.raises(PluginError, match=r"plugins\.prefetch\.cache: file/cache: Not a directory\. Give another folder, or null\."):
+    with pytest.raises(PluginError, match=r"plugins\.token-cache\.folder: file/cache: Not a directory\. Give another folder\."):
         run("text-classification", cache="file/cache")
 
 
@@ -197,73 +196,3 @@ def test_the_users_cache_is_the_default(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
     run("text-classification", cache="auto")
     assert len(list((tmp_path / "elsewhere" / "fastloop" / "tokens").iterdir())) == 2
-
-
-# -- copies ------------------------------------------------------------------------------------------------------------------------
-
-
-def test_on_a_cpu_it_says_that_there_is_nothing_to_copy(tiny_run, caplog):
-    result = tiny_run([Prefetch()], epochs=1)
-    assert "prefetch: the device is cpu: there is nothing to copy; only token ids are kept" in caplog.text
-    assert result.trainer.run.loader_settings.placing is None
-
-
-def test_an_item_is_handed_on_when_the_next_one_is_there():
-    lines: list[str] = []
-
-    def items() -> Iterator[int]:
-        for item in range(3):
-            lines.append(f"got {item}")
-            yield item
-
-    for item in one_ahead(items()):
-        lines.append(f"used {item}")
-    assert lines == ["got 0", "got 1", "used 0", "got 2", "used 1", "used 2"]
-    assert list(one_ahead([])) == []
-
-
-class Ahead(Plugin):
-    """Places steps one ahead, on any device."""
-
-    name = "ahead"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    @hookimpl
-    def configure_dataloader(self, draft: DataLoaderDraft) -> None:
-        def placing(steps: Any, place: Any) -> Any:
-            def placed(step: list[Batch]) -> list[Batch]:
-                self.lines.append(f"placed {len(step)}")
-                return place(step)  # type: ignore[no-any-return]
-
-            return one_ahead(map(placed, steps))
-
-        draft.placing = placing
-
-    @hookimpl
-    def before_step(self, batches: list[Batch]) -> None:
-        self.lines.append("step")
-
-
-def test_steps_placed_ahead_train_the_same_and_a_run_goes_on_where_it_stopped(tiny_run, tmp_path):
-    plain = tiny_run(device_batch_size=4)
-    ahead = Ahead()
-    result = tiny_run([ahead], device_batch_size=4)
-    assert result.losses == plain.losses
-    assert ahead.lines[:4] == ["placed 2", "placed 2", "step", "placed 2"]
-    tiny_run([Ahead()], device_batch_size=4, max_steps=5, save_every=5, output=tmp_path / "cut")
-    rest = tiny_run([Ahead()], device_batch_size=4, output=tmp_path / "cut", resume=True)
-    assert rest.losses == plain.losses[5:]
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-@pytest.mark.parametrize("workers", [0, 2])
-def test_copies_on_a_stream_of_their_own_train_the_same(tiny_run, workers):
-    loading = {"dataloader-workers": {"num_workers": workers}}
-    plain, ours = tiny_run([loading]), tiny_run([loading, Prefetch()])
-    assert ours.trainer.run.loader_settings.placing is not None
-    assert ours.losses == plain.losses
-    assert ours.recorder.metrics == plain.recorder.metrics

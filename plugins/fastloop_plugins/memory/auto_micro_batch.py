@@ -1,7 +1,7 @@
 """Fits a run into the memory there is: micro-batches that do not fit are halved, and the step is done again.
 
     plugins:
-      - fit-memory
+      - auto-micro-batch
 
 A step keeps its samples, in more micro-steps: the numbers are the same but for the order of sums. An evaluation that does not fit has its
 own batches halved, and training's are left alone. What was found is in the summary and in ``fit_memory.json`` of the run folder: a run of
@@ -35,12 +35,12 @@ class OutOfMemory(FastloopError):
     """A batch did not fit, and the run must be started again to go on with smaller ones."""
 
 
-class FitMemory(Plugin):
+class AutoMicroBatch(Plugin):
     """Halves batches that do not fit."""
 
-    name = "fit-memory"
-    parity = "reassociated"
-    configures = "halves micro-batches that do not fit into memory"
+    name = "auto-micro-batch"
+    numerics = "reassociated"
+    description = "halves micro-batches that do not fit into memory"
 
     @dataclass(kw_only=True)
     class Config:
@@ -63,7 +63,7 @@ class FitMemory(Plugin):
         found = run.processes.all_gather_object(found)[0]
         if found is not None and found["recipe"] == self.recipe(run):
             self.take(run, found["sizes"])
-            logger.info("fit-memory: begins with what fitted before: %s samples a micro-batch", run.loaders.micro_batch_size)
+            logger.info("auto-micro-batch: begins with what fitted before: %s samples a micro-batch", run.loaders.micro_batch_size)
 
     @hookimpl
     def before_fit(self, run: Run) -> None:
@@ -97,7 +97,7 @@ class FitMemory(Plugin):
             return None
         where = split or "train"
         loader = run.eval_loaders[split] if split else run.train_loader
-        size, pieces = loader.device_batch_size, 1 if loader.sampler is None else loader.sampler.pieces
+        size, pieces = loader.micro_batch_size, 1 if loader.sampler is None else loader.sampler.pieces
         whole = size if split else run.recipe.train.batch_size // run.world_size
         by_plugin = loader.sampler is not None and loader.sampler.split is not None
         if pieces >= whole if by_plugin else size == 1:
@@ -115,7 +115,7 @@ class FitMemory(Plugin):
         self.write(run)
         if run.world_size > 1:
             raise OutOfMemory(f"process {run.rank}: {said}, when the run is started again with --resume.") from error
-        logger.warning("fit-memory: %s", said)
+        logger.warning("auto-micro-batch: %s", said)
         self.take(run, self.sizes)
         return True
 
@@ -125,7 +125,7 @@ class FitMemory(Plugin):
             loader = run.train_loader if split == "train" else run.eval_loaders.get(split)
             if loader is None or (split == "train" and run.recipe.train.batch_size % (size * run.world_size)):
                 continue  # of other processes, or another data section
-            if size < loader.device_batch_size or (loader.sampler is not None and pieces > loader.sampler.pieces):
+            if size < loader.micro_batch_size or (loader.sampler is not None and pieces > loader.sampler.pieces):
                 run.loaders.set_micro_batch_size(split, size, pieces)
                 self.sizes[split] = [size, pieces]
 

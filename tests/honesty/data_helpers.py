@@ -14,7 +14,7 @@ from fastloop_plugins.tasks._text_data import Rows, TextData
 
 def text_data(files: dict[str, Any] | str | None = None, label: str | None = "label", **data: Any) -> TextData:
     """The section of a recipe that names ``files``; a path alone is the training file."""
-    section: dict[str, Any] = {"held_out": 0.0, "label": label} | data
+    section: dict[str, Any] = {"validation_fraction": 0.0, "label": label} | data
     if files is not None:
         section["files"] = {"train": files} if isinstance(files, str) else files
     return TextData(make_recipe({"data": section}, Path("recipe.yaml")), labelled=label is not None)

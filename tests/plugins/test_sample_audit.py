@@ -1,4 +1,4 @@
-"""ledger: what each process and worker trained on is on record, and an epoch that is not every sample once is found.
+"""sample-audit: what each process and worker trained on is on record, and an epoch that is not every sample once is found.
 
 The faults are real ones: an order drawn with replacement, processes that do not share out, a dataset whose length is not true.
 """
@@ -18,9 +18,9 @@ from torch.utils.data import IterableDataset, get_worker_info
 from fastloop import Plugin, hookimpl
 from fastloop.data import StepSampler
 from fastloop.testing import tiny_data
-from fastloop_plugins.data.ledger import Ledger, LedgerError
+from fastloop_plugins.data.sample_audit import AuditError, SampleAudit
 
-SCRIPT = Path(__file__).with_name("ledger_runs.py")
+SCRIPT = Path(__file__).with_name("audit_runs.py")
 ALL = list(range(67))
 
 
@@ -64,12 +64,12 @@ class Dies(Plugin):
 
 
 def lines(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / f"ledger/rank-{rank}.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (folder / f"sample-audit/rank-{rank}.jsonl").read_text().splitlines()]
 
 
 def ids(folder: Path, epoch: int) -> list[int]:
     """All sample ids of an epoch, over all processes."""
-    ranks = range(len(list((folder / "ledger").iterdir())))
+    ranks = range(len(list((folder / "sample-audit").iterdir())))
     return [
         number
         for rank in ranks
@@ -84,7 +84,7 @@ def ids(folder: Path, epoch: int) -> list[int]:
 @pytest.mark.parametrize("data", [tiny_data, Stream], ids=["map-style", "iterable"])
 def test_it_records_every_sample_once_an_epoch_with_the_worker_that_read_it(tiny_run, data, workers):
     result = tiny_run(
-        [Ledger(), {"dataloader-workers": {"num_workers": workers}}], data=data(), device_batch_size=3, batch_size=12, epochs=2
+        [SampleAudit(), {"dataloader-workers": {"num_workers": workers}}], data=data(), micro_batch_size=3, batch_size=12, epochs=2
     )
     folder = result.trainer.run.folder
     assert [(line["step"], line["epoch"]) for line in lines(folder)] == [(step, step // 6) for step in range(12)]
@@ -96,13 +96,13 @@ def test_it_records_every_sample_once_an_epoch_with_the_worker_that_read_it(tiny
     for line in lines(folder):
         for batch in line["batches"]:
             by_worker[str(batch["worker"])] += len(batch["ids"])
-    assert result.summary["ledger"] == {
+    assert result.summary["sample-audit"] == {
         "samples": 134, "epochs": 2, "missing": 0, "repeated": 0, "unknown": 0, "by_rank": [134], "by_worker": [by_worker]
     }  # fmt: skip
 
 
 def test_it_changes_no_number(tiny_run):
-    plain, result = tiny_run(device_batch_size=4), tiny_run([Ledger()], device_batch_size=4)
+    plain, result = tiny_run(micro_batch_size=4), tiny_run([SampleAudit()], micro_batch_size=4)
     assert result.losses == plain.losses
     assert all(torch.equal(result.weights[name], plain.weights[name]) for name in plain.weights)
 
@@ -111,49 +111,49 @@ def test_it_changes_no_number(tiny_run):
 @pytest.mark.parametrize("data", [tiny_data, Stream], ids=["map-style", "iterable"])
 def test_an_epoch_that_is_cut_and_gone_on_with_is_whole(tiny_run, data, workers):
     def run(**arguments):
-        plugins = [Ledger(), {"dataloader-workers": {"num_workers": workers}}]
+        plugins = [SampleAudit(), {"dataloader-workers": {"num_workers": workers}}]
         return tiny_run(plugins, data=data(), output="run", epochs=2, save_every=4, **arguments)
 
     cut = run(max_steps=13)
-    assert cut.summary["ledger"] | {"by_worker": 0} == {
+    assert cut.summary["sample-audit"] | {"by_worker": 0} == {
         "samples": 67 + 32, "epochs": 1, "missing": 0, "repeated": 0, "unknown": 0, "by_rank": [99], "by_worker": 0
     }  # fmt: skip
     whole = run(resume=True)
-    assert whole.summary["ledger"]["samples"] == 134
-    assert whole.summary["ledger"]["epochs"] == 2
+    assert whole.summary["sample-audit"]["samples"] == 134
+    assert whole.summary["sample-audit"]["epochs"] == 2
     assert [line["step"] for line in lines(Path("run"))] == list(range(18))
     assert sorted(ids(Path("run"), 1)) == ALL
 
 
 def test_what_a_killed_run_recorded_after_its_checkpoint_is_dropped(tiny_run):
     if (child := os.fork()) == 0:
-        tiny_run([Ledger(), Dies()], output="run", save_every=4)
+        tiny_run([SampleAudit(), Dies()], output="run", save_every=4)
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
     assert [line["step"] for line in lines(Path("run"))] == list(range(15))
-    with Path("run/ledger/rank-0.jsonl").open("a") as file:
+    with Path("run/sample-audit/rank-0.jsonl").open("a") as file:
         file.write('{"step":15,"epo')  # as a machine that goes down leaves it
-    result = tiny_run([Ledger()], output="run", resume=True)
+    result = tiny_run([SampleAudit()], output="run", resume=True)
     assert len(result.losses) == 18 - 12
     assert [line["step"] for line in lines(Path("run"))] == list(range(18))
-    assert result.summary["ledger"]["samples"] == 134
+    assert result.summary["sample-audit"]["samples"] == 134
 
 
-def test_a_run_that_goes_on_in_another_folder_takes_its_ledger_along(tiny_run):
-    tiny_run([Ledger()], output="a", max_steps=12)
-    result = tiny_run([Ledger()], output="b", resume="a/checkpoints/step-00000012")
-    assert (result.summary["ledger"]["epochs"], result.summary["ledger"]["missing"]) == (2, 0)
+def test_a_run_that_goes_on_in_another_folder_takes_its_record_along(tiny_run):
+    tiny_run([SampleAudit()], output="a", max_steps=12)
+    result = tiny_run([SampleAudit()], output="b", resume="a/checkpoints/step-00000012")
+    assert (result.summary["sample-audit"]["epochs"], result.summary["sample-audit"]["missing"]) == (2, 0)
     assert len(lines(Path("a"))) == 12
     assert len(lines(Path("b"))) == 18
 
 
 def test_an_epoch_that_began_without_it_is_checked_for_repeats_only(tiny_run, caplog):
     tiny_run(output="run", max_steps=12)
-    tiny_run([Ledger()], output="run", epochs=3, max_steps=15, resume=True)
-    assert caplog.text.count("ledger: the beginning of epoch 1 is not recorded: it is only checked for repeated samples") == 1
-    result = tiny_run([Ledger()], output="run", epochs=3, resume=True)
-    assert result.summary["ledger"]["samples"] == 67 - 24 + 67
-    assert result.summary["ledger"]["epochs"] == 2
-    assert result.summary["ledger"]["missing"] == 0
+    tiny_run([SampleAudit()], output="run", epochs=3, max_steps=15, resume=True)
+    assert caplog.text.count("sample-audit: the beginning of epoch 1 is not recorded: it is only checked for repeated samples") == 1
+    result = tiny_run([SampleAudit()], output="run", epochs=3, resume=True)
+    assert result.summary["sample-audit"]["samples"] == 67 - 24 + 67
+    assert result.summary["sample-audit"]["epochs"] == 2
+    assert result.summary["sample-audit"]["missing"] == 0
 
 
 def with_replacement(sampler: StepSampler) -> list[int]:
@@ -165,32 +165,32 @@ def test_samples_drawn_with_replacement_end_the_run(tiny_run, monkeypatch):
     drawn = torch.randint(67, (67,), generator=torch.Generator().manual_seed(0))
     counts = torch.bincount(drawn, minlength=67)
     missing, repeated = (counts == 0).nonzero().flatten().tolist(), (counts > 1).nonzero().flatten().tolist()
-    with pytest.raises(LedgerError) as error:
-        tiny_run([Ledger()], output="run")
+    with pytest.raises(AuditError) as error:
+        tiny_run([SampleAudit()], output="run")
     said = str(error.value)
     assert f"epoch 0: {len(missing)} of 67 samples are missing ({', '.join(map(str, missing[:5]))}, ...)" in said
     steps = [int(place) // 8 for place in (drawn == repeated[0]).nonzero().flatten()]
     assert f"{len(repeated)} came more than once ({repeated[0]}: rank 0 at step {steps[0]} and rank 0 at step {steps[1]}" in said
-    assert "What came is in run/ledger." in said
+    assert "The record is in run/sample-audit." in said
     summary = json.loads(Path("run/summary.json").read_text())
     assert summary["status"] == "failed"
-    assert (summary["ledger"]["missing"], summary["ledger"]["repeated"]) == (len(missing), len(repeated))
+    assert (summary["sample-audit"]["missing"], summary["sample-audit"]["repeated"]) == (len(missing), len(repeated))
 
 
 def test_on_violation_warn_goes_on_and_counts(tiny_run, monkeypatch, caplog):
     monkeypatch.setattr(StepSampler, "order", with_replacement)
-    result = tiny_run([Ledger(on_violation="warn")])
+    result = tiny_run([SampleAudit(on_violation="warn")])
     assert result.summary["status"] == "completed"
-    assert result.summary["ledger"]["epochs"] == 2
-    assert result.summary["ledger"]["missing"] > 30
-    assert "plugin 'ledger': epoch 0: " in caplog.text
-    assert "plugin 'ledger': epoch 1: " in caplog.text
+    assert result.summary["sample-audit"]["epochs"] == 2
+    assert result.summary["sample-audit"]["missing"] > 30
+    assert "plugin 'sample-audit': epoch 0: " in caplog.text
+    assert "plugin 'sample-audit': epoch 1: " in caplog.text
 
 
 def test_an_epoch_cut_short_is_checked_for_repeats(tiny_run, monkeypatch):
     monkeypatch.setattr(StepSampler, "order", lambda sampler: [7] * 67)
-    with pytest.raises(LedgerError, match=r"epoch 0: 1 came more than once \(7: rank 0 at step 0 and .*step 1\)\. Every"):
-        tiny_run([Ledger()], max_steps=2, batch_size=2)
+    with pytest.raises(AuditError, match=r"epoch 0: 1 came more than once \(7: rank 0 at step 0 and .*step 1\)\. Every"):
+        tiny_run([SampleAudit()], max_steps=2, batch_size=2)
 
 
 @pytest.mark.parametrize(
@@ -199,30 +199,30 @@ def test_an_epoch_cut_short_is_checked_for_repeats(tiny_run, monkeypatch):
     ids=["longer", "shorter"],
 )
 def test_a_stream_must_be_as_long_as_it_says(tiny_run, says, found):
-    with pytest.raises(LedgerError, match=found):
-        tiny_run([Ledger()], data=Says(says))
+    with pytest.raises(AuditError, match=found):
+        tiny_run([SampleAudit()], data=Says(says))
 
 
-def test_a_ledger_that_lost_lines_is_found(tiny_run):
-    tiny_run([Ledger()], output="run", max_steps=4)
-    path = Path("run/ledger/rank-0.jsonl")
+def test_a_record_that_lost_lines_is_found(tiny_run):
+    tiny_run([SampleAudit()], output="run", max_steps=4)
+    path = Path("run/sample-audit/rank-0.jsonl")
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:3]))
-    with pytest.raises(LedgerError, match=r"epoch 0: 8 of 67 samples are missing"):
-        tiny_run([Ledger()], output="run", resume=True)
+    with pytest.raises(AuditError, match=r"epoch 0: 8 of 67 samples are missing"):
+        tiny_run([SampleAudit()], output="run", resume=True)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_dataset_that_shards_itself_is_counted_only(tiny_run, caplog, workers):
-    result = tiny_run([Ledger(), {"dataloader-workers": {"num_workers": workers}}], data=Sharded())
+    result = tiny_run([SampleAudit(), {"dataloader-workers": {"num_workers": workers}}], data=Sharded())
     assert caplog.text.count("Sharded shards itself: its samples have no ids to check, and are only counted") == 1
-    assert result.summary["ledger"]["by_rank"] == [134]
-    assert set(result.summary["ledger"]["by_worker"][0]) == ({"0", "1"} if workers else {"-1"})
+    assert result.summary["sample-audit"]["by_rank"] == [134]
+    assert set(result.summary["sample-audit"]["by_worker"][0]) == ({"0", "1"} if workers else {"-1"})
     assert lines(result.trainer.run.folder)[0]["batches"] == [{"worker": 0 if workers else -1, "samples": 8}]
 
 
 def test_memory_holds_counts_only(tiny_run):
-    ledger = Ledger()
-    tiny_run([ledger], epochs=1)
-    size = len(json.dumps([ledger.totals, list(ledger.readers.items()), [*map(str, ledger.files.read_until.items())]]))
-    tiny_run([ledger], epochs=5, data=tiny_data(200))
-    assert len(json.dumps([ledger.totals, list(ledger.readers.items()), [*map(str, ledger.files.read_until.items())]])) < size + 20
+    audit = SampleAudit()
+    tiny_run([audit], epochs=1)
+    size = len(json.dumps([audit.totals, list(audit.readers.items()), [*map(str, audit.files.read_until.items())]]))
+    tiny_run([audit], epochs=5, data=tiny_data(200))
+    assert len(json.dumps([audit.totals, list(audit.readers.items()), [*map(str, audit.files.read_until.items())]])) < size + 20

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
+pytestmark = pytest.mark.slow
+
 LOOK = """
 import json
 from importlib.metadata import distribution, entry_points

@@ -1,12 +1,11 @@
-"""Keeps a ledger of the samples trained on, and checks that each came exactly once an epoch.
+"""Records the samples trained on, and checks that each came exactly once an epoch.
 
     plugins:
-      - ledger: {on_violation: error}
+      - sample-audit: {on_violation: error}
 
-``ledger/rank-R.jsonl`` in the run folder has a line for each optimizer step of process R: ``step`` and ``epoch`` (both from 0), and
+``sample-audit/rank-R.jsonl`` in the run folder has a line for each optimizer step of process R: ``step`` and ``epoch`` (both from 0), and
 for each micro-batch its data-loader ``worker`` (-1: the process itself) and sample ``ids``: indices of a map-style dataset, positions in
-an iterable one. At an epoch's end the main process checks the ids of all; an epoch that is cut short must have none twice. Several
-machines must share the run folder.
+an iterable one. The main process checks all ids at an epoch's end. Several machines must share the run folder.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from operator import length_hint
 from typing import IO, TYPE_CHECKING, Annotated, Any, Literal
 
 from fastloop import FastloopError, Plugin, PluginError, hookimpl, option
-from fastloop_plugins.data._ledger_files import Files, check
+from fastloop_plugins.data._audit_files import Files, check
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,16 +30,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger("fastloop")
 
 
-class LedgerError(FastloopError):
+class AuditError(FastloopError):
     """Samples of an epoch did not come, or came more than once."""
 
 
-class Ledger(Plugin):
+class SampleAudit(Plugin):
     """Which samples each process and worker trained on."""
 
-    name = "ledger"
-    parity = "exact"
-    configures = "records sample ids, and checks that each comes once an epoch"
+    name = "sample-audit"
+    numerics = "bitwise"
+    description = "records sample ids, and checks that each comes once an epoch"
 
     @dataclass(kw_only=True)
     class Config:
@@ -52,7 +51,7 @@ class Ledger(Plugin):
         super().__init__(**options)
         self.file: IO[str] | None = None
         self.loaded = False
-        self.unrecorded = -1  # the epoch whose beginning is not in the ledger
+        self.unrecorded = -1  # the epoch whose beginning is not in the audit
         self.totals = {"epochs": 0, "missing": 0, "repeated": 0, "unknown": 0}  # of what was checked, on the main process
         self.readers: Counter[tuple[int, int]] = Counter()  # (rank, worker) -> samples
 
@@ -66,19 +65,22 @@ class Ledger(Plugin):
         sampler, dataset = run.train_loader.sampler, run.datasets["train"]
         if sampler is not None and sampler.fingerprint() and len(set(sampler.order())) < len(dataset):
             raise PluginError(
-                f"{run.recipe.where}: plugins.ledger: the training order leaves samples out or repeats some (drop_last or a sampler), and "
-                "ledger checks that every sample comes once an epoch. Leave ledger out, or give a loader that takes each sample once."
+                f"{run.recipe.where}: plugins.sample-audit: the training order leaves samples out or repeats some (drop_last or "
+                "a sampler), and sample-audit checks that every sample comes once an epoch. Leave it out, or give a loader that takes "
+                "each sample once."
             )
 
     @hookimpl
     def before_fit(self, run: Run) -> None:
-        self.files = files = Files(run.folder / "ledger")
+        self.files = files = Files(run.folder / "sample-audit")
         dataset = run.datasets["train"]
         self.has_ids = run.train_loader.stream is None or not getattr(dataset, "shards_itself", False)
         if run.is_main:
             self._open(run)
             if not self.has_ids:
-                logger.warning("ledger: %s shards itself: its samples have no ids to check, and are only counted", type(dataset).__name__)
+                logger.warning(
+                    "sample-audit: %s shards itself: its samples have no ids to check, and are only counted", type(dataset).__name__
+                )
         run.processes.barrier()  # the folder is there
         if run.rank in files.ranks():
             files.cut(run.rank, run.state.step)
@@ -88,7 +90,7 @@ class Ledger(Plugin):
         """Make the folder; when a run goes on, with what was recorded before."""
         files = self.files
         if run.resume_point is not None:
-            source = run.resume_point[0].resolve().parent.parent / "ledger"
+            source = run.resume_point[0].resolve().parent.parent / "sample-audit"
             if source.is_dir() and source != files.folder.resolve():  # it goes on in another folder
                 shutil.copytree(source, files.folder, dirs_exist_ok=True)
         files.folder.mkdir(exist_ok=True)
@@ -97,7 +99,9 @@ class Ledger(Plugin):
                 files.cut(rank, run.state.step)
         if run.state.epoch_samples and not (self.loaded and files.ranks()):
             self.unrecorded = run.state.epoch
-            logger.warning("ledger: the beginning of epoch %d is not recorded: it is only checked for repeated samples", run.state.epoch)
+            logger.warning(
+                "sample-audit: the beginning of epoch %d is not recorded: it is only checked for repeated samples", run.state.epoch
+            )
 
     @hookimpl
     def before_epoch(self, run: Run) -> None:
@@ -127,7 +131,7 @@ class Ledger(Plugin):
     @hookimpl
     def save_state(self, run: Run) -> dict[str, Any]:
         if self.file is not None:
-            os.fsync(self.file.fileno())  # no checkpoint is ahead of the ledger, even when the machine goes down
+            os.fsync(self.file.fileno())  # no checkpoint is ahead of the audit, even when the machine goes down
         readers = [[*reader, samples] for reader, samples in self.readers.items()]
         return {"totals": self.totals, "readers": readers, "unrecorded": self.unrecorded}
 
@@ -136,7 +140,7 @@ class Ledger(Plugin):
         ranks = range(1 + max((rank for rank, _ in self.readers), default=-1))
         workers = [{str(worker): samples for (of, worker), samples in sorted(self.readers.items()) if of == rank} for rank in ranks]
         by_rank = [sum(samples.values()) for samples in workers]
-        summary["ledger"] = {"samples": sum(by_rank), **self.totals, "by_rank": by_rank, "by_worker": workers}
+        summary["sample-audit"] = {"samples": sum(by_rank), **self.totals, "by_rank": by_rank, "by_worker": workers}
         if self.file is not None:
             self.file.close()
             self.file = None
@@ -145,7 +149,7 @@ class Ledger(Plugin):
         """The main process checks an epoch, and all processes act on what it found.
 
         Raises:
-            LedgerError: Samples are missing or came more than once; on every process.
+            AuditError: Samples are missing or came more than once; on every process.
         """
         run.processes.barrier()  # all have written
         wrong = ""
@@ -157,9 +161,10 @@ class Ledger(Plugin):
         wrong = run.processes.all_gather_object(wrong)[0]
         if not wrong:
             return
-        message = f"plugin 'ledger': epoch {epoch}: {wrong}. Every sample must come once an epoch. What came is in {self.files.folder}."
+        expected = f"Every sample must come once an epoch. The record is in {self.files.folder}."
+        message = f"plugin 'sample-audit': epoch {epoch}: {wrong}. {expected}"
         if self.config.on_violation == "error":
-            raise LedgerError(message)
+            raise AuditError(message)
         if run.is_main:
             logger.warning("%s", message)
 
@@ -177,13 +182,8 @@ class Ledger(Plugin):
             return f"{self.files.path(min(absent)).name} is not there (machines must share the run folder)"
         recorded = self.has_ids and epoch != self.unrecorded
         found = check(ids(), size, complete=recorded and (done or stream))
-        for name, count in (
-            ("epochs", done),
-            ("missing", len(found.missing)),
-            ("repeated", len(found.repeated)),
-            ("unknown", found.unknown),
-        ):
-            self.totals[name] += count
+        counts = {"epochs": done, "missing": len(found.missing), "repeated": len(found.repeated), "unknown": found.unknown}
+        self.totals = {name: total + counts[name] for name, total in self.totals.items()}
         wrong = found.text(self.files, epoch)
         if done:
             self.files.epoch_ended()

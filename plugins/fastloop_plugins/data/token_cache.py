@@ -1,0 +1,47 @@
+"""Keeps token ids on disk: texts are tokenized once.
+
+    plugins:
+      - token-cache: {folder: auto}
+
+The token ids of text tasks are kept under a hash of the texts, the tokenizer's files and the options. Later runs, and the other processes
+of a run, map them from there. If ``data.files`` and a pretrained tokenizer are unchanged, a run reads no text at all. ``auto`` is
+``fastloop/tokens`` in the user's cache folder. It can be deleted at any time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from fastloop import Plugin, PluginError, hookimpl, option
+
+if TYPE_CHECKING:
+    from fastloop import Run
+
+
+class TokenCache(Plugin):
+    """Token ids from a cache on disk."""
+
+    name = "token-cache"
+    numerics = "bitwise"
+    description = "keeps token ids on disk"
+
+    @dataclass(kw_only=True)
+    class Config:
+        """Options."""
+
+        folder: Annotated[str, option("Folder of token ids; auto: in the user's cache.")] = "auto"
+
+    @hookimpl(wrapper=True)
+    def build_datasets(self, run: Run) -> Generator[None, Any, Any]:
+        from fastloop_plugins._cache import tokens_kept_in, user_cache
+
+        folder = user_cache("tokens") if self.config.folder == "auto" else Path(self.config.folder).expanduser()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise PluginError(f"{run.recipe.where}: plugins.token-cache.folder: {folder}: {error.strerror}. Give another folder.") from None
+        with tokens_kept_in(folder):
+            return (yield)

@@ -1,0 +1,190 @@
+"""Python commands in processes forked from one that has imported torch and transformers: each starts within a fraction of a second.
+
+    done = forked.run("-m", "fastloop", "train", "recipe.yaml", "--nproc", "2", timeout=300)
+    with forked.Command("-m", "fastloop", "train", "recipe.yaml") as command: ...
+
+The arguments are those of ``python``. Environment, current folder, import path and streams are the command's own, and so is everything that
+it loads of fastloop's commands and plugins. Processes that it starts with ``python -m fastloop`` or ``python FILE.py`` are forked
+from it, unless it is another launcher. Use a real
+``subprocess`` where the start of the process matters: variables that the loader or an allocator reads, imports, or hash seeds.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from multiprocessing import resource_tracker
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn
+
+from fastloop.testing import starting
+
+TESTS = Path(__file__).parent
+PATH = [entry for entry in sys.path if entry and Path(entry) != TESTS.parent and not Path(entry).is_relative_to(TESTS)]
+"""The import path of a new Python, without what pytest adds."""
+
+
+class Command:
+    """``python ARGUMENTS`` in a forked process.
+
+    Args:
+        env: All of its environment variables; None: those of this process.
+        cwd: Its current folder; None: that of this process.
+        output: A file to which stdout and stderr are appended; None: ``stdout`` and ``stderr`` have them.
+    """
+
+    def __init__(self, *arguments: str, env: Mapping[str, str] | None = None, cwd: Path | None = None, output: Path | None = None) -> None:
+        self.arguments = arguments
+        self._folder = Path(tempfile.mkdtemp(prefix="forked-"))
+        streams = (output.resolve(), output.resolve()) if output else (self._folder / "stdout", self._folder / "stderr")
+        self._streams = streams
+        for stream in streams:
+            stream.touch()
+        given = (arguments, dict(os.environ if env is None else env), Path(cwd or Path.cwd()).resolve(), *streams, PATH)
+        self._process = starting._context().Process(target=_start, args=given)
+        self._process.start()
+        self.pid: int = self._process.pid
+
+    @property
+    def stdout(self) -> str:
+        """What it has written so far."""
+        return self._streams[0].read_text(encoding="utf-8", errors="replace")
+
+    @property
+    def stderr(self) -> str:
+        """What it has written so far."""
+        return self._streams[1].read_text(encoding="utf-8", errors="replace")
+
+    def poll(self) -> int | None:
+        """Its exit code, -n after signal n; None while it runs."""
+        code: int | None = self._process.exitcode
+        return code
+
+    def wait(self, timeout: float) -> int:
+        """Wait for its end.
+
+        Raises:
+            subprocess.TimeoutExpired: It took longer, and was killed.
+        """
+        self._process.join(timeout)
+        code = self.poll()
+        if code is None:
+            self.kill()
+            raise subprocess.TimeoutExpired(self.arguments, timeout, self.stdout, self.stderr)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+        self._process.join()
+
+    def __enter__(self) -> Command:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.kill()
+
+
+def run(*arguments: str, timeout: float = 300, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end, as ``subprocess.run`` with text output does; ``options`` are those of ``Command``."""
+    command = Command(*arguments, **options)
+    code = command.wait(timeout)
+    return subprocess.CompletedProcess(arguments, code, command.stdout, command.stderr)
+
+
+def _start(arguments: Sequence[str], environment: Mapping[str, str], folder: Path, stdout: Path, stderr: Path, path: Sequence[str]) -> None:
+    """Become the command, in a process of the fork server."""
+    PATH[:] = path
+    multiprocessing.set_start_method(None, force=True)  # the command's own processes start in the platform's way
+    for number, file in ((1, stdout), (2, stderr)):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), number)
+    if arguments[0] != "-m" or arguments[1].startswith("fastloop"):  # not for launchers with threads
+        subprocess.Popen = ForkedPopen  # type: ignore[misc]
+    _python(arguments, environment, folder)
+
+
+def _python(arguments: Sequence[str], environment: Mapping[str, str] | None, folder: str | Path | None) -> None:
+    """What ``python ARGUMENTS`` does once it is up."""
+    if environment is not None:
+        os.environ.clear()
+        os.environ.update(environment)
+    os.chdir(folder or ".")
+    import torch
+
+    if threads := os.environ.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(int(threads))
+    sys.orig_argv[:] = [sys.executable, *arguments]
+    safe = arguments[0] == "-P"
+    kind, *rest = arguments[safe:]
+    added = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    first = [] if safe else [str(Path.cwd()) if kind == "-m" else str(Path(kind).resolve().parent)]
+    sys.path[:] = [*first, *added, *PATH]
+    sys.argv[:] = rest if kind == "-m" else [kind, *rest]
+    if kind == "-m":
+        sys.modules.pop(rest[0], None)
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(kind, run_name="__main__")
+
+
+class ForkedPopen(subprocess.Popen):  # type: ignore[type-arg]
+    """A ``Popen`` that forks for ``python -m fastloop...`` and ``python FILE.py``, in a command that was forked itself."""
+
+    def _execute_child(self, args: Any, executable: Any, preexec: Any, close: Any, fds: Any, cwd: Any, env: Any, *rest: Any) -> None:
+        ours = args[0] == sys.executable and (args[1].endswith(".py") or (args[1] == "-m" and args[2].startswith("fastloop")))
+        if not ours:
+            super()._execute_child(args, executable, preexec, close, fds, cwd, env, *rest)  # type: ignore[misc]
+            return
+        _, _, _, stdin, _, _, stdout, _, stderr, *_, new_session, _ = rest
+        self._child_created = True
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            _become(args[1:], env, cwd, (stdin, stdout, stderr), fds, new_session)
+
+
+def _become(
+    arguments: Sequence[str], environment: Any, folder: Any, streams: Sequence[int], others: Sequence[int], new_session: bool
+) -> NoReturn:
+    code = 1
+    try:
+        weakref.finalize._registry.clear()  # type: ignore[attr-defined] # temporary folders that the parent removes itself
+        if new_session:
+            os.setsid()
+        for number, stream in enumerate(streams):
+            if stream != -1:
+                os.dup2(stream, number)
+        sys.stdin = os.fdopen(0, closefd=False)
+        for number in {int(name) for name in os.listdir("/proc/self/fd")} - {0, 1, 2, *others}:  # noqa: PTH208
+            with suppress(OSError):
+                os.close(number)
+        tracker = resource_tracker._resource_tracker  # type: ignore[attr-defined] # whose pipe is closed now
+        tracker._fd = tracker._pid = None
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        _python(arguments, environment, folder)
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)

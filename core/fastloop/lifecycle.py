@@ -20,7 +20,8 @@ from fastloop.checks.optimizer import OptimizerCheck
 from fastloop.checks.skipped_steps import SkippedSteps
 from fastloop.checks.updates import UpdateCheck
 from fastloop.data import Loaders
-from fastloop.distributed.accelerator import build_accelerator, micro_batches
+from fastloop.data.micro_batches import micro_batches
+from fastloop.distributed.accelerator import build_accelerator
 from fastloop.distributed.processes import Processes
 from fastloop.errors import PluginError, SaveError
 from fastloop.hooks import PluginSet

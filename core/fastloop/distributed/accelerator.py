@@ -1,4 +1,4 @@
-"""The finished draft -> one Accelerate ``Accelerator``, and the arithmetic of batch sizes."""
+"""The finished draft -> one Accelerate ``Accelerator``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from fastloop.distributed.launch import rank, restarts, world_size
-from fastloop.errors import PluginError, RecipeError
+from fastloop.errors import PluginError
 from fastloop.recipe import Recipe
 from fastloop.runtime.hardware import this_machine
 from fastloop.state import AcceleratorDraft
@@ -103,26 +103,3 @@ def check_launcher(recipe: Recipe, resolution: PluginSet, precision: str, proces
             f"{recipe.where}: started with {processes} processes, but no plugin fills the slot 'strategy', which joins them. "
             "List one: `fastloop plugins` shows who fills it."
         )
-
-
-def micro_batches(recipe: Recipe, world_size: int) -> tuple[int, int]:
-    """``(micro_batch_size, micro-steps an optimizer step)`` for a number of processes.
-
-    Raises:
-        RecipeError: The sizes do not divide; names the nearest that do.
-    """
-    train = recipe.train
-    device = train.micro_batch_size or max(1, train.batch_size // world_size)
-    if train.batch_size % (device * world_size) == 0:
-        return device, train.batch_size // (device * world_size)
-    given = train.micro_batch_size is not None
-    share = f"{device} (micro_batch_size) x {world_size} (processes)" if given else f"the {world_size} processes"
-    unit = device * world_size if given else world_size
-    near = sorted({size for size in (train.batch_size // unit * unit, -(-train.batch_size // unit) * unit) if size})
-    fits = [size for size in range(1, train.batch_size + 1) if train.batch_size % (size * world_size) == 0]
-    sizes = sorted(sorted(fits, key=lambda size: abs(size - device))[:2])
-    hint = f" or micro_batch_size {' or '.join(map(str, sizes))}" if sizes else ""
-    raise RecipeError(
-        f"{recipe.where}: train.batch_size: {train.batch_size} is not a multiple of {share}. "
-        f"Nearest that are: batch_size {' or '.join(map(str, near))}{hint}."
-    )

@@ -1,6 +1,7 @@
 """Recipes: YAML and overrides to typed values."""
 
-from fastloop.recipe.recipe import SECTIONS, Recipe, Train, anchored, find_recipe, load_recipe, make_recipe, shipped_recipes
+from fastloop.recipe.paths import anchored, find_recipe, shipped_recipes
+from fastloop.recipe.recipe import SECTIONS, Recipe, Train, load_recipe, make_recipe
 
 __all__ = [
     "SECTIONS",

@@ -46,7 +46,8 @@ from fastloop.options import option, parse
 from fastloop.plugin import defaults
 from fastloop.recipe import safe_yaml as plain
 from fastloop.recipe import secrets
-from fastloop.recipe.source import read, split
+from fastloop.recipe.paths import anchored, check_path, find_path, find_recipe
+from fastloop.recipe.references import plugin_name, plugins_by_name
 
 SECTIONS = ("model", "data", "train", "plugins", "output")
 _RESOLVER = re.compile(r"\$\{[^}]*?[:$][^}]*\}*")
@@ -127,56 +128,7 @@ class Recipe:
 
     def find(self, path: str) -> Path:
         """A path of the recipe: as given (absolute, or from the current folder), else from the recipe's own folder."""
-        return _find(path, self.source)
-
-
-def _find(path: str, source: Path | None) -> Path:
-    given = _path(path, source)
-    if not given.exists() and source is not None and (source.parent / given).exists():
-        return source.parent / given
-    return given
-
-
-def _path(text: str, source: Path | None) -> Path:
-    """A path. Refused is what no file could be called: with a null byte, in thousands of letters, from the home of nobody."""
-    try:
-        if "\0" in text:
-            raise ValueError("it holds a null byte")
-        path = Path(text).expanduser()
-        path.exists()
-    except (OSError, RuntimeError, ValueError) as error:
-        why = getattr(error, "strerror", None) or str(error).rstrip(".")
-        raise RecipeError(f"{source or 'recipe'}: {text[:100]!r} cannot be a path: {why}.") from None
-    return path
-
-
-def recipe_folders() -> list[Path]:
-    """Where shipped recipes are: the checkout's recipes/ when there is one, else the copy inside the wheel."""
-    package = Path(__file__).resolve().parents[1]
-    checkout = package.parent.parent / "recipes"
-    return [folder for folder in (checkout, package / "recipes") if folder.is_dir()][:1]
-
-
-def shipped_recipes() -> dict[str, Path]:
-    """Name -> path of every shipped recipe."""
-    return {path.stem: path for folder in recipe_folders() for path in sorted(folder.glob("*.yaml"))}
-
-
-def find_recipe(name: str) -> Path:
-    """A path to a recipe file, or the name of a shipped one.
-
-    Raises:
-        RecipeError: There is no such file and no such shipped recipe.
-    """
-    path = _path(name, None)
-    if path.is_file():
-        return path
-    shipped = shipped_recipes()
-    stem = path.stem if path.suffix in (".yaml", ".yml") and path.parent.name in ("", "recipes") else name
-    if stem in shipped and (path.parent == Path() or path.parent.name == "recipes"):
-        return shipped[stem]
-    kind = "a folder" if path.is_dir() else "no such file"
-    raise RecipeError(f"{name}: {kind}, and no shipped recipe has this name.{did_you_mean(stem, shipped)}")
+        return find_path(path, self.source)
 
 
 def load_recipe(
@@ -200,13 +152,13 @@ def load_recipe(
     references: dict[str, str] = {}
     tree = _read(path, (), references)
     for plugin in with_plugins:
-        name = _name(plugin, "--with", path, references)
+        name = plugin_name(plugin, "--with", path, references)
         tree["plugins"][name] = tree["plugins"].get(name) or {}
     listed = set(tree["plugins"])
     tree = _apply(tree, overrides, str(path), references)
     overridden = [name for name in tree["plugins"] if name not in listed]
     for plugin in without_plugins:
-        tree["plugins"][_name(plugin, "--without", path, {})] = False
+        tree["plugins"][plugin_name(plugin, "--without", path, {})] = False
     tree["plugins"] = {references.get(name, name): options for name, options in tree["plugins"].items()}
     recipe = make_recipe(tree, path)
     for name in overridden:
@@ -235,13 +187,13 @@ def make_recipe(tree: Mapping[str, Any], source: Path | None = None) -> Recipe:
     output = tree.get("output") or (f"runs/{source.stem}" if source else "runs/run")
     if not isinstance(output, str):
         raise RecipeError(f"{where}: output: found {output!r}, expected the path of a folder.")
-    _path(output, source)
+    check_path(output, source)
     references: dict[str, str] = {}
     return Recipe(
         model=dict(tree.get("model") or {}),
         data=dict(tree.get("data") or {}),
         train=parse(Train, tree.get("train"), f"{where}: train"),
-        plugins=_plugins_by_name(tree.get("plugins"), where, source, references),
+        plugins=plugins_by_name(tree.get("plugins"), where, source, references),
         output=output,
         references=references,
         source=source,
@@ -260,13 +212,13 @@ def _read(path: Path, seen: tuple[Path, ...], references: dict[str, str]) -> dic
     if not isinstance(tree, dict) or not tree:
         raise RecipeError(f"{path}: expected a mapping with the sections {', '.join(SECTIONS)}.")
     secrets.remember(tree, str(path))
-    tree["plugins"] = _plugins_by_name(tree.get("plugins"), str(path), path, references)
+    tree["plugins"] = plugins_by_name(tree.get("plugins"), str(path), path, references)
     base = tree.pop("extends", None)
     if base is None:
         return tree
     if not isinstance(base, str):
         raise RecipeError(f"{path}: extends: found {base!r}, expected one recipe's path or name.")
-    beside = path.parent / _path(base, path)
+    beside = path.parent / check_path(base, path)
     home = beside if beside.is_file() else find_recipe(base)
     inherited: dict[str, str] = {}
     parent = _read(home, (*seen, path.resolve()), inherited)
@@ -274,19 +226,6 @@ def _read(path: Path, seen: tuple[Path, ...], references: dict[str, str]) -> dic
         references.setdefault(name, reference if home.parent == path.parent else anchored(reference, home.parent))
     merged: dict[str, Any] = _merge(parent, {section: value for section, value in tree.items() if value is not None})
     return merged
-
-
-def anchored(value: Any, home: Path) -> Any:
-    """The same value with paths that are found beside a recipe in ``home`` alone made absolute: for a recipe that lies elsewhere."""
-    if isinstance(value, Mapping):
-        return {key: anchored(item, home) for key, item in value.items()}
-    if isinstance(value, list):
-        return [anchored(item, home) for item in value]
-    if not isinstance(value, str):
-        return value
-    path, colon, name = value.rpartition(":") if ".py:" in value else (value, "", "")
-    beside = home / path
-    return f"{beside.resolve()}{colon}{name}" if path and not Path(path).exists() and beside.exists() else value
 
 
 def _merge(base: Any, top: Any) -> Any:
@@ -305,72 +244,6 @@ def _refuse_resolvers(tree: Any, where: str) -> None:
             _refuse_resolvers(value, f"{where}[{index}]")
     elif isinstance(tree, str) and (found := _RESOLVER.search(tree)):
         raise RecipeError(f"{where}: found {found[0]!r}. Expected ${{...}} with the name of another key of the recipe in it, and no more.")
-
-
-def _name(reference: str, where: str, source: Path | None, references: dict[str, str]) -> str:
-    """The name of the plugin that a reference lists; another reference than the name is kept in ``references``, where it is the first.
-
-    Raises:
-        RecipeError: There is no such file, or no such plugin in it.
-    """
-    if (parts := split(reference)) is not None:
-        name = _name_in_file(*parts, where=f"{where}: {reference}", source=source)
-    else:
-        name = reference.rpartition(":")[2]
-    if reference != name:
-        references.setdefault(name, reference)
-    return name
-
-
-def _name_in_file(file: str, cls: str, where: str, source: Path | None) -> str:
-    path = _find(file, source)
-    try:
-        found = read(path)
-    except OSError:
-        beside = " nor beside the recipe" if source else ""
-        raise RecipeError(f"{where}: there is no file {file} that can be read, in the current folder{beside}.") from None
-    except SyntaxError as error:
-        raise RecipeError(f"{where}: {path}, line {error.lineno}: not valid Python: {error.msg}.") from None
-    plugins = found.plugins()
-    if cls and cls not in plugins:
-        what = "has no literal `name`, or no base class" if cls in found.classes else "is not a class of the file"
-        raise RecipeError(f"{where}: {cls} {what}.{did_you_mean(cls, plugins)}")
-    if not plugins:
-        classes = f"It has the classes {', '.join(found.classes)}. " if found.classes else ""
-        raise RecipeError(f'{where}: the file holds no plugin. {classes}Expected a subclass of fastloop.Plugin with `name = "..."`.')
-    if not cls and len(plugins) > 1:
-        raise RecipeError(f"{where}: the file holds several plugins. Say which: {' or '.join(f'{file}:{known}' for known in plugins)}.")
-    return plugins[cls] if cls else next(iter(plugins.values()))
-
-
-def _plugins_by_name(
-    plugins: Any, where: str, source: Path | None, references: dict[str, str]
-) -> dict[str, dict[str, Any] | Literal[False]]:
-    """The list of the recipe as a mapping: overrides address plugins by name, and a name stands once. Fills in ``references``."""
-    if plugins is None:
-        return {}
-    if isinstance(plugins, Mapping):
-        items = list(plugins.items())
-    elif isinstance(plugins, list):
-        items = []
-        for index, entry in enumerate(plugins):
-            if isinstance(entry, str):
-                items.append((entry, {}))
-            elif isinstance(entry, Mapping) and len(entry) == 1:
-                items.append(next(iter(entry.items())))
-            else:
-                raise RecipeError(f"{where}: plugins[{index}]: found {entry!r}, expected a name or one {{name: {{option: value}}}}.")
-    else:
-        raise RecipeError(f"{where}: plugins: found {plugins!r}, expected a list of names.")
-    found: dict[str, dict[str, Any] | Literal[False]] = {}
-    for reference, options in items:
-        name = _name(str(reference), f"{where}: plugins", source, references)
-        if name in found:
-            raise RecipeError(f"{where}: plugins: {name!r} is listed twice. Remove one.")
-        if options is not None and options is not False and not isinstance(options, Mapping):
-            raise RecipeError(f"{where}: plugins.{reference}: found {options!r}, expected a mapping of options, or false to leave it out.")
-        found[name] = False if options is False else dict(options or {})
-    return found
 
 
 def _apply(tree: dict[str, Any], overrides: Iterable[str], where: str, references: Mapping[str, str]) -> dict[str, Any]:
@@ -414,5 +287,5 @@ def _apply(tree: dict[str, Any], overrides: Iterable[str], where: str, reference
         raise RecipeError(f"{where}: {error.full_key}: found '???', which stands for a value to fill in. Set it.") from None
     except (OmegaConfBaseException, RecursionError) as error:
         raise RecipeError(f"{where}: {str(error).splitlines()[0]}.") from None
-    resolved["plugins"] = _plugins_by_name(resolved.get("plugins"), where, None, {})
+    resolved["plugins"] = plugins_by_name(resolved.get("plugins"), where, None, {})
     return resolved

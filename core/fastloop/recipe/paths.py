@@ -1,0 +1,84 @@
+"""Paths: where recipes are found, and the files that they name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fastloop.errors import RecipeError, did_you_mean
+
+
+def check_path(text: str, source: Path | None) -> Path:
+    """A path of a recipe, ``~`` expanded. The file may not exist.
+
+    Args:
+        source: The recipe's file, for the message; None: it was made in Python.
+
+    Raises:
+        RecipeError: No file can have this path: it holds a null byte, is too long, or names a user who does not exist.
+    """
+    try:
+        if "\0" in text:
+            raise ValueError("it holds a null byte")
+        path = Path(text).expanduser()
+        path.exists()
+    except (OSError, RuntimeError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error).rstrip(".")
+        raise RecipeError(f"{source or 'recipe'}: {text[:100]!r} cannot be a path: {why}.") from None
+    return path
+
+
+def find_path(path: str, source: Path | None) -> Path:
+    """A path as given (absolute, or from the current folder) if it exists; else from the folder of the recipe ``source``, if it exists
+    there; else as given.
+
+    Raises:
+        RecipeError: As ``check_path``.
+    """
+    given = check_path(path, source)
+    if not given.exists() and source is not None and (source.parent / given).exists():
+        return source.parent / given
+    return given
+
+
+def recipe_folders() -> list[Path]:
+    """The folder of shipped recipes: recipes/ of the checkout, or the copy in the wheel. An empty list if neither exists."""
+    package = Path(__file__).resolve().parents[1]
+    checkout = package.parent.parent / "recipes"
+    return [folder for folder in (checkout, package / "recipes") if folder.is_dir()][:1]
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """Name -> path of every shipped recipe."""
+    return {path.stem: path for folder in recipe_folders() for path in sorted(folder.glob("*.yaml"))}
+
+
+def find_recipe(name: str) -> Path:
+    """The file of a recipe, from its path or from the name of a shipped one.
+
+    Raises:
+        RecipeError: There is no such file and no such shipped recipe.
+    """
+    path = check_path(name, None)
+    if path.is_file():
+        return path
+    shipped = shipped_recipes()
+    stem = path.stem if path.suffix in (".yaml", ".yml") and path.parent.name in ("", "recipes") else name
+    if stem in shipped and (path.parent == Path() or path.parent.name == "recipes"):
+        return shipped[stem]
+    kind = "a folder" if path.is_dir() else "no such file"
+    raise RecipeError(f"{name}: {kind}, and no shipped recipe has this name.{did_you_mean(stem, shipped)}")
+
+
+def anchored(value: Any, home: Path) -> Any:
+    """The same value for a recipe in another folder: paths that exist only relative to ``home`` become absolute."""
+    if isinstance(value, Mapping):
+        return {key: anchored(item, home) for key, item in value.items()}
+    if isinstance(value, list):
+        return [anchored(item, home) for item in value]
+    if not isinstance(value, str):
+        return value
+    path, colon, name = value.rpartition(":") if ".py:" in value else (value, "", "")
+    beside = home / path
+    return f"{beside.resolve()}{colon}{name}" if path and not Path(path).exists() and beside.exists() else value

@@ -15,12 +15,12 @@ import pytest
 import yaml
 
 from fastloop.cli import main
+from fastloop.cli.arguments import parse_time
 from fastloop.errors import UsageError
 from fastloop.recipe import load_recipe, make_recipe
 from fastloop_tools.measure import pairs
 from fastloop_tools.measure.worker import Spec, measure
 from fastloop_tools.profile import observe
-from fastloop_tools.tune.command import parse_time
 from fastloop_tools.tune.search import Search
 from fastloop_tools.tune.write import text
 
@@ -269,9 +269,9 @@ def test_what_cannot_be_is_refused(recipe, command, arguments, said):
 
 
 def test_a_time_has_a_unit():
-    assert [parse_time(given) for given in ("90", "90s", "1.5m", "2h")] == [90, 90, 90, 7200]
+    assert [parse_time(given, "--budget") for given in ("90", "90s", "1.5m", "2h")] == [90, 90, 90, 7200]
     with pytest.raises(UsageError):
-        parse_time("0s")
+        parse_time("0s", "--budget")
 
 
 def test_a_recipe_that_cannot_run_is_refused(recipe, command):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
 import tempfile
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from fastloop.cli.arguments import ACCEPTED, Overrides, RecipeName, With, Without, names, numerics_classes
+from fastloop.cli.arguments import ACCEPTED, Overrides, RecipeName, With, Without, names, numerics_classes, parse_time
 from fastloop.distributed import launch
 
 
@@ -46,7 +45,7 @@ def tune(
     if launch.world_size() > 1:
         raise UsageError("tune starts the processes that it measures. Start it without a launcher, and with --nproc N.")
     classes = numerics_classes(accept)
-    allowed = parse_time(budget)
+    allowed = parse_time(budget, "--budget")
     loaded = load_recipe(recipe, overrides or (), names(with_), names(without))
     check(loaded).hooks.check_recipe(recipe=loaded)
     show_messages()
@@ -75,17 +74,3 @@ def tune(
         return
     write(target, writing.tuned(search, f"What was tried: {target.with_suffix('.json').name}", target.parent))
     typer.echo(f"{writing.factor(search)}; written to {target}")
-
-
-def parse_time(given: str) -> float:
-    """``90s``, ``10m`` or ``1h`` in seconds.
-
-    Raises:
-        UsageError: It is none of them.
-    """
-    from fastloop.errors import UsageError
-
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", given.strip())
-    if found is None or not float(found[1]):
-        raise UsageError(f"--budget {given}: expected a time such as 90s, 10m or 1h.")
-    return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]

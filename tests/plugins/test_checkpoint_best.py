@@ -54,7 +54,7 @@ def test_the_test_split_is_evaluated_with_the_best_weights(tiny_run):
 
 
 def test_keep_holds_that_many_and_rotation_never_removes_the_best(tiny_run):
-    result = tiny_run([best(keep=2), Script(0.9, 0.5, 0.7, 0.6, 0.1)], epochs=5, save_every=1, keep_checkpoints=1)
+    result = tiny_run([best(keep_checkpoints=2), Script(0.9, 0.5, 0.7, 0.6, 0.1)], epochs=5, save_every=1, keep_checkpoints=1)
     names = sorted(path.name for path in (result.trainer.run.folder / "checkpoints").iterdir())
     assert names == ["best-00000009", "best-00000027", "step-00000045"]
     assert all(checkpoint.verify(result.trainer.run.folder / "checkpoints" / name) is None for name in names)

@@ -1,7 +1,7 @@
 """Keeps the weights that evaluated best, and puts them back for the final test and the exported model.
 
     plugins:
-      - checkpoint-best: {monitor: accuracy, keep: 1}
+      - checkpoint-best: {monitor: accuracy, keep_checkpoints: 1}
 
 They lie in ``checkpoints/best-*`` of the run folder, which the rotation of resume checkpoints does not touch.
 """
@@ -38,7 +38,7 @@ class CheckpointBest(Plugin):
 
         monitor: Annotated[str, option("Metric of the evaluation.")] = "loss"
         mode: Annotated[Literal["auto", "min", "max"], option("Whether smaller or larger is better; auto tells by the name.")] = "auto"
-        keep: Annotated[int, option("How many of the best to keep.", ge=1)] = 1
+        keep_checkpoints: Annotated[int, option("Best checkpoints kept.", ge=1)] = 1
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -113,7 +113,7 @@ class CheckpointBest(Plugin):
         from fastloop import checkpoint
 
         step = run.state.step
-        worst = self.kept[-1][1] if len(self.kept) == self.config.keep else None
+        worst = self.kept[-1][1] if len(self.kept) == self.config.keep_checkpoints else None
         if not self.monitor.better(value, worst):
             return
         weights, failed = run.full_state_dict(), False
@@ -127,7 +127,7 @@ class CheckpointBest(Plugin):
             return
         place = next((index for index, (_, old) in enumerate(self.kept) if self.monitor.better(value, old)), len(self.kept))
         self.kept.insert(place, (step, value))
-        del self.kept[self.config.keep :]
+        del self.kept[self.config.keep_checkpoints :]
         self.tidy(run)
         run.state.best = self.best()
 

@@ -84,17 +84,20 @@ class State:
 
 @dataclass(slots=True)
 class Batch:
-    """One micro-batch as the loop sees it. A collator may return one to say more than the number of samples.
+    """One micro-batch as the loop sees it. A collator may return one to set ``loss_weight`` and ``tokens``.
 
     Attributes:
-        inputs: What the task's ``compute_loss`` gets: any nesting of tensors.
-        loss_weight: What the mean loss is a mean over: samples, or target tokens. Accumulated micro-batches are weighted by it.
-        samples: Number of samples; filled in by the loader.
-        tokens: Real tokens, padding not counted.
-        ids: Sample ids, filled in by the loader: indices of a map-style dataset, positions in an iterable one.
-        worker: The worker that read it; -1: the process itself.
-        is_last_micro_batch: Whether it is its step's last on this process; filled in by the loader, for map-style datasets.
-        unreadable: Sample ids that could not be read, and are not in it, each with why; see ``DataLoaderDraft.skip_unreadable``.
+        inputs: What the task's ``compute_loss`` gets: any nesting of tensors. Set by the collator.
+        loss_weight: The number of samples or target tokens that the loss is the mean over. Accumulated micro-batches are weighted by it.
+            Set by the task's collator; where that leaves it 0, the loader sets it to ``samples``.
+        samples: Number of samples. Set by the loader.
+        tokens: Number of real tokens, without padding. Set by the task's collator; the text tasks do so. With 0, the default,
+            ``tokens_per_second`` is 0 too.
+        ids: Sample ids: indices of a map-style dataset, positions in an iterable one. Set by the loader.
+        worker: The worker that read it; -1: the process itself. Set by the loader.
+        is_last_micro_batch: Whether it is its step's last on this process. Set by the loader, for map-style datasets.
+        unreadable: Ids of samples that could not be read and are left out, each with the reason. Set by the loader; see
+            ``DataLoaderDraft.skip_unreadable``.
     """
 
     inputs: Any

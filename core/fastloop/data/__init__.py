@@ -6,9 +6,9 @@ one number, the samples drawn in the epoch, and a resumed run starts there at on
 draws from the global random state: dropout sees the same numbers with and without workers.
 """
 
-from fastloop.data.datasets import fingerprint
+from fastloop.data.datasets import DatasetProtocol, fingerprint
 from fastloop.data.loader import Loader
 from fastloop.data.loaders import Loaders
 from fastloop.data.sampler import StepSampler
 
-__all__ = ["Loader", "Loaders", "StepSampler", "fingerprint"]
+__all__ = ["DatasetProtocol", "Loader", "Loaders", "StepSampler", "fingerprint"]

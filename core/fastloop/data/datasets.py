@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import count, islice
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +18,33 @@ from fastloop.errors import DataError
 
 NEARBY = 100
 """Samples that are tried for one to compute along with, where a whole micro-batch cannot be read."""
+
+
+class DatasetProtocol(Protocol):
+    """The members that a dataset may have beside torch's own. All are optional, and nothing needs to inherit from this class.
+
+    fastloop looks for each of them on the datasets that ``build_datasets`` returns and on those given to ``Trainer``.
+    """
+
+    lengths: Sequence[int]
+    """Map-style: the number of tokens of each sample, indexed as the dataset is. Plugins that group or pack samples use
+    it. Without it, they read every sample to measure its ``input_ids``, or do without."""
+
+    shards_itself: bool
+    """Iterable: True if ``__iter__`` yields only the share of the process and worker that calls it. fastloop then takes every sample it
+    yields, evaluates without a count of batches common to all processes, and resumes only at an epoch's end. Default: False, and fastloop
+    shares the samples out; then ``__iter__`` must yield all samples in every process and worker."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Iterable: called with the epoch's index, from 0, in each process and worker before ``__iter__``, to shuffle by it."""
+
+    def fingerprint(self) -> str:
+        """A short string that changes when the samples do, such as a hash. It is part of a checkpoint, next to the number of samples.
+
+        A resumed run compares both with the checkpoint's, and acts on a difference as ``train.on_data_change`` has it. Without this method
+        it compares only the number of samples. Resume is the only use: processes of one run do not compare their fingerprints.
+        """
+        ...
 
 
 class Read(list[Any]):
@@ -87,9 +114,8 @@ class Stream(IterableDataset[Any]):
     """An iterable dataset shared out so that each sample comes once, in the same batches for any number of workers.
 
     Micro-batch ``i`` is read by process ``i % world_size`` and, there, by the worker whose turn it is. The dataset itself is
-    iterated as if it were alone: one that shards by ``get_worker_info()`` must not do so a second time, unless it has the
-    attribute ``shards_itself = True``, and then all it yields is taken. What it draws at random is the same for every reader, with
-    and without workers, and at every resume.
+    iterated as if it were alone, unless it declares ``DatasetProtocol.shards_itself``. What it draws at random is the same for every
+    reader, with and without workers, and at every resume.
 
     Args:
         batch: Samples a micro-batch.
@@ -138,7 +164,7 @@ class Stream(IterableDataset[Any]):
 
 
 def fingerprint(dataset: Any) -> str:
-    """What a dataset is known again by: how many samples it has, where that is known, and what its ``fingerprint()`` says."""
+    """What a resumed run compares: the number of samples, if the dataset has a length, and its ``DatasetProtocol.fingerprint``."""
     size = f"{len(dataset)} samples" if hasattr(dataset, "__len__") else ""
     own = getattr(dataset, "fingerprint", None)
     return f"{size} {own()}".strip() if callable(own) else size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -13,7 +14,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from fastloop import loop
 from fastloop.checkpoint import resume
 from fastloop.checkpoint.export import save_model
-from fastloop.distributed.tensors import gather_full, shard_like
+from fastloop.distributed.tensors import gather_full, shard_like, total_norm
 from fastloop.errors import RecipeError, SaveError, did_you_mean
 from fastloop.plugin import hookimpl
 from fastloop.recipe.importing import import_object
@@ -94,8 +95,13 @@ def backward(run: Run, loss: torch.Tensor) -> bool:
 
 @core_default
 def clip_gradients(run: Run, max_norm: float) -> torch.Tensor:
-    """Torch's, after loss scaling is undone."""
-    return gather_full(run.accelerator.clip_grad_norm_(run.model.parameters(), max_norm))
+    """Torch's, after loss scaling is undone. With ``inf``, the norm alone. Torch would multiply by inf / norm, which is NaN for an
+    infinite norm, and loss scaling may be undone only once a step."""
+    if max_norm < math.inf:
+        return gather_full(run.accelerator.clip_grad_norm_(run.model.parameters(), max_norm))
+    norm = total_norm(parameter.grad for parameter in run.model.parameters() if parameter.grad is not None)
+    scaler = run.accelerator.scaler
+    return norm if scaler is None else norm / scaler.scale(torch.ones_like(norm))
 
 
 @core_default

@@ -27,7 +27,7 @@
                 compute_loss, backward
             after_backward                          # gradients complete, unclipped
             clip_gradients                          # with train.max_grad_norm
-            before_optimizer_step
+            before_optimizer_step                   # run.gradient_norm() works here
             (optimizer, scheduler, zero_grad)
             after_step
             when evaluation is due: before_evaluate, evaluate, after_evaluate
@@ -133,8 +133,8 @@ def configure_optimizer(draft: OptimizerDraft) -> None:
 
 @first
 def build_datasets(run: Run) -> Mapping[str, Any] | None:
-    """First. ``train``, and where they exist ``evaluate`` and ``test``: torch datasets, map-style or iterable. One with a method
-    ``fingerprint()`` (a string that changes with its samples) is known again at --resume by it; another by its length."""
+    """First. Split -> torch dataset, map-style or iterable: ``train``, and optionally ``validation`` and ``test``. A dataset may also
+    declare its samples' lengths, a fingerprint for --resume and more: see ``fastloop.data.DatasetProtocol``."""
 
 
 @first
@@ -229,12 +229,14 @@ def after_backward(run: Run, loss: Tensor) -> None:
 
 @first
 def clip_gradients(run: Run, max_norm: float) -> Tensor | None:
-    """First; the core answers. Clip the gradients' total 2-norm; returns what it was, 0-dim."""
+    """First; the core answers. Clip the gradients' total 2-norm to ``max_norm``; returns the norm before, 0-dim. With ``inf``, change no
+    gradient: ``run.gradient_norm()`` asks for the norm alone."""
 
 
 @hookspec
 def before_optimizer_step(run: Run, grad_norm: Tensor | None) -> None:
-    """Gradients are final. ``grad_norm``: 0-dim, their norm before clipping, where ``train.max_grad_norm`` is set."""
+    """Gradients are final. ``grad_norm``: 0-dim, their norm before clipping; None without ``train.max_grad_norm``. Call
+    ``run.gradient_norm()`` for the norm in either case."""
 
 
 @hookspec

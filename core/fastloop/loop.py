@@ -130,11 +130,8 @@ def train_step(run: Run, batches: list[Batch]) -> Tensor:
     assert step_loss is not None
     step_loss = run.processes.all_reduce_mean(step_loss)
     hooks.after_backward(run=run, loss=step_loss)
-    grad_norm, max_norm = None, run.recipe.train.max_grad_norm
-    if max_norm is not None:
-        with region("clip"):
-            grad_norm = hooks.clip_gradients(run=run, max_norm=max_norm)
-    hooks.before_optimizer_step(run=run, grad_norm=grad_norm)
+    with run.clipped_gradients() as grad_norm:
+        hooks.before_optimizer_step(run=run, grad_norm=grad_norm)
     run.update_check.before_step()
     with region("optimizer"):
         optimizer.step()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -19,7 +20,7 @@ from fastloop.data import Loader, Loaders
 from fastloop.distributed.processes import Processes
 from fastloop.distributed.signals import StopSignals
 from fastloop.distributed.tensors import gather_full
-from fastloop.errors import SaveError
+from fastloop.errors import PluginError, SaveError
 from fastloop.hooks import PluginSet
 from fastloop.recipe import Recipe
 from fastloop.runtime.clock import Clock
@@ -82,6 +83,8 @@ class Run:
         self.schedule: Schedule
         self.skipped_steps: SkippedSteps
         self.update_check: UpdateCheck
+        self._gradients_final = False
+        self._gradient_norm: Tensor | None = None
 
     # -- parts, passed through -------------------------------------------------------------------------------------------
 
@@ -192,6 +195,42 @@ class Run:
             return NO_CONTEXT
         held: AbstractContextManager[Any] = self.accelerator.no_sync(self.model)
         return held
+
+    @contextmanager
+    def clipped_gradients(self) -> Iterator[Tensor | None]:
+        """Clip the step's gradients to ``train.max_grad_norm``. Inside, they are final and ``gradient_norm()`` may be called.
+
+        Yields:
+            Their norm before clipping, 0-dim; None without ``train.max_grad_norm``.
+        """
+        max_norm = self.recipe.train.max_grad_norm
+        try:
+            if max_norm is not None:
+                with region("clip"):
+                    self._gradient_norm = self.hooks.clip_gradients(run=self, max_norm=max_norm)
+            self._gradients_final = True
+            yield self._gradient_norm
+        finally:
+            self._gradients_final, self._gradient_norm = False, None
+
+    def gradient_norm(self) -> Tensor:
+        """The total 2-norm of the step's gradients before clipping: 0-dim, float, on the device. Call it in ``before_optimizer_step``.
+
+        It is computed once a step; with ``train.max_grad_norm``, clipping has computed it. Gradients keep their bits. Every process must
+        call it. In fp16 loss scaling is undone, and an overflow gives infinity. Reading the value on the host waits for the device.
+
+        Raises:
+            PluginError: It was called outside ``before_optimizer_step``.
+        """
+        if not self._gradients_final:
+            raise PluginError(
+                "run.gradient_norm() was called where a step's gradients are not final. "
+                "Call it in before_optimizer_step, and keep its result."
+            )
+        if self._gradient_norm is None:
+            with region("gradient norm"):
+                self._gradient_norm = self.hooks.clip_gradients(run=self, max_norm=math.inf)
+        return self._gradient_norm.to(self.device, non_blocking=True)
 
     def step_was_skipped(self) -> bool:
         """Whether fp16's loss scaling found an overflow and skipped the newest optimizer step. The step and its samples count all the

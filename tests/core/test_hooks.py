@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
-from fastloop import Output, Plugin, PluginCrash, Trainer, checkpoint, hookimpl, hookspecs
+from fastloop import Output, Plugin, PluginCrash, PluginError, Trainer, checkpoint, hookimpl, hookspecs
 from fastloop.checkpoint import resume
 from fastloop.registry import PluginSet
 from fastloop.testing import tiny_data, tiny_model
@@ -230,6 +231,94 @@ def test_every_hook_gets_what_its_specification_says(tmp_path):
 
 
 # -- what hooks may change -----------------------------------------------------------------------------------------------------------
+
+
+class Norms(Plugin):
+    """Records what torch computes of the unclipped gradients, what ``gradient_norm`` returns, and how often the hook is called."""
+
+    name = "norms"
+
+    def __init__(self, ask: bool = True) -> None:
+        super().__init__()
+        self.ask = ask
+        self.expected: list[float] = []
+        self.found: list[float] = []
+        self.limits: list[float] = []
+
+    @hookimpl
+    def after_backward(self, run: Any) -> None:
+        gradients = [parameter.grad for parameter in run.model.parameters() if parameter.grad is not None]
+        self.expected.append(nn.utils.get_total_norm(gradients).item())
+
+    @hookimpl(wrapper=True)
+    def clip_gradients(self, max_norm: float) -> Iterator[None]:
+        self.limits.append(max_norm)
+        return (yield)
+
+    @hookimpl
+    def before_optimizer_step(self, run: Any) -> None:
+        if self.ask:
+            first, again = run.gradient_norm(), run.gradient_norm()
+            assert (first.dim(), first is again) == (0, True)
+            self.found.append(first.item())
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.01])
+def test_the_gradient_norm_is_computed_once_a_step_and_is_that_of_clipping(tiny_run, max_norm):
+    norms = Norms()
+    asked = tiny_run([norms], max_grad_norm=max_norm)
+    assert norms.found == norms.expected
+    assert norms.limits == [max_norm or float("inf")] * 18
+    plain = tiny_run(max_grad_norm=max_norm)
+    assert asked.losses == plain.losses
+    assert all(torch.equal(asked.weights[name], plain.weights[name]) for name in plain.weights)
+
+
+def test_the_gradient_norm_leaves_finite_gradients_beside_an_infinite_one(tiny_run):
+    class Infinite(Plugin):
+        name = "infinite"
+        runs_before = ("norms",)
+
+        @hookimpl
+        def after_backward(self, run: Any) -> None:
+            next(run.model.parameters()).grad[0, 0] = float("inf")
+
+        @hookimpl
+        def before_optimizer_step(self, run: Any) -> None:
+            assert run.gradient_norm().isinf()
+            assert sum(int((~parameter.grad.isfinite()).sum()) for parameter in run.model.parameters()) == 1
+
+    tiny_run([Infinite()], max_steps=1, evaluate_every=None)
+
+
+def test_the_gradient_norm_of_sparse_gradients(tiny_run):
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(8, 3, sparse=True)
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return self.table((inputs > 0).long() * torch.arange(8)).sum(1)
+
+    class Dense(Norms):
+        @hookimpl
+        def after_backward(self, run: Any) -> None:
+            (weight,) = run.model.parameters()
+            self.expected.append(weight.grad.to_dense().norm().item())
+
+    norms = Dense()
+    tiny_run([norms], model=Words(), optimizer="SGD")
+    assert norms.found == pytest.approx(norms.expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("hook", ["after_backward", "after_step"])
+def test_the_gradient_norm_is_refused_where_gradients_are_not_final(tiny_run, hook):
+    def ask(self: Any, run: Any) -> None:
+        run.gradient_norm()
+
+    plugin = type("Asks", (Plugin,), {"name": "asks", hook: hookimpl(ask)})()
+    with pytest.raises(PluginError, match=r"gradient_norm\(\) was called where .* Call it in before_optimizer_step"):
+        tiny_run([plugin])
 
 
 def test_a_wrapper_sees_the_evaluation_from_both_sides_and_may_change_its_result(tiny_run):

@@ -5,6 +5,7 @@ The forward pass runs in fp16 on the CPU, and gradients overflow for real: the f
 
 from __future__ import annotations
 
+import json
 from collections.abc import Generator
 from typing import Any
 
@@ -67,6 +68,20 @@ def test_an_overflow_changes_no_weight_and_does_not_advance_the_schedule(tiny_ru
     states: list[Any] = list(result.trainer.run.optimizer.state.values())
     assert {int(state["step"]) for state in states} == {trained[-1]}
     assert sum(result.losses[-9:]) < 0.9 * sum(result.losses[:9])
+
+
+@pytest.mark.parametrize("plugins", [[], ["fused-optimizer"]], ids=["ordinary", "fused"])
+def test_the_gradient_norm_is_of_unscaled_gradients_and_changes_no_number(tiny_run, plugins):
+    logged, quiet = Fp16(), Fp16()
+    result = tiny_run([*plugins, logged, {"log": {"every": 1}}])
+    plain = tiny_run([*plugins, quiet, {"log": False}])
+    assert result.losses == plain.losses
+    assert all(torch.equal(result.weights[name], plain.weights[name]) for name in plain.weights)
+    lines = map(json.loads, (result.trainer.run.folder / "metrics.jsonl").read_text().splitlines())
+    norms = [line["grad_norm"] for line in lines if "split" not in line]
+    assert [norm is None for norm in norms] == logged.skipped == quiet.skipped
+    assert 0 < sum(logged.skipped) < 18
+    assert all(0 < norm < 10 for norm in norms if norm is not None)
 
 
 def test_a_resumed_run_skips_the_same_steps(tiny_run, tmp_path):

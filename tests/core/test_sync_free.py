@@ -129,6 +129,11 @@ def test_steps_of_the_fast_recipe_wait_once_at_a_log_point(emulated):
     assert [len(waits) for waits in device.evaluations] == [1, 1]
 
 
+def test_a_log_point_reads_its_losses_and_its_gradient_norm_together(emulated):
+    device, _ = emulated(TEXTS, ({"log": {"every": 3}},))
+    assert waiting(device) == {1: [CHECK], 3: [LOG], 6: [LOG], 9: [LOG]}
+
+
 def test_finite_reads_the_steps_since_its_last_look_together(emulated):
     device, _ = emulated(TEXTS, (*FAST, "nan-guard", {"log": False}), epochs=2, max_grad_norm=1.0)
     assert waiting(device) == {1: [CHECK], 2: [CHECK], 10: ["fastloop_plugins/guards/_numbers.py"]}
@@ -174,7 +179,7 @@ def test_finite_makes_no_number_on_the_host_under_loss_scaling():
     waits: list[str] = []
     run: Any = SimpleNamespace(accelerator=SimpleNamespace(scaler=GradScaler("cpu")), device=DEVICE)
     with emulation(waits):
-        numbers = [of_step(run, DeviceTensor(torch.tensor(loss)), None) for loss in (2.0, 3.0)]
+        numbers = [of_step(run, DeviceTensor(torch.tensor(loss))) for loss in (2.0, 3.0)]
         assert not waits
         assert read(numbers) == [[2.0, 0.0], [3.0, 0.0]]
     assert len(waits) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,36 @@ def test_a_log_point_is_the_mean_of_the_losses_since_the_last(tiny_run):
         assert point["lr"] == 1e-2
         assert point["samples_per_second"] > 0
     assert [point["epoch"] for point in points] == [1, 1, 2, 2]
+
+
+class Norms(Plugin):
+    """Norms of the steps' unclipped gradients, and how often they were computed by the hook."""
+
+    name = "norms"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms: list[float] = []
+        self.calls = 0
+
+    @hookimpl
+    def after_backward(self, run: Any) -> None:
+        gradients = [parameter.grad for parameter in run.model.parameters() if parameter.grad is not None]
+        self.norms.append(torch.nn.utils.get_total_norm(gradients).item())
+
+    @hookimpl(wrapper=True)
+    def clip_gradients(self) -> Generator[None, Any, Any]:
+        self.calls += 1
+        return (yield)
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.1])
+def test_a_log_point_has_the_norm_of_its_step_before_clipping(tiny_run, max_norm):
+    norms = Norms()
+    result = tiny_run([{"log": {"every": 4}}, norms], max_grad_norm=max_norm)
+    points = [line for line in lines(result.trainer.run.folder) if "split" not in line]
+    assert [point["grad_norm"] for point in points] == [norms.norms[point["step"] - 1] for point in points]
+    assert norms.calls == (18 if max_norm else 4), "without clipping, only at log points"
 
 
 def test_evaluations_are_log_points_with_their_split(tiny_run):

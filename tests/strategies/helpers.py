@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,3 +23,9 @@ def same(run: dict[str, Any], plain: dict[str, Any], tolerance: float, keys: tup
     for key in keys:
         assert run[key] == pytest.approx(plain[key][-len(run[key]) :], rel=tolerance), key
     assert run["lrs"] == plain["lrs"][-len(run["lrs"]) :]
+
+
+def logged_norms(folder: Path) -> dict[int, float]:
+    """Step -> ``grad_norm``, as metrics.jsonl of a run folder has it."""
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line["grad_norm"] for line in lines if "split" not in line}

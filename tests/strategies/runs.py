@@ -1,8 +1,8 @@
 """Runs on several processes: ``processes(2, all_of, runs)``.
 
 A run: ``name``, which is its folder too; ``plugins``; ``train``: keys of a recipe's ``train``; ``resume``: a checkpoint; ``model``: a
-name in ``MODELS``; ``data``: a name in ``DATA``; ``model_mode``: train or eval; ``fp16``: force it. Its result: losses, learning rates and
-gradient norms of the steps, metrics, how often gradients were exchanged, or the error.
+name in ``MODELS``; ``data``: a name in ``DATA``; ``model_mode``: train or eval; ``fp16``: force it; ``log``: options of the
+plugin. Its result: losses, learning rates and gradient norms of the steps, metrics, how often gradients were exchanged, or the error.
 """
 
 from __future__ import annotations
@@ -150,7 +150,9 @@ class Watch(Plugin):
 
     @hookimpl
     def before_optimizer_step(self, run: Any, grad_norm: Any) -> None:
-        self.result["norms"].append(None if grad_norm is None else grad_norm.item())
+        norm = run.gradient_norm()
+        assert grad_norm is None or norm.item() == grad_norm.item()
+        self.result["norms"].append(norm.item())
         self.result["modes"].append(run.unwrap_model().training)
 
     @hookimpl
@@ -193,7 +195,13 @@ def run_one(spec: dict[str, Any]) -> dict[str, Any]:
     """One run, or what was wrong with it."""
     watch, before = Watch(), dict(os.environ)
     model = MODELS[spec.get("model", "net")]().train(spec.get("model_mode") != "eval")
-    plugins: list[Any] = [{"log": False}, {"progress": False}, *spec["plugins"], watch, *[Fp16()] * spec.get("fp16", False)]
+    plugins: list[Any] = [
+        {"log": spec.get("log", False)},
+        {"progress": False},
+        *spec["plugins"],
+        watch,
+        *[Fp16()] * spec.get("fp16", False),
+    ]
     if spec.get("exchanges"):
         plugins.append(exchanges := Exchanges())
     arguments = {**TRAIN, "output": spec["name"], **spec.get("train", {})}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import COMPILER, same
+from helpers import COMPILER, logged_norms, same
 from runs import all_of
 from safetensors.torch import load_file
 
@@ -18,6 +18,7 @@ from fastloop.testing import Ended
 pytestmark = [pytest.mark.slow, *COMPILER]
 
 MICRO = {"micro_batch_size": 2}
+UNCLIPPED: dict[str, Any] = {"train": MICRO | {"max_grad_norm": None}, "log": {"every": 4}}
 COMPILE = {"compile": {"backend": "aot_eager", "cache": False}}
 
 
@@ -36,6 +37,7 @@ PLAIN = [
     run("plain ema", {"ema": {"decay": 0.5}}),
     run("plain bf16", {"amp": {"dtype": "bf16"}}),
     run("plain eval", model_mode="eval"),
+    run("plain unclipped", **UNCLIPPED),
 ]
 TWO = [
     *(run(f"{name} 2", name) for name in ("ddp", "fsdp")),
@@ -48,6 +50,7 @@ TWO = [
     *(run(f"{name} 2 compiled", name, COMPILE) for name in ("ddp", "fsdp")),
     *(run(f"{name} 2 best", name, {"checkpoint-best": {"monitor": "loss"}}) for name in ("ddp", "fsdp")),
     *(run(f"{name} 2 eval", name, model_mode="eval") for name in ("ddp", "fsdp")),
+    *(run(f"{name} 2 unclipped", name, **UNCLIPPED) for name in ("ddp", "fsdp")),
     run("ddp options", {"ddp": {"gradient_as_bucket_view": False, "bucket_cap_mb": 1}}, train=MICRO),
     run("ddp static", {"ddp": {"static_graph": True}}),
     run("ddp static refused", {"ddp": {"static_graph": True}}, train=MICRO),
@@ -129,6 +132,13 @@ def test_numbers_are_those_of_one_process(results, folder, name, size):
 )  # fmt: skip
 def test_options_and_other_plugins_change_no_numbers(results, name, plain):
     same(results[name], results[plain], 1e-6)
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_the_gradient_norm_is_that_of_one_process_and_is_logged_without_clipping(results, folder, name):
+    same(results[f"{name} 2 unclipped"], results["plain unclipped"], 1e-6)
+    for run in (f"{name} 2 unclipped", "plain unclipped"):
+        assert logged_norms(folder / run) == {step: results[run]["norms"][step - 1] for step in (4, 8, 12, 16)}
 
 
 @pytest.mark.parametrize("name", ["ddp 2 bf16", "fsdp 2 bf16", "ddp compressed"])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import COMPILER, same
+from helpers import COMPILER, logged_norms, same
 from runs import all_of
 from safetensors.torch import load_file
 
@@ -25,6 +25,7 @@ pytestmark = [
 STAGES = (0, 1, 2, 3)
 FSDP = {"fsdp": {"blocks": ["Linear"]}}
 MICRO = {"micro_batch_size": 2}  # two processes, two micro-steps
+UNCLIPPED: dict[str, Any] = {"train": MICRO | {"max_grad_norm": None}, "log": {"every": 4}}
 BF16 = {"plugins": ["lr-scheduler", {"amp": {"dtype": "bf16"}}]}
 HALF = '{"bf16": {"enabled": true}, "train_batch_size": "auto"}'
 TOO_HIGH = '{"fp16": {"initial_scale_power": 19}}'
@@ -40,6 +41,7 @@ def deepspeed(name: str, stage: int, resume: str | None = None, train: dict[str,
 RUNS = [
     *(deepspeed(f"stage {stage}", stage) for stage in STAGES),
     *(deepspeed(f"plain to {stage}", stage, "plain") for stage in STAGES),
+    *(deepspeed(f"unclipped {stage}", stage, **UNCLIPPED) for stage in STAGES),
     deepspeed("1 to 3", 3, "stage 1"),
     deepspeed("3 to 2", 2, "stage 3"),
     *(
@@ -83,7 +85,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def ended(processes: Callable[..., list[Ended]], folder: Path) -> list[Ended]:
     """The first process of each start: first runs in one, then those of two, then what goes on in one from theirs."""
     plain, ema = {"plugins": ["lr-scheduler"]}, {"plugins": ["lr-scheduler", {"ema": {"decay": 0.5}}]}
-    before = [{"name": "plain", "train": {"micro_batch_size": 4}, **plain}, {"name": "plain ema", **ema}]
+    unclipped = {"name": "plain unclipped", "train": {"max_grad_norm": None}, **plain}
+    before = [{"name": "plain", "train": {"micro_batch_size": 4}, **plain}, unclipped, {"name": "plain ema", **ema}]
     after = [{"name": f"{stage} to plain", "resume": f"stage {stage}/checkpoints/step-00000004", **plain} for stage in STAGES]
     return [processes(count, all_of, runs, folder=folder)[0] for count, runs in ((1, before), (2, RUNS), (1, after))]
 
@@ -107,6 +110,13 @@ def test_a_stage_gives_the_numbers_of_one_process(result, folder, stage):
     weights, plain = (load_file(folder / name / "model" / "model.safetensors") for name in (f"stage {stage}", "plain"))
     assert weights.keys() == plain.keys()
     assert all(torch.allclose(weights[name], plain[name], rtol=1e-5, atol=1e-6) for name in plain)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_gradient_norm_is_that_of_one_process_and_is_logged_without_clipping(result, folder, stage):
+    run = result(f"unclipped {stage}")
+    same(run, result("plain unclipped"), 1e-6)
+    assert logged_norms(folder / f"unclipped {stage}") == {step: run["norms"][step - 1] for step in (4, 8, 12, 16)}
 
 
 @pytest.mark.parametrize("stage", STAGES)

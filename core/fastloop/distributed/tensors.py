@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -14,6 +16,19 @@ def gather_full(tensor: Tensor) -> Tensor:
         return tensor
     full: Tensor = tensor.full_tensor()
     return full
+
+
+def total_norm(tensors: Iterable[Tensor]) -> Tensor:
+    """The 2-norm of tensors as if they were one vector: 0-dim, on the first one's device. They may be sparse.
+
+    If some are ``DTensor``, every process must call this; they may be sharded over different meshes.
+    """
+    groups: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
+        groups.setdefault(mesh, []).append(tensor.coalesce().values() if tensor.is_sparse else tensor)
+    norms = [gather_full(torch.nn.utils.get_total_norm(group)) for group in groups.values()]
+    return norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms)
 
 
 def shard_like(value: Any, target: Any) -> Any:

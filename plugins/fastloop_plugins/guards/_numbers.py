@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import statistics
 from collections import deque
 from typing import TYPE_CHECKING, Any
@@ -48,16 +47,12 @@ class Spikes:
         return spike
 
 
-def of_step(run: Run, loss: Tensor, grad_norm: Tensor | None) -> Tensor:
-    """A step's loss and the norm of its gradients, on the device."""
+def of_step(run: Run, loss: Tensor) -> Tensor:
+    """A step's loss and the norm of its gradients, on the device; 0 with loss scaling, which finds its scale by overflows."""
     import torch
 
-    if run.accelerator.scaler is not None:  # gradients overflow now and then: that is how the scale is found
-        grad_norm = torch.zeros_like(loss)
-    elif grad_norm is None:
-        grad_norm = run.hooks.clip_gradients(run=run, max_norm=math.inf)
-    assert grad_norm is not None
-    return torch.stack([loss.float(), grad_norm.float().to(run.device)])
+    norm = run.gradient_norm() if run.accelerator.scaler is None else torch.zeros_like(loss)
+    return torch.stack([loss.float(), norm.float()])
 
 
 def read(numbers: list[Tensor]) -> list[list[float]]:

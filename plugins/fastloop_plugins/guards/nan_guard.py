@@ -77,8 +77,8 @@ class NanGuard(Plugin):
         self.loss = loss
 
     @hookimpl
-    def before_optimizer_step(self, run: Run, grad_norm: Tensor | None) -> None:
-        numbers = of_step(run, self.loss, grad_norm)
+    def before_optimizer_step(self, run: Run) -> None:
+        numbers = of_step(run, self.loss)
         self.waiting.append((run.state.step + 1, self.place, numbers))
         if self.config.action == "skip":
             unchanged(run, ~numbers.isfinite().all(), self.buffers, self.by_itself)

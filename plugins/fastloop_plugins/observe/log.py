@@ -3,7 +3,9 @@
     plugins:
       - log: {every: 10}
 
-A log point has the mean loss of the steps since the last one. A resumed run goes on in the same files.
+A log point has the step, the epoch from 1 and, over the steps since the last one, the mean ``loss``, ``samples_per_second`` and
+``tokens_per_second``. ``grad_norm`` is the total 2-norm of its own step's gradients before clipping (null: infinite), ``lr`` the learning
+rate, ``memory_bytes`` what the device holds. A resumed run continues the same files.
 """
 
 from __future__ import annotations
@@ -35,6 +37,14 @@ class _LogFile(logging.FileHandler):
         pass
 
 
+def read(tensors: list[Tensor]) -> list[float]:
+    """The values of 0-dim tensors, which may differ in dtype, in one read of the device."""
+    import torch
+
+    values: list[float] = torch.stack(tensors).tolist() if tensors else []
+    return values
+
+
 class Log(Plugin):
     """metrics.jsonl and log.txt in the run folder."""
 
@@ -51,7 +61,8 @@ class Log(Plugin):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.losses: list[Tensor] = []  # of the steps since the last log point; read together, so the device is waited for once
+        self.losses: list[Tensor] = []  # of the steps since the last log point
+        self.grad_norm: Tensor | None = None  # of the newest log point's step
         self.offset = 0  # where the last line that was written ends
         self.lost = False
         self.metrics: IO[bytes] | None = None
@@ -76,6 +87,11 @@ class Log(Plugin):
         self.mark = (run.clock.read("train"), run.state.samples, run.state.tokens)
 
     @hookimpl
+    def before_optimizer_step(self, run: Run) -> None:
+        if (run.state.step + 1) % self.config.every == 0:  # on every process: shards of gradients are on all of them
+            self.grad_norm = run.gradient_norm()
+
+    @hookimpl
     def after_step(self, run: Run, loss: Tensor) -> None:
         if not run.is_main:
             return
@@ -86,9 +102,12 @@ class Log(Plugin):
 
         seconds, samples, tokens = run.clock.read("train"), run.state.samples, run.state.tokens
         elapsed = max(seconds - self.mark[0], 1e-9)
+        assert self.grad_norm is not None
+        *losses, grad_norm = read([*self.losses, self.grad_norm])
         self.write(
             run,
-            loss=sum(self.read_losses()) / len(self.losses),
+            loss=sum(losses) / len(losses),
+            grad_norm=grad_norm,
             lr=run.optimizer.param_groups[0]["lr"],
             samples_per_second=(samples - self.mark[1]) / elapsed,
             tokens_per_second=(tokens - self.mark[2]) / elapsed,
@@ -103,7 +122,7 @@ class Log(Plugin):
 
     @hookimpl
     def save_state(self, run: Run) -> dict[str, Any]:
-        return {"offset": self.offset, "losses": self.read_losses()}
+        return {"offset": self.offset, "losses": read(self.losses)}
 
     @hookimpl
     def load_state(self, run: Run, state: dict[str, Any]) -> None:
@@ -115,13 +134,6 @@ class Log(Plugin):
     @hookimpl
     def write_summary(self, run: Run) -> None:
         self.close()
-
-    def read_losses(self) -> list[float]:
-        """Losses of the steps since the last log point, in one read of the device."""
-        import torch
-
-        losses: list[float] = torch.stack(self.losses).tolist() if self.losses else []
-        return losses
 
     def write(self, run: Run, **values: Any) -> None:
         """Append one line to ``metrics.jsonl`` (main process only)."""

@@ -122,12 +122,16 @@ class DeepSpeed(Plugin):
 
     @hookimpl
     def clip_gradients(self, run: Run, max_norm: float) -> Tensor:
-        """DeepSpeed clips inside its step; here is the norm. Stage 0 has whole gradients: they are clipped here."""
+        """The norm before DeepSpeed clips, inside its step. Stage 0 has whole gradients: they are clipped here."""
         import torch
 
+        from fastloop.distributed.tensors import total_norm
+
         zero = self.sharded.zero
-        if zero is None:
+        if zero is None and max_norm < math.inf:
             return torch.nn.utils.clip_grad_norm_(run.model.parameters(), max_norm)
+        if zero is None:
+            return total_norm(parameter.grad for parameter in run.model.parameters() if parameter.grad is not None)
         if self.configuration.stage == 3:
             from deepspeed.runtime.utils import combine_grad_norm_groups
 

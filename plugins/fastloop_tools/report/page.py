@@ -10,6 +10,7 @@ from fastloop_tools.report.read import Found, Trained, differences
 
 TITLES = {
     "loss": "Training loss",
+    "grad_norm": "Gradient norm",
     "lr": "Learning rate",
     "samples_per_second": "Samples a second",
     "tokens_per_second": "Real tokens a second",

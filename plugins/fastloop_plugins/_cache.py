@@ -18,6 +18,8 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fastloop.runtime.platform_support import sync
+
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
@@ -134,8 +136,7 @@ def written(entry: Path) -> Iterator[Path]:
     try:
         yield made
         for file in made.iterdir():
-            with file.open("rb") as opened:
-                os.fsync(opened.fileno())
+            sync(file)
         made.rename(entry)
     except BaseException as error:
         shutil.rmtree(made, ignore_errors=True)

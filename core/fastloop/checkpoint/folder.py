@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import fcntl
 import json
 import logging
 import os
@@ -20,7 +19,7 @@ import psutil
 from fastloop.distributed import launch
 from fastloop.errors import RecipeError, SaveError
 from fastloop.recipe import anchored, secrets
-from fastloop.runtime import files
+from fastloop.runtime import files, platform_support
 from fastloop.runtime.clock import peak_memory
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ class Lock:
     def __init__(self, folder: Path, where: str) -> None:
         self.file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            platform_support.lock(self.file)
             taken = not os.path.samestat(os.fstat(self.file), (folder / ".lock").stat())  # moved aside by another run just now
         except OSError as error:
             taken = error.errno in (errno.EACCES, errno.EAGAIN) or self._owner_may_live()
@@ -58,11 +57,13 @@ class Lock:
         with contextlib.suppress(OSError):  # a full disk: the lock holds all the same
             owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
             os.ftruncate(self.file, 0)
-            os.pwrite(self.file, json.dumps(owner).encode(), 0)
+            os.lseek(self.file, 0, os.SEEK_SET)
+            os.write(self.file, json.dumps(owner).encode())
 
     def _owner(self) -> dict[str, Any] | None:
         try:
-            owner: dict[str, Any] = json.loads(os.pread(self.file, 1000, 0))
+            os.lseek(self.file, 0, os.SEEK_SET)
+            owner: dict[str, Any] = json.loads(os.read(self.file, 1000))
             return owner if {"pid", "host", "since"} <= owner.keys() else None
         except (OSError, ValueError, AttributeError):
             return None
@@ -75,6 +76,7 @@ class Lock:
         """Let others have it."""
         with contextlib.suppress(OSError):
             os.ftruncate(self.file, 0)
+            platform_support.unlock(self.file)
         os.close(self.file)
 
 
@@ -115,8 +117,11 @@ def make(run: Run) -> Lock | None:
         run.folder.mkdir(parents=True, exist_ok=True)
         lock = Lock(run.folder, run.recipe.where)
         if not resumes and _files(run.folder):
+            if not platform_support.RENAMES_OPEN_FOLDERS:
+                lock.release()
             log.info("an earlier run was in %s: moved to %s", run.folder, files.move_aside(run.folder))
-            lock.release()
+            if platform_support.RENAMES_OPEN_FOLDERS:
+                lock.release()
             run.folder.mkdir()
             lock = Lock(run.folder, run.recipe.where)
         OmegaConf.save(OmegaConf.create(secrets.hidden(recipe.to_dict())), run.folder / "recipe.yaml")

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -36,6 +35,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from fastloop.errors import CheckpointError, NoCheckpoint, SaveError
+from fastloop.runtime.platform_support import sync
 
 MANIFEST = "manifest.json"
 
@@ -171,7 +171,7 @@ def _finish(aside: Path, folder: Path) -> None:
     files = {str(path.relative_to(aside)): {"bytes": path.stat().st_size, "sha256": _digest(path)} for path in written}
     (aside / MANIFEST).write_text(json.dumps({"format": 1, "files": files}, indent=1))
     for path in (*aside.rglob("*"), aside):
-        _sync(path)
+        sync(path)
     if folder.exists():  # a step saved again after a resume: the new one takes its place
         old = folder.with_name(f".{folder.name}.old.partial")
         shutil.rmtree(old, ignore_errors=True)
@@ -181,15 +181,7 @@ def _finish(aside: Path, folder: Path) -> None:
     else:
         aside.rename(folder)
     for parent in (folder.parent, folder.parent.parent):
-        _sync(parent)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        sync(parent)
 
 
 def _digest(path: Path) -> str:

@@ -9,6 +9,8 @@ from collections.abc import Callable
 
 from torch.utils.data import get_worker_info
 
+from fastloop.runtime.platform_support import existing_signals
+
 
 def start_worker(number: int, init: Callable[[int], None] | None) -> None:
     """Set up worker ``number``: its signals, the dataset that ``get_worker_info()`` shows, and what the user's ``init`` does."""
@@ -23,7 +25,7 @@ def start_worker(number: int, init: Callable[[int], None] | None) -> None:
 def _leave_signals() -> None:
     """What asks a run to end is for the process that it reads for, and often reaches a whole group or job of processes.
     SIGTERM counts only from that process, which ends its workers by it."""
-    for number in (signal.SIGINT, signal.SIGUSR1):
+    for number in existing_signals("SIGINT", "SIGUSR1"):
         signal.signal(number, signal.SIG_IGN)
     if hasattr(signal, "sigwaitinfo"):  # Linux
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])

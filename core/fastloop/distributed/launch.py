@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 from fastloop.distributed.signals import EXIT_INTERRUPTED, EXIT_STOPPED, STOP_TIMEOUT, on_signals
 from fastloop.errors import UsageError
 from fastloop.recipe import secrets
+from fastloop.runtime import platform_support
 
 LAUNCHER = "FASTLOOP_LAUNCHER"
 """The variable that tells a process who started it, and how: pid and options."""
@@ -114,7 +115,7 @@ def member(local: int, nproc: int, host: str, port: str, nnodes: int = 1, node_r
 
 def cores() -> int:
     """Processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(platform_support.processors())
 
 
 def free_port() -> int:

@@ -13,11 +13,12 @@ from contextlib import contextmanager
 from time import perf_counter
 from typing import Any, NoReturn
 
+from fastloop.runtime.platform_support import existing_signals
 from fastloop.state import INTERRUPTED
 
 log = logging.getLogger("fastloop")
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = existing_signals("SIGINT", "SIGTERM", "SIGUSR1")
 """Signals that ask a run to save and stop: Ctrl-C; schedulers, containers and init systems; SLURM's warning (``--signal=USR1@120``)."""
 STOP_TIMEOUT = 600.0
 """Seconds that a run gets to save and stop."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +11,8 @@ from time import perf_counter
 
 import psutil
 import torch
+
+from fastloop.runtime import platform_support
 
 
 class Clock:
@@ -57,13 +57,7 @@ def peak_memory(device: torch.device) -> int:
     """Largest bytes in use so far: allocated on an accelerator, resident on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
-def page_faults() -> int:
-    """Pages of memory that the system has handed to this process so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    return platform_support.peak_resident_memory()
 
 
 def memory_held(device: torch.device) -> int:

@@ -16,7 +16,7 @@ def write(path: Path, text: str) -> None:
     """
     aside = path.with_name(f".{path.name}.{launch.rank()}.partial")
     aside.write_text(secrets.hide(text), encoding="utf-8")
-    aside.rename(path)
+    aside.replace(path)
 
 
 def move_aside(folder: Path) -> Path:

@@ -22,7 +22,6 @@ import dataclasses
 import inspect
 import math
 import os
-import signal
 import sys
 import typing
 from collections.abc import Collection, Mapping, Sequence
@@ -36,6 +35,7 @@ from fastloop.numerics import BOUNDS, HOLDS, compare
 from fastloop.options import describe, parse
 from fastloop.plugin import Numerics
 from fastloop.registry import installed, load
+from fastloop.runtime.platform_support import KILL
 from fastloop.testing.documents import problems
 from fastloop.testing.runs import DIES_AT, SAVES_EVERY, SEEDS, STOPS_AT, Failed, Trained
 from fastloop.testing.starting import failure
@@ -182,7 +182,7 @@ class Conformance:
     def test_killed(self, findings: Findings) -> None:
         """A process that is killed within a step, and a new one that goes on from its newest checkpoint, end as one that was not."""
         findings.run("ours")
-        if findings.killed.code != -signal.SIGKILL:
+        if findings.killed.code != -KILL:
             ended = findings.killed.result
             why = ended.error if isinstance(ended, Failed) else failure([findings.killed])
             self.broken(f"to train up to step {DIES_AT}, in which its process is killed", why, "It must train in a process of its own")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import os
-import signal
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from fastloop.plugin import defaults
 from fastloop.recipe import Recipe, make_recipe
 from fastloop.registry import load, resolve
 from fastloop.run import Run
+from fastloop.runtime.platform_support import KILL
 from fastloop.testing.settings import changes, snapshot
 
 STOPS_AT, SAVES_EVERY, DIES_AT = 10, 5, 13
@@ -159,7 +159,7 @@ class KillAtStep(Plugin):
             deadline = perf_counter() + PATIENCE
             while not newest.exists() and perf_counter() < deadline:  # it may be written in the background
                 sleep(0.01)
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), KILL)
 
 
 def _replicas(run: Run) -> str:

@@ -26,6 +26,7 @@ import pytest
 
 from fastloop.distributed import launch
 from fastloop.registry import installed
+from fastloop.runtime.platform_support import KILL, signal_group
 
 PRELOADED = [
     "fastloop.testing.runs",
@@ -123,9 +124,8 @@ def _end(process: Any) -> None:
     """End a process and all that it has started."""
     if process.pid is None:
         return
-    if hasattr(os, "killpg"):
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
+    with suppress(ProcessLookupError, PermissionError):
+        signal_group(process.pid, KILL)
     process.kill()
     process.join()
 

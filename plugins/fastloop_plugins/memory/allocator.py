@@ -102,7 +102,7 @@ class Allocator(Plugin):
                 logger.warning("allocator: freed memory is given back, since Python was started without: %s", " ".join(missing))
             elif not wanted:
                 logger.warning("allocator: this system's allocator is not glibc's: it stays as it is")
-        from fastloop.runtime.clock import page_faults
+        from fastloop.runtime.platform_support import page_faults
 
         self.before, self.step = page_faults(), run.state.step
 
@@ -110,7 +110,7 @@ class Allocator(Plugin):
     def write_summary(self, run: Run, summary: dict[str, Any]) -> None:
         import torch
 
-        from fastloop.runtime.clock import page_faults
+        from fastloop.runtime.platform_support import page_faults
 
         if not hasattr(self, "before"):
             return

@@ -20,9 +20,9 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-from fastloop import FastloopError, Plugin, hookimpl, option
+from fastloop import FastloopError, Plugin, UsageError, hookimpl, option
 from fastloop.recipe import secrets
-from fastloop.runtime import files
+from fastloop.runtime import files, platform_support
 from fastloop_plugins.memory._out_of_memory import is_out_of_memory, let_go, post_mortem
 
 if TYPE_CHECKING:
@@ -57,6 +57,8 @@ class AutoMicroBatch(Plugin):
 
     @hookimpl
     def check_run(self, run: Run) -> None:
+        if self.config.limit_gib is not None and not platform_support.LIMITS_MEMORY:
+            raise UsageError(f"{self.name}: limit_gib={self.config.limit_gib:g}: this platform has no memory limit. Set it to null.")
         path, found = run.folder / "fit_memory.json", None
         if run.is_main and path.is_file():
             found = json.loads(path.read_text())
@@ -70,10 +72,7 @@ class AutoMicroBatch(Plugin):
         if self.sizes and run.is_main:
             self.write(run)
         if self.config.limit_gib is not None and run.device.type == "cpu":
-            import resource
-
-            self.before = resource.getrlimit(resource.RLIMIT_DATA)
-            resource.setrlimit(resource.RLIMIT_DATA, (int(self.config.limit_gib * 2**30), self.before[1]))
+            self.before = platform_support.limit_memory(int(self.config.limit_gib * 2**30))
 
     @hookimpl
     def before_step(self) -> None:
@@ -146,6 +145,4 @@ class AutoMicroBatch(Plugin):
         if self.sizes:
             summary["fit_memory"] = {split: {"micro_batch": size, "pieces": pieces} for split, (size, pieces) in self.sizes.items()}
         if self.before is not None:
-            import resource
-
-            resource.setrlimit(resource.RLIMIT_DATA, self.before)
+            platform_support.restore_memory_limit(self.before)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastloop import Plugin, SpeedupEstimate, hookimpl, option
+from fastloop.runtime import platform_support
 
 if TYPE_CHECKING:
     from fastloop import Run
@@ -54,12 +55,12 @@ class CpuAffinity(Plugin):
     def before_fit(self, run: Run) -> None:
         import torch
 
-        pinned = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+        pinned = platform_support.processors()
         local, size = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         share = pinned[local * len(pinned) // size : (local + 1) * len(pinned) // size] or pinned
         self.before: dict[str, Any] = {"threads": torch.get_num_threads(), "processors": pinned}
-        if self.config.pin and size > 1 and hasattr(os, "sched_setaffinity"):
-            os.sched_setaffinity(0, share)
+        if self.config.pin and size > 1:
+            platform_support.use_processors(share)
         torch.set_num_threads(self.config.count or len(share))
         if not self.config.denormals and not torch.set_flush_denormal(True):
             logger.warning("cpu-affinity: this processor cannot take denormal numbers for zero")
@@ -74,5 +75,4 @@ class CpuAffinity(Plugin):
         summary["threads"] = torch.get_num_threads()
         torch.set_num_threads(self.before["threads"])
         torch.set_flush_denormal(False)
-        if hasattr(os, "sched_setaffinity"):
-            os.sched_setaffinity(0, self.before["processors"])
+        platform_support.use_processors(self.before["processors"])

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fastloop.distributed import launch
+from fastloop.runtime.platform_support import KILL, signal_group
 from fastloop_tools.measure.worker import Spec
 
 PATIENCE = 5.0
@@ -124,9 +125,9 @@ def _result(process: subprocess.Popen[bytes], place: Path) -> dict[str, Any] | N
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """End a process with all that it started: asked first, then killed."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
+    for number in (signal.SIGTERM, KILL):
         if process.poll() is None:
             with suppress(ProcessLookupError):
-                os.killpg(process.pid, number)
+                signal_group(process.pid, number)
             with suppress(subprocess.TimeoutExpired):
                 process.wait(PATIENCE)

@@ -19,7 +19,7 @@ from fastloop.distributed import launch
 from fastloop.errors import UsageError
 from fastloop.estimates import StepProfile
 from fastloop.plugin import hookimpl
-from fastloop.runtime.clock import page_faults
+from fastloop.runtime.platform_support import page_faults
 from fastloop.runtime.regions import PREFIX, region
 from fastloop_tools.measure.worker import Spec, StepMeter, WarningCollector
 from fastloop_tools.profile.timeline import DeviceTimeline, read_timeline

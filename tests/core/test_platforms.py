@@ -1,0 +1,127 @@
+"""fastloop on a platform that lacks what Windows and macOS lack: a fresh interpreter in which it is hidden."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fastloop
+import fastloop_plugins
+import fastloop_tools
+from fastloop.checkpoint.folder import Lock
+
+IMPORTS = """
+import os, signal, sys
+
+import accelerate, datasets, psutil, torch, transformers  # other packages have forms of their own for each platform
+import torch.distributed.checkpoint
+"""
+HIDE = """
+for name in ("fcntl", "resource", "termios", "pwd", "grp"):
+    sys.modules[name] = None
+for module, names in (
+    (os, ("sched_getaffinity", "sched_setaffinity", "pread", "pwrite", "killpg", "setsid", "getpgid", "getuid")),
+    (signal, ("SIGUSR1", "SIGUSR2", "SIGKILL", "SIGHUP", "SIGALRM", "alarm", "sigwaitinfo", "pthread_sigmask")),
+):
+    for name in names:
+        delattr(module, name)
+"""
+MSVCRT = """
+import fcntl, types
+
+posix = fcntl.lockf  # locks count bytes from the file's position on, as msvcrt does
+sys.modules["msvcrt"] = types.SimpleNamespace(
+    LK_NBLCK=fcntl.LOCK_EX | fcntl.LOCK_NB,
+    LK_UNLCK=fcntl.LOCK_UN,
+    locking=lambda file, mode, count: posix(file, mode, count, 0, os.SEEK_CUR),
+)
+"""
+TRAIN = """
+import sys
+
+from fastloop.cli import main
+from fastloop.runtime import platform_support
+
+platform_support.RENAMES_OPEN_FOLDERS = False
+for _ in range(2):  # the first run's folder is moved aside
+    sys.argv = ["fastloop", "train", "recipe.yaml"]
+    try:
+        main()
+    except SystemExit as done:
+        assert not done.code
+"""
+RECIPE = """
+model:
+  config: {model_type: distilbert, dim: 32, n_layers: 1, n_heads: 2, hidden_dim: 64, max_position_embeddings: 32}
+  tokenizer: {kind: word}
+data:
+  module: "fastloop_plugins.datasets.reviews:reviews"
+  arguments: {train: 64, validation: 8, test: 8}
+  text: text
+  label: label
+  max_length: 32
+train: {epochs: 1, batch_size: 16, save_every: 2, device: cpu}
+plugins:
+  - allocator
+  - cpu-affinity
+  - checkpoint-best
+  - dataloader-workers: {num_workers: 1}
+  - token-cache
+output: run
+"""
+
+
+def python(code: str) -> str:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def modules() -> list[str]:
+    """Every module of the core, of the plugins and of the tools."""
+    found = []
+    for package in (fastloop, fastloop_plugins, fastloop_tools):
+        root = Path(package.__file__).parent
+        paths = [path for path in root.rglob("*.py") if path.stem not in ("__init__", "__main__")]
+        found += [".".join(path.relative_to(root.parent).with_suffix("").parts) for path in sorted(paths)]
+    return found
+
+
+def test_every_module_imports_without_what_a_platform_may_lack():
+    python(f"{IMPORTS}{HIDE}\nimport importlib, fastloop\nfor name in {modules()}:\n    importlib.import_module(name)")
+
+
+def test_a_recipe_trains_on_one_process_without_what_a_platform_may_lack():
+    Path("recipe.yaml").write_text(RECIPE)
+    python(IMPORTS + HIDE + TRAIN)
+    for folder in ("run", "run.1"):
+        summary = json.loads(Path(folder, "summary.json").read_text())
+        assert summary["status"] == "completed"
+        assert summary["steps"] == 4
+        assert summary["peak_memory_bytes"] > 2**20
+        assert summary["allocator"]["page_faults_a_step"] == 0
+        assert not Path(folder, ".lock").read_bytes()
+
+
+@pytest.mark.parametrize("locks", ["", MSVCRT], ids=["no locks", "msvcrt"])
+def test_a_run_folder_is_locked_without_fcntl(locks):
+    take = f"""{IMPORTS}{locks}{HIDE}
+from pathlib import Path
+from fastloop import RecipeError
+from fastloop.checkpoint.folder import Lock
+try:
+    Lock(Path(), "recipe.yaml").release()
+    print("free")
+except RecipeError as error:
+    print(error)
+"""
+    lock = Lock(Path(), "recipe.yaml")
+    assert f"is in use by process {os.getpid()}" in python(take)
+    lock.release()
+    assert python(take) == "free\n"

@@ -124,21 +124,20 @@ class Packing(Plugin):
 
     def try_out(self, run: Run, model: nn.Module, found: Any) -> int | str:
         """Compute a short batch padded and packed, for each place where models let positions begin."""
+        from fastloop.evaluation import evaluating
+
         dataset, collator = run.datasets["train"], self.collator
-        modes = [(module, module.training) for module in model.modules()]
-        model.eval()
         try:
-            samples = [shortened(dataset[0], 12), shortened(dataset[len(dataset) - 1], 7)]
-            padded = collator.collate(samples)
-            expected = self.results(run, model, getattr(padded, "inputs", padded))
-            for collator.first_position in (0, (getattr(found.config, "pad_token_id", None) or 0) + 1):  # RoBERTa's follow the pad token
-                if same(self.results(run, model, collator(samples).inputs), expected):
-                    return collator.first_position
+            with evaluating(model):
+                samples = [shortened(dataset[0], 12), shortened(dataset[len(dataset) - 1], 7)]
+                padded = collator.collate(samples)
+                expected = self.results(run, model, getattr(padded, "inputs", padded))
+                after_pad = (getattr(found.config, "pad_token_id", None) or 0) + 1  # where RoBERTa's positions begin
+                for collator.first_position in (0, after_pad):
+                    if same(self.results(run, model, collator(samples).inputs), expected):
+                        return collator.first_position
         except Exception as error:  # whatever a model or a task that knows no rows may raise
             return str(error) if isinstance(error, PluginError) else f"{type(error).__name__}: {error}"
-        finally:
-            for module, training in modes:
-                module.training = training
         return "its results are others when sequences stand in one row"
 
     @staticmethod

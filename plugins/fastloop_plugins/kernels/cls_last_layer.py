@@ -74,12 +74,10 @@ class ClsLastLayer(Plugin):
         """Of the probe, without dropout."""
         import torch
 
-        modes = [(module, module.training) for module in model.modules()]
-        model.eval()
-        with torch.no_grad():
+        from fastloop.evaluation import evaluating
+
+        with evaluating(model), torch.no_grad():
             logits: Tensor = model(**probe).logits
-        for module, training in modes:
-            module.training = training
         return logits
 
 

@@ -135,11 +135,7 @@ def _inference(model: nn.Module) -> Iterator[None]:
     """Eval mode without gradients. Modes and random states are restored."""
     import torch
 
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), quiet():
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training
+    from fastloop.evaluation import evaluating
+
+    with evaluating(model), torch.no_grad(), torch.random.fork_rng(devices=[]), quiet():
+        yield

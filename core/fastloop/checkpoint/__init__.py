@@ -2,7 +2,6 @@
 
 from fastloop.checkpoint.store import (
     MANIFEST,
-    checkpoints,
     find,
     pack,
     read,
@@ -13,6 +12,7 @@ from fastloop.checkpoint.store import (
     verify,
     write,
 )
+from fastloop.runtime.step_folders import checkpoints, step_folder, step_of
 
 __all__ = [
     "MANIFEST",
@@ -23,6 +23,8 @@ __all__ = [
     "rotate",
     "save_tensors",
     "snapshot",
+    "step_folder",
+    "step_of",
     "unpack",
     "verify",
     "write",

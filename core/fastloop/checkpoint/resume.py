@@ -52,7 +52,7 @@ def save(run: Run) -> None:
             "scaler": accelerator.scaler and accelerator.scaler.state_dict(),
             "plugins": {plugin.name: call(run=run) for plugin, call in run.plugins.each("save_state")},
         }
-        path = run.folder / "checkpoints" / f"step-{run.state.step:08d}"
+        path = checkpoint.step_folder(run.folder, run.state.step)
         try:
             pending = run.hooks.write_checkpoint(run=run, folder=path, model=run.hooks.model_state(run=run), state=state)
         except TypeError as error:
@@ -70,8 +70,8 @@ def write(run: Run, path: Path, model: dict[str, Tensor], state: dict[str, Any])
         TypeError: ``state`` holds what cannot be saved.
     """
     checkpoint.write(path, model, state, run.is_main)
-    if run.is_main:
-        checkpoint.rotate(run.folder, run.recipe.train.keep_checkpoints, int(path.name.removeprefix("step-")))
+    if run.is_main and (step := checkpoint.step_of(path)) is not None:
+        checkpoint.rotate(run.folder, run.recipe.train.keep_checkpoints, step)
 
 
 def wait_for_save(run: Run) -> None:

@@ -19,7 +19,7 @@ import hashlib
 import json
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from torch.distributed.tensor import DTensor
 
 from fastloop.errors import CheckpointError, NoCheckpoint, SaveError
 from fastloop.runtime.platform_support import sync
+from fastloop.runtime.step_folders import checkpoints, leftovers, step_of
 
 MANIFEST = "manifest.json"
 
@@ -213,12 +214,6 @@ def verify(folder: Path) -> str | None:
     return None
 
 
-def checkpoints(folder: Path) -> list[Path]:
-    """Checkpoint folders of a run, oldest step first; those under way have another name and are not among them."""
-    found = [path for path in (folder / "checkpoints").glob("step-*") if path.name.removeprefix("step-").isdecimal()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
-
-
 def find(path: Path) -> tuple[Path, list[str]]:
     """The checkpoint that ``--resume PATH`` means: a checkpoint folder itself, or a run folder's newest whole one.
 
@@ -229,7 +224,7 @@ def find(path: Path) -> tuple[Path, list[str]]:
         NoCheckpoint: There is none.
         CheckpointError: None is whole.
     """
-    candidates = [path] if (path / MANIFEST).exists() or path.name.startswith("step-") else _newest_first(path)
+    candidates = [path] if (path / MANIFEST).exists() or step_of(path) is not None else _newest_first(path)
     skipped: list[str] = []
     for candidate in candidates:
         wrong = verify(candidate)
@@ -246,8 +241,8 @@ def find(path: Path) -> tuple[Path, list[str]]:
 def _newest_first(folder: Path) -> list[Path]:
     """A run's checkpoints, and behind each what was left when one of its step took its place: that may be whole, and it may not."""
 
-    def age(path: Path) -> tuple[int, bool, bool]:
-        return int(path.name.partition("step-")[2].partition(".")[0]), not path.name.startswith("."), ".old." not in path.name
+    def age(path: Path) -> tuple[Any, bool, bool]:
+        return step_of(path), not path.name.startswith("."), ".old." not in path.name
 
     return sorted([*checkpoints(folder), *leftovers(folder)], key=age, reverse=True)
 
@@ -295,12 +290,7 @@ def rotate(folder: Path, keep: int, step: int) -> None:
 
     Later steps go too: the run went on from an earlier checkpoint, so they are of a course that was given up. Other names are not touched.
     """
-    found = {path: int(path.name.removeprefix("step-")) for path in checkpoints(folder)}
+    found = {path: at for path in checkpoints(folder) if (at := step_of(path)) is not None}
     course = [path for path, at in found.items() if at <= step]
     for path in [*(path for path, at in found.items() if at > step), *course[:-keep], *leftovers(folder)]:
         shutil.rmtree(path, ignore_errors=True)
-
-
-def leftovers(folder: Path) -> Iterator[Path]:
-    """Folders of saves that were cut off."""
-    yield from (folder / "checkpoints").glob(".step-[0-9]*.partial")

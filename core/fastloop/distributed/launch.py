@@ -25,6 +25,7 @@ from fastloop.distributed.signals import EXIT_INTERRUPTED, EXIT_STOPPED, STOP_TI
 from fastloop.errors import UsageError
 from fastloop.recipe import secrets
 from fastloop.runtime import platform_support
+from fastloop.runtime.step_folders import checkpoints
 
 LAUNCHER = "FASTLOOP_LAUNCHER"
 """The variable that tells a process who started it, and how: pid and options."""
@@ -94,7 +95,7 @@ def launch(arguments: Sequence[str], nproc: int, nnodes: int, node_rank: int, ma
         return int(failed.returncode)
     name = signal.Signals(-failed.returncode).name
     said = f"process {node_rank * nproc + index} of {nproc * nnodes} (pid {failed.pid}) was ended by {name}."
-    if any((output / "checkpoints").glob("step-*")):
+    if checkpoints(output):
         said += f" Go on from its newest checkpoint with: fastloop {' '.join(arguments)} {given} --resume"
     print(f"error: {secrets.hide(said)}", file=sys.stderr)
     return 128 - int(failed.returncode)

@@ -155,7 +155,7 @@ class KillAtStep(Plugin):
     @hookimpl
     def after_backward(self, run: Run) -> None:
         if run.state.step == DIES_AT - 1:
-            newest = run.folder / "checkpoints" / f"step-{run.state.step // SAVES_EVERY * SAVES_EVERY:08d}"
+            newest = checkpoint.step_folder(run.folder, run.state.step // SAVES_EVERY * SAVES_EVERY)
             deadline = perf_counter() + PATIENCE
             while not newest.exists() and perf_counter() < deadline:  # it may be written in the background
                 sleep(0.01)

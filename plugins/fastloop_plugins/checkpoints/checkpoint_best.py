@@ -106,7 +106,7 @@ class CheckpointBest(Plugin):
         """The steps of the checkpoints to resume from."""
         from fastloop import checkpoint
 
-        return [int(path.name.removeprefix("step-")) for path in checkpoint.checkpoints(run.folder)]
+        return [step for path in checkpoint.checkpoints(run.folder) if (step := checkpoint.step_of(path)) is not None]
 
     def consider(self, run: Run, value: float) -> None:
         """Keep the weights in place when they are among the best."""

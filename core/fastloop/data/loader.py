@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import signal
-import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from multiprocessing import connection
@@ -12,14 +11,13 @@ from time import monotonic
 from typing import Any
 
 import torch
-from torch import _C
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
+from fastloop.data import workers
 from fastloop.data.collate import Collate
 from fastloop.data.datasets import Samples, Stream
 from fastloop.data.sampler import StepSampler
 from fastloop.data.sampler_order import SamplerOrder, is_our_order
-from fastloop.data.workers import start_worker
 from fastloop.errors import CheckpointError, DataError, UsageError
 from fastloop.runtime.tracebacks import user_line
 from fastloop.state import Batch, DataLoaderDraft
@@ -90,7 +88,7 @@ class Loader:
             "num_workers": reading["num_workers"],
             "pin_memory": reading["pin_memory"],
             "generator": torch.Generator().manual_seed(seed),  # else each epoch would draw from the global state
-            "worker_init_fn": partial(start_worker, init=reading["worker_init_fn"]),
+            "worker_init_fn": partial(workers.start_worker, init=reading["worker_init_fn"]),
         }
         if reading["num_workers"]:
             arguments |= {name: reading[name] for name in ("persistent_workers", "prefetch_factor", "multiprocessing_context")}
@@ -156,7 +154,7 @@ class Loader:
             try:
                 if batches is None:
                     batches = self._begin()
-                batch = self._next(batches)
+                batch = workers.next_batch(batches, self.workers)
             except StopIteration:
                 return
             except DataError:
@@ -172,35 +170,14 @@ class Loader:
     def _begin(self) -> Iterator[Batch]:
         """A pass over the loader, which looks every few seconds whether its workers live: torch with a timeout does so at its end only."""
         batches: Any = iter(self.loader)
-        self.workers = getattr(batches, "_workers", [])
-        if self.workers and batches._worker_pids_set:
-            _C._remove_worker_pids(id(batches))  # see ``_next``
-            batches._worker_pids_set = False
-        if self.workers and self.timeout and "_try_get_data" not in vars(batches):
-            look: Any = weakref.WeakMethod(batches._try_get_data)  # a circle would keep the workers
-
-            def within_timeout() -> tuple[bool, Any]:
-                found: tuple[bool, Any] = look()(min(self.timeout, LOOK))
-                if not found[0] and monotonic() - self.since > self.timeout:
-                    raise DataError(
-                        f"no batch in {self.timeout:g} seconds: a worker that reads data hangs, or the limit is too low for it."
-                    )
-                return found
-
-            batches._try_get_data = within_timeout
+        self.workers = workers.watch(batches)
+        if self.workers and self.timeout:
+            workers.wait_in_turns(batches, min(self.timeout, LOOK), self._check_timeout)
         return iter(batches)
 
-    def _next(self, batches: Iterator[Batch]) -> Batch:
-        """The next micro-batch. Only here counts that a worker ended: torch's signal handler would raise wherever training is then, out of
-        a save, with a lock held, or in a plugin that is blamed for it."""
-        if not self.workers:
-            return next(batches)
-        _C._set_worker_pids(id(self), tuple(process.pid for process in self.workers))
-        try:
-            _C._error_if_any_worker_fails()  # before this
-            return next(batches)
-        finally:
-            _C._remove_worker_pids(id(self))
+    def _check_timeout(self) -> None:
+        if monotonic() - self.since > self.timeout:
+            raise DataError(f"no batch in {self.timeout:g} seconds: a worker that reads data hangs, or the limit is too low for it.")
 
     def _explain(self, error: Exception) -> DataError:
         said = str(error).strip().splitlines() or [""]
@@ -224,10 +201,7 @@ class Loader:
 
     def close(self) -> None:
         """End the worker processes."""
-        workers = getattr(self.loader, "_iterator", None)
-        if workers is not None:
-            workers._shutdown_workers()
-            self.loader._iterator = None
+        workers.shut_down(self.loader)
         for process in self.workers:
             if process.exitcode is None:
                 process.kill()  # it hangs, maybe in native code where it takes no signal: the interpreter's end would wait for it

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data._utils import worker
+
+from fastloop.data.workers import replace_worker_info
 
 
 def seed_all(seed: int) -> None:
@@ -29,7 +30,7 @@ class Alone:
         self.inside: tuple[Any, Any, Tensor] | None = None
 
     def __enter__(self) -> None:
-        self.info, worker._worker_info = worker._worker_info, None
+        self.info = replace_worker_info(None)
         self.outside = self._states()
         if self.inside is None:
             seed_all(self.seed)
@@ -39,7 +40,7 @@ class Alone:
     def __exit__(self, *error: object) -> None:
         self.inside = self._states()
         self._restore(self.outside)
-        worker._worker_info = self.info
+        replace_worker_info(self.info)
 
     @staticmethod
     def _states() -> tuple[Any, Any, Tensor]:

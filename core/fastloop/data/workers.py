@@ -1,15 +1,32 @@
-"""What a worker process does before it reads data."""
+"""The worker processes that read data: how one is set up, and how the training process watches them.
+
+fastloop uses private names of torch's data loader, and they stand here alone. ``PRIVATE`` lists them for the test that looks for them.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
 
-from torch.utils.data import get_worker_info
+from torch import _C
+from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data._utils import worker
 
 from fastloop.runtime.platform_support import existing_signals
+
+CHECKED_WITH = "2.13"
+"""The torch release whose source these names were read in."""
+PRIVATE: dict[Any, tuple[str, ...]] = {
+    _C: ("_set_worker_pids", "_remove_worker_pids", "_error_if_any_worker_fails"),
+    worker: ("_worker_info",),
+}
+"""Module of torch -> its private names that are used here."""
+PRIVATE_OF_ITERATOR = ("_workers", "_worker_pids_set", "_try_get_data", "_shutdown_workers")
+"""The same of the iterator of a ``DataLoader`` with workers. The ``DataLoader`` itself keeps that iterator as ``_iterator``."""
 
 
 def start_worker(number: int, init: Callable[[int], None] | None) -> None:
@@ -36,3 +53,62 @@ def _end_with_parent() -> None:
     while signal.sigwaitinfo([signal.SIGTERM]).si_pid != os.getppid():
         pass
     os._exit(0)
+
+
+def watch(batches: Any) -> list[Any]:
+    """Take the workers of a ``DataLoader``'s iterator over from torch, whose signal handler would raise an error wherever training is when
+    one ends: see ``next_batch``.
+
+    Returns:
+        Their processes; none where the training process reads the data.
+    """
+    processes: list[Any] = getattr(batches, "_workers", [])
+    if processes and batches._worker_pids_set:
+        _C._remove_worker_pids(id(batches))
+        batches._worker_pids_set = False
+    return processes
+
+
+def wait_in_turns(batches: Any, seconds: float, expired: Callable[[], None]) -> None:
+    """Let the iterator wait at most ``seconds`` at a time for its workers. ``expired`` is called after each wait that brought nothing."""
+    if "_try_get_data" in vars(batches):  # workers that persist have one iterator for all epochs
+        return
+    look: Any = weakref.WeakMethod(batches._try_get_data)  # a circle would keep the workers
+
+    def wait() -> tuple[bool, Any]:
+        found: tuple[bool, Any] = look()(seconds)
+        if not found[0]:
+            expired()
+        return found
+
+    batches._try_get_data = wait
+
+
+def next_batch(batches: Iterator[Any], processes: list[Any]) -> Any:
+    """The next batch of an iterator whose workers are ``processes``.
+
+    Raises:
+        RuntimeError: A worker has ended.
+    """
+    if not processes:
+        return next(batches)
+    _C._set_worker_pids(id(batches), tuple(process.pid for process in processes))
+    try:
+        _C._error_if_any_worker_fails()  # before this
+        return next(batches)
+    finally:
+        _C._remove_worker_pids(id(batches))
+
+
+def shut_down(loader: DataLoader[Any]) -> None:
+    """End the workers that a loader keeps between epochs."""
+    iterator: Any = loader._iterator
+    if iterator is not None:
+        iterator._shutdown_workers()
+        loader._iterator = None
+
+
+def replace_worker_info(info: Any) -> Any:
+    """Set what ``get_worker_info()`` returns in this process. Returns what it was."""
+    before, worker._worker_info = worker._worker_info, info
+    return before

@@ -1,0 +1,29 @@
+"""The private names of torch that the core uses are there: see ``fastloop.data.workers``."""
+
+from __future__ import annotations
+
+import torch
+from torch.utils.data import DataLoader
+
+from fastloop.data.workers import CHECKED_WITH, PRIVATE, PRIVATE_OF_ITERATOR
+
+
+def gone(name: str) -> str:
+    return f"torch {torch.__version__} has no {name}, which fastloop.data.workers uses since torch {CHECKED_WITH}. Adapt that file."
+
+
+def test_torch_has_the_private_names_that_watch_workers():
+    for owner, names in PRIVATE.items():
+        for name in names:
+            assert hasattr(owner, name), gone(f"{owner.__name__}.{name}")
+    loader = DataLoader([1, 2], num_workers=1)
+    batches = iter(loader)
+    for name in PRIVATE_OF_ITERATOR:
+        assert hasattr(batches, name), gone(f"{type(batches).__name__}.{name}")
+    assert hasattr(loader, "_iterator"), gone("DataLoader._iterator")
+
+
+def test_the_checked_release_is_the_one_that_tests_run_with():
+    assert torch.__version__.startswith(f"{CHECKED_WITH}."), (
+        f"these tests run with torch {torch.__version__}: read torch/utils/data/dataloader.py of it, and then set CHECKED_WITH"
+    )

@@ -23,6 +23,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastloop import Plugin, PluginError, SpeedupEstimate, hookimpl, option
+from fastloop_plugins._models import transformers_model
 from fastloop_plugins.data._shapes import MULTIPLE, SHAPES, multiple_for
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ class Packing(Plugin):
 
     @hookimpl
     def before_prepare(self, run: Run, model: nn.Module) -> None:
-        found: Any = next((module for module in model.modules() if hasattr(module, "set_attn_implementation")), None)
+        found = transformers_model(model)
         if found is None:
             raise PluginError(f"{run.recipe.where}: plugins.packing: {type(model).__name__} is no transformers model. Leave this out.")
         elsewhere = any(parameter.is_meta for parameter in model.parameters())  # the main process has the weights

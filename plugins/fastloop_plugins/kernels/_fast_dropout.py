@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fastloop_plugins._models import transformers_model
+
 aten = torch.ops.aten
 
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -191,7 +193,7 @@ def use(model: Any, name: str, drops: bool) -> bool:
         name: What transformers is to know it by.
         drops: Whether dropout is drawn here too.
     """
-    found: Any = next((module for module in model.modules() if hasattr(module, "set_attn_implementation")), None)
+    found = transformers_model(model)
     if found is None or not getattr(found, "_supports_sdpa", False):
         return False
     from transformers import AttentionInterface

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastloop import Device, Package, Plugin, PluginError, SpeedupEstimate, When, hookimpl, option
+from fastloop_plugins._models import transformers_model
 
 if TYPE_CHECKING:
     from torch import nn
@@ -65,7 +66,7 @@ class Attention(Plugin):
 
     @hookimpl
     def before_prepare(self, run: Run, model: nn.Module) -> None:
-        found: Any = next((module for module in model.modules() if hasattr(module, "set_attn_implementation")), None)
+        found = transformers_model(model)
         if found is None:
             logger.warning("attention: %s is no transformers model: its attention stays as it is", type(model).__name__)
             return

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from fastloop_plugins._models import transformers_model
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
@@ -57,7 +59,7 @@ def forward(model: nn.Module, inputs: Mapping[str, Any], never: bool = False) ->
     import torch
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as functions
 
-    found = next((module for module in model.modules() if hasattr(module, "set_attn_implementation")), None)
+    found = transformers_model(model)
     name = getattr(getattr(found, "config", None), "_attn_implementation", None)
     if name not in functions:
         return model(**inputs)

@@ -37,11 +37,11 @@ BATCH, EPOCHS = 12, 3
 PAYS = 0.9
 """A variant below this ratio to what it builds on is dropped after the first round."""
 AMP: dict[str, Any] = {"amp": {"dtype": "bf16"}}
-BUCKETS: dict[str, Any] = {"length-bucketing": {"multiple": 64}}
+BUCKETS: dict[str, Any] = {"length-bucketing": {}}
 PREFETCH: dict[str, Any] = {"dataloader-workers": {"num_workers": 2}, "device-prefetch": {}}
 OPTIMIZER: dict[str, Any] = {"fused-optimizer": {}}
 FIRST: dict[str, Any] = {"cls-last-layer": {}}
-COMPILE: dict[str, Any] = {"compile": {"pad_to_multiple_of": None}}
+COMPILE: dict[str, Any] = {"compile": {}}
 GRAPHS: dict[str, Any] = {"compile": {"mode": "reduce-overhead"}}
 
 

@@ -98,7 +98,8 @@ def _build_accelerator(run: Run) -> None:
     device = run.accelerator.device
     run.device = device if device.type != "cpu" else torch.device("cpu")  # which has no index
     run.clock = Clock(torch.accelerator.synchronize if device.type != "cpu" else lambda: None)
-    settings: DataLoaderDraft = plugins.draft("configure_dataloader", DataLoaderDraft(pin_memory=device.type == "cuda"))
+    draft = DataLoaderDraft(pin_memory=device.type == "cuda", pad_to_multiple_of=recipe.data.get("pad_to_multiple_of"))
+    settings: DataLoaderDraft = plugins.draft("configure_dataloader", draft)
     run.loaders = Loaders(recipe, settings, run.processes, *micro_batches(recipe, run.world_size))
     run.optimizer_arguments = plugins.draft("configure_optimizer", OptimizerDraft()).arguments
 

@@ -213,7 +213,8 @@ class DataLoaderDraft(Draft):
     worker_init_fn: Callable[[int], None] | None = None
     """Called in each worker with its number, before it reads."""
     pad_to_multiple_of: int | None = None
-    """Tasks that pad pad to a multiple of this, so that the shapes are few."""
+    """Tokens: tasks pad lengths to a multiple of this, so that shapes are few. The recipe's ``data.pad_to_multiple_of``; a plugin
+    may set a default where that is unset. None: lengths are not padded further."""
     arrange: Callable[[Any, list[int], int, Generator | None], list[int]] | None = None
     """``arrange(dataset, ids, batch_size, generator)``: the order in which a map-style dataset's samples come. To train, ``ids`` are the
     epoch's in random order and the generator is for further draws: the same on all processes. To evaluate, they count up and there is

@@ -187,6 +187,7 @@ class Trainer:
         metrics: Name -> torchmetrics metric, updated with ``(predictions, targets)``.
         processing_class: A tokenizer, image processor or the like, written beside the model by its ``save_pretrained``. A model that has
             ``save_pretrained`` is exported by it, so that ``from_pretrained`` loads the run folder's ``model/``.
+        pad_to_multiple_of: Tokens: the collator pads lengths to a multiple of this. Plugins that count tokens need to know.
         output: The run folder.
         resume: A run folder or checkpoint to go on from; True means ``output``, and the beginning where that holds no checkpoint yet.
         train: Any key of a recipe's ``train``: ``epochs``, ``lr``, ``seed``, ``max_grad_norm``, ...
@@ -206,6 +207,7 @@ class Trainer:
         loss: Callable[[Any, Any], Tensor] | None = None,
         metrics: Mapping[str, Metric] | None = None,
         processing_class: Any = None,
+        pad_to_multiple_of: int | None = None,
         output: str | Path = "runs/run",
         resume: bool | str | Path = False,
         **train: Any,
@@ -222,7 +224,8 @@ class Trainer:
         if isinstance(splits["train"].dataset, IterableDataset) and "max_steps" not in train:
             train.setdefault("epochs", 1)
         named = [plugin for plugin in plugins if not isinstance(plugin, Plugin)]
-        self.recipe = make_recipe({"train": train, "plugins": named, "output": str(output)})
+        data = {} if pad_to_multiple_of is None else {"pad_to_multiple_of": pad_to_multiple_of}
+        self.recipe = make_recipe({"data": data, "train": train, "plugins": named, "output": str(output)})
         self.task = TrainerTask(model, splits, loss, metrics, processing_class)
         self.resolution = resolve(self.recipe, objects=[*(plugin for plugin in plugins if isinstance(plugin, Plugin)), self.task])
         self.resume = Path(output) if resume is True else Path(resume) if resume else None

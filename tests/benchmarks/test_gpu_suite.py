@@ -140,7 +140,7 @@ def test_variants_that_do_not_pay_are_dropped(tmp_path: Path) -> None:
     assert slow.stopped
 
 
-def test_every_variant_resolves_on_a_gpu() -> None:
+def test_every_variant_resolves_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     import ablation
     from _arms import Work, prepare_fastloop
 
@@ -148,13 +148,16 @@ def test_every_variant_resolves_on_a_gpu() -> None:
     from fastloop.runtime.hardware import Machine
     from fastloop.state import AcceleratorDraft, DataLoaderDraft, OptimizerDraft
 
+    h100 = Machine("cuda", "H100", ("fp32", "bf16", "fp16", "fp8"))
+    monkeypatch.setattr("fastloop.runtime.hardware.this_machine", lambda device="auto": h100)
     for name, variant in ablation.VARIANTS.items():
         assert variant.over in ablation.VARIANTS
         plugins = [{plugin: dict(options)} for plugin, options in variant.plugins.items()]
         recipe, task = prepare_fastloop(Work(model="tiny", device="cuda", folder=Path(name), plugins=plugins), {})
-        resolution = resolve(recipe, Machine("cuda", "H100", ("fp32", "bf16", "fp16", "fp8")), objects=[task])
+        resolution = resolve(recipe, h100, objects=[task])
         assert variant.plugins.keys() <= set(resolution.names())
         resolution.draft("configure_accelerator", AcceleratorDraft())
+        resolution.hooks.check_recipe(recipe=recipe)
         loading = resolution.draft("configure_dataloader", DataLoaderDraft())
         resolution.draft("configure_optimizer", OptimizerDraft())
         if "compile" in variant.plugins or "length-bucketing" in variant.plugins:

@@ -205,8 +205,8 @@ def test_a_run_with_max_tokens_goes_on_inside_an_epoch():
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 4, 7])
 def test_parts_of_a_step_are_within_the_limit_alike_side_by_side_and_enough_for_all_processes(processes):
-    rows, plugin = Rows(), LengthBucketing(max_tokens=96, multiple=8)
-    plugin.configure_dataloader(DataLoaderDraft())
+    rows, plugin = Rows(), LengthBucketing(max_tokens=96)
+    plugin.configure_dataloader(DataLoaderDraft(pad_to_multiple_of=8))
     for first in range(0, 200, 25):
         parts = plugin.split(rows, list(range(first, first + 25)), processes)
         costs = [len(part) * -(-max(rows.lengths[index] for index in part) // 8) * 8 for part in parts]
@@ -236,8 +236,8 @@ def test_evaluation_keeps_to_max_tokens_and_has_the_same_metrics():
             r"sample \d+ of the train split has 30 tokens, and 29 are allowed\. Set it to 30 or more, or cut samples to 29",
         ),
         (
-            {"max_tokens": 30, "multiple": 16},
-            {},
+            {"max_tokens": 30},
+            {"pad_to_multiple_of": 16},
             r"has 30 tokens, padded to 32, and 30 are allowed\. Set it to 32 or more, or cut samples to 16",
         ),
         ({"max_tokens": 64}, {"micro_batch_size": 4}, r"max_tokens: train\.micro_batch_size is set too.*Remove one of them"),
@@ -253,7 +253,7 @@ def test_the_number_of_shapes_is_said_and_multiple_bounds_it(caplog):
     caplog.set_level(logging.INFO, "fastloop")
     counts = []
     for multiple in (1, 16):
-        train(LengthBucketing(max_tokens=256, multiple=multiple), batch_size=24, output=f"run{multiple}")
+        train(LengthBucketing(max_tokens=256), pad_to_multiple_of=multiple, batch_size=24, output=f"run{multiple}")
         found = re.search(r"(\d+) shapes in (\d+) micro-batches \([\d.]+ a step\), (\d+) widths", caplog.text)
         assert found is not None
         counts.append([int(number) for number in found.groups()])
@@ -266,7 +266,8 @@ def test_texts_keep_to_max_tokens_when_padded_to_a_multiple():
     Path("a.csv").write_text("text,label\n" + "".join(f"{'good ' * (1 + i % 20)},{i % 2}\n" for i in range(64)))
     data = {"files": {"train": "a.csv", "validation": "a.csv"}, "label": "label", "max_length": 32}
     model = {"config": TINY, "tokenizer": {"kind": "word"}}
-    run = make_run("text-classification", model, data, objects=[LengthBucketing(max_tokens=96, multiple=8)], batch_size=32)
+    padded = data | {"pad_to_multiple_of": 8}
+    run = make_run("text-classification", model, padded, objects=[LengthBucketing(max_tokens=96)], batch_size=32)
     sizes = {tuple(batch.inputs["input_ids"].shape) for batch in run.train_loader.batches()}
     assert {width for _, width in sizes} == {8, 16, 24}
     assert 64 < max(samples * width for samples, width in sizes) <= 96
@@ -275,18 +276,19 @@ def test_texts_keep_to_max_tokens_when_padded_to_a_multiple():
 
 
 @pytest.mark.parametrize(
-    ("device", "plugins", "multiple"),
+    ("device", "plugins", "key", "multiple"),
     [
-        ("cuda", ["length-bucketing"], 64),
-        ("cuda", ["length-bucketing", "compile"], 64),
-        ("cuda", ["length-bucketing", {"compile": {"pad_to_multiple_of": 128}}], 128),
-        ("cuda", [{"length-bucketing": {"multiple": 32}}], 32),
-        ("cpu", ["length-bucketing"], None),
+        ("cuda", ["length-bucketing"], None, 64),
+        ("cuda", ["length-bucketing", "compile"], None, 64),
+        ("cuda", ["length-bucketing", "compile"], 128, 128),
+        ("cuda", ["length-bucketing"], 32, 32),
+        ("cuda", ["compile"], 1, 1),
+        ("cpu", ["length-bucketing"], None, None),
     ],
 )
-def test_shapes_are_few_on_cuda_unless_others_ask(device, plugins, multiple, monkeypatch):
+def test_shapes_are_few_on_cuda_unless_the_recipe_sets_a_multiple(device, plugins, key, multiple, monkeypatch):
     monkeypatch.setattr(machine, "this_machine", lambda asked: machine.Machine(device, "a device", ("fp32", "bf16")))
     recipe = make_recipe({"plugins": plugins, "train": {"epochs": 1}})
     resolution = select(recipe)
     resolution.hooks.check_recipe(recipe=recipe)
-    assert resolution.draft("configure_dataloader", DataLoaderDraft()).pad_to_multiple_of == multiple
+    assert resolution.draft("configure_dataloader", DataLoaderDraft(pad_to_multiple_of=key)).pad_to_multiple_of == multiple

@@ -48,12 +48,13 @@ DECODERS = {
 DATA = {"files": {"train": "a.csv", "validation": "a.csv"}, "max_length": 32}
 
 
-def run(config: dict[str, Any], *objects: Plugin, output: str = "run", **train: Any) -> Any:
-    """A run on texts of 1 to 25 words, of which the label is the first."""
+def run(config: dict[str, Any], *objects: Plugin, output: str = "run", multiple: int | None = None, **train: Any) -> Any:
+    """A run on texts of 1 to 25 words, of which the label is the first; ``multiple`` is ``data.pad_to_multiple_of``."""
     lines = [f"{('bad', 'good')[i % 2]} {' '.join(f'w{(i * k) % 7}' for k in range(i * 5 % 25))},{i % 2}\n" for i in range(40)]
     Path("a.csv").write_text("text,label\n" + "".join(lines))
     decoder = config in DECODERS.values()
     task, data = ("causal-lm", {}) if decoder else ("text-classification", {"label": "label"})
+    data |= {"pad_to_multiple_of": multiple}
     return make_run(task, {"config": config, "tokenizer": {"kind": "word"}}, DATA | data, objects, **train)
 
 
@@ -256,7 +257,7 @@ def test_a_run_goes_on_inside_an_epoch():
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute:UserWarning")  # within torch's compiler
 def test_compiled_it_computes_the_same():
-    packed = made(ENCODERS["one layer"], Packing(), Compile(backend="eager", pad_to_multiple_of=64, cache=False))
+    packed = made(ENCODERS["one layer"], Packing(), Compile(backend="eager", cache=False))
     assert_same(packed, made(ENCODERS["one layer"]), batches=2, rtol=1e-4, atol=1e-5)
     summary: dict[str, Any] = {}
     next(plugin for plugin in packed.plugins.plugins if plugin.name == "compile").write_summary(summary)

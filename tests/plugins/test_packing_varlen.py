@@ -75,7 +75,7 @@ def test_attention_stays_inside_each_sequence(causal):
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("multiple", [1, 256], ids=["no padding", "padding longer than any sequence"])
 def test_padding_has_finite_outputs_and_no_gradient(multiple):
-    packed = made(DECODERS["gpt2"], Packing(multiple=multiple))
+    packed = made(DECODERS["gpt2"], Packing(), multiple=multiple)
     batch = next(iter(packed.train_loader.batches()))
     loss, _, gradients = computed(packed, batch)
     assert loss == loss
@@ -114,7 +114,7 @@ def test_it_trains_in_mixed_precision(config):
 
 @pytest.mark.usefixtures("kernels")
 def test_rows_differ_in_their_number_of_tokens_alone():
-    packed = made(ENCODERS["distilbert"], Packing(multiple=32))
+    packed = made(ENCODERS["distilbert"], Packing(), multiple=32)
     batches = [batch.inputs for batch in packed.train_loader.batches()]
     assert len(batches) == 5
     assert {inputs["input_ids"].shape[1] % 32 for inputs in batches} == {0}
@@ -131,8 +131,8 @@ def test_rows_differ_in_their_number_of_tokens_alone():
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("config", [ENCODERS["one layer"], DISTILBERT | {"n_layers": 1}], ids=["bert", "distilbert"])
 def test_compiled_it_has_no_graph_break_and_a_graph_a_shape(config):
-    compiling = Compile(backend="aot_eager", fullgraph=True, dynamic=False, on_failure="error", pad_to_multiple_of=None, cache=False)
-    packed = made(config, ClsLastLayer(), Packing(multiple=32), compiling)
+    compiling = Compile(backend="aot_eager", fullgraph=True, dynamic=False, on_failure="error", cache=False)
+    packed = made(config, ClsLastLayer(), Packing(), compiling, multiple=32)
     shapes = []
     for batch in (batch for epoch in range(3) for batch in packed.train_loader.batches(epoch)):
         computed(packed, batch)
@@ -149,8 +149,8 @@ def test_compiled_it_has_no_graph_break_and_a_graph_a_shape(config):
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("config", [ENCODERS["one layer"], DECODERS["gpt2"], DECODERS["llama"]], ids=["bert", "gpt2", "llama"])
 def test_compiled_for_any_shape_it_computes_the_same(config):
-    compiling = Compile(backend="aot_eager", fullgraph=True, on_failure="error", pad_to_multiple_of=None, cache=False)
-    packed = made(config, Packing(), compiling)
+    compiling = Compile(backend="aot_eager", fullgraph=True, on_failure="error", cache=False)
+    packed = made(config, Packing(), compiling, multiple=1)
     assert_same(packed, made(config), rtol=1e-4, atol=1e-5)
     summary: dict[str, Any] = {}
     compiling.write_summary(summary)
@@ -170,7 +170,7 @@ class NoHostReads(TorchDispatchMode):
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("config", [ENCODERS["bert"], ENCODERS["distilbert"], DECODERS["llama"]], ids=["bert", "distilbert", "llama"])
 def test_a_step_reads_nothing_from_the_device(config, monkeypatch):
-    packed = made(config, *([ClsLastLayer()] if config in ENCODERS.values() else []), Packing(multiple=16))
+    packed = made(config, *([ClsLastLayer()] if config in ENCODERS.values() else []), Packing(), multiple=16)
     batch = next(packed.train_loader.batches())
     monkeypatch.setattr(
         _varlen.torch.ops.aten, "_flash_attention_forward", stands_in
@@ -189,7 +189,7 @@ def stands_in(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: A
 @pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
 def test_torchs_own_shapes_and_gradient_formulas_accept_the_calls(config, monkeypatch):
     monkeypatch.setattr(_varlen, "missing", lambda device, dtype, head_size: None)
-    packed = made(config, *([ClsLastLayer()] if config in ENCODERS.values() and "n_layers" in config else []), Packing(multiple=16))
+    packed = made(config, *([ClsLastLayer()] if config in ENCODERS.values() and "n_layers" in config else []), Packing(), multiple=16)
     batch = next(packed.train_loader.batches())
     model = packed.model.to("meta", torch.bfloat16)
     model.config.pad_token_id = None  # GPT-2 looks for padding among the ids
@@ -248,7 +248,7 @@ def test_a_multiple_leaves_few_shapes():
 
 def test_shapes_are_logged(caplog):
     caplog.set_level(logging.INFO, "fastloop")
-    made(ENCODERS["bert"], Packing(multiple=64))
+    made(ENCODERS["bert"], Packing(), multiple=64)
     assert "packing: rows are padded to a multiple of 64 tokens: " in caplog.text
 
 

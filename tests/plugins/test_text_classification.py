@@ -107,8 +107,7 @@ def test_padding_to_max_length_changes_no_prediction():
 
 
 def test_padding_goes_up_to_a_multiple_but_never_beyond_max_length():
-    run = make_run(TASK, {"config": TINY}, DATA | {"max_length": 10})
-    run.loader_settings.__dict__["pad_to_multiple_of"] = 8
+    run = make_run(TASK, {"config": TINY}, DATA | {"max_length": 10, "pad_to_multiple_of": 8})
     collate = run.hooks.build_collator(run=run, split="train")
     long = run.datasets["train"][4]
     short = long | {"input_ids": long["input_ids"][:5]}

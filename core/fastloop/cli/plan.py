@@ -39,7 +39,7 @@ def plan(
 
     drafts = [
         resolution.draft("configure_accelerator", AcceleratorDraft()),
-        resolution.draft("configure_dataloader", DataLoaderDraft()),
+        resolution.draft("configure_dataloader", DataLoaderDraft(pad_to_multiple_of=loaded.data.get("pad_to_multiple_of"))),
         resolution.draft("configure_optimizer", OptimizerDraft()),
     ]
     world_size = nproc or launch.world_size()

@@ -1,13 +1,13 @@
 """Puts samples of like length into one batch, so that little padding is computed.
 
     plugins:
-      - length-bucketing: {window: 100, max_tokens: 8192, multiple: 32}
+      - length-bucketing: {window: 100, max_tokens: 8192}
 
 Samples are shuffled, sorted by length inside windows of ``window`` batches, and the batches are shuffled again. Little padding is left, and
 the order differs from epoch to epoch. Evaluation sorts all samples by length. Datasets are map-style with ``lengths`` or ``input_ids``.
 
 ``max_tokens`` limits the tokens of a micro-batch, padding included: long samples come in small micro-batches, short ones in large ones.
-Steps still take ``train.batch_size`` samples. ``multiple`` bounds the number of shapes (CUDA: 64).
+Steps still take ``train.batch_size`` samples. ``data.pad_to_multiple_of`` bounds shapes (CUDA: 64).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class LengthBucketing(Plugin):
 
     name = "length-bucketing"
     numerics = "changes-training"
-    runs_after = ("compile",)  # which asks for a multiple of its own
+    runs_after = ("compile",)  # which sets a multiple of its own
     description = "makes batches of samples of like length"
     kind = ""  # of the device
 
@@ -47,7 +47,6 @@ class LengthBucketing(Plugin):
 
         window: Annotated[int, option("Batches among whose samples lengths are matched: more is less padding and less chance.", ge=2)] = 100
         max_tokens: Annotated[int | None, option("Tokens of a device's batch at most, padding included; null: no limit.", ge=1)] = None
-        multiple: Annotated[int | None, option("Pad lengths to a multiple of this; null: as others ask, else 64 on CUDA.", ge=1)] = None
 
     @classmethod
     def estimate_speedup(cls, seen: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:
@@ -80,9 +79,7 @@ class LengthBucketing(Plugin):
     @hookimpl
     def configure_dataloader(self, draft: DataLoaderDraft) -> None:
         draft.arrange, self.draft = self.arrange, draft
-        if self.config.multiple is not None:
-            draft.pad_to_multiple_of = self.config.multiple
-        elif self.kind == "cuda" and draft.pad_to_multiple_of is None:
+        if self.kind == "cuda" and draft.pad_to_multiple_of is None:
             draft.pad_to_multiple_of = MULTIPLE
         if self.config.max_tokens is not None:
             draft.split = self.split

@@ -11,20 +11,19 @@ GPT-2, Llama and their like): before training, a few tokens are computed both wa
 On CUDA in half precision one kernel computes the attention of a whole row: torch's FlashAttention, or that of the package flash-attn where
 ``attention`` chose it. Rows are padded to few different numbers of tokens, so ``compile`` makes no break and few graphs, and CUDA graphs
 (``mode: reduce-overhead``) are recorded once a number. Elsewhere the attention that the model has is called once a sequence, and under
-``compile`` a graph ends at each call.
+``compile`` a graph ends at each call. ``data.pad_to_multiple_of`` sets the multiple that rows are padded to.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from fastloop import Plugin, PluginError, SpeedupEstimate, hookimpl, option
+from fastloop import Plugin, PluginError, SpeedupEstimate, hookimpl
 from fastloop_plugins._models import transformers_model
-from fastloop_plugins.data._shapes import MULTIPLE, SHAPES, multiple_for
+from fastloop_plugins.data._shapes import MULTIPLE, multiple_for
 
 if TYPE_CHECKING:
     from torch import nn
@@ -51,15 +50,6 @@ class Packing(Plugin):
     description = "puts the sequences of a batch end to end: no padding is computed"
     collator: PackedCollator
 
-    @dataclass(kw_only=True)
-    class Config:
-        """Options."""
-
-        multiple: Annotated[
-            int | None,
-            option(f"Pad a row's tokens to a multiple of this; null: on CUDA for {SHAPES} shapes, else as other plugins ask.", ge=1),
-        ] = None
-
     @classmethod
     def estimate_speedup(cls, seen: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:
         if cls.name in recipe.plugins or not seen.padding:
@@ -76,7 +66,7 @@ class Packing(Plugin):
         collate = yield
         if split != "train":
             return partial(pack_with, self.collator, collate)
-        self.collator = PackedCollator(collate, self.config.multiple or run.loader_settings.pad_to_multiple_of)
+        self.collator = PackedCollator(collate, run.loader_settings.pad_to_multiple_of)
         return self.collator
 
     @hookimpl
@@ -164,7 +154,7 @@ class Packing(Plugin):
             logger.warning("packing: batches have only %.1f%% of padding: there is little to leave out", 100 * share)
         else:
             logger.info("packing: %.0f%% of what would be computed is padding, and is left out", 100 * share)
-        if run.device.type == "cuda" and self.config.multiple is None:
+        if run.device.type == "cuda" and run.recipe.data.get("pad_to_multiple_of") is None:
             self.collator.multiple = multiple_for(rows, run.loader_settings.pad_to_multiple_of or MULTIPLE)
         widths = [self.collator.width(row) for row in rows]
         logger.info(

@@ -1,14 +1,14 @@
 """Compiles the model with torch.compile: fused kernels instead of one call an operation.
 
     plugins:
-      - compile: {mode: default, pad_to_multiple_of: 64}
+      - compile: {mode: default}
 
-Lengths are padded to a multiple, so that the compiler meets few shapes. Compiled code is cached between runs. A model that cannot be
-compiled runs eagerly, and one warning says why. Weights keep the names that they have uncompiled. The summary's ``compile`` counts
-graphs, graph breaks and recompilations; ``compile_seconds`` is what training steps spent compiling.
+Lengths are padded to ``data.pad_to_multiple_of``, by default 64, so that the compiler meets few shapes. Compiled code is cached between
+runs. A model that cannot be compiled runs eagerly, and one warning says why. Weights keep the names that they have uncompiled. The
+summary's ``compile`` counts graphs, graph breaks and recompilations; ``compile_seconds`` is what training steps spent compiling.
 
 ``mode: reduce-overhead`` and ``max-autotune`` record CUDA graphs, one a shape: a step is then launched at once instead of kernel by kernel.
-They pay for small models and few shapes: ``pad_to_multiple_of``, or ``data.padding: max_length``, and whole batches.
+They pay for small models and few shapes: ``data.pad_to_multiple_of``, or ``data.padding: max_length``, and whole batches.
 
 What is printed in the forward is printed when its graph is done, and so cuts none. ``.item()`` cuts one, unless ``capture_scalars`` is on.
 """
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastloop import Batch, DataLoaderDraft, Output, Plugin, PluginError, SpeedupEstimate, hookimpl, option
 from fastloop_plugins._cache import private_cache
+from fastloop_plugins.data._shapes import MULTIPLE
 from fastloop_plugins.kernels._blocks import transformer_blocks
 from fastloop_plugins.kernels._compiling import compile_in_place, counts, seconds
 
@@ -61,7 +62,6 @@ class Compile(Plugin):
         regional: Annotated[bool, option("Compile the repeated blocks only: far less to compile, nearly as fast.")] = False
         capture_scalars: Annotated[bool, option("Keep numbers that a model reads off tensors (`.item()`) in the graph.")] = False
         recompile_limit: Annotated[int, option("Graphs of one function before it runs eagerly.", ge=1)] = 16
-        pad_to_multiple_of: Annotated[int | None, option("Pad lengths to a multiple of this; null: leave them.", ge=1)] = 64
         cache: Annotated[bool, option("Keep compiled code in the user's cache folder for later runs.")] = True
         on_failure: Annotated[Literal["eager", "error"], option("What to do with a model that cannot be compiled.")] = "eager"
 
@@ -99,8 +99,8 @@ class Compile(Plugin):
 
     @hookimpl
     def configure_dataloader(self, draft: DataLoaderDraft) -> None:
-        if self.config.pad_to_multiple_of is not None:
-            draft.pad_to_multiple_of = self.config.pad_to_multiple_of
+        if draft.pad_to_multiple_of is None:
+            draft.pad_to_multiple_of = MULTIPLE
 
     @hookimpl
     def after_prepare(self, run: Run) -> None:
@@ -169,7 +169,7 @@ class Compile(Plugin):
         if skipped := found["cuda_graphs_skipped"]:
             logger.warning("compile: %d graphs could not be recorded as CUDA graphs (TORCH_LOGS=cudagraphs says why)", skipped)
         if (again := found["recompilations"]) >= self.config.recompile_limit:
-            logger.warning("compile: %d recompilations: shapes vary too much. Raise pad_to_multiple_of or set dynamic: true.", again)
+            logger.warning("compile: %d recompilations: shapes vary too much. Raise data.pad_to_multiple_of or set dynamic: true.", again)
         self.settings.close()
 
     def _targets(self, model: nn.Module) -> Iterator[nn.Module]:

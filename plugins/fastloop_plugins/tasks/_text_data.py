@@ -53,6 +53,7 @@ class Data:
     read: Annotated[dict[str, Any] | None, option("How files are read: delimiter, columns, encoding, quoting, compression.")] = None
     max_length: Annotated[int, option("Tokens of a sample at most.", ge=2)] = 512
     padding: Annotated[Literal["longest", "max_length"], option("Pad to the longest of the batch, or always to max_length.")] = "longest"
+    pad_to_multiple_of: Annotated[int | None, option("Pad lengths to a multiple of this; null: as plugins choose, 1: do not.", ge=1)] = None
     limit: Annotated[dict[str, Any] | None, option("Split -> how many samples to keep, drawn at random, always the same.")] = None
     validation_fraction: Annotated[float, option("Share of train to evaluate on where there is no validation split.", ge=0, lt=1)] = 0.1
 

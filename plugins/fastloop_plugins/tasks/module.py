@@ -28,10 +28,17 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class Code:
-    """The ``model`` and the ``data`` section."""
+    """The ``model`` section."""
 
     module: Annotated[str, option("file.py:name or package.module:name.")]
     arguments: Annotated[dict[str, Any], option("Keyword arguments it is called with.")] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class Data(Code):
+    """The ``data`` section."""
+
+    pad_to_multiple_of: Annotated[int | None, option("Pad lengths to a multiple of this; null: as plugins choose, 1: do not.", ge=1)] = None
 
 
 class Module(Plugin):
@@ -39,7 +46,7 @@ class Module(Plugin):
 
     name = "module"
     slot = "task"
-    sections = {"model": Code, "data": Code}
+    sections = {"model": Code, "data": Data}
     description = "trains a module of your own"
 
     @dataclass(kw_only=True)

@@ -190,7 +190,7 @@ def check(recipe: Recipe) -> PluginSet:
     resolution = resolve(recipe)
     for hook, draft in (
         ("configure_accelerator", AcceleratorDraft()),
-        ("configure_dataloader", DataLoaderDraft()),
+        ("configure_dataloader", DataLoaderDraft(pad_to_multiple_of=recipe.data.get("pad_to_multiple_of"))),
         ("configure_optimizer", OptimizerDraft()),
     ):
         resolution.draft(hook, draft)

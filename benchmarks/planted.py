@@ -1,4 +1,4 @@
-"""Runs that are slow for one planted reason each: what `fastloop profile` says first, what it estimates, and what `--apply` measures.
+"""Runs that are slow for one planted reason each: what `fastloop profile` says first, what it estimates, and what `fastloop tune` measures.
 
     python benchmarks/planted.py                   # about fifteen minutes on two cores
     python benchmarks/planted.py --only data padding
@@ -145,18 +145,20 @@ def run(name: str, folder: Path) -> dict[str, Any]:
     (folder / "planted.py").write_text(CODE)
     (folder / "planted.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
     started = time.perf_counter()
-    done = subprocess.run(
-        [sys.executable, "-m", "fastloop", "profile", "planted.yaml", "--seconds", "3", "--output", "seen", "--apply", *arguments],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"},
-    )
-    if done.returncode:
-        sys.exit(f"{name} failed:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+    window = ["--steps", "8", "--seconds", "3", "--warmup", "3"]
+    for command in (["profile", "planted.yaml", "--output", "seen"], ["tune", "planted.yaml", "--stop-after", "suggestions"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "fastloop", *command, *window, *arguments],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            check=False,
+            env={key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"},
+        )
+        if done.returncode:
+            sys.exit(f"{name} failed:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
     found = json.loads((folder / "seen" / "profile.json").read_text().replace(f"{folder}/", ""))  # the folder is gone afterwards
-    record = json.loads((folder / "seen" / "report.json").read_text())
+    record = json.loads((folder / "planted.tuned.json").read_text())
     first = found["verdicts"][0]["plugin"] if found["verdicts"] else ""
     page = (folder / "seen" / "profile.md").read_text()
     return {

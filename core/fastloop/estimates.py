@@ -113,7 +113,7 @@ class SpeedupEstimate:
     """A plugin's estimate.
 
     Attributes:
-        seconds: Of each step that it would win back. A estimate: ``apply`` measures.
+        seconds: Of each step that it would win back. A estimate: `fastloop tune` measures.
         why: What was seen that says so, in a few words with figures.
         options: What to set in the plugin's options.
         overrides: What to set in the recipe instead of adding the plugin, such as ``{"data.padding": "longest"}``.

@@ -109,6 +109,7 @@ def test_a_dataset_that_sleeps_is_named_first_with_enough_workers(recipe, profil
     assert record["verdicts"][0]["seconds"] == pytest.approx(waiting - (waiting / CORES - (seen["seconds"] - waiting)), rel=0.01)
     assert sum(seen["regions"].values()) == pytest.approx(seen["seconds"], rel=0.05)
     assert "dataloader-workers" in out
+    assert "fastloop tune tiny.yaml --stop-after suggestions" in out
     assert "| data |" in Path("seen/profile.md").read_text()
     assert not Path("runs").exists()
     events = json.loads(Path("seen/rank0.trace.json").read_text())["traceEvents"]

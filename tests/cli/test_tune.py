@@ -1,4 +1,4 @@
-"""`fastloop tune` and `profile --apply`: what is planted to be slow is found, measured and undone; what breaks a promise is not."""
+"""`fastloop tune`: what is planted to be slow is found, measured and undone; what breaks a promise is not."""
 
 from __future__ import annotations
 
@@ -284,23 +284,23 @@ def test_a_recipe_that_cannot_run_is_refused(recipe, command):
     assert "the recipe cannot be measured" in out
 
 
-# -- profile --apply ------------------------------------------------------------------------------------------------------------------
+# -- stop after suggestions ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_apply_measures_each_edit_and_leaves_a_report(recipe, command):
-    code, out = command(
-        "profile", recipe(sleep=0.005), "--apply", "--accept", "bitwise", *SHORT, "--profile-steps", "2", "--output", "seen"
-    )
+def test_each_suggestion_is_measured_in_pairs_without_a_budget(recipe, command):
+    code, out = command("tune", recipe(sleep=0.005), "--stop-after", "suggestions", "--accept", "bitwise", *SHORT)
     assert code == 0, out
-    record = json.loads(Path("seen/report.json").read_text())
+    record = json.loads(Path("tiny.tuned.json").read_text())
+    assert record["budget_seconds"] is None
+    assert all(trial["estimate"] is not None for trial in record["trials"])
     (trial,) = [trial for trial in record["trials"] if trial["plugin"] == "dataloader-workers"][:1]
     assert trial["kept"]
     assert len(trial["ratios"]) == len(trial["before"]) == 5
     assert min(trial["ratios"]) > 1.2
     assert trial["estimate"] > 1.5
-    assert load_recipe("seen/recipe.yaml").plugins["dataloader-workers"] == {"num_workers": CORES}
-    table = Path("seen/report.md").read_text()
+    assert load_recipe("tiny.tuned.yaml").plugins["dataloader-workers"] == {"num_workers": CORES}
+    table = Path("tiny.tuned.md").read_text()
     assert f"| `plugins: + dataloader-workers: {{num_workers: {CORES}}}` |" in table
     assert "| bitwise | kept |" in table
 

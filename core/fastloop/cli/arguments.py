@@ -25,8 +25,8 @@ def names(listed: str | Sequence[str] | None) -> list[str]:
     return list(dict.fromkeys(name.strip() for text in texts for name in text.split(",") if name.strip()))
 
 
-ACCEPTED = "exact,reassociated,reduced-precision"
-"""What `profile --apply` and `tune` may do to the numbers unless told otherwise."""
+ACCEPTED = "bitwise,reassociated,reduced-precision"
+"""Numerics classes that `tune` accepts by default."""
 
 
 def numerics_classes(listed: str) -> list[str]:

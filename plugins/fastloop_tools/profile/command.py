@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import json
-import math
-import os
+import shlex
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fastloop.cli.arguments import ACCEPTED, Overrides, RecipeName, With, Without, names, numerics_classes
+from fastloop.cli.arguments import Overrides, RecipeName, With, Without, names
 from fastloop.distributed import launch
 
 if TYPE_CHECKING:
     from fastloop.recipe import Recipe
-    from fastloop_tools.measure.pairs import TrialRunner, Window
+    from fastloop_tools.measure.pairs import Window
 
 
 def profile(
@@ -30,55 +30,41 @@ def profile(
     profile_steps: Annotated[int, typer.Option(min=1, help="Steps that are looked into after them.")] = 3,
     nproc: Annotated[int | None, typer.Option(min=1, metavar="N", help="Start N processes on this machine.")] = None,
     output: Annotated[str, typer.Option(metavar="FOLDER", help="Where to write [default: runs/profile-RECIPE].")] = "",
-    apply: Annotated[bool, typer.Option("--apply", help="Measure each edit, and keep those that are faster beyond noise.")] = False,
-    accept: Annotated[
-        str, typer.Option(metavar="A,B", help="With --apply: what edits may do to the numbers (numerics classes).")
-    ] = ACCEPTED,
 ) -> None:
     """Show what a step spends its time on, and which edits of the recipe would give it back.
 
     A short training: a warm-up, steps that are timed alone, and a few under torch's profiler. Nothing of it is kept but the figures and a
     trace (ui.perfetto.dev).
     """
-    environment = dict(os.environ)  # as it is before plugins are resolved, which may set variables
     from fastloop.cli.messages import show_messages
-    from fastloop.errors import UsageError
     from fastloop.recipe import load_recipe
     from fastloop.registry import select
-    from fastloop_tools.measure.pairs import TrialRunner, Window
+    from fastloop_tools.measure.pairs import Window
 
-    classes = numerics_classes(accept)
-    if apply and launch.world_size() > 1:
-        raise UsageError("--apply starts the processes that it measures. Start it without a launcher, and with --nproc N.")
     loaded = load_recipe(recipe, overrides or (), names(with_), names(without))
     window = Window(steps=steps, seconds=seconds, warmup=warmup, profile_steps=profile_steps)
     folder = Path(output or f"runs/profile-{loaded.source.stem if loaded.source else 'recipe'}")
+    plugins = {"--with": ",".join(names(with_)), "--without": ",".join(names(without))}
+    given = [recipe, *(overrides or ()), *_options(plugins)]
     if nproc is not None:
-        given = {
-            "--with": ",".join(names(with_)),
-            "--without": ",".join(names(without)),
-            "--steps": steps,
-            "--seconds": seconds,
-            "--warmup": warmup,
-            "--profile-steps": profile_steps,
-            "--output": output,
-        }
-        words = [word for key, value in given.items() if value != "" for word in (key, str(value))]
-        if code := launch.launch(["profile", recipe, *(overrides or ()), *words], nproc, 1, 0, None, folder):
+        windows = {"--steps": steps, "--seconds": seconds, "--warmup": warmup, "--profile-steps": profile_steps, "--output": output}
+        if code := launch.launch(["profile", *given, *_options(windows)], nproc, 1, 0, None, folder):
             raise typer.Exit(code)
-        show_messages()
-    else:
-        launch.end_with_launcher()
-        show_messages()
-        launch.start_again(select(loaded).environment(loaded))
-        look(loaded, folder, window, names(without))
-    if apply:
-        with tempfile.TemporaryDirectory(prefix="fastloop-profile-") as cache:
-            measure_edits(loaded, folder, TrialRunner(environment, Path(cache), typer.echo, nproc or 1), window, classes, names(without))
+        return
+    launch.end_with_launcher()
+    show_messages()
+    launch.start_again(select(loaded).environment(loaded))
+    if look(loaded, folder, window, names(without)):
+        typer.echo(f"to measure these edits: {tune_command(given)}")
 
 
-def look(recipe: Recipe, folder: Path, window: Window, never: list[str]) -> None:
-    """Train the window, and write the page."""
+def _options(given: Mapping[str, Any]) -> list[str]:
+    """Options as words of a command line, without the empty ones."""
+    return [word for key, value in given.items() if value != "" for word in (key, str(value))]
+
+
+def look(recipe: Recipe, folder: Path, window: Window, never: list[str]) -> bool:
+    """Train the window, and write the page. Returns whether this process, the main one, has edits to suggest."""
     import rich
     from rich.markdown import Markdown
 
@@ -108,7 +94,7 @@ def look(recipe: Recipe, folder: Path, window: Window, never: list[str]) -> None
     if run.interrupted is not None:
         raise KeyboardInterrupt
     if not run.is_main:
-        return
+        return False
     seen = StepProfile(**observer.result(run)["seen"])
     seen.total_steps = whole_length(run, recipe.train.epochs, recipe.train.max_steps)
     found, refused = suggest(seen, recipe, never)
@@ -117,22 +103,14 @@ def look(recipe: Recipe, folder: Path, window: Window, never: list[str]) -> None
     write(folder / "profile.json", json.dumps(page.record(seen, found, refused), indent=1) + "\n")
     rich.print(Markdown(text))
     typer.echo(f"written to {folder}")
+    return bool(found)
 
 
-def measure_edits(recipe: Recipe, folder: Path, shop: TrialRunner, window: Window, accept: list[str], never: list[str]) -> None:
-    """Every edit in five pairs, on top of those that were kept; the report, and the recipe with them."""
-    from fastloop.runtime.files import write
-    from fastloop_tools.bench.ablation import dump, finite
-    from fastloop_tools.measure.statistics import LEAST_PAIRS
-    from fastloop_tools.tune.search import Search
-    from fastloop_tools.tune.write import reports, tuned
+def tune_command(arguments: Sequence[str]) -> str:
+    """The command that measures every suggestion.
 
-    search = Search(recipe, accept, math.inf, shop, window, typer.echo, LEAST_PAIRS, never)
-    found = search.run()
-    write(folder / "report.json", dump(finite(search.record())))
-    write(folder / "report.md", reports(search))
-    if found is recipe:
-        typer.echo(f"no edit was faster beyond noise: {folder / 'report.md'}")
-        return
-    write(folder / "recipe.yaml", tuned(search, "What was tried: report.md", folder))
-    typer.echo(f"the recipe with the edits that were kept: {folder / 'recipe.yaml'}; what each won: {folder / 'report.md'}")
+    Args:
+        arguments: The recipe, its overrides, ``--with`` and ``--without``, as they were given.
+    """
+    nproc = ["--nproc", str(launch.world_size())] if launch.world_size() > 1 else []
+    return shlex.join(["fastloop", "tune", *arguments, *nproc, "--stop-after", "suggestions"])

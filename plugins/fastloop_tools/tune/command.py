@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -18,7 +19,11 @@ def tune(
     overrides: Overrides = None,
     with_: With = None,
     without: Without = None,
-    budget: Annotated[str, typer.Option(metavar="TIME", help="How long it may take: 90s, 10m, 1h.")] = "10m",
+    stop_after: Annotated[
+        Literal["budget", "suggestions"],
+        typer.Option(help="budget: when the time is over. suggestions: when each suggested edit was measured in five pairs or more."),
+    ] = "budget",
+    budget: Annotated[str, typer.Option(metavar="TIME", help="With --stop-after budget, how long it may take: 90s, 10m, 1h.")] = "10m",
     accept: Annotated[str, typer.Option(metavar="A,B", help="What plugins may do to the numbers (numerics classes).")] = ACCEPTED,
     steps: Annotated[int, typer.Option(min=1, help="Steps of a measurement, at the least.")] = 2,
     seconds: Annotated[float, typer.Option(min=0, help="And for at least so long.")] = 6.0,
@@ -30,6 +35,8 @@ def tune(
 
     Plugins estimate what they would win; the largest is tried next, in fresh processes, and kept when it is faster. What was found is
     held against what was given at the end, in speed and in losses, and never written when it is slower.
+
+    With --stop-after suggestions it tries only what `fastloop profile` suggests, and keeps an edit only when it is faster beyond noise.
     """
     environment = dict(os.environ)  # as it is before plugins are resolved, which may set variables
     from fastloop.cli.messages import show_messages
@@ -39,13 +46,15 @@ def tune(
     from fastloop_tools.bench.ablation import dump, finite
     from fastloop_tools.bench.plan import check
     from fastloop_tools.measure.pairs import TrialRunner, Window
+    from fastloop_tools.measure.statistics import LEAST_PAIRS
     from fastloop_tools.tune import write as writing
     from fastloop_tools.tune.search import Search
 
     if launch.world_size() > 1:
         raise UsageError("tune starts the processes that it measures. Start it without a launcher, and with --nproc N.")
     classes = numerics_classes(accept)
-    allowed = parse_time(budget, "--budget")
+    thorough = stop_after == "suggestions"
+    allowed = math.inf if thorough else parse_time(budget, "--budget")
     loaded = load_recipe(recipe, overrides or (), names(with_), names(without))
     check(loaded).hooks.check_recipe(recipe=loaded)
     show_messages()
@@ -53,10 +62,10 @@ def tune(
     target = Path(output) if output else beside.with_suffix(".tuned.yaml")
     if loaded.source is not None and target.resolve() == loaded.source.resolve():
         raise UsageError(f"--output {target}: this is the recipe itself. Give another file.")
-    if target.suffix == ".json" or target.is_dir() or not target.absolute().parent.is_dir():
+    if target.suffix in (".json", ".md") or target.is_dir() or not target.absolute().parent.is_dir():
         raise UsageError(f"--output {target}: expected a .yaml file in a folder that is there.")
     with tempfile.TemporaryDirectory(prefix="fastloop-tune-") as cache:
-        shop = TrialRunner(environment, Path(cache), typer.echo, nproc, timeout=allowed)
+        shop = TrialRunner(environment, Path(cache), typer.echo, nproc, timeout=None if thorough else allowed)
         search = Search(
             loaded,
             classes,
@@ -64,11 +73,13 @@ def tune(
             shop,
             Window(steps=steps, seconds=seconds, warmup=warmup, profile_steps=2),
             typer.echo,
-            never=names(without),
+            LEAST_PAIRS if thorough else None,
+            names(without),
         )
         found = search.run()
     record = search.record()
     write(target.with_suffix(".json"), dump(finite(record)))
+    write(target.with_suffix(".md"), writing.reports(search))
     if found is loaded:
         typer.echo(f"nothing was found that is faster. What was tried: {target.with_suffix('.json')}")
         return

@@ -1,41 +1,39 @@
-"""``bench.png``: the speed of each variant, with its interval."""
+"""``bench.svg``: the speed of each variant, with its interval."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from html import escape
 from typing import Any
 
+from fastloop_tools.report.charts import ablation_bars
 
-def draw(record: dict[str, Any], path: Path) -> None:
-    """Draw the chart.
+WIDTH, LEFT, RIGHT, ROW, TOP = 900, 260, 190, 34, 44
+"""Pixels of the picture, of the names, of the labels, of one bar and of the title."""
+COLOURS = {"faster": "#2a7f62", "slower": "#b5493a"}
+OTHER = "#8a8f98"
+STYLE = (
+    "text { font: 13px system-ui, sans-serif; fill: #222; } .interval { stroke: #222; stroke-width: 1.5; } "
+    "@media (prefers-color-scheme: dark) { text { fill: #ddd; } .interval { stroke: #ddd; } }"
+)
 
-    Raises:
-        ImportError: Matplotlib is not installed.
-    """
-    from matplotlib.figure import Figure
 
-    rows = [row for row in record["variants"] if row["kind"] != "without" and row["results"]]
-    if not rows:
-        return
-    unit = rows[0]["results"]["unit"]
-    speeds = [row["results"][f"{unit}_per_second"] for row in rows]
-    figure = Figure(figsize=(8, 1.2 + 0.5 * len(rows)), layout="constrained")
-    axes = figure.subplots()
-    colours = []
-    for row in rows:
-        over = row["results"]["over_before"]
-        colours.append({"faster": "#2a7f62", "slower": "#b5493a"}.get(over["verdict"] if over else "", "#8a8f98"))
-    middle = [speed["median"] for speed in speeds]
-    error = [[speed["median"] - speed["low"] for speed in speeds], [speed["high"] - speed["median"] for speed in speeds]]
-    bars = axes.barh(range(len(rows)), middle, xerr=error, color=colours, capsize=3)
-    axes.set_yticks(range(len(rows)), [row["title"] for row in rows])
-    axes.invert_yaxis()
-    factors = [row["results"]["over_baseline"] for row in rows]
-    axes.bar_label(bars, [f" {over['median']:.2f}x" if over else "" for over in factors], padding=6)
-    axes.margins(x=0.15)
-    axes.set_xlabel("real tokens/s" if unit == "tokens" else "samples/s")
-    axes.set_title(f"{record['name']} on {record['machine']['device']}: green is a claimed win over the variant before")
-    axes.spines[["top", "right"]].set_visible(False)
-    aside = path.with_name(f".{path.name}.partial")
-    figure.savefig(aside, format="png", dpi=150)
-    aside.rename(path)
+def draw(record: dict[str, Any]) -> str:
+    """The chart of an ablation as an SVG document. Its bars are those of `fastloop report`."""
+    rows = [row for row in record["variants"] if row["kind"] != "without"]
+    bars = ablation_bars(record)
+    title = f"{record['name']} on {record['machine']['device']}: green is a claimed win over the variant before"
+    lines = [f'<text x="12" y="26">{escape(title)}</text>']
+    scale, half = WIDTH - LEFT - RIGHT, ROW / 2
+    for index, (row, bar) in enumerate(zip(rows, bars, strict=True)):
+        y = TOP + index * ROW
+        over = (row["results"] or {}).get("over_before") or {}
+        colour, end = COLOURS.get(over.get("verdict", ""), OTHER), LEFT + scale * max(bar.size, bar.high or 0.0)
+        lines.append(f'<text x="{LEFT - 10}" y="{y + half + 5:g}" text-anchor="end">{escape(bar.name)}</text>')
+        lines.append(f'<rect x="{LEFT}" y="{y + 5}" width="{scale * bar.size:.1f}" height="{ROW - 10}" fill="{colour}"/>')
+        if bar.low is not None and bar.high is not None:
+            low, high = (LEFT + scale * share for share in (bar.low, bar.high))
+            lines.append(f'<path class="interval" d="M{low:.1f} {y + half:g}H{high:.1f}M{low:.1f} {y + 12}v10M{high:.1f} {y + 12}v10"/>')
+        lines.append(f'<text x="{end + 8:.1f}" y="{y + half + 5:g}">{escape(bar.label)}</text>')
+    height = TOP + ROW * len(rows) + 8
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" role="img">'
+    return "\n".join([head, f"<title>{escape(title)}</title>", f"<style>{STYLE}</style>", *lines, "</svg>"]) + "\n"

@@ -47,7 +47,7 @@ def bench(
     from fastloop.errors import UsageError
     from fastloop.recipe import load_recipe
     from fastloop.runtime.files import write
-    from fastloop_tools.bench import report
+    from fastloop_tools.bench import chart, report
     from fastloop_tools.bench.ablation import Bench, Settings, dump
     from fastloop_tools.bench.plan import make_ablation
     from fastloop_tools.measure.measure import LOUD
@@ -101,21 +101,11 @@ def bench(
             raise
     typer.echo()
     report.show(ablation_run.record)
-    draw(ablation_run.record, folder)
+    write(folder / "bench.svg", chart.draw(ablation_run.record))
     if ablation_run.record["foreign_load"]["worst"] > LOUD:
         typer.echo("For figures to publish, measure on a machine with nothing else to do.")
     typer.echo(f"\nwritten to {folder}")
     raise typer.Exit(0 if whole else 1)
-
-
-def draw(record: dict[str, Any], folder: Path) -> None:
-    """The chart, where matplotlib is installed."""
-    from fastloop_tools.bench import chart
-
-    try:
-        chart.draw(record, folder / "bench.png")
-    except ImportError:
-        typer.echo("No chart: matplotlib is not installed. Install it: pip install 'fastloop[bench]'")
 
 
 def make_folder(folder: Path) -> Path:

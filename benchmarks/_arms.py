@@ -1,4 +1,4 @@
-"""The same fine-tuning by fastloop and by its peers, on any device: each trains epochs over the same tokenized reviews.
+"""The same fine-tuning with fastloop and with its peers, on any device: each arm trains epochs over the same tokenized reviews.
 
 * naive: fp32, every review padded to 512, torch's default AdamW.
 * bare: a PyTorch script: bf16 autocast, dynamic padding, ``AdamW(fused=True)``.
@@ -7,8 +7,8 @@
 * lightning: ``Trainer(precision="bf16-mixed")``, dynamic padding, ``AdamW(fused=True)``.
 * fastloop: a recipe with given plugins.
 
-AdamW at 5e-5, dropout as the model has it. No arm clips gradients, saves or evaluates. On CUDA all peers read batches with two workers into
-page-locked memory, and pad to a multiple of 8 tokens, as transformers' documentation recommends for tensor cores.
+AdamW at 5e-5, the model's own dropout. No arm clips gradients, saves or evaluates. On CUDA, all peers read batches with two workers into
+pinned memory, and pad to a multiple of 8 tokens, as transformers' documentation recommends for tensor cores.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ LR = 5e-5
 
 @dataclass(kw_only=True)
 class Work:
-    """What an arm trains, and how.
+    """The work of an arm.
 
     Attributes:
-        model: As for ``build_model``.
+        model: Model name, as for ``build_model``.
         device: ``cpu`` or ``cuda``.
-        folder: Where the arm may write.
-        epochs: Each is a window.
-        batch_size: Samples of an optimizer step.
-        padding: Of fastloop: ``longest`` of a batch, or ``max_length``.
+        folder: Folder that the arm may write to.
+        epochs: Number of epochs; each is a window.
+        batch_size: Samples in an optimizer step.
+        padding: For fastloop: ``longest`` (of each batch) or ``max_length``.
         max_length: Tokens of the longest review.
-        plugins: Of fastloop, as a recipe lists them.
-        compile_backend: Of ``hf-trainer-compile``.
+        plugins: For fastloop: plugins, in the form of a recipe.
+        compile_backend: For ``hf-trainer-compile``.
     """
 
     model: str
@@ -61,14 +61,14 @@ Arm = Callable[[Work, Reviews, Windows], None]
 
 
 def collator(work: Work, padding: str = "longest") -> Any:
-    """Transformers' collator."""
+    """A collator of transformers."""
     from transformers import DataCollatorWithPadding
 
     return DataCollatorWithPadding(padder(), padding=padding, max_length=work.max_length, pad_to_multiple_of=8 if work.cuda else None)
 
 
 def loader(work: Work, reviews: Reviews, padding: str = "longest") -> Any:
-    """Torch's loader."""
+    """A torch data loader."""
     from torch.utils.data import DataLoader
 
     faster = {"num_workers": 2, "persistent_workers": True, "pin_memory": True} if work.cuda else {}
@@ -84,7 +84,7 @@ def run_bare(work: Work, reviews: Reviews, windows: Windows) -> None:
 
 
 def script(work: Work, reviews: Reviews, windows: Windows, bf16: bool, padding: str, fused: bool) -> None:
-    """The loop that tutorials of PyTorch and transformers have."""
+    """The training loop of PyTorch's and transformers' tutorials."""
     import torch
 
     model = build_model(work.model).to(work.device)
@@ -189,7 +189,7 @@ def run_lightning(work: Work, reviews: Reviews, windows: Windows) -> None:
 
 
 def prepare_fastloop(work: Work, splits: Mapping[str, Reviews]) -> tuple[Any, ReviewTask]:
-    """The recipe and the task of fastloop's arm."""
+    """Build the recipe and the task of fastloop's arm."""
     from fastloop.recipe import make_recipe
 
     recipe = make_recipe(
@@ -211,7 +211,7 @@ def prepare_fastloop(work: Work, splits: Mapping[str, Reviews]) -> tuple[Any, Re
 
 
 def run_fastloop(work: Work, reviews: Reviews, windows: Windows) -> None:
-    """What ``fastloop train`` does with this recipe."""
+    """Train as ``fastloop train`` does with this recipe."""
     from fastloop import Plugin, hookimpl
     from fastloop.lifecycle import build, execute
     from fastloop.registry import resolve
@@ -252,7 +252,7 @@ NEEDS = {"hf-trainer": "accelerate", "hf-trainer-compile": "accelerate", "lightn
 
 
 def restart_for_fastloop(work: Work) -> None:
-    """As ``fastloop train`` does before it loads anything: start this process again with the variables that plugins ask for."""
+    """Restart this process with the environment variables that plugins need, as ``fastloop train`` does."""
     from fastloop.distributed import launch
     from fastloop.registry import select
 

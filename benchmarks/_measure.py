@@ -1,4 +1,4 @@
-"""What the benchmarks share: fresh processes, interleaved rounds, intervals, facts about the machine, and docs/benchmarks.md."""
+"""Shared by the benchmarks: fresh processes, interleaved rounds, intervals, facts about the machine, and docs/benchmarks.md."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PAGE = ROOT / "docs" / "benchmarks.md"
 
 
 def run_suite(tests: Path, report: Path, *arguments: str, **variables: str) -> None:
-    """Run tests into a report of pytest's; that something in them fails is for the report to tell."""
+    """Run tests and write pytest's report. Failures do not raise: the report contains them."""
     command = [sys.executable, "-m", "pytest", "-q", "-n", "auto", "--dist", "loadscope", f"--junitxml={report}", *arguments, str(tests)]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"} | variables, check=False)
     if done.returncode not in (0, 1):
@@ -31,7 +31,7 @@ def run_suite(tests: Path, report: Path, *arguments: str, **variables: str) -> N
 
 
 def said_of(case: Element) -> dict[str, str]:
-    """What a test recorded, of its ``testcase`` in a report."""
+    """The properties that a test recorded, from its ``testcase`` in a report."""
     return {item.get("name", ""): item.get("value", "") for item in case.iter("property")}
 
 
@@ -43,17 +43,17 @@ def rounds(arms: Sequence[str], repeats: int) -> Iterator[tuple[int, str]]:
 
 
 def spawn(arguments: Sequence[Any], environment: Mapping[str, str | None] | None = None, timeout: float | None = None) -> dict[str, Any]:
-    """Run a script in a fresh process; the last line that it prints is its result, in JSON.
+    """Run a script in a fresh process. The last line that it prints is its result, in JSON.
 
     Args:
         environment: Variables to set, or with None to unset.
-        timeout: Seconds after which the process is ended.
+        timeout: Seconds after which the process is killed.
 
     Raises:
-        SystemExit: It failed; with what it said.
+        SystemExit: The script failed; with its output.
 
     Returns:
-        The result, with ``wall_seconds`` of the whole process and ``foreign_cores``: cores that other processes kept busy meanwhile.
+        The result, with ``wall_seconds`` of the process and ``foreign_cores``: cores that other processes used meanwhile.
     """
     command = [sys.executable, *map(str, arguments)]
     merged = os.environ | dict(environment or {})
@@ -73,7 +73,7 @@ def spawn(arguments: Sequence[Any], environment: Mapping[str, str | None] | None
 
 
 def busy_seconds() -> float | None:
-    """CPU seconds all processes of this machine have used so far, stolen time included."""
+    """CPU seconds that all processes of this machine have used so far, stolen time included."""
     try:
         user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
     except (OSError, ValueError):
@@ -82,7 +82,7 @@ def busy_seconds() -> float | None:
 
 
 def load(found: Sequence[Mapping[str, Any]]) -> str:
-    """What other processes took while the given results were measured, in a sentence."""
+    """A sentence about the load of other processes during the given results."""
     foreign = [row["foreign_cores"] for row in found if row["foreign_cores"] is not None]
     if not foreign:
         return "The load by other processes was not measured."
@@ -106,18 +106,18 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:
 
 
 def show_ratio(found: Mapping[str, Any]) -> str:
-    """A ratio as tables have it."""
+    """A ratio as text for tables."""
     low, high = found["interval95"]
     return f"{found['median']:.2f} ({low:.2f} to {high:.2f})"
 
 
 def caution(count: int) -> str:
-    """What to say of intervals of so many rounds."""
+    """A remark on intervals of this number of rounds."""
     return f"An interval of {count} rounds is their range, no 95% interval." if count < 5 else ""
 
 
 def machine(*packages: str) -> dict[str, Any]:
-    """What was measured on: processor, cores, the versions of Python and packages, the commit."""
+    """Facts about the machine: processor, cores, versions of Python and packages, and the commit."""
     try:
         commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
     except OSError:  # a machine without git
@@ -127,13 +127,13 @@ def machine(*packages: str) -> dict[str, Any]:
 
 
 def show_machine(facts: Mapping[str, Any]) -> str:
-    """The same as a sentence."""
+    """The facts as a sentence."""
     versions = ", ".join(f"{name} {found or 'not installed'}" for name, found in facts["versions"].items())
     return f"{facts.get('device', facts['cpu'])}, {facts['cores']} cores; {versions}."
 
 
 def cpu_model() -> str:
-    """The processor's name."""
+    """Name of the processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -150,7 +150,7 @@ def version(package: str) -> str | None:
 
 
 def memory(kind: str) -> int:
-    """Bytes of this process, from Linux: ``VmRSS`` is what is resident now, ``VmHWM`` the most that was."""
+    """Bytes of this process, from Linux: ``VmRSS`` is the memory resident now, ``VmHWM`` its peak."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * int(next(line.split()[1] for line in lines if line.startswith(f"{kind}:")))
 
@@ -162,7 +162,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[Any]], text_columns: int 
 
 
 def write(name: str, results: Mapping[str, Any], folder: Path = RESULTS) -> Path:
-    """The raw results, as ``benchmarks/results/NAME.json``."""
+    """Write the raw results to ``benchmarks/results/NAME.json``."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
     path.write_text(json.dumps(results, indent=1) + "\n")
@@ -170,7 +170,7 @@ def write(name: str, results: Mapping[str, Any], folder: Path = RESULTS) -> Path
 
 
 def write_section(title: str, text: str, page: Path = PAGE) -> None:
-    """Put a section into docs/benchmarks.md, in the place of an earlier one of the same title."""
+    """Write a section of docs/benchmarks.md. Replaces a section with the same title."""
     before = (
         page.read_text() if page.exists() else "# Benchmarks\n\nGenerated by the scripts in `benchmarks/`, which say how they measure.\n"
     )

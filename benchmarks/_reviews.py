@@ -1,7 +1,7 @@
-"""Tokenized film reviews: one file that all arms of a comparison read, and the task that trains fastloop on it.
+"""Tokenized film reviews: a file that all arms of a comparison read, and the task that trains fastloop on it.
 
-A file is a ``.npz`` with three arrays a split: ``SPLIT_ids`` (uint16, the token ids of all reviews, end to end), ``SPLIT_lengths``
-(uint16, tokens a review) and ``SPLIT_labels`` (uint8, 0 or 1). The ids are those of BERT's uncased vocabulary, cut at 512 tokens.
+A file is a ``.npz`` with three arrays for each split: ``SPLIT_ids`` (uint16, the token ids of all reviews, end to end), ``SPLIT_lengths``
+(uint16, tokens in a review) and ``SPLIT_labels`` (uint8, 0 or 1). The ids are those of BERT's uncased vocabulary, truncated at 512 tokens.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from fastloop_plugins.tasks.text_classification import Collator, TextClassificat
 
 MAX_LENGTH, VOCABULARY, PAD, CLS, SEP = 512, 30_522, 0, 101, 102
 LENGTHS = (14, 86, 122, 147, 158, 168, 178, 188, 204, 218, 236, 256, 277, 305, 338, 384, 437, 512, 512, 512, 512)
-"""Tokens of IMDB's reviews by BERT's tokenizer, cut at 512: the quantiles 0%, 5%, ..., 100%."""
+"""Tokens of IMDB's reviews with BERT's tokenizer, truncated at 512: the quantiles 0%, 5%, ..., 100%."""
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "distilbert": {"model_type": "distilbert", "vocab_size": VOCABULARY},
     "tiny": {"model_type": "distilbert", "vocab_size": VOCABULARY, "dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 64},
 }
-"""Models with random weights. Any other model is a folder, as ``save_pretrained`` writes it."""
+"""Models with random weights. Any other model is a folder that ``save_pretrained`` wrote."""
 
 
 class Reviews:
@@ -55,7 +55,7 @@ class Reviews:
 
 
 def spread(lengths: Sequence[int] | NDArray[Any], count: int, seed: int) -> list[int]:
-    """Draw ``count`` indices evenly over all lengths: one out of each part of all samples sorted by length, in random order."""
+    """Draw ``count`` indices evenly over all lengths: one from each part of all samples sorted by length, in random order."""
     order, chance = np.argsort(lengths, kind="stable").tolist(), random.Random(seed)
     parts = [order[index * len(order) // count : (index + 1) * len(order) // count] for index in range(count)]
     drawn = [chance.choice(part) for part in parts]
@@ -64,14 +64,14 @@ def spread(lengths: Sequence[int] | NDArray[Any], count: int, seed: int) -> list
 
 
 def tokenize(texts: Sequence[str], labels: Sequence[int], tokenizer: Any) -> Reviews:
-    """Reviews of texts."""
+    """Tokenize texts to reviews."""
     rows = tokenizer(list(texts), truncation=True, max_length=MAX_LENGTH)["input_ids"]
     ids = np.concatenate([np.asarray(row, np.uint16) for row in rows])
     return Reviews(ids, np.array([len(row) for row in rows]), np.asarray(labels, np.uint8))
 
 
 def generate(count: int, seed: int, longest: int = MAX_LENGTH) -> Reviews:
-    """Random reviews as long as IMDB's, scaled down to ``longest`` tokens; a few words depend on the label: there is something to learn."""
+    """Generate random reviews with IMDB's lengths, scaled to ``longest`` tokens. A few words depend on the label, so it can be learned."""
     chance = np.random.default_rng(seed)
     lengths = np.interp(np.linspace(0, 1, count), np.linspace(0, 1, len(LENGTHS)), LENGTHS) * longest / MAX_LENGTH
     lengths = chance.permutation(np.maximum(lengths.astype(np.int64), 2))
@@ -94,14 +94,14 @@ def save(path: Path, **splits: Reviews) -> None:
 
 
 def load(path: Path) -> dict[str, Reviews]:
-    """The splits of a file."""
+    """Read the splits of a file."""
     with np.load(path) as arrays:
         names = [name.removesuffix("_ids") for name in arrays.files if name.endswith("_ids")]
         return {name: Reviews(*(arrays[f"{name}_{part}"] for part in ("ids", "lengths", "labels"))) for name in names}
 
 
 def padder() -> Any:
-    """A tokenizer that serves to pad alone: on the right, with 0."""
+    """A tokenizer that only pads: on the right, with 0."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
@@ -117,7 +117,7 @@ def minilm() -> Path:
 
 
 def build_model(name: str) -> Any:
-    """A classifier of two classes in float32, in train mode: one of ``ARCHITECTURES``, or a pretrained one from a folder."""
+    """A classifier with two classes in float32, in train mode: one of ``ARCHITECTURES``, or a pretrained one from a folder."""
     import torch
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
@@ -131,12 +131,12 @@ def build_model(name: str) -> Any:
 
 
 class ReviewTask(TextClassification):
-    """fastloop's task of text classification on tokenized reviews instead of texts.
+    """fastloop's task of text classification, on tokenized reviews instead of texts.
 
     Args:
-        splits: ``train``, and where there is to be one ``evaluate``.
-        model: As for ``build_model``.
-        padding: ``longest`` of a batch, or always ``max_length``.
+        splits: ``train`` and optionally ``validation``.
+        model: Model name, as for ``build_model``.
+        padding: ``longest`` (of each batch) or ``max_length``.
         max_length: Tokens of the longest review.
     """
 
@@ -146,7 +146,7 @@ class ReviewTask(TextClassification):
 
     @hookimpl
     def check_recipe(self) -> None:
-        """There is no text and no tokenizer to check."""
+        """Does nothing: there are no texts and no tokenizer to check."""
 
     @hookimpl
     def build_datasets(self) -> Mapping[str, Any]:

@@ -1,7 +1,7 @@
-"""Windows: an arm measures its own epochs, each as a command asks.
+"""Windows: an arm measures its own epochs, each in the way that a command requests.
 
-``warmup`` and ``measure`` time an epoch; ``syncs`` counts in some of its steps how often the host waits for the device; ``profile``
-records their kernels. The device is synchronized at both ends of a window.
+``warmup`` and ``measure`` time an epoch. ``syncs`` counts how often the host waits for the device in some of its steps. ``profile`` records
+the kernels of these steps. The device is synchronized at both ends of a window.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import Any, Protocol
 from _measure import memory
 
 SKIPPED, PROBED = 2, 20
-"""A probe leaves out the first steps of its window, and observes so many of the next."""
+"""Steps that a probe skips at the start of its window, and steps that it then observes."""
 ATTENTION = re.compile(r"flash|fmha|mha_|sdpa|attention|attn", re.IGNORECASE)
-"""Matches the names of attention kernels: of FlashAttention, cuDNN, CUTLASS, and torch's operations on a CPU."""
+"""Matches names of attention kernels: FlashAttention, cuDNN, CUTLASS, and torch's operations on a CPU."""
 
 
 class Probe(Protocol):
@@ -34,7 +34,7 @@ class Probe(Protocol):
     def stop(self) -> None: ...
 
     def found(self, steps: int) -> dict[str, Any]:
-        """The result, where ``steps`` were observed."""
+        """The result, after ``steps`` observed steps."""
         ...
 
 
@@ -59,7 +59,7 @@ class Syncs:
             torch.cuda.set_sync_debug_mode("warn")
 
     def show(self, message: Warning | str, *rest: Any, **more: Any) -> None:
-        """Replaces ``warnings.showwarning``."""
+        """Replacement of ``warnings.showwarning``."""
         if "synchronizing" not in str(message):
             self.before(message, *rest, **more)
             return
@@ -115,8 +115,8 @@ def summarize_kernels(events: list[dict[str, Any]], steps: int, seconds: float, 
     """Sum the events of a trace over ``steps`` steps that took ``seconds``.
 
     Returns:
-        ``kernels``: name -> milliseconds a step, of those that took most; ``attention``: the same of attention kernels;
-        ``kernels_per_step``; ``busy``: the share of the time in which one ran at least.
+        ``kernels``: name -> milliseconds in a step, for the longest ones; ``attention``: the same for attention kernels;
+        ``kernels_per_step``; ``busy``: share of the time in which at least one kernel ran.
     """
     found = [event for event in events if event.get("ph") == "X" and event.get("cat") == category]
     spent = Counter[str]()
@@ -140,7 +140,7 @@ PROBES: dict[str, Callable[[str], Probe]] = {"syncs": Syncs, "profile": Kernels}
 
 
 def compile_seconds() -> float:
-    """Seconds that this process has spent compiling, as torch counts them."""
+    """Seconds that this process has spent compiling, by torch's counters."""
     if "torch._dynamo" not in sys.modules:
         return 0.0
     from torch._dynamo import utils
@@ -149,13 +149,13 @@ def compile_seconds() -> float:
 
 
 class Windows:
-    """What an arm calls while it trains: ``begin`` and ``end`` around each epoch, ``batch`` before each forward, ``step`` after each step.
+    """Callbacks of an arm: ``begin`` and ``end`` around each epoch, ``batch`` before each forward, ``step`` after each step.
 
     Args:
         device: ``cpu`` or ``cuda``.
-        next_command: Returns the command for the epoch that begins; may wait for it.
-        report: Gets the result of each epoch.
-        lengths: Tokens of each sample of an epoch, where floating-point operations are to be counted.
+        next_command: Returns the command for the next epoch; may wait for it.
+        report: Called with the result of each epoch.
+        lengths: Tokens of each sample of an epoch, to count floating-point operations.
     """
 
     def __init__(self, device: str, next_command: Callable[[], str], report: Callable[[dict[str, Any]], None], lengths: Any = None) -> None:
@@ -225,10 +225,10 @@ class Windows:
 
 
 def training_flops(model: Any, lengths: Any) -> float:
-    """Floating-point operations of one epoch over samples of these lengths in tokens, padding left out.
+    """Floating-point operations of one epoch over samples of these lengths in tokens, without padding.
 
-    A forward and backward pass is 6 operations a weight and token (Kaplan et al. 2020, arXiv:2001.08361, section 2.1), and in attention
-    12 times the width a pair of tokens and layer. Embeddings, norms and the classifier are not counted.
+    A forward and backward pass takes 6 operations for each weight and token (Kaplan et al. 2020, arXiv:2001.08361, section 2.1). Attention
+    takes 12 times the width for each pair of tokens and each layer. Embeddings, norms and the classifier are not counted.
     """
     from torch import nn
 

@@ -1,9 +1,9 @@
-"""What every plugin of ours and of examples/ promises, and whether it keeps it: runs the conformance suite, writes docs/conformance.md.
+"""Checks the declarations of every plugin of ours and of examples/: runs the conformance suite, and writes docs/conformance.md.
 
     python benchmarks/conformance.py                     # runs the suite, for ours and the examples': ten minutes on two cores
     python benchmarks/conformance.py --report FILE.xml   # takes a report that `pytest --junitxml=FILE.xml` wrote
 
-A row a plugin, a column a check: passed, FAILED, or a number that stands for a reason below why it was not made.
+One row for each plugin, one column for each check: passed, FAILED, or the number of a reason below why the check did not run.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ CHECKS = {
     "killed": "killed, resumed",
     "off": "off",
 }
-"""Check -> its column; `processes[...]` are further columns, one a strategy."""
+"""Check -> its column. `processes[...]` are further columns, one for each strategy."""
 OUTCOMES = {"failure": "FAILED", "error": "FAILED", "skipped": ""}
 
 
 def install(folder: Path) -> None:
-    """Put the examples into a folder, and have this process and those that it starts find them there."""
+    """Copy the examples to a folder, and make them importable in this process and its children."""
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", f"--target={folder}"]
     subprocess.run([*pip, *map(str, EXAMPLES)], check=True)
     sys.path.append(str(folder))
@@ -43,7 +43,7 @@ def install(folder: Path) -> None:
 
 
 def read(*reports: Path) -> dict[str, dict[str, tuple[str, str]]]:
-    """Plugin -> check -> what became of it and why; ``cost`` has the seconds of a step without and with it."""
+    """Plugin -> check -> result and reason; ``cost`` holds the seconds of a step without and with the plugin."""
     found: dict[str, dict[str, tuple[str, str]]] = {}
     for case in (case for report in reports for case in ElementTree.parse(report).iter("testcase")):
         said = said_of(case)
@@ -58,7 +58,7 @@ def read(*reports: Path) -> dict[str, dict[str, tuple[str, str]]]:
 
 
 def table(found: dict[str, dict[str, tuple[str, str]]]) -> str:
-    """The page's table, and below it why checks were not made or failed."""
+    """The table of the page, with the reasons of failed and skipped checks below it."""
     from fastloop.registry import load
 
     pairs = sorted({check for row in found.values() for check in row if check.startswith("processes[")})
@@ -78,7 +78,7 @@ def table(found: dict[str, dict[str, tuple[str, str]]]) -> str:
 
 
 def main() -> None:
-    """Run, and write the page; ends with 1 when a plugin breaks a promise."""
+    """Run the suite, and write the page. Exits with 1 if a plugin fails a check."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--report", type=Path, nargs="+", default=[], help="reports of pytest's, instead of a run")
     options = parser.parse_args()

@@ -58,7 +58,7 @@ def recipe(plugins: tuple[str, ...], output: str) -> dict[str, Any]:
 
 
 def write_texts(folder: Path) -> None:
-    """Two kinds of text of 4 to 40 words, in which the words that tell are few."""
+    """Two kinds of text of 4 to 40 words, with few words that depend on the label."""
     for split, size, seed in (("train", 256, 0), ("test", 64, 1)):
         chance = random.Random(seed)
         rows = []
@@ -77,7 +77,7 @@ def fastloop(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def numerics(plugins: tuple[str, ...]) -> str:
-    """The class of a set: that of its loosest plugin."""
+    """The numerics class of a set: that of its weakest plugin."""
     from fastloop.registry import load
 
     classes = {load(name).numerics for name in plugins}
@@ -91,7 +91,7 @@ def losses(folder: Path) -> list[float]:
 
 
 def spread(folder: Path, plain: list[float]) -> float:
-    """What another seed changes: the same largest difference, of the nearer of two."""
+    """The same largest difference for two other seeds; the smaller of both."""
     found = []
     for seed in (1, 2):
         tree = recipe((), f"seed{seed}")
@@ -104,7 +104,7 @@ def spread(folder: Path, plain: list[float]) -> float:
 
 
 def study(plugins: tuple[str, ...], folder: Path, plain: list[float]) -> dict[str, Any]:
-    """What becomes of a subset."""
+    """Run a subset, and describe the result."""
     name = "+".join(plugins) or "none"
     (folder / f"{name}.yaml").write_text(yaml.safe_dump(recipe(plugins, name)))
     processes = 2 if set(plugins) & set(STRATEGIES) else 1
@@ -161,7 +161,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Run and report; ends with 1 when a subset neither trains in its band nor is refused."""
+    """Run and report. Exits with 1 if a subset neither trains within its bound nor is rejected."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--sample", action="store_true", help="eight subsets only, written nowhere")
     options = parser.parse_args()

@@ -98,7 +98,7 @@ def work(steps: int, device: str) -> tuple[Any, Any, Any]:
 
 
 def since(start: float, device: str) -> float:
-    """Seconds since ``start``, when the device is done."""
+    """Seconds since ``start``, after synchronization of the device."""
     import torch
 
     if device == "cuda":
@@ -324,7 +324,7 @@ def main() -> None:
 def results(
     args: argparse.Namespace, rows: list[dict[str, Any]], rounds: list[dict[str, dict[str, Any]]], arms: list[str]
 ) -> dict[str, Any]:
-    """What the file of results holds."""
+    """The contents of the results file."""
     return {
         "versions": {"python": platform.python_version()} | {package: version(package) for package in NEEDS.values()},
         "cpu": cpu_model(),

@@ -69,17 +69,17 @@ PLUGINS: list[Any] = [
     "attention",
     "allocator",
 ]
-"""What the fastloop arm lists in its recipe."""
+"""Plugins of the fastloop arm's recipe."""
 ALLOCATORS: dict[str, dict[str, str]] = {
     name: {"LD_PRELOAD": found} | SETTINGS[name]
     for name, libraries in LIBRARIES.items()
     if (found := next(filter(None, map(ctypes.util.find_library, libraries)), None))
 } | {"glibc": {"GLIBC_TUNABLES": ":".join(f"glibc.malloc.{name}={value}" for name, value in TUNABLES.items())}}
-"""What ``+allocator`` puts into the environment, the first of them that is installed: what fastloop's plugin ``allocator`` asks for."""
+"""Environment variables of ``+allocator``: those of the first installed allocator, as set by fastloop's plugin ``allocator``."""
 ENVIRONMENT = ("LD_PRELOAD", "GLIBC_TUNABLES", "MALLOC_CONF", "OMP_NUM_THREADS")
 BATCH, WARMUP = 12, 2
 PACKAGES = ("torch", "transformers", "accelerate", "lightning", "fastloop")
-CHOICES = [arm for arm in ARMS if arm != "hf-trainer-compile"]  # which takes minutes to compile on a CPU
+CHOICES = [arm for arm in ARMS if arm != "hf-trainer-compile"]  # hf-trainer-compile takes minutes to compile on a CPU
 ALLOCATED = "+allocator"
 
 
@@ -87,7 +87,7 @@ ALLOCATED = "+allocator"
 
 
 def work(arm: str, folder: Path, seed: int) -> dict[str, Any]:
-    """Warm up and measure in this process."""
+    """Warm up and measure, in this process."""
     plugins = PLUGINS if arm == "fastloop" else []
     if arm == "fastloop":
         restart_for_fastloop(Work(model=str(minilm()), device="cpu", folder=folder, plugins=plugins))
@@ -113,7 +113,7 @@ def work(arm: str, folder: Path, seed: int) -> dict[str, Any]:
 
 
 def draw(source: Path, folder: Path, steps: int, seed: int) -> None:
-    """Write a round's reviews, tokenized: the same number out of each part of all reviews sorted by length."""
+    """Write the tokenized reviews of a round: the same number from each part of all reviews sorted by length."""
     import pyarrow.compute
     from pyarrow import parquet
     from transformers import AutoTokenizer
@@ -128,12 +128,12 @@ def draw(source: Path, folder: Path, steps: int, seed: int) -> None:
 
 
 def third(losses: list[float]) -> list[float]:
-    """The first third of them, at least one."""
+    """The first third of the losses, at least one."""
     return losses[: -(-len(losses) // 3)]
 
 
 def summary(found: list[dict[str, dict[str, Any]]], arms: list[str]) -> tuple[list[dict[str, Any]], str]:
-    """Each arm's figures over the rounds, and the same as a table."""
+    """Results of each arm over the rounds, and the same as a table."""
     rows, lines = [], []
     for arm in arms:
         speeds = [one[arm]["samples_per_second"] for one in found]
@@ -170,7 +170,7 @@ def summary(found: list[dict[str, dict[str, Any]]], arms: list[str]) -> tuple[li
 
 
 def main() -> None:
-    """Run all arms and report, or be one process of one."""
+    """Run all arms and report, or run one arm in this process."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--repeats", type=int, default=3, help="interleaved rounds (default 3)")
     parser.add_argument("--steps", type=int, default=24, help="optimizer steps measured (default 24)")

@@ -8,10 +8,10 @@
 * precision: matrices of 1024 in fp32 on a machine that multiplies bf16 faster.
 * allocator: texts of 20 to 400 tokens, so that every step has other shapes, and the system's allocator.
 * dropout: a transformer with torch's dropout, and texts of 250 to 400 tokens.
-* graph break: a compiled model that reads a number off a tensor in its forward, so that it runs uncompiled.
+* graph break: a compiled model that reads a number from a tensor in its forward, so that it runs uncompiled.
 * lagging process: two processes, one of which reads slowly, so that the other waits for it.
 
-Everything is generated. An edit is kept when it is faster beyond noise in five pairs; estimates are made when the edit's turn comes.
+Everything is generated. An edit is kept if it is significantly faster in five pairs. Each estimate is made just before the edit is tried.
 """
 
 from __future__ import annotations
@@ -81,11 +81,11 @@ CALM = TRANSFORMER | {"dropout": 0.0, "attention_dropout": 0.0, "seq_classif_dro
 
 
 def numbers(batch: int, plugins: list[Any], model: dict[str, Any] | None = None, name: str = "Net", **data: Any) -> dict[str, Any]:
-    """A recipe of a small net."""
+    """A recipe of a small network."""
     return {
         "model": {"module": f"planted.py:{name}", "arguments": model or {}},
         "data": {"module": "planted.py:numbers", "arguments": data},
-        "train": {"batch_size": batch, "device": "cpu", "epochs": 100},  # long enough for what costs some time once
+        "train": {"batch_size": batch, "device": "cpu", "epochs": 100},  # long enough for one-time costs
         "plugins": [{"module": {"loss": "cross_entropy"}}, *plugins],
     }
 
@@ -136,11 +136,11 @@ PLANTED: dict[str, tuple[dict[str, Any], set[str], list[str]]] = {
         ["--nproc", "2"],
     ),
 }
-"""Name -> the recipe, whose verdict should be the first, and further arguments."""
+"""Name -> the recipe, the plugin that should be suggested first, and further arguments."""
 
 
 def run(name: str, folder: Path) -> dict[str, Any]:
-    """Profile one of them, edits applied where that can be."""
+    """Profile one of the runs, and apply edits if possible."""
     recipe, cures, arguments = PLANTED[name]
     (folder / "planted.py").write_text(CODE)
     (folder / "planted.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
@@ -159,15 +159,15 @@ def run(name: str, folder: Path) -> dict[str, Any]:
             sys.exit(f"{name} failed:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
     found = json.loads((folder / "seen" / "profile.json").read_text().replace(f"{folder}/", ""))  # the folder is gone afterwards
     record = json.loads((folder / "planted.tuned.json").read_text())
-    first = found["verdicts"][0]["plugin"] if found["verdicts"] else ""
+    first = found["suggestions"][0]["plugin"] if found["suggestions"] else ""
     page = (folder / "seen" / "profile.md").read_text()
     return {
         "name": name,
         "seconds": time.perf_counter() - started,
         "first": first,
         "named": first in cures,
-        "verdicts": found["verdicts"],
-        "seen": found["seen"],
+        "verdicts": found["suggestions"],
+        "seen": found["profile"],
         "trials": record["trials"],
         "check": record["check"],
         "lag": next((line for line in page.splitlines() if "lags" in line), None),
@@ -176,13 +176,13 @@ def run(name: str, folder: Path) -> dict[str, Any]:
 
 
 def kept(results: Path) -> dict[str, dict[str, Any]]:
-    """What earlier runs have left, by name."""
+    """Results of earlier runs, by name."""
     file = results / "planted.json"
     return {found["name"]: found for found in json.loads(file.read_text())["runs"]} if file.exists() else {}
 
 
 def main() -> None:
-    """Run them, and report."""
+    """Run all, and report."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
         "--only", nargs="+", choices=list(PLANTED), default=list(PLANTED), help="all by default; the others keep the figures that they have"

@@ -43,7 +43,7 @@ POINTS = {
 
 
 def train_ids(length: int, batch: int, folder: Path) -> dict[str, Any]:
-    """Two epochs on token ids; the second is measured."""
+    """Train two epochs on token ids; the second one is measured."""
     import torch
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
@@ -82,7 +82,7 @@ def batch(value: int, folder: Path) -> dict[str, Any]:
 
 
 def data(value: int, folder: Path) -> dict[str, Any]:
-    """Two starts on a file of ``value`` rows, each in a process of its own."""
+    """Two starts on a file of ``value`` rows, each in a fresh process."""
     import pyarrow
     from pyarrow import parquet
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -108,7 +108,7 @@ def data(value: int, folder: Path) -> dict[str, Any]:
 
 
 def first_step(file: Path, folder: Path) -> dict[str, Any]:
-    """A recipe that trains for one step."""
+    """Run a recipe for one step."""
     from fastloop import Plugin, hookimpl
     from fastloop.lifecycle import build, execute
     from fastloop.recipe import make_recipe
@@ -137,7 +137,7 @@ def first_step(file: Path, folder: Path) -> dict[str, Any]:
 
 
 def plugins(value: int, folder: Path) -> dict[str, Any]:
-    """A one-layer model with so many observers around it."""
+    """Train a one-layer model with ``value`` observers."""
     import torch
     from torch import nn
 
@@ -184,7 +184,7 @@ HEADS = {
 
 
 def row(study: str, value: int, found: dict[str, float], least: dict[str, float]) -> list[str]:
-    """A point's line of its table."""
+    """The row of a point in its table."""
     if study == "plugins":
         return [str(value), f"{found['us_per_step']:.0f}", f"{found['us_per_step'] - least['us_per_step']:.0f}"]
     mebibytes = [f"{one / 2**20:.0f}" for key, one in found.items() if key.endswith("bytes")]
@@ -193,7 +193,7 @@ def row(study: str, value: int, found: dict[str, float], least: dict[str, float]
 
 
 def main() -> None:
-    """Run all points and report, or be one process of one."""
+    """Run all points and report, or run one point in this process."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", nargs="+", choices=list(STUDIES), default=list(STUDIES), help="all by default")
     parser.add_argument("--repeats", type=int, default=2, help="rounds (default 2; one for a million rows)")

@@ -1,4 +1,4 @@
-"""What strategies do to the numbers, to memory and to the wire: 1, 2 and 4 CPU processes, counted, nothing timed.
+"""Measures the effect of strategies on losses, memory and network traffic: 1, 2 and 4 CPU processes; it counts, and times nothing.
 
     python benchmarks/strategies.py            # about ten minutes on two cores; writes docs/strategies.md and results/strategies.json
 
@@ -36,13 +36,13 @@ COUNTED = (10, 20)
 ZERO = {f"zero-{stage}": {"deepspeed": {"stage": stage}} for stage in range(4)}
 ARMS: dict[str, Any] = {"ddp": "ddp", "fsdp": "fsdp", **ZERO}
 SHARDED = {"plain": 0, "ddp": 0, "fsdp": 16, "zero-0": 0, "zero-1": 8, "zero-2": 12, "zero-3": 16}
-"""Of the 16 bytes a parameter, those that are divided by the number of processes."""
+"""Bytes for each parameter, out of 16, that are divided by the number of processes."""
 TRIPS = {"plain": 0, "ddp": 2, "fsdp": 3, "zero-0": 2, "zero-1": 2, "zero-2": 2, "zero-3": 3}
-"""Times (n-1)/n of the parameters' bytes that a process sends in a step, at the least."""
+"""Minimum traffic of a process in a step, in units of (n-1)/n of the parameters' bytes."""
 
 
 def work(name: str, output: Path) -> None:
-    """One process of an arm: trains, and the main one writes what all have found."""
+    """Run one process of an arm: train, and write the results of all processes in the main one."""
     import torch
     from torch import Tensor, nn
 
@@ -85,7 +85,7 @@ def work(name: str, output: Path) -> None:
 
         @hookimpl
         def before_optimizer_step(self, run: Any) -> None:
-            if run.state.step == 5:  # all state is there, and nothing of the first steps is left
+            if run.state.step == 5:  # all state is allocated, and nothing of the first steps is left
                 self.stepping = held_bytes()
 
         @hookimpl
@@ -125,7 +125,7 @@ def work(name: str, output: Path) -> None:
 
 
 def held_bytes() -> int:
-    """Bytes of the distinct storages of all tensors of this process, without integers (the data)."""
+    """Bytes of the distinct storages of all tensors in this process, without integers (the data)."""
     import torch
     from torch.distributed.tensor import DTensor
 
@@ -137,12 +137,12 @@ def held_bytes() -> int:
         if local.is_floating_point() and local.device.type == "cpu" and type(local).__name__ != "FakeTensor":
             storage = local.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
-    storages.pop(0, None)  # nothing is there
+    storages.pop(0, None)  # the null pointer of empty storages
     return sum(storages.values())
 
 
 def loopback_bytes() -> int:
-    """Bytes sent over loopback since it is up, by all processes."""
+    """Bytes sent over loopback by all processes since it is up."""
     line = next(line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip().startswith("lo:"))
     return int(line.split(":")[1].split()[8])
 
@@ -211,7 +211,7 @@ def report(rows: list[dict[str, Any]], parameters: int) -> str:
 
 
 def main() -> None:
-    """Run all arms and report, or be one process of one."""
+    """Run all arms and report, or run one process of an arm."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--arm", help=argparse.SUPPRESS)
     parser.add_argument("--output", type=Path, help=argparse.SUPPRESS)

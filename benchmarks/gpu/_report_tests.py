@@ -1,4 +1,4 @@
-"""A plugin for pytest: each test's outcome goes to the file that FASTLOOP_TEST_RECORDS names, as soon as it is known."""
+"""A pytest plugin that appends each test's outcome to the file in FASTLOOP_TEST_RECORDS, as soon as it is known."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 @pytest.hookimpl
 def pytest_runtest_logreport(report: Any) -> None:
-    """Append a line: of the call, or of a set-up or tear-down that did not pass."""
+    """Append a line for the call, or for a setup or teardown that failed."""
     if report.when != "call" and report.passed:
         return
     outcome = "failed" if report.failed else report.outcome

@@ -1,7 +1,7 @@
-"""What the three commands share: the time budget, records that are on disk at once, and workers that measure when asked.
+"""Shared by the three commands: the time budget, records that are written to disk immediately, and workers that measure on request.
 
-A worker is a process that trains one arm (``worker.py``). It is started and warmed up once; each window is then asked for by itself, so
-that rounds interleave without a new start. A worker that fails or does not answer in time is recorded, and the others continue.
+A worker is a process that trains one arm (``worker.py``). It is started and warmed up once. Each window is then requested separately, so
+that rounds interleave without a new start. If a worker fails or does not respond in time, this is recorded, and the others continue.
 """
 
 from __future__ import annotations
@@ -31,32 +31,32 @@ PACKAGES = ("torch", "triton", "transformers", "accelerate", "lightning", "token
 TINY_LENGTH = 64
 """Tokens of the longest review with ``--tiny``."""
 START_SECONDS = 300.0
-"""Seconds that a worker may take to start, build its arm and warm up once."""
+"""Seconds that a worker may take to start, build its arm and warm up."""
 WINDOW_SECONDS = 120.0
 """Seconds that a window may take."""
 
 
 class Failure(Exception):
-    """A worker failed or did not answer; with the last lines that it printed."""
+    """A worker failed or did not respond; the message has the last lines of its output."""
 
 
 class Budget:
-    """The seconds that a command has. It starts nothing that would not fit."""
+    """The time budget of a command. The command starts nothing that would not fit."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds, self.started = seconds, time.monotonic()
 
     def left(self) -> float:
-        """Seconds until the end."""
+        """Seconds left."""
         return self.seconds - (time.monotonic() - self.started)
 
     def fits(self, seconds: float) -> bool:
-        """Whether something of this length ends in time."""
+        """Whether this number of seconds is left."""
         return self.left() > seconds
 
 
 class Records:
-    """JSON lines, written as they come: a command that is killed loses only what it had not measured yet."""
+    """JSON lines, written immediately: a killed command loses only what it had not measured yet."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -65,7 +65,7 @@ class Records:
         self.started = time.monotonic()
 
     def add(self, kind: str, note: str = "", **fields: Any) -> dict[str, Any]:
-        """Write a record, and print what it is with a note."""
+        """Write a record, and print it with a note."""
         at = round(time.monotonic() - self.started, 1)
         record = {"kind": kind, "at": at, **fields}
         self.write(record)
@@ -88,8 +88,8 @@ class Worker:
     """A process of ``worker.py``.
 
     Args:
-        spec: What it trains; see ``worker.py``.
-        environment: Further variables.
+        spec: The work; see ``worker.py``.
+        environment: Further environment variables.
     """
 
     def __init__(self, name: str, spec: Mapping[str, Any], folder: Path, environment: Mapping[str, str]) -> None:
@@ -114,10 +114,10 @@ class Worker:
         self.replies, self.unread = read, b""
 
     def ask(self, command: str, timeout: float) -> dict[str, Any]:
-        """Have it do something, and wait for its reply.
+        """Send a command, and wait for the reply.
 
         Raises:
-            Failure: It ended, or there is no reply after ``timeout`` seconds.
+            Failure: The worker ended, or did not reply within ``timeout`` seconds.
         """
         assert self.process.stdin is not None
         try:
@@ -144,11 +144,11 @@ class Worker:
         return found
 
     def output(self) -> str:
-        """The last lines that it printed."""
+        """The last lines of its output."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-25:])
 
     def stop(self) -> None:
-        """End the process and all that it started."""
+        """End the process and all its children."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -164,10 +164,10 @@ def workers(
     budget: Budget,
     parallel: int,
 ) -> Iterator[dict[str, Worker]]:
-    """Workers by name, warmed up, a few at a time; those that fail are recorded and left out. They are ended at exit.
+    """Start workers and warm them up, a few at a time; returns them by name. Failed ones are recorded and omitted. All are ended at exit.
 
     Args:
-        specs: Name -> what the worker trains, its environment, and how many epochs it warms up.
+        specs: Name -> the worker's specification, its environment, and its number of warm-up epochs.
         parallel: How many start at once.
     """
     found: dict[str, Worker] = {}
@@ -193,7 +193,7 @@ def workers(
 
     pool = ThreadPoolExecutor(parallel)
     try:
-        list(pool.map(start, sorted(specs, key=lambda name: -specs[name][2])))  # those that take longest first
+        list(pool.map(start, sorted(specs, key=lambda name: -specs[name][2])))  # the slowest first
         yield {name: found[name] for name in specs if name in found}
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
@@ -202,7 +202,7 @@ def workers(
 
 
 def measure(workers: dict[str, Worker], name: str, command: str, records: Records, budget: Budget, **fields: Any) -> dict[str, Any] | None:
-    """Ask a worker for one window and record it; one that fails is ended and removed."""
+    """Request one window from a worker and record it. A worker that fails is ended and removed."""
     try:
         found = workers[name].ask(command, min(WINDOW_SECONDS, max(budget.left(), 1.0)))
     except Failure as error:
@@ -219,10 +219,10 @@ def measure(workers: dict[str, Worker], name: str, command: str, records: Record
 
 
 def read_reviews(count: int, tiny: bool) -> tuple[dict[str, Reviews], int]:
-    """The splits ``train`` and ``evaluate``, and the tokens of the longest review. Generated where they did not travel.
+    """The splits ``train`` and ``validation``, and the tokens of the longest review. Generated if the data file is missing.
 
     Args:
-        count: Reviews to train on, where they are generated.
+        count: Reviews to train on, if they are generated.
         tiny: Generate few and short ones.
     """
     file = DATA / "reviews.npz"
@@ -242,7 +242,7 @@ def chunks(names: Iterable[str], size: int) -> Iterator[list[str]]:
 
 
 def facts(device: str) -> dict[str, Any]:
-    """The machine, its GPU and driver, versions, and a hash of the library's sources (there may be no git)."""
+    """Facts about the machine: its GPU and driver, versions, and a hash of the library's sources (git may be missing)."""
     digest = hashlib.sha256()
     for file in sorted([*(ROOT / "core").rglob("*.py"), *(ROOT / "plugins").rglob("*.py")]):
         digest.update(file.read_bytes())
@@ -267,14 +267,14 @@ def facts(device: str) -> dict[str, Any]:
 
 
 def find_device() -> str:
-    """``cuda`` where there is such a device, else ``cpu``."""
+    """``cuda`` if there is such a device, else ``cpu``."""
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def options(doc: str | None, prepare: Callable[[argparse.ArgumentParser], None] = lambda parser: None) -> argparse.Namespace:
-    """The options that the commands share."""
+    """Parse the options that the commands share."""
     parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=520.0, help="nothing begins that would end later (default 520)")
     parser.add_argument("--tiny", action="store_true", help="a tiny model and few steps, on any machine: a test of the command itself")
@@ -288,7 +288,7 @@ def options(doc: str | None, prepare: Callable[[argparse.ArgumentParser], None] 
 
 @contextmanager
 def scratch() -> Iterator[Path]:
-    """A temporary folder; SIGTERM ends the command as Ctrl-C does, so that it and all workers go."""
+    """A temporary folder. SIGTERM ends the command like Ctrl-C, so that the folder and all workers are removed."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         yield Path(folder)

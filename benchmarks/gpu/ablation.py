@@ -1,4 +1,4 @@
-"""Command 2: what each plugin adds on a GPU, and how long the whole published job then takes.
+"""Command 2: the speedup of each plugin on a GPU, and the duration of the complete published job.
 
     bash benchmarks/gpu/all.sh ablation
 
@@ -35,7 +35,7 @@ from fastloop.recipe import load_recipe
 
 BATCH, EPOCHS = 12, 3
 PAYS = 0.9
-"""A variant below this ratio to what it builds on is dropped after the first round."""
+"""After the first round, variants below this ratio to their base variant are dropped."""
 AMP: dict[str, Any] = {"amp": {"dtype": "bf16"}}
 BUCKETS: dict[str, Any] = {"length-bucketing": {}}
 PREFETCH: dict[str, Any] = {"dataloader-workers": {"num_workers": 2}, "device-prefetch": {}}
@@ -46,7 +46,7 @@ GRAPHS: dict[str, Any] = {"compile": {"mode": "reduce-overhead"}}
 
 
 def recipe_plugins() -> dict[str, Any]:
-    """The plugins of the recipe ``distilbert_imdb_gpu``, without what saves checkpoints."""
+    """The plugins of the recipe ``distilbert_imdb_gpu``, without those that save checkpoints."""
     listed = load_recipe("distilbert_imdb_gpu").plugins
     return {name: options or {} for name, options in listed.items() if options is not False and name != "checkpoint-best"}
 
@@ -56,9 +56,9 @@ class Variant:
     """A set of plugins.
 
     Attributes:
-        over: The variant that it builds on, and whose speed it is compared with.
+        over: The base variant, whose speed it is compared with.
         plugins: Name -> options.
-        environment: Variables of its process.
+        environment: Environment variables of its process.
         cuda: Whether it needs a CUDA device.
     """
 
@@ -90,11 +90,11 @@ VARIANTS: dict[str, Variant] = {
 }
 """``graphs`` is the recipe ``distilbert_imdb_gpu``."""
 CUDA_ALONE = ("tf32", "packing-graphs", "no-cudnn-attention")
-"""What differs from others on CUDA alone."""
+"""Variants that differ from others only on CUDA."""
 
 
 def shrunk(variant: Variant) -> Variant:
-    """For ``--tiny``: captured and differentiated by the compiler, but without kernels of its own, which take minutes on a busy CPU."""
+    """A variant for ``--tiny``: the compiler captures and differentiates it, but compiles no kernels, which takes minutes on a busy CPU."""
     if "compile" not in variant.plugins:
         return variant
     return replace(
@@ -103,7 +103,7 @@ def shrunk(variant: Variant) -> Variant:
 
 
 def spec(variant: Variant, reviews: Path, work: Mapping[str, Any], **more: Any) -> dict[str, Any]:
-    """What a worker trains; ``work``: what is the same for all."""
+    """The specification of a worker. ``work`` holds the parts that are the same for all."""
     plugins = [{name: dict(given)} for name, given in variant.plugins.items()]
     given = {"arm": "fastloop", "reviews": str(reviews), "plugins": plugins, "padding": variant.padding, "batch_size": variant.batch_size}
     return {**work, **given, **more}
@@ -112,7 +112,7 @@ def spec(variant: Variant, reviews: Path, work: Mapping[str, Any], **more: Any) 
 def job(
     name: str, given: Mapping[str, Any], compiled: Path, folder: Path, records: Records, budget: Budget, expected: float, **notes: Any
 ) -> bool:
-    """Train and evaluate in a fresh process, from its start to its end; whether that worked."""
+    """Train and evaluate in a fresh process, from its start to its end; returns whether that worked."""
     if not budget.fits(expected):
         records.add("skipped", name=name, why=f"about {expected:.0f} s are needed, {budget.left():.0f} are left")
         return False
@@ -145,7 +145,7 @@ def speeds(records: Records) -> dict[str, float]:
 def run_rounds(
     chosen: Mapping[str, Variant], settings: argparse.Namespace, specs: Any, folder: Path, records: Records, budget: Budget, kept: float
 ) -> None:
-    """Windows of all variants, round by round; ``kept``: seconds that are left to what comes after."""
+    """Run windows of all variants, round by round. ``kept``: seconds reserved for the later parts."""
     for names in chunks(chosen, settings.hold):
         with workers({name: specs[name] for name in names}, folder, records, budget, settings.parallel) as ready:
             last = 0
@@ -170,7 +170,7 @@ def run_rounds(
 
 
 def drop(names: list[str], chosen: Mapping[str, Variant], ready: dict[str, Worker], records: Records) -> None:
-    """End the variants that do not pay."""
+    """End the workers of variants that are too slow."""
     found = speeds(records)
     for name in [name for name in names if name in ready and name != "baseline"]:
         other = chosen[name].over
@@ -234,7 +234,7 @@ def main() -> None:
                 job("job-second", second, fresh, folder, records, budget, training + 60, variant=candidates[-2], cache="cold")
             small = str(DATA / "minilm") if (DATA / "minilm").exists() and not settings.tiny else model
             for name in dict.fromkeys((best, "baseline")):
-                if name in found:  # MiniLM computes an eighth of what DistilBERT does
+                if name in found:  # MiniLM needs an eighth of DistilBERT's computation
                     expected = len(splits["train"]) / found[name] / (1 if settings.tiny else 4) + 40
                     quality = spec(chosen[name], whole, work, model=small, job=1)
                     job(f"accuracy-{name}", quality, fresh, folder, records, budget, expected, variant=name, cache="other model")

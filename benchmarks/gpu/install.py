@@ -1,4 +1,4 @@
-"""Let this checkout be found as an installed fastloop: metadata with its entry points, in a folder for PYTHONPATH. No build tool is needed.
+"""Make this checkout importable as an installed fastloop: writes metadata with entry points to a folder for PYTHONPATH. No build needed.
 
 python3 benchmarks/gpu/install.py FOLDER
 """
@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def write_metadata(folder: Path) -> Path:
-    """Write ``fastloop-VERSION.dist-info`` into a folder."""
+    """Write ``fastloop-VERSION.dist-info`` to a folder."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     info = folder / f"fastloop-{project['version']}.dist-info"
     info.mkdir(parents=True, exist_ok=True)

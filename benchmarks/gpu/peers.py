@@ -1,4 +1,4 @@
-"""Command 3: fastloop and its peers in one run on a GPU, then what a step costs in each.
+"""Command 3: fastloop and its peers in one run on a GPU, then the cost of a step in each.
 
     bash benchmarks/gpu/all.sh peers
 
@@ -9,7 +9,7 @@
 * A further window counts the synchronizations of 20 steps, and another records their kernels. Neither is timed.
 * Compile seconds are those of the warm-up: cold with an empty folder of compiled code; warm in a second process, with the same folder.
 * TFLOP/s count operations on real tokens only, padding left out, over seconds.
-* What a step costs: ``benchmarks/overhead.py`` on the device.
+* The cost of a step: ``benchmarks/overhead.py`` on the device.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ablation import BATCH, VARIANTS, shrunk
 
 COMPILED = ("hf-trainer-compile", "fastloop")
 OVERHEAD_SECONDS = 150.0
-"""Kept for the cost of a step."""
+"""Seconds reserved for the cost of a step."""
 
 
 def step_cost(device: str, tiny: bool, records: Records, budget: Budget, folder: Path) -> None:

@@ -1,9 +1,9 @@
-"""Prepare what travels to a GPU machine beside the repository: token ids of IMDB, and MiniLM's weights in half precision.
+"""Prepare the data for a GPU machine: token ids of IMDB, and MiniLM's weights in half precision.
 
     python3 benchmarks/gpu/prepare.py --minilm FOLDER --data ../shared/data/imdb
 
 Writes ``benchmarks/gpu/data.tar.xz``: ``reviews.npz`` (35,000 reviews to train on, 5,000 to evaluate; see ``_reviews.py``) and ``minilm/``,
-the pretrained model as ``save_pretrained`` writes it, with weights in fp16. Without the data, reviews are generated, of the same lengths.
+the pretrained model in the form of ``save_pretrained``, with weights in fp16. Without the data, reviews of the same lengths are generated.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CONFIGURATION = ("config.json", "tokenizer.json", "tokenizer_config.json", "spec
 
 
 def halve(source: Path, target: Path) -> None:
-    """Copy a pretrained model with its floating-point weights in fp16."""
+    """Copy a pretrained model, with its floating-point weights in fp16."""
     import torch
     from safetensors.torch import load_file, save_file
 

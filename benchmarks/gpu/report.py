@@ -2,7 +2,7 @@
 
     python3 benchmarks/gpu/report.py [FOLDER]        # of gpu-*.jsonl; default: benchmarks/results
 
-Writes nothing where there are no records, or none of a GPU.
+Writes nothing if there are no records, or none from a GPU.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Lines = Sequence[dict[str, Any]]
 
 
 def read(file: Path) -> list[dict[str, Any]]:
-    """The records of a file; a last line that was cut off is left out."""
+    """The records of a file, without a last line that is incomplete."""
     found = []
     for line in file.read_text().splitlines() if file.exists() else ():
         try:
@@ -33,7 +33,7 @@ def read(file: Path) -> list[dict[str, Any]]:
 
 
 def of_kind(lines: Lines, kind: str) -> dict[str, list[dict[str, Any]]]:
-    """Name -> its records of a kind, in order."""
+    """Name -> its records of this kind, in order."""
     found: dict[str, list[dict[str, Any]]] = {}
     for line in lines:
         if line["kind"] == kind:
@@ -42,7 +42,7 @@ def of_kind(lines: Lines, kind: str) -> dict[str, list[dict[str, Any]]]:
 
 
 def compare(windows: dict[str, list[dict[str, Any]]], ours: str, theirs: str) -> str:
-    """The ratio of two speeds, formed inside the rounds that have both."""
+    """The ratio of two speeds, from the rounds that have both."""
     by_round = [{line["round"]: line["samples_per_second"] for line in windows.get(name, ())} for name in (ours, theirs)]
     both = sorted(by_round[0].keys() & by_round[1].keys())
     if ours == theirs or not both:
@@ -51,7 +51,7 @@ def compare(windows: dict[str, list[dict[str, Any]]], ours: str, theirs: str) ->
 
 
 def median(lines: Lines, key: str) -> float:
-    """Of a field."""
+    """The median of a field."""
     return statistics.median(line[key] for line in lines)
 
 
@@ -61,7 +61,7 @@ def teraflops(lines: Lines) -> str:
 
 
 def failures(lines: Lines) -> str:
-    """Errors and what was left out."""
+    """Errors, and parts that were skipped."""
     shown = [
         f"* failed: `{line['name']}` ({line['during']}): `{line['error'].splitlines()[-1][:200]}`"
         for line in lines
@@ -77,7 +77,7 @@ def failures(lines: Lines) -> str:
 
 
 def show_ablation(lines: Lines) -> str:
-    """Command 2."""
+    """The section of command 2."""
     from ablation import VARIANTS
 
     windows, warmups = of_kind(lines, "measure"), of_kind(lines, "warmup")
@@ -103,7 +103,7 @@ def show_ablation(lines: Lines) -> str:
 
 
 def show_job(name: str, line: dict[str, Any]) -> str:
-    """A whole training."""
+    """The section of a complete training."""
     parts = [("start-up", "startup"), ("training", "train"), ("compilation in it", "compile"), ("evaluation", "evaluate")]
     spans = ", ".join(f"{shown} {line[f'{span}_seconds']:.1f}" for shown, span in parts)
     what = f"`{name}` (`{line['variant']}`, cache: {line['cache']})"
@@ -111,7 +111,7 @@ def show_job(name: str, line: dict[str, Any]) -> str:
 
 
 def show_probes(lines: Lines) -> str:
-    """Synchronizations and kernels."""
+    """The section of synchronizations and kernels."""
     syncs, profiles = of_kind(lines, "syncs"), of_kind(lines, "profile")
     rows = []
     for name in dict.fromkeys((*syncs, *profiles)):
@@ -130,7 +130,7 @@ def show_probes(lines: Lines) -> str:
 
 
 def show_peers(lines: Lines) -> str:
-    """Command 3."""
+    """The section of command 3."""
     windows, warmups = of_kind(lines, "measure"), of_kind(lines, "warmup")
     rows = []
     for name, found in windows.items():
@@ -164,7 +164,7 @@ def show_peers(lines: Lines) -> str:
 
 
 def show_tests(lines: Lines) -> str:
-    """Command 1."""
+    """The section of command 1."""
     tests = [line for line in lines if line["kind"] == "test"]
     counts = Counter(line["outcome"] for line in tests)
     shown = [f"Tests: {', '.join(f'{count} {outcome}' for outcome, count in counts.items()) or 'none'}."]

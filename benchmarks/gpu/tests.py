@@ -2,9 +2,9 @@
 
     bash benchmarks/gpu/all.sh tests
 
-Every file of tests is a process of its own, a few at a time: what breaks a device's context breaks one file. Files with tests marked
-``gpu`` come first, these tests alone; then all files in ``tests/plugins`` without their slow tests, where ``tiny_run`` and the conformance
-suite train on the device. Each test is a record. It may take ``--timeout`` seconds where pytest-timeout is installed.
+Each file of tests runs in its own process, a few at a time: an error that breaks a device's context breaks one file. Files with tests
+marked ``gpu`` come first, with these tests only; then all files in ``tests/plugins`` without their slow tests, where ``tiny_run`` and the
+conformance suite train on the device. Each test is a record. It may take ``--timeout`` seconds if pytest-timeout is installed.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from _suite import Budget, Records, facts, find_device, options, scratch
 FILE_SECONDS = 240.0
 """Seconds that a file of tests may take."""
 TINY = ("test_small_speedups.py", "test_device_prefetch.py")
-"""Of ``tests/plugins``, with ``--tiny``."""
+"""Files of ``tests/plugins`` for ``--tiny``."""
 LAST = ("test_conformance.py", "test_all_plugins.py", "test_deepspeed_config.py")
-"""Of ``tests/plugins``: those that take longest, and need most of all no GPU."""
+"""Files of ``tests/plugins`` that take longest and mostly need no GPU; they run last."""
 
 
 def run_file(
@@ -50,12 +50,12 @@ def run_file(
     if device == "cuda":
         given["FASTLOOP_TEST_DEVICE"] = "auto"
         if file.name == "test_conformance.py":
-            command += ["-k", "not ddp and not fsdp and not deepspeed"]  # two processes, which would need two GPUs
+            command += ["-k", "not ddp and not fsdp and not deepspeed"]  # two processes would need two GPUs
     limit, output, ended = min(FILE_SECONDS, budget.left() - 5), "", ""
     with (folder / f"{found.stem}.log").open("w+") as log:
         process = subprocess.Popen(command, cwd=ROOT, env=os.environ | given, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
         try:
-            if (code := process.wait(limit)) not in (0, 1, 5):  # all passed, some failed, none was there
+            if (code := process.wait(limit)) not in (0, 1, 5):  # all passed, some failed, no tests found
                 ended = f"pytest ended with {code}"
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, 9)

@@ -1,4 +1,4 @@
-"""One arm in a process of its own, for ``_suite.Worker``: commands come on stdin, replies go to a pipe as JSON lines.
+"""One arm in a separate process, for ``_suite.Worker``: commands arrive on stdin, replies are written to a pipe as JSON lines.
 
 The specification is JSON: ``arm`` of ``_arms.ARMS``, ``reviews`` (a file of ``_reviews``), and the fields of ``_arms.Work``. With
 ``job``, a number of epochs, fastloop trains them over the split ``train`` with an evaluation after each, and replies once.
@@ -19,11 +19,11 @@ from _reviews import load
 from _windows import Windows, training_flops
 
 EPOCHS = 1000
-"""More than is ever asked for: the command ends the worker."""
+"""More epochs than are ever requested: the command ends the worker."""
 
 
 def next_command() -> str:
-    """Wait for the next command; end with the one who gives them."""
+    """Wait for the next command. Ends this process if its parent has ended."""
     line = sys.stdin.readline()
     if not line:
         os._exit(0)
@@ -45,7 +45,7 @@ def run_job(work: Work, splits: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Train as the specification asks."""
+    """Train as the specification describes."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--reply", type=int, required=True, help="file descriptor of the pipe for replies")
     parser.add_argument("spec", type=json.loads, help="what to train")
@@ -58,7 +58,7 @@ def main() -> None:
     import torch
     from transformers import set_seed
 
-    torch.set_float32_matmul_precision("highest")  # no TF32, which would make the baseline faster than fp32
+    torch.set_float32_matmul_precision("highest")  # no TF32, else the baseline would be faster than fp32
     torch.backends.cudnn.allow_tf32 = False
     splits = load(reviews)
     set_seed(work.seed)

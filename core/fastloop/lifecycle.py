@@ -117,7 +117,7 @@ def _build_loaders(run: Run) -> None:
     loaders.build()
     sampler = loaders.train.sampler
     epoch_samples = sampler.size if sampler is not None else None
-    run.schedule = Schedule(run.recipe.train, run.state, loaders.train.steps_per_epoch(), epoch_samples, "validation" in loaders.evaluation)
+    run.schedule = Schedule(run.recipe.train, run.state, loaders.train.steps_per_epoch(), epoch_samples, loaders.evaluation)
 
 
 def _build_model(run: Run) -> None:

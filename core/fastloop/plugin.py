@@ -211,8 +211,8 @@ class Plugin:
         return None
 
     @classmethod
-    def estimate_speedup(cls, seen: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:
-        """For `fastloop profile`: what this plugin would win back of a step, or None. ``seen`` has figures, ``recipe`` what is listed."""
+    def estimate_speedup(cls, profile: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:
+        """For `fastloop profile`: the time of a step that this plugin would save, given a profile of the run; None for no estimate."""
         return None
 
     def __repr__(self) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from fastloop.state import INTERRUPTED, State
 
@@ -16,14 +17,15 @@ class Schedule:
     Attributes:
         total_steps: Optimizer steps of the whole run; None for data of unknown length without ``max_steps``.
         epoch_samples: Samples of an epoch; None: unknown, the epoch ends with the loader.
-        evaluates: Whether there is an ``evaluate`` split.
     """
 
-    def __init__(self, train: Train, state: State, steps_per_epoch: int | None, epoch_samples: int | None, evaluates: bool) -> None:
+    def __init__(
+        self, train: Train, state: State, steps_per_epoch: int | None, epoch_samples: int | None, eval_loaders: Mapping[str, Any]
+    ) -> None:
         self._train, self._state = train, state
         limits = [limit for limit in (train.max_steps, steps_per_epoch and steps_per_epoch * train.epochs) if limit is not None]
         self.total_steps: int | None = min(limits) if limits else None
-        self.epoch_samples, self.evaluates = epoch_samples, evaluates
+        self.epoch_samples, self._eval_loaders = epoch_samples, eval_loaders
 
     @property
     def interrupted(self) -> str | None:
@@ -42,7 +44,7 @@ class Schedule:
 
     def needs_evaluation(self) -> bool:
         """Whether the current weights can be evaluated and are not yet."""
-        return self.evaluates and self._state.evaluated_at != self._state.step and not self.interrupted
+        return "validation" in self._eval_loaders and self._state.evaluated_at != self._state.step and not self.interrupted
 
     def evaluation_due(self, epoch_ended: bool = False) -> bool:
         """Whether to evaluate now."""

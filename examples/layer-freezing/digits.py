@@ -15,9 +15,9 @@ def network(channels: int = 64, depth: int = 5) -> nn.Module:
 
 
 def digits() -> dict[str, Dataset]:
-    """Train, evaluate and test splits: 1,197, 300 and 300 images."""
+    """The train, validation and test splits: 1,197, 300 and 300 images."""
     images, targets = load_digits(return_X_y=True)
-    inputs = torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 16  # pixels count from 0 to 16
+    inputs = torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 16  # pixel values are 0 to 16
     labels = torch.tensor(targets)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     parts = {"validation": order[:300], "test": order[300:600], "train": order[600:]}

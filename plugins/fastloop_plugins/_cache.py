@@ -1,7 +1,8 @@
-"""What plugins keep on disk between runs. All of it can be deleted at any time: it is made again.
+"""Files that plugins keep on disk between runs. Users can delete all of them at any time; later runs create them again.
 
-Token ids lie in folders named by a hash of everything they follow from, so that an entry is right or not there. One is written elsewhere
-and renamed into place: no reader sees half of it, and processes that write the same one at once do not disturb each other.
+Each entry of token ids is a folder named by a hash of everything that determines the ids, so an entry is either correct or absent. A
+process writes an entry elsewhere and renames it into place. Readers never see a partial entry, and several processes can write the same one
+at once.
 """
 
 from __future__ import annotations
@@ -30,23 +31,23 @@ if TYPE_CHECKING:
 logger = logging.getLogger("fastloop")
 
 TOKENS: ContextVar[Path | None] = ContextVar("TOKENS", default=None)
-"""Where token ids are kept; None: nowhere."""
+"""Folder of cached token ids; None: no cache."""
 
 
 def user_cache(name: str) -> Path:
-    """fastloop's folder of this name in the user's cache."""
+    """The folder ``name`` in fastloop's part of the user's cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fastloop" / name
 
 
 def private_cache(name: str) -> Path:
-    """As ``user_cache``, made, for what is run when it is read: a new empty folder where others may have written to that one."""
+    """Create ``user_cache(name)`` for files that are executed; returns a new empty folder if other users can write to it."""
     folder = user_cache(name)
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         facts = folder.stat()
         if os.name != "posix" or (facts.st_uid == os.getuid() and not facts.st_mode & 0o022):
             return folder
-        logger.warning("others may write to %s: nothing in it is used. Take their right away: chmod go-w %s", folder, folder)
+        logger.warning("others may write to %s: nothing in it is used. Remove their permission: chmod go-w %s", folder, folder)
     except OSError as error:
         logger.warning("%s is not kept for later runs: %s", name, error)
     return Path(tempfile.mkdtemp(prefix=f"fastloop-{name}-"))
@@ -54,7 +55,7 @@ def private_cache(name: str) -> Path:
 
 @contextmanager
 def tokens_kept_in(folder: Path | None) -> Iterator[None]:
-    """While inside, token ids are kept in a folder."""
+    """Keep token ids in a folder inside this context."""
     before = TOKENS.set(folder)
     try:
         yield
@@ -63,7 +64,7 @@ def tokens_kept_in(folder: Path | None) -> Iterator[None]:
 
 
 def digest(facts: Iterable[str | bytes]) -> str:
-    """A hash of these, in this order."""
+    """A hash of these values, in this order."""
     found = hashlib.blake2b(digest_size=20)
     for fact in facts:
         data = fact if isinstance(fact, bytes) else fact.encode("utf-8", "surrogatepass")
@@ -73,7 +74,7 @@ def digest(facts: Iterable[str | bytes]) -> str:
 
 
 def flat(rows: Iterable[Sequence[int]]) -> Flat:
-    """Rows of ids in memory."""
+    """Put rows of ids end to end in memory."""
     import numpy as np
 
     ids, lengths = array("i"), array("q")
@@ -84,7 +85,7 @@ def flat(rows: Iterable[Sequence[int]]) -> Flat:
 
 
 def kept(folder: Path, key: str, rows: Iterable[Sequence[int]]) -> Flat:
-    """Rows of ids as the cache has them, mapped from disk; where it has not, ``rows`` are read and written first."""
+    """Rows of ids from the cache, mapped from disk. If they are not there, read ``rows`` and write them first."""
     entry = folder / key
     found = read(entry)
     if found is None:
@@ -98,7 +99,7 @@ def kept(folder: Path, key: str, rows: Iterable[Sequence[int]]) -> Flat:
 
 
 def read(entry: Path) -> Flat | None:
-    """Rows of ids that ``kept`` wrote, mapped from disk; None where they are not there, or not whole."""
+    """Rows of ids that ``kept`` wrote, mapped from disk; None if they are missing or incomplete."""
     import numpy as np
 
     if not entry.is_dir():
@@ -112,7 +113,7 @@ def read(entry: Path) -> Flat | None:
         logger.warning("tokens: %s is damaged (%s): its texts are tokenised again", entry, error)
         shutil.rmtree(entry, ignore_errors=True)
         return None
-    # a plain array on the map: slices of a memmap object cost more
+    # a plain array: slices of a memmap object cost more
     return np.asarray(np.memmap(entry / "ids.bin", dtype=np.int32, mode="r")) if size else np.empty(0, np.int32), lengths
 
 
@@ -130,9 +131,9 @@ def _write(entry: Path, rows: Iterable[Sequence[int]]) -> None:
 
 @contextmanager
 def written(entry: Path) -> Iterator[Path]:
-    """A folder to write an entry's files in: it is at its place, on disk, when all of them are."""
+    """Create a folder for an entry's files. On exit, flush them to disk and rename the folder to ``entry``."""
     entry.parent.mkdir(parents=True, exist_ok=True)
-    made = Path(tempfile.mkdtemp(prefix=".", dir=entry.parent))  # for this user's eyes alone
+    made = Path(tempfile.mkdtemp(prefix=".", dir=entry.parent))  # readable by this user only
     try:
         yield made
         for file in made.iterdir():

@@ -230,7 +230,7 @@ def test_a_window_lasts_for_its_seconds_too(recipe, bench):
         assert found["seconds"] - found["step_seconds"][-1] < 0.2  # and no longer
         assert found["summary"]["reason"] == "measured"
         assert len(found["losses"]) == 1 + found["steps"]
-    assert "3 steps and 0.2 s at the least" in Path("ablation/bench.md").read_text()
+    assert "at least 3 steps and 0.2 s" in Path("ablation/bench.md").read_text()
 
 
 @pytest.mark.slow
@@ -239,7 +239,7 @@ def test_a_process_that_dies_or_hangs_is_a_row_of_the_table(recipe):
     done = forked.run("-m", "fastloop", "bench", *given, "--output", "ablation")
     record = json.loads(Path("ablation/bench.json").read_text())
     assert done.returncode == 1
-    assert variants(record)["+ dies"]["error"] == "the process ended with exit code 7: it said nothing"
+    assert variants(record)["+ dies"]["error"] == "the process ended with exit code 7: no output"
     assert "took more than 10 seconds" in variants(record)["hangs"]["error"]
     assert variants(record)["baseline"]["results"] is not None
     assert "exit code 7" in done.stdout
@@ -254,7 +254,7 @@ def test_ctrl_c_ends_the_measured_process_and_keeps_what_is_there(recipe):
             time.sleep(0.02)
         command.send_signal(signal.SIGINT)
         assert command.wait(300) == 130, command.stdout
-        assert "What was measured so far is in ablation." in command.stdout
+        assert "The results so far are in ablation." in command.stdout
     record = json.loads(Path("ablation/bench.json").read_text())
     assert not record["complete"]
     assert variants(record)["+ honest"]["results"]["samples_per_second"]["median"] > 0
@@ -280,7 +280,7 @@ def test_what_other_work_disturbed_is_measured_again(recipe, bench, monkeypatch)
 def test_an_interrupt_in_the_second_repeat_keeps_the_first(recipe, bench):
     code, out, record = bench(recipe("stops"), *SHORT)
     assert code == 130
-    assert "What was measured so far is in ablation." in out
+    assert "The results so far are in ablation." in out
     assert [len(row["measurements"]) for row in record["variants"]] == [1, 1]
 
 
@@ -462,7 +462,7 @@ def measured(*speeds: float, startup: float = 1.0, first: float = 0.0) -> list[d
             "startup_seconds": startup,
             "warmup_extra_seconds": first,
             "total_steps": 1000,
-            "said": [],
+            "warnings": [],
         }
         for speed in speeds
     ]

@@ -37,7 +37,7 @@ def test_it_writes_the_package_and_says_how_to_go_on(new):
         "tests/test_night_watch.py",
     }
     assert set(written) < {line.removeprefix("night-watch/") for line in out.splitlines()}
-    assert out.endswith("Go on with:\n  cd night-watch\n  pip install -e '.[test]'\n  pytest\n  fastloop train recipe.yaml\n")
+    assert out.endswith("Next steps:\n  cd night-watch\n  pip install -e '.[test]'\n  pytest\n  fastloop train recipe.yaml\n")
 
 
 def test_help(new):
@@ -82,9 +82,9 @@ def test_classes_are_not_called_like_what_the_files_import(name):
         (["My_Plugin"], "'My_Plugin' cannot be a plugin's name. Expected lower case words joined by hyphens.*Did you mean 'my-plugin'?"),
         (["../up"], "'../up' cannot be a plugin's name.*Did you mean 'up'?"),
         (["9"], "'9' cannot be a plugin's name. Expected lower case words joined by hyphens, such as 'my-plugin'.$"),
-        (["amp"], r"'amp' is the name of a plugin of fastloop \d.*: a recipe could not tell the two apart. Take another one."),
-        (["json"], "'json' would be the Python module 'json', which there is already. Take another name, such as 'my-json'."),
-        (["class"], "'class' would be the Python module 'class', which there is already."),
+        (["amp"], r"'amp' is the name of a plugin of fastloop \d.*: a recipe could not distinguish the two. Choose another name."),
+        (["json"], "'json' would be the Python module 'json', which already exists. Choose another name, such as 'my-json'."),
+        (["class"], "'class' would be the Python module 'class', which already exists."),
         (["night-watch", "--license", "mit"], "--license: found 'mit'.*Expected one of: Apache-2.0, BSD-3-Clause, MIT, none."),
         (["night-watch", "--license", "Apache-2"], "--license: found 'Apache-2'. Did you mean 'Apache-2.0'?"),
         (["night-watch", "--author", "Ada\nLovelace"], "--author: expected one line of text."),
@@ -103,7 +103,7 @@ def test_no_file_is_overwritten(new):
     Path("night-watch/README.md").write_text("mine")
     code, _, err = new("night-watch")
     assert code == 2
-    assert err == "error: night-watch: there are already README.md. Nothing was written; take another --folder.\n"
+    assert err == "error: night-watch already contains README.md. Nothing was written; use another --folder.\n"
     assert [path.name for path in Path("night-watch").iterdir()] == ["README.md"]
     assert Path("night-watch/README.md").read_text() == "mine"
 

@@ -101,12 +101,12 @@ SHORT = ("--steps", "4", "--seconds", "0", "--warmup", "1", "--profile-steps", "
 def test_a_dataset_that_sleeps_is_named_first_with_enough_workers(recipe, profile):
     code, out, record = profile(recipe(data={"sleep": 0.005}), *SHORT)
     assert code == 0, out
-    assert record["verdicts"][0]["plugin"] == "dataloader-workers"
-    assert record["verdicts"][0]["edit"] == f"plugins: + dataloader-workers: {{num_workers: {CORES}}}"
-    seen = record["seen"]
+    assert record["suggestions"][0]["plugin"] == "dataloader-workers"
+    assert record["suggestions"][0]["edit"] == f"plugins: + dataloader-workers: {{num_workers: {CORES}}}"
+    seen = record["profile"]
     assert 0.04 <= seen["regions"]["data"] <= seen["seconds"]
     waiting = seen["regions"]["data"]
-    assert record["verdicts"][0]["seconds"] == pytest.approx(waiting - (waiting / CORES - (seen["seconds"] - waiting)), rel=0.01)
+    assert record["suggestions"][0]["seconds"] == pytest.approx(waiting - (waiting / CORES - (seen["seconds"] - waiting)), rel=0.01)
     assert sum(seen["regions"].values()) == pytest.approx(seen["seconds"], rel=0.05)
     assert "dataloader-workers" in out
     assert "fastloop tune tiny.yaml --stop-after suggestions" in out
@@ -121,7 +121,7 @@ def test_with_the_edit_made_there_is_less_to_say(recipe, profile):
     workers = {"dataloader-workers": {"num_workers": CORES}}
     code, out, record = profile(recipe(workers, data={"sleep": 0.005}), *SHORT, "--warmup", "4")
     assert code == 0, out
-    assert "dataloader-workers" not in [found["plugin"] for found in record["verdicts"]], "it has as many as there are processors"
+    assert "dataloader-workers" not in [found["plugin"] for found in record["suggestions"]], "it has as many as there are processors"
 
 
 @pytest.mark.slow
@@ -129,7 +129,7 @@ def test_a_graph_break_is_shown_with_its_line(recipe, profile):
     line = 1 + CODE.splitlines().index("        if self.cut and x.sum() > 1e9:  # nothing a compiler can keep in its graph")
     code, out, record = profile(recipe({"compile": {"backend": "eager"}}, model={"cut": True}), *SHORT)
     assert code == 0, out
-    assert {cut["where"].rpartition("/")[2] for cut in record["seen"]["graph_breaks"]} == {f"net.py:{line}"}
+    assert {cut["where"].rpartition("/")[2] for cut in record["profile"]["graph_breaks"]} == {f"net.py:{line}"}
     assert f"net.py:{line}" in out
 
 
@@ -142,8 +142,8 @@ def test_a_process_that_lags_is_named_with_the_reason(recipe):
     assert "process 1 lags" in page_
     assert ": its data" in page_
     record = json.loads(Path("seen/profile.json").read_text())
-    assert record["verdicts"][0]["plugin"] == "dataloader-workers"
-    assert len(record["seen"]["ranks"]) == 2
+    assert record["suggestions"][0]["plugin"] == "dataloader-workers"
+    assert len(record["profile"]["ranks"]) == 2
 
 
 def test_too_few_steps_are_refused(recipe, profile):
@@ -184,7 +184,7 @@ def told(figures: dict[str, Any], plugins: Iterable[Any] = (), **data: Any) -> l
         ({"regions": {"loss": 0.1, "optimizer": 0.9}}, {}, ("fused-optimizer", "plugins: + fused-optimizer")),
         ({"layers": 2}, {}, ("cls-last-layer", "plugins: + cls-last-layer")),
         ({"operations": {"aten::mm": 0.1, "aten::gelu": 0.8}, "counts": {"aten::gelu": 50}}, {}, ("compile", "plugins: + compile")),
-        ({"cores": 8, "threads": 1}, {}, ("threads", "plugins: + threads")),
+        ({"cores": 8, "threads": 1}, {}, ("cpu-affinity", "plugins: + cpu-affinity")),
         ({"operations": {"aten::_scaled_dot_product_attention": 0.4}}, {}, ("attention", "plugins: + attention")),
         ({"operations": {"aten::convolution_backward": 0.5}}, {}, ("channels-last", "plugins: + channels-last")),
     ],
@@ -235,9 +235,9 @@ def test_what_costs_more_once_than_the_recipe_has_steps_to_win_back_is_not_propo
 
 
 def test_what_cannot_be_is_told_apart(monkeypatch):
-    from fastloop_plugins.memory.allocator import Memory
+    from fastloop_plugins.memory.allocator import Allocator
 
-    monkeypatch.setattr(Memory, "conflicts", {"amp": "They were planted as enemies."})
+    monkeypatch.setattr(Allocator, "conflicts", {"amp": "They were planted as enemies."})
     Path("net.py").write_text(CODE)
     seen = StepProfile(device="cpu", seconds=1.0, page_faults=500_000, fault_seconds=1e-6)
     found, refused = suggest(seen, make_recipe({**TEXT, "train": {"device": "cpu"}, "plugins": ["amp"]}))

@@ -48,8 +48,8 @@ ABLATION = {
     ],
 }
 PROFILE = {
-    "seen": {"seconds": 0.2, "regions": {"loss": 0.08, "backward": 0.1, "data": 0.02}},
-    "verdicts": [{"edit": "plugins: + amp", "seconds": 0.05, "why": "Products are slow."}],
+    "profile": {"seconds": 0.2, "regions": {"loss": 0.08, "backward": 0.1, "data": 0.02}},
+    "suggestions": [{"edit": "plugins: + amp", "seconds": 0.05, "why": "Products are slow."}],
 }
 
 
@@ -101,17 +101,17 @@ def report(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     return 0
 
 
-def test_a_page_has_runs_metrics_differences_curves_ladders_and_steps(folders, monkeypatch):
+def test_a_page_has_runs_metrics_differences_curves_ablations_and_steps(folders, monkeypatch):
     assert report(monkeypatch, *folders, "--title", "Two runs") == 0
     text = Path("report.html").read_text()
     page = Page(text)
     words = " ".join(" ".join(page.words).split())
-    for expected in ("Two runs", "plain", "averaged", "completed", "evaluate loss", "train.lr", "plugins.ema", "Training loss"):
+    for expected in ("Two runs", "plain", "averaged", "completed", "validation loss", "train.lr", "plugins.ema", "Training loss"):
         assert expected in words, expected
     told = ("250 tokens/s, x 2.50; faster; 1,024 MiB", "not measured; not measurable here", "backward 100.0 ms, 50%", "plugins: + amp")
     for expected in told:
         assert expected in words, expected
-    assert "evaluate epoch" not in words
+    assert "validation epoch" not in words
     assert "all but amp" not in words
     assert words.index("backward 100.0") < words.index("loss 80.0") < words.index("data 20.0")
     charts = [attributes for tag, attributes in page.tags if tag == "svg"]
@@ -159,7 +159,7 @@ def test_a_run_that_was_killed_is_shown_as_it_is(folders, monkeypatch):
         (lambda: Path("plain/summary.json").write_text("{"), "plain/summary.json: cannot be read"),
         (lambda: Path("plain/recipe.yaml").write_text("a: ]"), "plain/recipe.yaml, line 1: not valid YAML"),
         (lambda: shutil.rmtree("plain"), "plain: no such folder"),
-        (lambda: [path.unlink() for path in Path("plain").iterdir() if path.is_file()], "plain: holds no run, ablation or profile"),
+        (lambda: [path.unlink() for path in Path("plain").iterdir() if path.is_file()], "plain: contains no run, ablation or profile"),
     ],
 )
 def test_what_cannot_be_read_is_refused_with_its_name(folders, monkeypatch, capsys, harm, said):
@@ -184,7 +184,7 @@ def test_the_same_recipe_has_no_differences(folders):
 
 def test_nowhere_to_write_is_refused(folders, monkeypatch, capsys):
     assert report(monkeypatch, "plain", "--output", "no/such/report.html") == 2
-    assert "expected a file in a folder that is there" in capsys.readouterr().err
+    assert "expected a file in an existing folder" in capsys.readouterr().err
     with pytest.raises(UsageError):
         read([Path("nowhere")])
 

@@ -220,7 +220,7 @@ def test_what_breaks_its_numerics_class_is_undone_and_not_written(recipe, comman
     assert code == 0, out
     assert "plugins.cheat.on=True: x" in out
     assert "nothing is changed" in out
-    assert "nothing was found that is faster" in out
+    assert "found nothing faster" in out
     assert not Path("tiny.tuned.yaml").exists()
     record = json.loads(Path("tiny.tuned.json").read_text())
     assert record["check"]["numerics"]["verdict"] == "broken"
@@ -323,8 +323,8 @@ from pathlib import Path
 from fastloop_tools.measure import pairs
 from fastloop.recipe import load_recipe
 
-shop = pairs.TrialRunner(dict(os.environ), Path("cache").resolve(), print, nproc=2, timeout=120)
-print(json.dumps(shop.measure(load_recipe("tiny.yaml"), pairs.Window(steps=4, seconds=0.2, warmup=1, profile_steps=2))))
+runner = pairs.TrialRunner(dict(os.environ), Path("cache").resolve(), print, nproc=2, timeout=120)
+print(json.dumps(runner.measure(load_recipe("tiny.yaml"), pairs.Window(steps=4, seconds=0.2, warmup=1, profile_steps=2))))
 """
 
 
@@ -336,7 +336,7 @@ def test_several_processes_of_one_training_are_measured_together(recipe):
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert "error" not in found, found
-    seen = found["seen"]
+    seen = found["profile"]
     assert seen["world_size"] == len(seen["ranks"]) == 2
     assert seen["ranks"][1]["data"] > 5 * seen["ranks"][0]["data"]
     assert found["samples"] == 8 * found["steps"]
@@ -351,7 +351,7 @@ def test_what_costs_more_once_than_it_wins_is_not_kept(recipe, command):
     code, out = command("tune", recipe("slowstart", sleep=0.005), "--budget", "60s", "--accept", "bitwise", *SHORT)
     assert code == 0, out
     assert "plugins.slowstart.on=True: x" in out
-    assert "s once, which 24 steps do not win back" in out
+    assert "s once, which 24 steps do not save" in out
     trial = json.loads(Path("tiny.tuned.json").read_text())["trials"][0]
     assert 24 < trial["pays_after"] < 400
     assert not trial["kept"]

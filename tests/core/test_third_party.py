@@ -715,7 +715,7 @@ def test_a_metric_that_cannot_be_is_refused_with_its_place(kinds):
     metrics = kinds["plugins"][0]["module"]["metrics"]
     for kind, said in [
         ("kind_pack:Duble", r"plugins\.module\.metrics\.twice\.type: kind_pack has no 'Duble'\. Did you mean 'Double'\?"),
-        ("kind_pack:net", r"plugins\.module\.metrics\.twice\.type: kind_pack:net is no class of torchmetrics' metrics"),
+        ("kind_pack:net", r"plugins\.module\.metrics\.twice\.type: kind_pack:net is not a subclass of torchmetrics.Metric"),
         ("MulticlasAccuracy", r"plugins\.module\.metrics\.twice\.type: torchmetrics has no 'MulticlasAccuracy'\. Did you mean"),
     ]:
         metrics["twice"]["type"] = kind

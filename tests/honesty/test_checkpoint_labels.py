@@ -82,14 +82,14 @@ def test_names_that_differ_by_case_and_spaces_agree_and_a_line_says_so(caplog):
     run = text_run(TASK, "checkpoint", LABELLED)
     assert same(head(run.model), head(model))
     assert run.model.config.id2label == {0: "Negative ", 1: "positive"}
-    assert "agree with those of model.name=checkpoint but for case and spaces, and get its ids: 0 = Negative , 1 = positive" in caplog.text
+    assert "match those of model.name=checkpoint except for case and spaces, and get its ids: 0 = Negative , 1 = positive" in caplog.text
 
 
 def test_names_that_case_alone_tells_apart_are_not_folded(caplog):
     write_rows(["a", "A"])
     teach(["A", "B"])
     text_run(TASK, "checkpoint", LABELLED)
-    assert "the head starts fresh" in caplog.text
+    assert "the head is reinitialized" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_other_classes_start_the_head_fresh_from_the_seed_and_keep_the_body(thei
     runs = [text_run(TASK, "checkpoint", LABELLED, seed=seed).model for seed in (1, 1, 2)]
     names = ", ".join(f"{index} = {name}" for index, name in enumerate(theirs))
     assert f"recipe.yaml: model.name: its classes are {names}, and the data's are 0 = {ours[0]}" in caplog.text
-    assert "the head starts fresh (classifier.bias" in caplog.text
+    assert "the head is reinitialized (classifier.bias" in caplog.text
     assert same(head(runs[0]), head(runs[1]))
     assert not same(head(runs[0]), head(runs[2]))
     assert all(same(body(found), body(published)) for found in runs)
@@ -136,14 +136,14 @@ def test_numbers_are_taken_as_the_ids_of_named_classes_and_a_line_says_so(caplog
     run = text_run(TASK, "checkpoint", LABELLED, lr=1e-8, max_steps=1)
     assert executed(run)["accuracy"] == 1.0
     assert run.model.config.id2label == {0: "B", 1: "A"}
-    assert "the labels are numbers, and taken as the ids of model.name=checkpoint: 0 = B, 1 = A" in caplog.text
+    assert "the labels are numbers, and used as the ids of model.name=checkpoint: 0 = B, 1 = A" in caplog.text
 
 
 def test_the_head_of_another_task_is_not_a_head_for_texts(caplog):
     write_rows(["A", "B"])
     tagger = save_checkpoint(AutoModelForTokenClassification, BERT, id2label={0: "A", 1: "B"})
     run = text_run(TASK, "checkpoint", LABELLED)
-    assert "the head starts fresh (classifier.bias, classifier.weight)" in caplog.text
+    assert "the head is reinitialized (classifier.bias, classifier.weight)" in caplog.text
     assert not torch.equal(run.model.classifier.weight, tagger.classifier.weight)
 
 
@@ -153,7 +153,7 @@ def test_an_encoder_without_a_head_gives_no_warning(caplog):
     write_rows(["A", "B"])
     save_checkpoint(AutoModel, BERT)
     run = text_run(TASK, "checkpoint", LABELLED)
-    assert "starts fresh" not in caplog.text
+    assert "is reinitialized" not in caplog.text
     assert run.model.config.id2label == {0: "A", 1: "B"}
 
 

@@ -269,7 +269,7 @@ def test_compressed_files_are_read_and_damaged_ones_refused(suffix):
         write(f"cut.csv{suffix}", PACK[suffix](content)[:-9])
     )
     plain = write(f"plain.csv{suffix}", content)
-    assert f"It is read as {codec}: if it is another kind, give data.read.compression." in refusal(plain)
+    assert f"It is read as {codec}: if it has another compression, give data.read.compression." in refusal(plain)
     assert named_rows(text_data(plain, read={"compression": "none"})) == ROWS
 
 

@@ -201,7 +201,9 @@ def test_classes_that_differ_by_case_or_spaces_warn_with_the_map_that_joins_them
     if remedy is None:
         assert caplog.text == ""
         return
-    assert f"train.csv: the classes '{other}', 'neg' differ by case or spaces only. If they are one: data.label_map={remedy}" in caplog.text
+    assert (
+        f"train.csv: the classes '{other}', 'neg' differ only by case or spaces. If they are equal: data.label_map={remedy}" in caplog.text
+    )
     caplog.clear()
     assert set(names(path, label_map={other: "neg"})) == {"neg", "pos"}
     assert caplog.text == ""

@@ -72,7 +72,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Project
             {"readme": "README.md", "code": "src/night_watch/__init__.py"}[key]: text for key, text in changed.items()
         }
         if description:
-            files["pyproject.toml"] = files["pyproject.toml"].replace("Keeps the lowest training loss of a fastloop run", description)
+            files["pyproject.toml"] = files["pyproject.toml"].replace("Records the lowest training loss of a fastloop run", description)
         for path, text in files.items():
             (home / path).parent.mkdir(parents=True, exist_ok=True)
             (home / path).write_text(text)
@@ -82,7 +82,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Project
         shown = (
             "an older description\n\nan older README"
             if editable
-            else f"{description or 'Keeps the lowest training loss of a fastloop run'}\n\n"
+            else f"{description or 'Records the lowest training loss of a fastloop run'}\n\n"
         )
         body = "" if editable else files["README.md"]
         (info / "METADATA").write_text(f"Metadata-Version: 2.4\nName: night-watch\nVersion: 0.1.0\nSummary: {shown}{body}")

@@ -157,7 +157,7 @@ def test_a_class_that_is_not_there_is_refused(tiny_run):
 
 def test_a_model_without_repeated_blocks_is_said(tiny_run, caplog):
     tiny_run([ActivationCheckpointing()], epochs=1)
-    assert "activation-checkpointing: Sequential has no list of like blocks: nothing is recomputed. Set blocks." in caplog.text
+    assert "activation-checkpointing: Sequential has no list of repeated blocks: nothing is recomputed. Set blocks." in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -223,7 +223,9 @@ def test_it_is_compiled_along(pair, backend, regional):
 
 
 def test_a_backend_that_would_draw_other_dropout_is_refused(tiny_run):
-    with pytest.raises(PluginError, match=r"plugins\.compile\.backend: 'eager' knows no activation checkpointing.* Use 'aot_eager'"):
+    with pytest.raises(
+        PluginError, match=r"plugins\.compile\.backend: 'eager' does not support activation checkpointing.* Use 'aot_eager'"
+    ):
         tiny_run([ActivationCheckpointing(), {"compile": {"backend": "eager"}}], model=Deep())
 
 

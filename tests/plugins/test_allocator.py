@@ -63,7 +63,7 @@ def test_pages_are_kept_from_step_to_step_and_numbers_are_the_same():
         found.setdefault("said", done.stderr)
     assert found["with"]["losses"] == found["without"]["losses"]
     assert found["with"]["faults"] < 0.2 * found["without"]["faults"], found
-    assert "given back" not in found["said"]
+    assert "returned to the system" not in found["said"]
     assert found["with"]["allocator"]["page_faults_a_step"] > 0
     assert found["without"]["allocator"] is None
 
@@ -144,7 +144,7 @@ def test_the_command_line_starts_itself_again_with_the_allocator(allocator, tmp_
 def test_an_allocator_that_is_not_installed_is_refused(allocator, monkeypatch):
     monkeypatch.setattr(platform, "libc_ver", lambda: ("glibc", "2.36"))
     monkeypatch.setattr(ctypes.util, "find_library", lambda name: None)
-    with pytest.raises(PluginError, match=rf"plugins\.allocator\.allocator: {allocator} is not installed\. Install it, or take auto"):
+    with pytest.raises(PluginError, match=rf"plugins\.allocator\.allocator: {allocator} is not installed\. Install it, or use auto"):
         Allocator(allocator=allocator).environment(make_recipe({"train": {"device": "cpu"}}))
 
 

@@ -58,7 +58,7 @@ def test_the_choice_and_its_reason_are_said(caplog):
 def test_with_compile_it_is_torchs(caplog):
     caplog.set_level(logging.INFO, "fastloop")
     run(Attention(), Compile())
-    assert "attention: sdpa, since compile would end a graph" in caplog.text
+    assert "attention: sdpa, since any other kernel would break compile's graph" in caplog.text
 
 
 def test_a_model_that_is_not_transformers_is_left_alone(tiny_run, caplog):

@@ -125,5 +125,5 @@ def test_an_unknown_metric_is_an_error_that_names_those_there_are(tiny_run):
 
 def test_without_an_evaluation_split_it_is_refused():
     trainer = Trainer(tiny_model(), tiny_data(), loss=nn.functional.cross_entropy, batch_size=8, plugins=["checkpoint-best"])
-    with pytest.raises(UsageError, match=r"plugins\.checkpoint-best\.monitor: there is no evaluation split"):
+    with pytest.raises(UsageError, match=r"plugins\.checkpoint-best\.monitor: there is no validation split"):
         trainer.fit()

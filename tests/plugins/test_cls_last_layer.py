@@ -107,7 +107,7 @@ def test_with_dropout_amp_and_activation_checkpointing():
 
 def test_a_model_that_is_not_made_so_is_refused():
     model = {"model_type": "gpt2", "n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 32}
-    with pytest.raises(PluginError, match="not made like BERT"):
+    with pytest.raises(PluginError, match="not built like BERT"):
         make_run("text-classification", {"config": model}, DATA, [ClsLastLayer()])
 
 

@@ -92,7 +92,7 @@ def test_regional_compiles_repeated_blocks_and_computes_the_same(tiny_run):
 def test_regional_without_repeated_blocks_says_so(tiny_run, caplog):
     with caplog.at_level(logging.WARNING, "fastloop"):
         tiny_run([eager(regional=True)], epochs=1)
-    assert "has no list of like blocks: the whole model is compiled" in caplog.text
+    assert "has no list of repeated blocks: the full model is compiled" in caplog.text
 
 
 class Breaks(nn.Module):
@@ -217,7 +217,7 @@ def test_it_asks_tasks_to_pad_to_a_multiple(tiny_run):
 
 def test_cuda_graphs_asked_for_where_there_can_be_none_are_said(tiny_run, caplog):
     report = tiny_run([eager(mode="reduce-overhead")], epochs=1).summary["compile"]
-    assert "compile: mode reduce-overhead: CUDA graphs are inductor's, for CUDA: none is recorded" in caplog.text
+    assert "compile: mode reduce-overhead: CUDA graphs need the inductor backend and a CUDA device: none is recorded" in caplog.text
     assert report["cuda_graphs_skipped"] is None
 
 

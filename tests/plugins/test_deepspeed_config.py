@@ -60,7 +60,7 @@ def test_a_file_that_is_not_there_is_named():
 
 def test_a_key_that_is_not_known_is_passed_on_with_a_warning(caplog):
     check({"quantum_entanglement": True})
-    assert "'quantum_entanglement' is no key that fastloop knows" in caplog.text
+    assert "'quantum_entanglement' is not a key that fastloop knows" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -92,5 +92,7 @@ def test_what_accelerates_configuration_says_of_deepspeed_is_held_against_the_re
 def test_steps_that_another_plugin_splits_are_refused(tiny_run):
     data: Any = tiny_data()
     data.lengths = [1 + index % 9 for index in range(len(data))]
-    with pytest.raises(PluginError, match=r"plugins\.deepspeed: its steps are of one number of micro-steps, and 'length-bucketing' splits"):
+    with pytest.raises(
+        PluginError, match=r"plugins\.deepspeed: needs the same number of micro-steps in each step, and 'length-bucketing' splits"
+    ):
         tiny_run(["deepspeed", {"length-bucketing": {"max_tokens": 20}}], data=data, device="cpu")

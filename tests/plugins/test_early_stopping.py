@@ -60,5 +60,5 @@ def test_an_unknown_metric_is_an_error_that_names_those_there_are(tiny_run):
 
 def test_without_an_evaluation_split_it_is_refused():
     trainer = Trainer(tiny_model(), tiny_data(), loss=nn.functional.cross_entropy, batch_size=8, plugins=["early-stopping"])
-    with pytest.raises(UsageError, match=r"plugins\.early-stopping\.monitor: there is no evaluation split"):
+    with pytest.raises(UsageError, match=r"plugins\.early-stopping\.monitor: there is no validation split"):
         trainer.fit()

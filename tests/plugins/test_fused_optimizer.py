@@ -90,5 +90,5 @@ def test_8_bits_promise_less_and_need_an_extra(tiny_run):
 
 def test_an_optimizer_that_has_no_8_bits_is_refused_with_those_that_have():
     recipe = make_recipe({"train": {"optimizer": "NAdam"}})
-    with pytest.raises(PluginError, match=r"NAdam has no 8bit implementation\. train\.optimizer: AdamW, Adam, SGD"):
+    with pytest.raises(PluginError, match=r"NAdam has no 8bit implementation\. Set train\.optimizer to one of: AdamW, Adam, SGD"):
         FusedOptimizer(implementation="8bit").check_recipe(recipe)

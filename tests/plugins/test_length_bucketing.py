@@ -143,14 +143,14 @@ def test_evaluation_has_the_same_metrics():
 def test_it_says_what_it_saves(caplog):
     caplog.set_level(logging.INFO, "fastloop")
     train(LengthBucketing())
-    assert "of what is computed is padding, instead of" in caplog.text
+    assert "of the computed tokens are padding, instead of" in caplog.text
 
 
 def test_like_lengths_are_said(caplog):
     rows = Rows()
     rows.lengths = [5] * len(rows.lengths)
     train(LengthBucketing(), data=rows)
-    assert "all samples are of length 5: there is nothing to match" in caplog.text
+    assert "all samples have length 5: there is nothing to sort" in caplog.text
 
 
 def test_what_has_no_lengths_is_refused():
@@ -271,7 +271,7 @@ def test_texts_keep_to_max_tokens_when_padded_to_a_multiple():
     sizes = {tuple(batch.inputs["input_ids"].shape) for batch in run.train_loader.batches()}
     assert {width for _, width in sizes} == {8, 16, 24}
     assert 64 < max(samples * width for samples, width in sizes) <= 96
-    with pytest.raises(PluginError, match=r"data\.padding: max_length all batches are padded alike"):
+    with pytest.raises(PluginError, match=r"data\.padding: max_length all batches have the same width"):
         make_run("text-classification", model, data | {"padding": "max_length"}, objects=[LengthBucketing(max_tokens=96)])
 
 

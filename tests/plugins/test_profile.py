@@ -73,7 +73,7 @@ def test_evaluation_and_saving_have_names(tiny_run):
 
 def test_a_run_that_ends_too_early_says_so(tiny_run, caplog):
     result = tiny_run([Profile(wait=500)])
-    assert "before there was anything to keep: lower wait" in caplog.text
+    assert "before any step was recorded: lower wait" in caplog.text
     assert not traces(result.trainer.run.folder)
 
 

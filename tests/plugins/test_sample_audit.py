@@ -171,7 +171,7 @@ def test_samples_drawn_with_replacement_end_the_run(tiny_run, monkeypatch):
     assert f"epoch 0: {len(missing)} of 67 samples are missing ({', '.join(map(str, missing[:5]))}, ...)" in said
     steps = [int(place) // 8 for place in (drawn == repeated[0]).nonzero().flatten()]
     assert f"{len(repeated)} came more than once ({repeated[0]}: rank 0 at step {steps[0]} and rank 0 at step {steps[1]}" in said
-    assert "The record is in run/sample-audit." in said
+    assert "The records are in run/sample-audit." in said
     summary = json.loads(Path("run/summary.json").read_text())
     assert summary["status"] == "failed"
     assert (summary["sample-audit"]["missing"], summary["sample-audit"]["repeated"]) == (len(missing), len(repeated))

@@ -68,7 +68,7 @@ def test_a_pretrained_folder_is_trained_in_float32_and_its_new_head_is_said(pret
     caplog.set_level(logging.INFO, "fastloop")
     run = make_run(TASK, {"name": pretrained}, DATA, epochs=15)
     assert {parameter.dtype for parameter in run.model.parameters()} == {torch.float32}
-    assert "so they start at random: classifier.bias, classifier.weight" in caplog.text
+    assert "so initialized at random: classifier.bias, classifier.weight" in caplog.text
     assert execute(run)["test"]["accuracy"] == 1.0
 
 
@@ -79,7 +79,7 @@ def test_a_head_for_other_labels_is_replaced_and_that_is_said(pretrained, caplog
     caplog.set_level(logging.INFO, "fastloop")
     run = make_run(TASK, {"name": pretrained}, DATA)
     assert run.model.classifier.out_features == 2
-    assert "so they start at random: classifier.bias, classifier.weight" in caplog.text
+    assert "so initialized at random: classifier.bias, classifier.weight" in caplog.text
 
 
 def test_batches_are_padded_to_the_longest_of_the_batch_and_count_real_tokens():
@@ -168,8 +168,8 @@ def test_it_is_on_by_default_where_data_names_a_label():
         ({"config": TINY, "tokenizer": {"kind": "bpe", "vocab_size": 100}}, "model.tokenizer.vocab_size: found 100, expected 300 or more"),
         ({"config": TINY, "attn_implementation": "fast"}, "model.config: "),
         ({"name": "no/such/folder"}, "model.name: no/such/folder: no such folder"),
-        ({"name": "."}, "model.name: . holds no config.json. Expected a folder as save_pretrained writes it."),
-        ({"name": "x", "tokenizer": {"kind": "word"}}, "model.tokenizer: one is trained only with model.config."),
+        ({"name": "."}, "model.name: . holds no config.json. Expected a folder that save_pretrained wrote."),
+        ({"name": "x", "tokenizer": {"kind": "word"}}, "model.tokenizer: a tokenizer is trained only with model.config."),
     ],
 )
 def test_a_wrong_model_section_is_refused_with_its_key(model, message):

@@ -312,7 +312,7 @@ def test_a_hub_model_is_refused_before_the_data_is_read():
     with pytest.raises(RecipeError) as caught:
         make_run("text-classification", {"name": "no-such-model"}, {"files": {"train": "train.csv"}, "label": "label"})
     message = str(caught.value)
-    assert "recipe.yaml: model.name: 'no-such-model' is no local folder, and is not in the hub's local cache" in message
+    assert "recipe.yaml: model.name: 'no-such-model' is not a local folder, and is not in the hub's local cache" in message
     for way in ("model.name=FOLDER", "model.config", "HF_HOME", "HF_ENDPOINT"):
         assert way in message
 
@@ -320,7 +320,7 @@ def test_a_hub_model_is_refused_before_the_data_is_read():
 def test_a_hub_dataset_is_refused_with_what_to_do_instead():
     with pytest.raises(RecipeError) as caught:
         make_run("text-classification", {"config": TINY}, {"name": "no-such-dataset", "label": "label", "max_length": 32})
-    assert "recipe.yaml: data.name: 'no-such-dataset' is no local folder" in str(caught.value)
+    assert "recipe.yaml: data.name: 'no-such-dataset' is not a local folder" in str(caught.value)
     assert "data.files.train=FILE" in str(caught.value)
 
 
@@ -335,5 +335,5 @@ def test_a_hub_that_does_not_answer_is_given_up_without_chatter(tmp_path, monkey
     )
     result = subprocess.run([sys.executable, "-m", "fastloop", "train", "recipe.yaml"], capture_output=True, text=True, timeout=300)
     assert result.returncode == 2, result.stderr
-    assert result.stderr.startswith("error: recipe.yaml: model.name: 'no-such-model' is no local folder")
+    assert result.stderr.startswith("error: recipe.yaml: model.name: 'no-such-model' is not a local folder")
     assert result.stderr.count("\n") == 1

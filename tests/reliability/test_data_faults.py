@@ -238,7 +238,7 @@ def test_corrupt_rows_of_a_csv_are_left_out_by_choice_too(tmp_path, caplog):
     for _ in range(2):
         run = text_run((SKIP, {"token-cache": {"folder": str(tmp_path / "cache")}}), train="train.csv")
         assert run.state.unreadable == 2
-    assert "train.csv: 2 rows cannot be read, and are left out" in caplog.text
+    assert "train.csv: 2 rows cannot be read, and are skipped" in caplog.text
 
 
 def test_a_truncated_parquet_is_refused_wherever_it_is_cut(record_property):

@@ -129,8 +129,10 @@ def test_a_process_that_hangs_is_named_with_where_it_stands(rank):
     """a rank that hangs in its data: within the timeout all end with an error that names it, with the stacks of all in the run folder"""
     done = do(*FASTLOOP, "--nproc", "2", fault="sleep", rank=rank)
     assert done.returncode not in (0, -signal.SIGKILL)
-    assert any(f"process {rank} of 2 has not moved for" in line and "reading data" in line for line in errors(done.stderr)), done.stderr
-    assert f"watchdog: process {rank} of 2 has not moved for" in done.stdout
+    assert any(f"process {rank} of 2 has made no progress for" in line and "reading data" in line for line in errors(done.stderr)), (
+        done.stderr
+    )
+    assert f"watchdog: process {rank} of 2 has made no progress for" in done.stdout
     assert "stuck_here" in Path(f"run/watchdog/rank-{rank}.txt").read_text()
     other = Path(f"run/watchdog/rank-{1 - rank}.txt").read_text()
     assert "stuck_here" not in other
@@ -141,17 +143,17 @@ def test_a_process_that_is_stopped_is_named_and_all_end():
     """a rank stopped by SIGSTOP, as one behind a dead link looks: the others name it and end, and it is ended too"""
     done = do(*FASTLOOP, "--nproc", "2", fault="stop", rank=1)
     assert done.returncode == 1
-    assert any("process 1 of 2 has not moved" in line and "does not answer" in line for line in errors(done.stderr)), done.stderr
+    assert any("process 1 of 2 has made no progress" in line and "does not respond" in line for line in errors(done.stderr)), done.stderr
     assert not any(Path("/proc", Path(name).read_text()).exists() for name in ("pid0", "pid1"))
     summary = json.loads(Path("run/summary.json").read_text())
-    assert (summary["status"], summary["reason"].startswith("process 1 of 2 has not moved")) == ("failed", True)
+    assert (summary["status"], summary["reason"].startswith("process 1 of 2 has made no progress")) == ("failed", True)
 
 
 def test_one_process_alone_is_watched_too():
     """a run of one process that hangs: it ends with exit code 1 and says where it stands"""
     done = do(*FASTLOOP, "--without", "ddp", fault="sleep", rank=0)
     assert done.returncode == 1
-    assert any("process 0 of 1 has not moved" in line for line in errors(done.stderr)), done.stderr
+    assert any("process 0 of 1 has made no progress" in line for line in errors(done.stderr)), done.stderr
     assert "stuck_here" in Path("run/watchdog/rank-0.txt").read_text()
 
 
@@ -167,7 +169,7 @@ def test_a_process_that_falls_behind_is_named_and_the_run_goes_on():
     """a rank that is late, but comes: a warning names it, and the run ends well"""
     done = do(*FASTLOOP, "plugins.watchdog.timeout=16", "--nproc", "2", fault="late", rank=1)
     assert done.returncode == 0, done.stderr
-    assert "watchdog: process 1 of 2 has not moved for" in done.stdout
+    assert "watchdog: process 1 of 2 has made no progress for" in done.stdout
 
 
 def test_a_run_that_moves_is_left_alone(undisturbed):

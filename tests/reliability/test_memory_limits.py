@@ -107,17 +107,17 @@ def test_a_step_that_does_not_fit_is_done_again_in_halves():
     key = "data.arguments={api_key: 'k7-very-secret'}"
     done = train("run", key, TRAIN0="150")
     assert done.returncode == 0, done.stderr
-    assert "k7-very-secret" not in Path("run/fit_memory.json").read_text()
+    assert "k7-very-secret" not in Path("run/micro_batch.json").read_text()
     assert "auto-micro-batch: micro-batches of train do not fit into memory at step 1: 16 samples from here on" in done.stdout
     same("run", "plain")
     found = summary("run")
-    assert found["fit_memory"]["train"]["micro_batch"] in (4, 8, 16)
+    assert found["auto-micro-batch"]["train"]["micro_batch"] in (4, 8, 16)
     assert {key: found[key] for key in ("status", "steps", "samples")} == {"status": "completed", "steps": 4, "samples": 128}
     (note,) = Path("run/out_of_memory").glob("step-1-*.txt")
     assert "can't allocate memory" in note.read_text()
     again = train("run", key, "--resume", "train.epochs=3")
     assert again.returncode == 0, again.stderr
-    assert summary("run")["fit_memory"] == found["fit_memory"]
+    assert summary("run")["auto-micro-batch"] == found["auto-micro-batch"]
 
 
 def test_without_the_plugin_the_run_is_lost():
@@ -134,7 +134,7 @@ def test_an_evaluation_that_does_not_fit_leaves_the_training_batch_alone():
     assert done.returncode == 0, done.stderr
     assert "micro-batches of validation do not fit into memory" in done.stdout
     assert "micro-batches of train" not in done.stdout
-    found = summary("run")["fit_memory"]
+    found = summary("run")["auto-micro-batch"]
     assert list(found) == ["validation"]
     assert found["validation"]["micro_batch"] < 64
     same("run", "plain")
@@ -167,12 +167,12 @@ def test_processes_agree_at_the_next_start():
     assert "process 1: micro-batches of train do not fit into memory at step 1: 8 samples from here on" in failed.stderr
     Path("run").rename("kept")  # a new run finds it too, as long as it has the same recipe
     Path("run").mkdir()
-    for name in ("fit_memory.json", "recipe.yaml"):
+    for name in ("micro_batch.json", "recipe.yaml"):
         Path("kept", name).rename(Path("run", name))
     again = train("run", *two)
     assert again.returncode == 0, again.stderr
-    assert "begins with what fitted before: 8 samples a micro-batch" in again.stdout
-    assert summary("run")["fit_memory"]["train"]["micro_batch"] == 8
+    assert "starts with the size that fitted before: 8 samples in a micro-batch" in again.stdout
+    assert summary("run")["auto-micro-batch"]["train"]["micro_batch"] == 8
     same("run", "plain")
 
 

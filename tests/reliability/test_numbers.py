@@ -215,7 +215,7 @@ def test_going_back_twice_leaves_both_out_and_is_bounded(tiny_run, tmp_path):
     assert ran.trainer.run.state.left_out == [[1, 16], [1, 32], [2, 0]]
     assert [line["ids"] for line in lines(tmp_path / "run")] == [order(1)[16:24], order(1)[32:40], order(2)[:8]]
     assert (ran.summary["steps"], ran.summary["nan-guard"]["acted"]) == (27 - 3, 3)
-    with pytest.raises(NotFinite, match=r"has gone back 2 times; plugins.nan-guard.limit is 2"):
+    with pytest.raises(NotFinite, match=r"has rolled back 2 times; plugins.nan-guard.limit is 2"):
         tiny_run([{"nan-guard": {"action": "rollback", "limit": 2}}, bad], epochs=3)
 
 
@@ -239,7 +239,7 @@ def test_with_nothing_to_go_back_to_it_says_so(tiny_run, caplog):
 
 def test_a_sample_audit_of_a_run_that_may_go_back_is_refused(tiny_run):
     """rollback, and a sample audit that would count repeated steps: refused before anything is written"""
-    with pytest.raises(PluginError, match="'sample-audit' would count the steps that are done again as repeated"):
+    with pytest.raises(PluginError, match="'sample-audit' would count the samples of repeated steps twice"):
         tiny_run([{"nan-guard": {"action": "rollback"}}, "sample-audit"])
 
 

@@ -337,7 +337,7 @@ def test_code_that_comes_with_a_model_runs_only_when_the_recipe_says_so(model_fo
     assert not (tmp_path / "ran").exists()
     with caplog.at_level(logging.WARNING, logger="fastloop"):
         make = text_run({"name": "model", "trust_remote_code": True})
-    assert "model.trust_remote_code: runs the Python code that comes with model" in caplog.text
+    assert "model.trust_remote_code: runs the Python code that ships with model" in caplog.text
     assert (tmp_path / "ran").exists()
     assert type(make.unwrap_model()).__name__ == "Model"
 
@@ -651,8 +651,10 @@ def test_the_report_escapes_every_field(tmp_path, monkeypatch):
     (tmp_path / "ablation").mkdir()
     (tmp_path / "ablation" / "bench.json").write_text(json.dumps({"command": EVIL, "variants": variants}))
     (tmp_path / "profile").mkdir()
-    verdicts = [{"edit": EVIL, "seconds": 0.1, "why": EVIL}]
-    (tmp_path / "profile" / "profile.json").write_text(json.dumps({"seen": {"regions": {EVIL: 0.1}, "seconds": 0.2}, "verdicts": verdicts}))
+    suggestions = [{"edit": EVIL, "seconds": 0.1, "why": EVIL}]
+    (tmp_path / "profile" / "profile.json").write_text(
+        json.dumps({"profile": {"regions": {EVIL: 0.1}, "seconds": 0.2}, "suggestions": suggestions})
+    )
     folders = [str(path) for path in sorted(tmp_path.iterdir()) if path.is_dir()]
     assert command(monkeypatch, "report", *folders, "--output", "page.html", "--title", EVIL) == 0
     text = Path("page.html").read_text()

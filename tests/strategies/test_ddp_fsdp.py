@@ -198,7 +198,7 @@ def test_weights_that_are_not_used_are_named_or_found(results):
 
 
 def test_a_graph_that_is_static_cannot_be_accumulated_over(results):
-    assert "plugins.ddp.static_graph: torch cannot hold gradients back with it" in results["ddp static refused"]["error"]
+    assert "plugins.ddp.static_graph: torch cannot accumulate gradients with it" in results["ddp static refused"]["error"]
 
 
 def test_a_class_that_the_model_lacks_is_refused(results):
@@ -225,4 +225,4 @@ def test_a_sharded_checkpoint_holds_no_pickle(folder, results):
 def test_nothing_is_said_that_the_user_need_not_know(ended):
     said = [line for process in ended[1:3] for line in process.said.splitlines()]
     (warning,) = [line for line in said if "profiler_st" not in line]
-    assert warning == "ddp: batch norm sees the samples of its own process only, so numbers differ with how many there are"
+    assert warning == "ddp: batch norm uses only the samples of its own process, so results depend on the number of processes"

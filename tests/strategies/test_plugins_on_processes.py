@@ -140,4 +140,4 @@ def test_steps_that_are_split_by_length_train_the_same_on_two_then_three_then_on
 
 
 def test_a_static_graph_and_split_steps_are_refused_together(results):
-    assert "'length-bucketing' splits each step as its samples want it" in results[2]["split, static graph"]["error"]
+    assert "'length-bucketing' splits each step by the lengths of its samples" in results[2]["split, static graph"]["error"]

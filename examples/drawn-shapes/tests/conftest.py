@@ -1,3 +1,3 @@
-"""The fixtures of fastloop's kit for plugin authors."""
+"""Fixtures of fastloop.testing."""
 
 pytest_plugins = ["fastloop.testing"]

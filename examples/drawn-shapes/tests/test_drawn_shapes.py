@@ -1,4 +1,4 @@
-"""drawn-shapes: what it does, and what every plugin is held to."""
+"""Tests of drawn-shapes: its behaviour, and fastloop's conformance tests."""
 
 import numpy as np
 import pytest
@@ -54,7 +54,7 @@ def test_the_splits_differ_and_the_test_split_does_not_follow_the_others_seed(fi
 
 
 def test_each_shape_covers_what_it_should():
-    """Mean images: where a shape's pixels lie, whatever its place and size."""
+    """Mean images of each class: the pixels that a shape covers, over all positions and sizes."""
     labels = np.repeat(np.arange(len(SHAPES)), 400)
     images = draw(labels, 32, np.random.default_rng(0))[:, 0]
     mean = {shape: images[labels == index].mean(0) for index, shape in enumerate(SHAPES)}
@@ -69,7 +69,7 @@ def test_each_shape_covers_what_it_should():
 def test_it_refuses_sections_that_it_does_not_read():
     tree = {"data": {"name": "imdb"}, "plugins": ["drawn-shapes"]}
     recipe = make_recipe(tree)
-    with pytest.raises(RecipeError, match="recipe: data: 'drawn-shapes' has its own. Leave the section out"):
+    with pytest.raises(RecipeError, match="recipe: data: 'drawn-shapes' has its own. Remove the section"):
         build(recipe, resolve(recipe))
 
 

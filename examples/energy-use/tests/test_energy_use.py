@@ -1,4 +1,4 @@
-"""energy-use: what it does, and what every plugin is held to."""
+"""Tests of energy-use: its behaviour, and fastloop's conformance tests."""
 
 import logging
 import os
@@ -43,7 +43,7 @@ def test_packages_and_memory_are_added_up_and_parts_of_a_package_left_out(tmp_pa
     rapl = Rapl(tmp_path)
     for number, (name, folder) in enumerate(zones.items()):
         zone(tmp_path / folder, name, 1000 + 10**number)
-    rapl.look()
+    rapl.update()
     assert rapl.joules == pytest.approx((1 + 100 + 1000) / 1e6)
 
 
@@ -52,13 +52,13 @@ def test_a_counter_that_wraps_around_goes_on(tmp_path):
     rapl = Rapl(tmp_path)
     for counter in (999_500, 200, 700):
         zone(package, "package-0", counter)
-        rapl.look()
+        rapl.update()
     assert rapl.joules == pytest.approx(0.0017)
 
 
 def test_a_machine_without_counters_says_so(tmp_path):
     rapl = Rapl(tmp_path)
-    rapl.look()
+    rapl.update()
     assert (rapl.zones, rapl.why) == ({}, f"{tmp_path} has none")
 
 
@@ -77,7 +77,7 @@ def test_a_gpu_at_work_uses_energy():
     for _ in range(500):
         matrix = (matrix @ matrix).sign()
     torch.cuda.synchronize()
-    gpu.look()
+    gpu.update()
     assert gpu.joules > 1
     assert 0 <= gpu.busy <= 1
 

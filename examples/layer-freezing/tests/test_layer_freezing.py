@@ -1,4 +1,4 @@
-"""layer-freezing: what it does, and what every plugin is held to."""
+"""Tests of layer-freezing: its behaviour, and fastloop's conformance tests."""
 
 import pytest
 import torch
@@ -78,7 +78,7 @@ def test_it_refuses_a_run_of_unknown_length(tiny_run):
         def __iter__(self):
             return iter([(torch.zeros(8), torch.tensor(0))] * 16)
 
-    with pytest.raises(PluginError, match="data of unknown length does not tell. Set train.max_steps"):
+    with pytest.raises(PluginError, match="the data has no known length. Set train.max_steps"):
         tiny_run([LayerFreezing()], data=Stream())
 
 

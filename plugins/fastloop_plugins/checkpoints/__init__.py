@@ -1,1 +1,1 @@
-"""Which checkpoints are kept, and how they are written."""
+"""Plugins that select checkpoints to keep, and control how they are written."""

@@ -1,12 +1,12 @@
-"""Writes checkpoints while training goes on.
+"""Writes checkpoints in a background thread while training continues.
 
     plugins:
       - async-save
 
-A save copies the weights and the optimizer's state to the host's memory, and a thread writes the copy: the same files as without the
-plugin, as safely, and the step after waits for the copy alone. A save waits for the one before it, and the run's end for the last one. What
-cannot be written is said at the end of the step in which that turns out, and ``train.on_save_error`` decides. The copy needs as much of the
-host's memory as the checkpoint has bytes. Weights in shards (``fsdp``), which processes write together, are written at once.
+A save copies the weights and the optimizer state to host memory, and a thread writes the copy. The files are the same as without the
+plugin, and as safe; the next step waits only for the copy. Each save waits for the previous one, and the end of the run waits for the last
+one. If a write fails, fastloop reports it at the end of the current step, and ``train.on_save_error`` decides what happens. The copy needs
+as much host memory as the checkpoint has bytes. Sharded weights (``fsdp``) are written by all processes together, in the foreground.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ logger = logging.getLogger("fastloop")
 
 
 class AsyncSave(Plugin):
-    """Checkpoints are written in the background."""
+    """Writes checkpoints in the background."""
 
     name = "async-save"
     numerics = "bitwise"
@@ -42,10 +42,10 @@ class AsyncSave(Plugin):
         from fastloop.checkpoint import resume
 
         if any(isinstance(tensor, DTensor) for tensor in model.values()):
-            logger.info("async-save: the weights are in shards, so checkpoints are written at once")
+            logger.info("async-save: the weights are sharded, so checkpoints are written in the foreground")
             return None
         if not run.is_main:
-            return None  # it writes nothing
+            return None  # only the main process writes
         copies = checkpoint.snapshot(model, state)
         written: Future[None] = Future()
 
@@ -56,5 +56,5 @@ class AsyncSave(Plugin):
             except BaseException as error:
                 written.set_exception(error)
 
-        threading.Thread(target=write, name="async-save", daemon=True).start()  # a run that ends at once does not wait for it
+        threading.Thread(target=write, name="async-save", daemon=True).start()  # a run that is killed does not wait for it
         return written

@@ -1,1 +1,1 @@
-"""Loading, ordering and packing samples."""
+"""Plugins that load, order and pack samples."""

@@ -1,4 +1,4 @@
-"""The files of the plugin ``sample-audit``: one a process, a line an optimizer step, read back an epoch at a time."""
+"""Files of the plugin ``sample-audit``: one for each process, with one line for each optimizer step, read back one epoch at a time."""
 
 from __future__ import annotations
 
@@ -9,39 +9,39 @@ from pathlib import Path
 from typing import Any
 
 SHOWN = 5
-"""Ids that a message names."""
+"""Ids that a message lists at most."""
 
 
 class Files:
-    """``rank-R.jsonl`` of every process that ever took part in a run."""
+    """The files ``rank-R.jsonl`` of every process that ever took part in a run."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.read_until: dict[Path, int] = {}  # where in each file the epoch under way begins
+        self.read_until: dict[Path, int] = {}  # offset in each file at which the current epoch begins
 
     def path(self, rank: int) -> Path:
         """The file of one process."""
         return self.folder / f"rank-{rank}.jsonl"
 
     def ranks(self) -> list[int]:
-        """Those that have a file."""
+        """Ranks that have a file."""
         return sorted(int(path.stem.removeprefix("rank-")) for path in self.folder.glob("rank-*.jsonl"))
 
     def cut(self, rank: int, step: int) -> None:
-        """Keep the lines of the steps before ``step``: those after it happen again."""
+        """Keep only the lines before ``step``: the run repeats the later steps."""
         kept = 0
         with self.path(rank).open("rb+") as file:
             for line in file:
                 try:
                     if not line.endswith(b"\n") or json.loads(line)["step"] >= step:
                         break
-                except ValueError:  # it was cut off
+                except ValueError:  # a partial line
                     break
                 kept += len(line)
             file.truncate(kept)
 
     def batches(self, epoch: int) -> Iterator[tuple[int, int, dict[str, Any]]]:
-        """Rank, step and what was recorded of each micro-batch of an epoch."""
+        """Yield rank, step and the record of each micro-batch of an epoch."""
         for rank in self.ranks():
             with self.path(rank).open("rb") as file:
                 file.seek(self.read_until.get(self.path(rank), 0))
@@ -50,23 +50,23 @@ class Files:
                         yield from ((rank, line["step"], batch) for batch in line["batches"])
 
     def epoch_ended(self) -> None:
-        """All that is written from here on is of later epochs."""
+        """Skip everything written so far in later reads."""
         self.read_until = {path: path.stat().st_size for path in map(self.path, self.ranks())}
 
-    def places(self, epoch: int, ids: list[int]) -> list[str]:
-        """Each id, with who read it and when."""
+    def locate(self, epoch: int, ids: list[int]) -> list[str]:
+        """Describe each id: which process read it, and at which step."""
         found: dict[int, list[str]] = {number: [] for number in ids}
         for rank, step, batch in self.batches(epoch):
             reader = f"rank {rank}" if batch["worker"] < 0 else f"rank {rank} worker {batch['worker']}"
             for number in batch["ids"]:
                 if number in found:
                     found[number].append(f"{reader} at step {step}")
-        return [f"{number}: {' and '.join(places)}" for number, places in found.items()]
+        return [f"{number}: {' and '.join(locations)}" for number, locations in found.items()]
 
 
 @dataclass
 class Findings:
-    """What is wrong with an epoch: sample ids that did not come, those that came more than once, and how many the dataset does not have."""
+    """Problems of an epoch: ids that are missing, ids that occurred more than once, and the number of ids outside the dataset."""
 
     size: int
     missing: list[int]
@@ -74,20 +74,20 @@ class Findings:
     unknown: int
 
     def text(self, files: Files, epoch: int) -> str:
-        """In words; nothing when there is nothing."""
+        """A description for messages; empty if there is no problem."""
         parts = []
         if self.missing:
             parts.append(f"{len(self.missing)} of {self.size} samples are missing ({_some(self.missing, ', ')})")
         if self.repeated:
-            places = files.places(epoch, self.repeated[:SHOWN]) + self.repeated[SHOWN:]
-            parts.append(f"{len(self.repeated)} came more than once ({_some(places, '; ')})")
+            locations = files.locate(epoch, self.repeated[:SHOWN]) + self.repeated[SHOWN:]
+            parts.append(f"{len(self.repeated)} came more than once ({_some(locations, '; ')})")
         if self.unknown:
             parts.append(f"{self.unknown} have ids that a dataset of {self.size} does not have")
         return ", ".join(parts)
 
 
 def check(ids: Iterable[list[int]], size: int, complete: bool) -> Findings:
-    """Whether ids from 0 to ``size`` came once; ``complete``: all of them should have. Holds a number a sample, and one list at a time."""
+    """Check that each id below ``size`` occurs once, at least once only if ``complete``. Memory: one number a sample and one list."""
     import numpy as np
 
     times, unknown = np.zeros(size, np.int32), 0

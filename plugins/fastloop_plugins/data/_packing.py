@@ -1,4 +1,4 @@
-"""Batches as one row of sequences end to end, and attention that stays inside each of them."""
+"""Packed batches: sequences end to end in one row, with attention inside each sequence."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from fastloop import Batch, PluginError
 from fastloop_plugins.tasks._text_batches import Ragged
 
 READ = {"input_ids", "token_type_ids"}
-"""What the model reads of each token. Anything else with a value for each token is what it is to predict."""
+"""Columns that the model reads. Any other column with one value for each token holds targets."""
 IGNORED = -100
-"""What is predicted of the padding at a row's end: nothing."""
+"""Target of padding: the loss ignores it."""
 
 
 class Lengths:
     """The lengths of the sequences in a row.
 
-    Not a tensor, since every layer asks for them and would wait for the device; not a list, since a compiler would make a graph for each.
+    Not a tensor: every layer reads the lengths, and each read would wait for the device. Not a list: a compiler would build a graph for
+    each.
     """
 
     def __init__(self, lengths: list[int], longest: int = 0) -> None:
@@ -32,22 +33,22 @@ class Lengths:
 
 
 class PackedCollator:
-    """Puts the sequences of a batch end to end in a row, without padding them first where the task's collator offers ``ragged``.
+    """Packs the sequences of a batch into one row, without padding them first if the task's collator has a method ``ragged``.
 
-    ``input_ids`` and every other column of tokens become rows of shape (1, tokens), without an ``attention_mask``; ``position_ids`` restart
-    with each sequence. A row that is padded to a multiple ends in a sequence of padding, which nothing is predicted from.
+    ``input_ids`` and every other column of tokens become rows of shape (1, tokens), without an ``attention_mask``. ``position_ids`` restart
+    with each sequence. If a row is padded to a multiple, the padding is a sequence of its own, without targets.
 
     Args:
         collate: The task's collator.
-        multiple: Tokens of a row are padded to a multiple of this; None: they are not.
+        multiple: Pad the tokens of a row to a multiple of this; None: no padding.
 
     Attributes:
-        first_position: Where the model's positions begin.
-        varlen: Whether the model's attention takes transformers' arguments for FlashAttention, instead of ``packed``: ``cu_seq_lens_q`` and
-            ``cu_seq_lens_k``, int32 of shape (sequences + 2,), and ``max_length_q`` and ``max_length_k``. The padding's sequence is always
-            among them, empty or not, and the lengths are the same for all batches, so that shapes and numbers depend on the number of
-            sequences alone: a compiler makes one graph, and a CUDA graph fits every row of as many tokens.
-        longest: Tokens of the longest sequence of all batches, where that is known.
+        first_position: The model's first position id.
+        varlen: Whether the model's attention takes transformers' arguments for FlashAttention instead of ``packed``: ``cu_seq_lens_q`` and
+            ``cu_seq_lens_k``, int32 of shape (sequences + 2,), and ``max_length_q`` and ``max_length_k``. They always include the
+            sequence of padding, empty or not, and the same maximum for all batches. Shapes then depend only on the number of sequences:
+            a compiler builds one graph, and a CUDA graph fits every row with the same number of tokens.
+        longest: Tokens of the longest sequence of all batches; 0 if unknown.
     """
 
     def __init__(self, collate: Callable[[list[Any]], Any], multiple: int | None) -> None:
@@ -62,12 +63,12 @@ class PackedCollator:
         return Batch(self.pack(ragged), loss_weight=ragged.loss_weight, tokens=ragged.tokens)
 
     def width(self, tokens: int) -> int:
-        """Tokens of a row with its padding."""
+        """Tokens of a row, padding included."""
         return -(-tokens // self.multiple) * self.multiple
 
     def pack(self, batch: Ragged) -> dict[str, Any]:
-        """The inputs of a row."""
-        lengths = [max(len(row), 1) for row in batch.columns["input_ids"][0]]  # an empty text is a token of padding
+        """Build the model's inputs from a batch."""
+        lengths = [max(len(row), 1) for row in batch.columns["input_ids"][0]]  # an empty text becomes one token of padding
         *starts, total = accumulate(lengths, initial=0)
         width = self.width(total)
         inputs: dict[str, Any] = dict(batch.fixed)
@@ -79,7 +80,7 @@ class PackedCollator:
         positions = np.full(width, self.first_position)
         positions[:total] += np.arange(total) - np.repeat(starts, lengths)
         inputs["position_ids"] = torch.from_numpy(positions)[None]
-        if batch.columns.keys() <= READ:  # one prediction a sequence: from its first token
+        if batch.columns.keys() <= READ:  # each sequence has one target, predicted from its first token
             inputs["first_tokens"] = torch.tensor(starts)
         if not self.varlen:
             return inputs | {"packed": Lengths(lengths + [width - total] * (width > total), self.longest)}
@@ -88,7 +89,7 @@ class PackedCollator:
 
 
 def unpadded(batch: Any, lengths: list[int]) -> Ragged:
-    """The sequences of a batch that a collator padded on the right, given the length of each."""
+    """Remove the padding from a batch that a collator padded on the right, given the length of each sequence."""
     if not isinstance(batch, Batch):
         batch = Batch(batch)
     ids = batch.inputs["input_ids"]
@@ -104,13 +105,13 @@ def unpadded(batch: Any, lengths: list[int]) -> Ragged:
 
 
 def pack_with(packed: PackedCollator, collate: Callable[[list[Any]], Any], samples: list[Any]) -> Batch:
-    """Collate by another collator, and pack as ``packed`` does now: the model may be adapted after collators are built."""
+    """Collate with another collator, and pack with the current settings of ``packed``: the model may be adapted after this is built."""
     other = copy.copy(packed)
     other.collate = collate
     return other(samples)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator] # every mix of lengths would be another graph
+@torch.compiler.disable  # type: ignore[untyped-decorator] # each combination of lengths would need its own graph
 def attention(
     implementation: str,
     module: Any,
@@ -122,27 +123,27 @@ def attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """In the form of transformers' attention functions: another one of them, asked for each sequence by itself.
+    """Call a transformers attention function for each sequence separately. Has the form of one itself.
 
     Raises:
-        PluginError: The model looks at fewer tokens than a sequence has, which is not done here.
+        PluginError: The model's sliding window is smaller than a sequence, which is not supported here.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     attend = ALL_ATTENTION_FUNCTIONS[implementation]
     longest = packed.longest if packed is not None else key.shape[2] if attention_mask is None else 0
     if sliding_window is not None and sliding_window < longest:
-        raise PluginError(f"attention looks at {sliding_window} tokens only, and sequences have {longest}")
+        raise PluginError(f"attention is limited to {sliding_window} tokens, and sequences have {longest}")
     if packed is None:
         plain: tuple[Tensor, None] = attend(module, query, key, value, attention_mask, **kwargs)
         return plain
-    queries: Any = packed.lengths if query.shape[2] == key.shape[2] else 1  # ``cls-last-layer`` asks for no more, and none at a row's end
+    queries: Any = packed.lengths if query.shape[2] == key.shape[2] else 1  # ``cls-last-layer`` needs one query each, none for padding
     split = (torch.split(tensor, sizes, dim=2) for tensor, sizes in ((query, queries), (key, packed.lengths), (value, packed.lengths)))
     return torch.cat([attend(module, *part, None, **kwargs)[0] for part in zip(*split, strict=False)], dim=1), None
 
 
 def mask(attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
-    """The mask of a padded batch. A row has none: its lengths say what sees what."""
+    """The mask of a padded batch. A packed row needs none: its lengths define it."""
     from transformers.masking_utils import sdpa_mask
 
     made: Tensor | None = None if attention_mask is None else sdpa_mask(attention_mask=attention_mask, **kwargs)
@@ -150,7 +151,7 @@ def mask(attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
 
 
 def register(implementation: str) -> str:
-    """Tell transformers of ``attention`` around one of its own; returns the name it then has."""
+    """Register ``attention`` around one of transformers' own implementations; returns the new name."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
@@ -161,9 +162,9 @@ def register(implementation: str) -> str:
 
 
 def first_tokens(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-    """A forward hook: of a row that holds one prediction a sequence, the first token of each, as a batch of sequences of one token."""
+    """Forward hook: select the first token of each sequence in a packed row, as a batch of sequences of one token."""
     firsts = kwargs.get("first_tokens")
     if firsts is not None:
         row = output["last_hidden_state"][0]
-        output["last_hidden_state"] = (row if len(row) == len(firsts) else row[firsts])[:, None]  # ``cls-last-layer`` leaves no others
+        output["last_hidden_state"] = (row if len(row) == len(firsts) else row[firsts])[:, None]  # ``cls-last-layer`` returns only these
     return output

@@ -3,8 +3,8 @@
     plugins:
       - dataloader-workers: {num_workers: 4}
 
-Batches are the same with any number of workers. ``auto`` leaves one processor of this process's share to training, and takes at most 8.
-Random numbers drawn by a dataset are seeded for each batch, so they too are the same for any number of workers from 1 on.
+The batches do not depend on the number of workers. ``auto`` uses all but one of the process's CPU cores, and at most 8. A dataset's random
+numbers are seeded for each batch, so they are the same for any number of workers from 1.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger("fastloop")
 
 
 class DataLoaderWorkers(Plugin):
-    """Worker processes and how far they read ahead."""
+    """Sets the number of worker processes and how far they read ahead."""
 
     name = "dataloader-workers"
     numerics = "bitwise"
@@ -40,25 +40,25 @@ class DataLoaderWorkers(Plugin):
         num_workers: Annotated[NonNegativeInt | Literal["auto"], option("Worker processes for each training process.")] = "auto"
         persistent_workers: Annotated[bool, option("Keep the workers between epochs.")] = True
         prefetch_factor: Annotated[int, option("Batches that each worker reads ahead.", ge=1)] = 2
-        timeout: Annotated[float, option("Seconds to wait for a batch before the run ends with an error; 0: for ever.", ge=0)] = 600.0
+        timeout: Annotated[float, option("Seconds to wait for a batch before the run ends with an error; 0: no limit.", ge=0)] = 600.0
         multiprocessing_context: Annotated[
-            Literal["fork", "spawn", "forkserver"] | None, option("How workers start; null: the platform's way.")
+            Literal["fork", "spawn", "forkserver"] | None, option("How workers start; null: the platform's default.")
         ] = None
 
     @classmethod
-    def estimate_speedup(cls, seen: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:
-        """Batches are read beside the computing: as long as the workers need, or all processors for both."""
-        waiting = max((rank.get("data", 0.0) for rank in seen.ranks), default=seen.region("data"))
-        cores = max(1, seen.cores // seen.world_size)
-        computing = max(seen.seconds - waiting, 1e-6)
+    def estimate_speedup(cls, profile: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:
+        """The next batch is read during the computation: a step takes as long as the slowest of workers, computation and all cores."""
+        waiting = max((rank.get("data", 0.0) for rank in profile.ranks), default=profile.region("data"))
+        cores = max(1, profile.cores // profile.world_size)
+        computing = max(profile.seconds - waiting, 1e-6)
         workers = min(-(-1.25 * waiting // computing), cores) if waiting else 0
         listed = recipe.plugins.get(cls.name) or {}
         if workers < 1 or listed.get("num_workers") in range(int(workers), 10**6):
             return None
-        busy = computing * (min(seen.threads, cores) if seen.device == "cpu" else 1) + seen.reading
+        busy = computing * (min(profile.threads, cores) if profile.device == "cpu" else 1) + profile.reading
         return SpeedupEstimate(
-            seconds=seen.seconds - max(computing, waiting / workers, busy / cores),
-            why=f"A step waits {waiting / seen.seconds:.0%} of its time for batches, which {int(workers)} workers make meanwhile.",
+            seconds=profile.seconds - max(computing, waiting / workers, busy / cores),
+            why=f"A step waits {waiting / profile.seconds:.0%} of its time for batches; {int(workers)} workers can read them in parallel.",
             options={"num_workers": int(workers)},
         )
 

@@ -1,11 +1,11 @@
-"""Copies batches to the device while it computes.
+"""Copies the next step's batches to the GPU while the current step is computed.
 
     plugins:
       - dataloader-workers
       - device-prefetch
 
-Each step's batches go from page-locked memory to the device (CUDA) on a stream of their own, while the step before is computed. A step is
-read ahead only where workers read it: otherwise a dataset's random numbers in the training process would be drawn too early.
+Copies go from pinned memory to the GPU on a separate CUDA stream. A step is read ahead only with worker processes: without them, the
+dataset would draw random numbers in the training process too early.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ T = TypeVar("T")
 
 
 class DevicePrefetch(Plugin):
-    """Copies batches on a stream of their own, one step ahead."""
+    """Copies batches on a separate stream, one step ahead."""
 
     name = "device-prefetch"
     numerics = "bitwise"
     runs_after = ("dataloader-workers",)
-    description = "copies batches ahead (CUDA)"
-    kind = ""  # of the device; drafts are written without check_recipe too
+    description = "copies the next batches to the GPU during a step"
+    kind = ""  # device type; configure_dataloader may run without check_recipe
 
     @hookimpl
     def check_recipe(self, recipe: Recipe) -> None:
@@ -43,30 +43,30 @@ class DevicePrefetch(Plugin):
     @hookimpl
     def configure_dataloader(self, draft: DataLoaderDraft) -> None:
         if self.kind == "cuda":
-            draft.placing = self.copied if draft.num_workers else self.copied_in_turn
+            draft.placing = self.copied if draft.num_workers else self.copied_when_read
 
     @hookimpl
     def check_run(self, run: Run) -> None:
         if self.kind != "cuda":
-            logger.warning("device-prefetch: the device is %s: there is nothing to copy", self.kind)
+            logger.warning("device-prefetch: the device is %s: there is nothing to prefetch", self.kind)
         elif not run.loader_settings.num_workers:
             logger.warning(
-                "device-prefetch: no workers read batches, so none is copied ahead. Add dataloader-workers, with num_workers from 1."
+                "device-prefetch: no workers read batches, so none is prefetched. Add dataloader-workers with num_workers of 1 or more."
             )
 
-    def copied(self, steps: Iterable[list[Batch]], place: Callable[[list[Batch]], list[Batch]]) -> Iterator[list[Batch]]:
-        """Steps on the device, each handed on when the copy of the next is under way."""
-        copy, arrive = on_a_stream_of_its_own(place)
+    def copied(self, steps: Iterable[list[Batch]], to_device: Callable[[list[Batch]], list[Batch]]) -> Iterator[list[Batch]]:
+        """Steps on the device. Each is returned when the copy of the next one has started."""
+        copy, arrive = on_copy_stream(to_device)
         return map(arrive, one_ahead(map(copy, steps)))
 
-    def copied_in_turn(self, steps: Iterable[list[Batch]], place: Callable[[list[Batch]], list[Batch]]) -> Iterator[list[Batch]]:
-        """Steps on the device; a copy begins when the step is read, whatever the device still computes."""
-        copy, arrive = on_a_stream_of_its_own(place)
+    def copied_when_read(self, steps: Iterable[list[Batch]], to_device: Callable[[list[Batch]], list[Batch]]) -> Iterator[list[Batch]]:
+        """Steps on the device. A copy starts when its step is read, while the device may still compute."""
+        copy, arrive = on_copy_stream(to_device)
         return map(arrive, map(copy, steps))
 
 
 def one_ahead(items: Iterable[T]) -> Iterator[T]:
-    """The same items; one is handed on when the next was got."""
+    """Yield the same items, each after the next one was read."""
     waiting: deque[T] = deque()
     for item in items:
         waiting.append(item)
@@ -75,8 +75,8 @@ def one_ahead(items: Iterable[T]) -> Iterator[T]:
     yield from waiting
 
 
-def on_a_stream_of_its_own(place: Callable[[list[Batch]], list[Batch]]) -> tuple[Callable[..., Any], Callable[..., list[Batch]]]:
-    """``copy``, which begins to place batches and returns at once, and ``arrive``, after which what it returned can be computed with."""
+def on_copy_stream(to_device: Callable[[list[Batch]], list[Batch]]) -> tuple[Callable[..., Any], Callable[..., list[Batch]]]:
+    """Return ``copy``, which starts a copy and returns immediately, and ``arrive``, which makes the current stream wait for it."""
     import torch
     from torch.utils._pytree import tree_leaves
 
@@ -84,7 +84,7 @@ def on_a_stream_of_its_own(place: Callable[[list[Batch]], list[Batch]]) -> tuple
 
     def copy(batches: list[Batch]) -> tuple[list[Batch], torch.cuda.Event]:
         with torch.cuda.stream(stream):
-            return place(batches), stream.record_event()
+            return to_device(batches), stream.record_event()
 
     def arrive(copied: tuple[list[Batch], torch.cuda.Event]) -> list[Batch]:
         batches, done = copied
@@ -92,7 +92,7 @@ def on_a_stream_of_its_own(place: Callable[[list[Batch]], list[Batch]]) -> tuple
         computing.wait_event(done)
         for tensor in tree_leaves([batch.inputs for batch in batches]):
             if isinstance(tensor, torch.Tensor):
-                tensor.record_stream(computing)  # its memory came from the other stream, which must not have it back too early
+                tensor.record_stream(computing)  # the copy stream must not reuse this memory too early
         return batches
 
     return copy, arrive

@@ -1,4 +1,4 @@
-"""Puts samples of like length into one batch, so that little padding is computed.
+"""Batches samples of similar length together, so that little padding is computed.
 
     plugins:
       - length-bucketing: {window: 100, max_tokens: 8192}
@@ -33,7 +33,7 @@ logger = logging.getLogger("fastloop")
 
 
 class LengthBucketing(Plugin):
-    """Batches of like length."""
+    """Batches samples of similar length."""
 
     name = "length-bucketing"
     numerics = "changes-training"
@@ -49,12 +49,12 @@ class LengthBucketing(Plugin):
         max_tokens: Annotated[int | None, option("Tokens of a device's batch at most, padding included; null: no limit.", ge=1)] = None
 
     @classmethod
-    def estimate_speedup(cls, seen: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:
-        if {cls.name, "packing"} & recipe.plugins.keys() or not seen.longest or recipe.data.get("padding") == "max_length":
+    def estimate_speedup(cls, profile: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:
+        if {cls.name, "packing"} & recipe.plugins.keys() or not profile.longest or recipe.data.get("padding") == "max_length":
             return None
-        padding = 1 - seen.real / seen.longest
+        padding = 1 - profile.real / profile.longest
         return SpeedupEstimate(
-            seconds=0.8 * padding * seen.computing,  # batches of like length still differ a little
+            seconds=0.8 * padding * profile.computing,  # lengths in a batch still differ a little
             why=f"{padding:.0%} of the tokens in a batch are padding to its longest sample.",
         )
 
@@ -70,11 +70,11 @@ class LengthBucketing(Plugin):
         where = f"{recipe.where}: plugins.length-bucketing.max_tokens"
         if recipe.train.micro_batch_size is not None:
             raise PluginError(
-                f"{where}: train.micro_batch_size is set too, and both say what a device computes at once. "
+                f"{where}: train.micro_batch_size is set too, and both limit what a device computes at once. "
                 "Remove one of them: train.micro_batch_size=null, or plugins.length-bucketing.max_tokens=null."
             )
         if recipe.data.get("padding") == "max_length":
-            raise PluginError(f"{where}: with data.padding: max_length all batches are padded alike. Set data.padding: longest.")
+            raise PluginError(f"{where}: with data.padding: max_length all batches have the same width. Set data.padding: longest.")
 
     @hookimpl
     def configure_dataloader(self, draft: DataLoaderDraft) -> None:
@@ -90,7 +90,7 @@ class LengthBucketing(Plugin):
         for split, loader in {"train": run.train_loader, **(run.eval_loaders if limit else {})}.items():
             dataset: Any = loader.dataset
             if loader.sampler is None:
-                raise PluginError(f"{where}: {split}: {type(dataset).__name__} is iterable: its order is its own. Leave this out.")
+                raise PluginError(f"{where}: {split}: {type(dataset).__name__} is iterable, with its own order. Remove length-bucketing.")
             lengths = self.lengths(dataset)
             longest = max(range(len(lengths)), key=lengths.__getitem__)
             if limit is not None and (width := self.width(lengths[longest])) > limit:
@@ -102,7 +102,7 @@ class LengthBucketing(Plugin):
                 )
         lengths = self.lengths(run.datasets["train"])
         if min(lengths) == max(lengths):
-            logger.warning("length-bucketing: all samples are of length %d: there is nothing to match", lengths[0])
+            logger.warning("length-bucketing: all samples have length %d: there is nothing to sort", lengths[0])
             return
         sampler: Any = run.train_loader.sampler
         ids, size = sampler.order(), sampler.batch_size
@@ -111,27 +111,27 @@ class LengthBucketing(Plugin):
         plain = [list(range(first, min(first + micro, len(ids)))) for first in range(0, len(ids), micro)]
         shapes = self.shapes(lengths, (batch for step in steps for batch in step))
         share, before = (self.padding(lengths, found) for found in (shapes, self.shapes(lengths, plain)))
-        logger.info("length-bucketing: %.0f%% of what is computed is padding, instead of %.0f%%", 100 * share, 100 * before)
+        logger.info("length-bucketing: %.0f%% of the computed tokens are padding, instead of %.0f%%", 100 * share, 100 * before)
         logger.info(
             "length-bucketing: %d shapes in %d micro-batches (%.1f a step), %d widths",
             len(shapes), sum(shapes.values()), sum(shapes.values()) / len(steps), len({width for _, width in shapes}),
         )  # fmt: skip
 
     def shapes(self, lengths: Sequence[int], batches: Iterable[list[int]]) -> Counter[tuple[int, int]]:
-        """(samples, width) -> how many batches of that shape there are."""
+        """(samples, width) -> number of batches with that shape."""
         return Counter((len(batch), self.width(max(lengths[index] for index in batch))) for batch in batches)
 
     def padding(self, lengths: Sequence[int], shapes: Counter[tuple[int, int]]) -> float:
-        """The share of padding in what is computed in an epoch."""
+        """The share of padding in the tokens computed in an epoch."""
         return 1 - sum(lengths) / sum(samples * width * count for (samples, width), count in shapes.items())
 
     def width(self, length: int) -> int:
-        """How wide a batch is whose longest sample has this length."""
+        """The width of a batch whose longest sample has this length."""
         multiple = self.draft.pad_to_multiple_of or 1
         return -(-length // multiple) * multiple
 
     def split(self, dataset: Any, ids: list[int], processes: int) -> list[list[int]]:
-        """Micro-batches within ``max_tokens``, no fewer than keep all processes busy; see ``DataLoaderDraft.split``."""
+        """Split a step into micro-batches within ``max_tokens``, enough to keep all processes busy; see ``DataLoaderDraft.split``."""
         lengths, limit = self.lengths(dataset), self.config.max_tokens
         ids = sorted(ids, key=lambda index: -lengths[index])
         parts: list[list[int]] = []
@@ -148,10 +148,10 @@ class LengthBucketing(Plugin):
             parts.remove(largest)
             half = (len(largest) + 1) // 2
             parts += [largest[:half], largest[half:]]
-        return sorted(parts, key=cost, reverse=True)  # those that are computed side by side are alike
+        return sorted(parts, key=cost, reverse=True)  # micro-batches that run in parallel have similar cost
 
     def arrange(self, dataset: Any, ids: list[int], batch_size: int, generator: Generator | None) -> list[int]:
-        """Like lengths together; see ``DataLoaderDraft.arrange``."""
+        """Order samples so that each batch has similar lengths; see ``DataLoaderDraft.arrange``."""
         import torch
 
         lengths = self.lengths(dataset)
@@ -161,19 +161,19 @@ class LengthBucketing(Plugin):
 
         if generator is None:
             return by_length(ids)
-        whole = len(ids) // batch_size * batch_size
+        full = len(ids) // batch_size * batch_size
         batches = []
-        for start in range(0, whole, self.config.window * batch_size):
-            window = by_length(ids[start : min(start + self.config.window * batch_size, whole)])
+        for start in range(0, full, self.config.window * batch_size):
+            window = by_length(ids[start : min(start + self.config.window * batch_size, full)])
             batches += [window[first : first + batch_size] for first in range(0, len(window), batch_size)]
         shuffled = [batches[index] for index in torch.randperm(len(batches), generator=generator).tolist()]
-        return [index for batch in [*shuffled, by_length(ids[whole:])] for index in batch]  # a short batch can only be the last
+        return [index for batch in [*shuffled, by_length(ids[full:])] for index in batch]  # a short batch can only be the last
 
     def lengths(self, dataset: Any) -> Sequence[int]:
-        """The length of each sample, looked up once.
+        """The length of each sample, computed once for each dataset.
 
         Raises:
-            PluginError: Samples have none.
+            PluginError: The samples have no lengths.
         """
         if id(dataset) not in self.known:
             found = getattr(dataset, "lengths", None)

@@ -1,12 +1,12 @@
-"""Puts the sequences of a batch end to end in one row, so that no padding is computed, and none sees another.
+"""Packs the sequences of a batch end to end into one row: no padding is computed, and no sequence attends to another.
 
     plugins:
       - packing
 
-Samples, batches and order stay as they are; only the shape is another: (1, all tokens) instead of (samples, longest). Positions restart
-with each sequence, attention is computed for each by itself, and one that is classified is so by its first token. With
-``length-bucketing`` little padding is left to save. For transformers models whose attention can be chosen (BERT, DistilBERT, RoBERTa,
-GPT-2, Llama and their like): before training, a few tokens are computed both ways, and a model whose results differ is refused.
+Samples, batches and order stay the same; only the shape changes, from (samples, longest) to (1, all tokens). Positions restart with each
+sequence, attention is computed within each, and a classifier reads the first token of each. With ``length-bucketing``, little padding is
+left to remove. For transformers models with selectable attention (BERT, DistilBERT, RoBERTa, GPT-2, Llama and similar). Before training,
+the plugin computes a few tokens both ways, and raises an error if the results differ.
 
 On CUDA in half precision one kernel computes the attention of a whole row: torch's FlashAttention, or that of the package flash-attn where
 ``attention`` chose it. Rows are padded to few different numbers of tokens, so ``compile`` makes no break and few graphs, and CUDA graphs
@@ -37,26 +37,26 @@ logger = logging.getLogger("fastloop")
 
 FLASH = "flash_attention_2"
 INSIDE = {"sdpa": "sdpa", "eager": "sdpa", FLASH: "sdpa", "fast_dropout": "fast_dropout", "fastloop_blocked": "fastloop_blocked"}
-"""What a model's attention is -> what is asked for each sequence. FlashAttention, which needs CUDA, is tried out as sdpa."""
+"""The model's attention -> the attention called for each sequence. FlashAttention needs CUDA, so the trial on the CPU uses sdpa."""
 
 
 class Packing(Plugin):
-    """Collator, attention and pooling of rows of sequences."""
+    """Replaces collator, attention and pooling by versions for packed rows."""
 
     name = "packing"
     numerics = "reassociated"
     runs_after = ("cls-last-layer", "attention", "fast-dropout", "lora")
     runs_before = ("activation-checkpointing", "slot:strategy", "compile")
-    description = "puts the sequences of a batch end to end: no padding is computed"
+    description = "packs sequences end to end, so that no padding is computed"
     collator: PackedCollator
 
     @classmethod
-    def estimate_speedup(cls, seen: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:
-        if cls.name in recipe.plugins or not seen.padding:
+    def estimate_speedup(cls, profile: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:
+        if cls.name in recipe.plugins or not profile.padding:
             return None
         return SpeedupEstimate(
-            seconds=seen.padding * seen.computing,
-            why=f"{seen.padding:.0%} of the tokens that are computed are padding: none is, when samples lie in one row.",
+            seconds=profile.padding * profile.computing,
+            why=f"{profile.padding:.0%} of the computed tokens are padding; packed rows have none.",
         )
 
     @hookimpl(wrapper=True)
@@ -73,16 +73,16 @@ class Packing(Plugin):
     def before_prepare(self, run: Run, model: nn.Module) -> None:
         found = transformers_model(model)
         if found is None:
-            raise PluginError(f"{run.recipe.where}: plugins.packing: {type(model).__name__} is no transformers model. Leave this out.")
-        elsewhere = any(parameter.is_meta for parameter in model.parameters())  # the main process has the weights
+            raise PluginError(f"{run.recipe.where}: plugins.packing: {type(model).__name__} is not a transformers model. Remove packing.")
+        elsewhere = any(parameter.is_meta for parameter in model.parameters())  # only the main process has weights
         answers = run.processes.all_gather_object(self.adapt(run, model, found, trial=not elsewhere))
         answer = next(answer for answer in answers if answer is not None)
         if isinstance(answer, str):
-            raise PluginError(f"{run.recipe.where}: plugins.packing: {type(found).__name__} cannot be packed: {answer}. Leave this out.")
+            raise PluginError(f"{run.recipe.where}: plugins.packing: {type(found).__name__} cannot be packed: {answer}. Remove packing.")
         self.collator.first_position = answer
 
     def adapt(self, run: Run, model: nn.Module, found: Any, trial: bool) -> int | str | None:
-        """Prepare the model for rows, and try them out: the model's first position, or why it cannot be; None without a trial."""
+        """Adapt the model to packed rows and try it: returns its first position id, or a reason against it; None without a trial."""
         from torch import nn
 
         from fastloop_plugins.data import _varlen
@@ -92,14 +92,14 @@ class Packing(Plugin):
         longest = max(int(max(getattr(split, "lengths", [0]))) for split in run.datasets.values())
         stack = next((module for module in found.modules() if any(isinstance(part, nn.ModuleList) for part in module.children())), None)
         if current not in INSIDE or not getattr(found, "_supports_sdpa", False):
-            return f"its attention is {current!r}, and what is known here is {', '.join(INSIDE)}"
+            return f"its attention is {current!r}, and packing supports {', '.join(INSIDE)}"
         if stack is None:
             return "it has no list of blocks"
         if not hasattr(dataset, "__getitem__"):
             return f"it is trained on {type(dataset).__name__}, which is iterable"
         if longest > (chunk := getattr(found.config, "attention_chunk_size", None) or longest):
-            return f"attention looks at {chunk} tokens only, and sequences have {longest}"
-        if current != FLASH:  # which has windows
+            return f"attention is limited to {chunk} tokens, and sequences have {longest}"
+        if current != FLASH:  # which supports sliding windows
             self.collator.longest = longest
         found.set_attn_implementation(register(INSIDE[current]))
         stack.register_forward_hook(first_tokens, with_kwargs=True)
@@ -133,7 +133,7 @@ class Packing(Plugin):
 
     @staticmethod
     def results(run: Run, model: nn.Module, inputs: Mapping[str, Any]) -> Output:
-        """Of a batch, without gradients."""
+        """The output for a batch, without gradients."""
         import torch
 
         with torch.no_grad():
@@ -151,7 +151,7 @@ class Packing(Plugin):
         rows = [sum(batch) for batch in batches]
         share = 1 - sum(rows) / sum(max(batch) * len(batch) for batch in batches)
         if share < 0.02:
-            logger.warning("packing: batches have only %.1f%% of padding: there is little to leave out", 100 * share)
+            logger.warning("packing: batches have only %.1f%% of padding: there is little to remove", 100 * share)
         else:
             logger.info("packing: %.0f%% of what would be computed is padding, and is left out", 100 * share)
         if run.device.type == "cuda" and run.recipe.data.get("pad_to_multiple_of") is None:
@@ -164,14 +164,14 @@ class Packing(Plugin):
 
 
 def shortened(sample: Mapping[str, Any], size: int) -> dict[str, Any]:
-    """A sample's first tokens."""
+    """The first ``size`` tokens of a sample."""
     tokens = len(sample["input_ids"])
     return {name: value[:size] if hasattr(value, "__len__") and len(value) == tokens else value for name, value in sample.items()}
 
 
 def same(output: Output, expected: Output) -> bool:
-    """Whether results differ by rounding alone, which is below 1e-6; one that ignores a boundary or a position is off by 1e-3 and more."""
-    if output.predictions is None or expected.predictions is None:  # a loss is a mean: of the rest, less is left
+    """Whether two outputs differ only by rounding, which stays below 1e-6. A missed boundary or position changes them by 1e-3 and more."""
+    if output.predictions is None or expected.predictions is None:  # the loss is a mean, which hides part of a difference
         return bool((output.loss - expected.loss).abs() < 1e-5 * expected.loss.abs())
     if output.predictions.shape != expected.predictions.shape:
         return False

@@ -1,11 +1,11 @@
-"""Records the samples trained on, and checks that each came exactly once an epoch.
+"""Records the ids of the samples that a run trains on, and checks that each occurs exactly once in an epoch.
 
     plugins:
       - sample-audit: {on_violation: error}
 
-``sample-audit/rank-R.jsonl`` in the run folder has a line for each optimizer step of process R: ``step`` and ``epoch`` (both from 0), and
-for each micro-batch its data-loader ``worker`` (-1: the process itself) and sample ``ids``: indices of a map-style dataset, positions in
-an iterable one. The main process checks all ids at an epoch's end. Several machines must share the run folder.
+``sample-audit/rank-R.jsonl`` in the run folder has one line for each optimizer step of process R: ``step`` and ``epoch`` (both from 0), and
+for each micro-batch its data-loader ``worker`` (-1: the process itself) and sample ``ids``: indices in a map-style dataset, positions in an
+iterable one. The main process checks all ids at the end of an epoch. With several machines, the run folder must be shared.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ logger = logging.getLogger("fastloop")
 
 
 class AuditError(FastloopError):
-    """Samples of an epoch did not come, or came more than once."""
+    """Samples of an epoch are missing, or occurred more than once."""
 
 
 class SampleAudit(Plugin):
-    """Which samples each process and worker trained on."""
+    """Records which samples each process and worker trained on."""
 
     name = "sample-audit"
     numerics = "bitwise"
-    description = "records sample ids, and checks that each comes once an epoch"
+    description = "records sample ids and checks that each occurs once an epoch"
 
     @dataclass(kw_only=True)
     class Config:
         """Options."""
 
-        on_violation: Annotated[Literal["error", "warn"], option("What to do when samples are missing or came more than once.")] = "error"
+        on_violation: Annotated[Literal["error", "warn"], option("What to do if samples are missing or repeated.")] = "error"
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.file: IO[str] | None = None
         self.loaded = False
-        self.unrecorded = -1  # the epoch whose beginning is not in the audit
-        self.totals = {"epochs": 0, "missing": 0, "repeated": 0, "unknown": 0}  # of what was checked, on the main process
+        self.unrecorded = -1  # epoch whose beginning is not recorded
+        self.totals = {"epochs": 0, "missing": 0, "repeated": 0, "unknown": 0}  # over all checked epochs, on the main process
         self.readers: Counter[tuple[int, int]] = Counter()  # (rank, worker) -> samples
 
     @hookimpl
@@ -66,7 +66,7 @@ class SampleAudit(Plugin):
         if sampler is not None and sampler.fingerprint() and len(set(sampler.order())) < len(dataset):
             raise PluginError(
                 f"{run.recipe.where}: plugins.sample-audit: the training order leaves samples out or repeats some (drop_last or "
-                "a sampler), and sample-audit checks that every sample comes once an epoch. Leave it out, or give a loader that takes "
+                "a sampler), and sample-audit checks that every sample occurs once an epoch. Remove it, or give a loader that takes "
                 "each sample once."
             )
 
@@ -87,15 +87,15 @@ class SampleAudit(Plugin):
         self.file = files.path(run.rank).open("a")
 
     def _open(self, run: Run) -> None:
-        """Make the folder; when a run goes on, with what was recorded before."""
+        """Create the folder. For a resumed run, include the records from before."""
         files = self.files
         if run.resume_point is not None:
             source = run.resume_point[0].resolve().parent.parent / "sample-audit"
-            if source.is_dir() and source != files.folder.resolve():  # it goes on in another folder
+            if source.is_dir() and source != files.folder.resolve():  # the run resumes in another folder
                 shutil.copytree(source, files.folder, dirs_exist_ok=True)
         files.folder.mkdir(exist_ok=True)
         for rank in files.ranks():
-            if rank >= run.world_size:  # it was on more processes; what they recorded counts
+            if rank >= run.world_size:  # the run had more processes before; keep their records
                 files.cut(rank, run.state.step)
         if run.state.epoch_samples and not (self.loaded and files.ranks()):
             self.unrecorded = run.state.epoch
@@ -113,25 +113,25 @@ class SampleAudit(Plugin):
         rows = [
             {"worker": batch.worker} | ({"ids": batch.ids} if self.has_ids else {"samples": batch.samples})
             for batch in batches
-            if batch.samples  # else it is only here to compute along
+            if batch.samples  # batches without samples only keep processes in step
         ]
         line = {"step": run.state.step, "epoch": run.state.epoch, "batches": rows}
         self.file.write(json.dumps(line, separators=(",", ":")) + "\n")
-        self.file.flush()  # a process that is killed leaves all its lines
+        self.file.flush()  # a killed process loses no line
 
     @hookimpl
     def after_epoch(self, run: Run) -> None:
-        self._judge(run, run.state.epoch - 1, run.state.samples - self.start, done=True)
+        self._verify(run, run.state.epoch - 1, run.state.samples - self.start, done=True)
 
     @hookimpl
     def after_fit(self, run: Run) -> None:
         if run.state.epoch_samples:
-            self._judge(run, run.state.epoch, run.state.epoch_samples, done=False)
+            self._verify(run, run.state.epoch, run.state.epoch_samples, done=False)
 
     @hookimpl
     def save_state(self, run: Run) -> dict[str, Any]:
         if self.file is not None:
-            os.fsync(self.file.fileno())  # no checkpoint is ahead of the audit, even when the machine goes down
+            os.fsync(self.file.fileno())  # no checkpoint is ahead of the audit, even after a power failure
         readers = [[*reader, samples] for reader, samples in self.readers.items()]
         return {"totals": self.totals, "readers": readers, "unrecorded": self.unrecorded}
 
@@ -145,13 +145,13 @@ class SampleAudit(Plugin):
             self.file.close()
             self.file = None
 
-    def _judge(self, run: Run, epoch: int, samples: int, done: bool) -> None:
-        """The main process checks an epoch, and all processes act on what it found.
+    def _verify(self, run: Run, epoch: int, samples: int, done: bool) -> None:
+        """Check an epoch on the main process, and act on the result on every process.
 
         Raises:
-            AuditError: Samples are missing or came more than once; on every process.
+            AuditError: Samples are missing or occurred more than once; raised on every process.
         """
-        run.processes.barrier()  # all have written
+        run.processes.barrier()  # all processes have written
         wrong = ""
         if run.is_main:
             try:
@@ -161,7 +161,7 @@ class SampleAudit(Plugin):
         wrong = run.processes.all_gather_object(wrong)[0]
         if not wrong:
             return
-        expected = f"Every sample must come once an epoch. The record is in {self.files.folder}."
+        expected = f"Every sample must occur once an epoch. The records are in {self.files.folder}."
         message = f"plugin 'sample-audit': epoch {epoch}: {wrong}. {expected}"
         if self.config.on_violation == "error":
             raise AuditError(message)
@@ -169,7 +169,7 @@ class SampleAudit(Plugin):
             logger.warning("%s", message)
 
     def _check(self, run: Run, epoch: int, samples: int, done: bool) -> str:
-        """What is wrong with an epoch of which ``samples`` were trained on, in words."""
+        """Describe the problems of an epoch in which ``samples`` samples were trained on; empty if there are none."""
         stream = run.train_loader.stream is not None
         size = length_hint(run.datasets["train"], samples) if done or not stream else samples
 

@@ -1,11 +1,12 @@
-"""Leaves out samples that cannot be read, and counts them, instead of ending the run.
+"""Skips samples that cannot be read and counts them, instead of ending the run.
 
     plugins:
       - skip-unreadable: {limit: 100}
 
-A sample is unreadable when the dataset raises for it; in the text tasks, also when its row is no CSV or JSON, when its text is no text, or
-when it has no label. The step it belongs to is smaller by it. The first ones are named in the log, and the summary's
-``unreadable_samples`` counts those that training met. Samples of an iterable dataset cannot be left out: after an error it is at its end.
+A sample is unreadable if the dataset raises an error for it. In the text tasks, a row is also unreadable if it is not valid CSV or JSON, if
+its text is not a string, or if it has no label. The step of a skipped sample is smaller by one. The log names the first skipped samples,
+and the summary's ``unreadable_samples`` counts those met in training. Samples of an iterable dataset cannot be skipped: it ends at its
+first error.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ logger = logging.getLogger("fastloop")
 
 
 class SkipUnreadable(Plugin):
-    """Goes on without samples that cannot be read."""
+    """Skips samples that cannot be read."""
 
     name = "skip-unreadable"
     numerics = "changes-training"
-    description = "leaves out samples that cannot be read"
+    description = "skips samples that cannot be read"
 
     @dataclass(kw_only=True)
     class Config:
         """Options."""
 
-        limit: Annotated[int, option("Samples left out before the run ends all the same.", ge=0)] = 100
+        limit: Annotated[int, option("Samples to skip before the run ends with an error.", ge=0)] = 100
 
     @hookimpl
     def configure_dataloader(self, draft: DataLoaderDraft) -> None:
@@ -44,7 +45,7 @@ class SkipUnreadable(Plugin):
     def check_run(self, run: Run) -> None:
         dataset = run.datasets["train"]
         if run.train_loader.stream is not None:
-            logger.warning("skip-unreadable: %s is iterable: nothing of it can be left out", type(dataset).__name__)
+            logger.warning("skip-unreadable: %s is iterable: its samples cannot be skipped", type(dataset).__name__)
 
     @hookimpl
     def after_step(self, run: Run) -> None:

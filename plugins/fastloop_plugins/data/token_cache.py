@@ -1,11 +1,11 @@
-"""Keeps token ids on disk: texts are tokenized once.
+"""Caches token ids on disk, so that texts are tokenized once.
 
     plugins:
       - token-cache: {folder: auto}
 
-The token ids of text tasks are kept under a hash of the texts, the tokenizer's files and the options. Later runs, and the other processes
-of a run, map them from there. If ``data.files`` and a pretrained tokenizer are unchanged, a run reads no text at all. ``auto`` is
-``fastloop/tokens`` in the user's cache folder. It can be deleted at any time.
+The cache holds the token ids of text tasks under a hash of the texts, the tokenizer's files and the options. Later runs, and other
+processes of the same run, map them into memory. If ``data.files`` and a pretrained tokenizer are unchanged, a run reads no text at all.
+``auto`` is the folder ``fastloop/tokens`` in the user's cache. You can delete it at any time.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 
 class TokenCache(Plugin):
-    """Token ids from a cache on disk."""
+    """Reads and writes token ids in a cache on disk."""
 
     name = "token-cache"
     numerics = "bitwise"
-    description = "keeps token ids on disk"
+    description = "caches token ids on disk"
 
     @dataclass(kw_only=True)
     class Config:

@@ -1,1 +1,1 @@
-"""Data sets that need no download."""
+"""Datasets that need no download."""

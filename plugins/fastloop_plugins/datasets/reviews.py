@@ -2,20 +2,19 @@
 
 Four kinds of review, in equal parts:
 
-* ``plain``        praise or criticism, said directly;
+* ``plain``        praise or criticism, stated directly;
 * ``negation``     one opinion is stated and the opposite one denied
                    ("The score is moving and the plot never drags.");
-* ``contrast``     two opinions disagree and the grammar tells which one counts
+* ``contrast``     two opinions disagree and the grammar decides which one counts
                    ("Although the acting shines, the plot is dull.");
 * ``intensifier``  two opinions disagree and the stronger one counts
                    ("The ending is slightly clumsy but deeply moving.").
 
-Reviews come in twins, one positive and one negative, and both twins land in the same split. Except
-in the plain kind, twins consist of *the same words*: one template is filled twice, with the two
-opinions changing places. A classifier that only counts words gives both twins one answer, so it is
-right on exactly half of those reviews whatever it has learned; reading the order is what it takes.
-With the default sizes, logistic regression on word counts scores 100% on the plain kind, 50% on each
-of the others and 62.5% overall.
+Reviews come in twins, one positive and one negative, and both twins are in the same split. Except for
+the plain kind, twins consist of *the same words*: one template is filled twice, with the two opinions
+swapped. A classifier that only counts words gives both twins the same answer, so it is right on exactly
+half of those reviews; a correct classifier must read the word order. With the default sizes, logistic
+regression on word counts scores 100% on the plain kind, 50% on each of the others and 62.5% overall.
 
 The label is known by construction: in every template the opinion in the ``win`` slot decides, and
 the one in the ``lose`` slot is denied, conceded or played down.
@@ -40,7 +39,7 @@ class Lexicon(NamedTuple):
 
 
 class Opinion(NamedTuple):
-    """One opinion in every form a template may ask for."""
+    """One opinion, in every form that a template may use."""
 
     gradable: str  # "dull"
     adjective: str  # "dull" or "dreadful"
@@ -83,7 +82,7 @@ CLOSERS = ("That is my verdict.", "I left thinking about it.", "My friends agree
            "I told my neighbour so.", "That is all I can say.", "A sequel is planned.")
 # fmt: on
 
-# A hard template names each form of ``win`` as often as of ``lose``: that is what keeps twins the same words.
+# A hard template uses each form of ``win`` as often as of ``lose``, so that twins consist of the same words.
 TEMPLATES = {
     "plain": (
         "The {one} {be} {win.adjective}.",

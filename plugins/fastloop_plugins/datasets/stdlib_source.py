@@ -1,8 +1,8 @@
-"""A corpus that every Python brings along: the source of its standard library, for a language model that trains offline.
+"""A corpus that ships with Python: the source of its standard library, to train a language model offline.
 
     data: {module: "fastloop_plugins.datasets.stdlib_source:stdlib_source"}
 
-One row a file; a tenth of the files is the validation split.
+Each file is one row; a tenth of the files is the validation split.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ import zlib
 from pathlib import Path
 
 LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "pydoc_data", "encodings"}
-"""Folders that are not the standard library, or are tables and tests more than code."""
+"""Folders that are not part of the standard library, or contain mostly tables and tests."""
 
 
 def stdlib_source(largest: int = 100_000, validation: float = 0.1) -> dict[str, list[dict[str, str]]]:
-    """``train`` and ``validation``: one row a file, with its ``text`` and ``path``.
+    """Build ``train`` and ``validation``: one row for each file, with its ``text`` and ``path``.
 
-    A file's split follows from a checksum of its path, so it is the same on every machine with this Python.
+    A checksum of its path assigns a file to a split, so splits are the same on every machine with this Python.
 
     Args:
-        largest: Leave out files of more characters.
-        validation: About this share of the files.
+        largest: Skip files with more characters.
+        validation: Approximate share of files in the validation split.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     splits: dict[str, list[dict[str, str]]] = {"train": [], "validation": []}

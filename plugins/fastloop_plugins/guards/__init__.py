@@ -1,1 +1,1 @@
-"""Guards against bad numbers and hanging processes."""
+"""Plugins that detect invalid numbers and hanging processes."""

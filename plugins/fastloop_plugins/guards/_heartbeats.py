@@ -1,4 +1,4 @@
-"""Where each process of a run stands: files beside each other that the plugin ``watchdog`` of every process reads."""
+"""Heartbeat files of the processes of a run. The ``watchdog`` of every process reads all of them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from fastloop.runtime import files
 
 
 class RankHeartbeats:
-    """Where this process stands, and, from what the others tell, who holds up the run.
+    """Progress of this process, and, from the other processes' files, the process that blocks the run.
 
     Args:
-        folder: Of the files, which all processes share.
-        timeout: Seconds without a move that are too many; one that told nothing for half of it does not answer.
+        folder: Folder of the heartbeat files, shared by all processes.
+        timeout: Seconds without progress that are too many. A process that wrote no heartbeat for half of it does not respond.
     """
 
     def __init__(self, folder: Path, rank: int, world_size: int, timeout: float) -> None:
@@ -23,36 +23,36 @@ class RankHeartbeats:
         self.moves, self.where, self.since = 0, "", 0.0
 
     def move(self, where: str) -> None:
-        """This process got somewhere."""
+        """Record that this process made progress."""
         self.moves, self.where, self.since = self.moves + 1, where, time.monotonic()
 
-    def stood(self) -> float:
-        """Seconds since its last move."""
+    def seconds_idle(self) -> float:
+        """Seconds since the last progress."""
         return time.monotonic() - self.since
 
-    def tell(self, step: int) -> None:
-        """Write it down for the others."""
+    def write(self, step: int) -> None:
+        """Write this process's heartbeat file."""
         now = time.time()
-        place = {"moves": self.moves, "step": step, "where": self.where, "since": now - self.stood(), "told": now}
-        files.write(self.folder / f"rank-{self.rank}.json", json.dumps(place))
+        heartbeat = {"moves": self.moves, "step": step, "where": self.where, "since": now - self.seconds_idle(), "written": now}
+        files.write(self.folder / f"rank-{self.rank}.json", json.dumps(heartbeat))
 
-    def verdict(self) -> str:
-        """Who holds up the run: a process that does not even tell its place, else the one that came least far."""
-        places: dict[int, dict[str, Any]] = {}
+    def diagnose(self) -> str:
+        """Describe the processes that block the run: those that do not respond, else those with the least progress."""
+        heartbeats: dict[int, dict[str, Any]] = {}
         for rank in range(self.world_size):
             path = self.folder / f"rank-{rank}.json"
             if path.is_file():
-                places[rank] = json.loads(path.read_text())
+                heartbeats[rank] = json.loads(path.read_text())
         now = time.time()
-        silent = [rank for rank in range(self.world_size) if rank not in places or now - places[rank]["told"] > self.timeout / 2]
-        least = min(place["moves"] for place in places.values())
-        behind = [rank for rank, place in places.items() if place["moves"] == least]
+        silent = [rank for rank in range(self.world_size) if rank not in heartbeats or now - heartbeats[rank]["written"] > self.timeout / 2]
+        least = min(heartbeat["moves"] for heartbeat in heartbeats.values())
+        behind = [rank for rank, heartbeat in heartbeats.items() if heartbeat["moves"] == least]
         lines = []
         for rank in (silent or behind)[:8]:
-            place = places.get(rank, {"step": 0, "where": "not yet begun", "since": now})
-            stopped = " It does not answer: it is stopped, gone, or inside native code." if rank in silent else ""
+            heartbeat = heartbeats.get(rank, {"step": 0, "where": "not yet begun", "since": now})
+            stopped = " It does not respond: it is stopped, has ended, or is inside native code." if rank in silent else ""
             lines.append(
-                f"process {rank} of {self.world_size} has not moved for {now - place['since']:.0f} seconds: "
-                f"at step {place['step'] + 1}, {place['where']}.{stopped}"
+                f"process {rank} of {self.world_size} has made no progress for {now - heartbeat['since']:.0f} seconds: "
+                f"at step {heartbeat['step'] + 1}, {heartbeat['where']}.{stopped}"
             )
         return " ".join(lines)

@@ -1,14 +1,15 @@
-"""Ends a run that has stopped moving, and says which process holds it up and where that one stands.
+"""Ends a run that hangs, and names the process that blocks it and the place where that process is stuck.
 
     plugins:
       - watchdog: {timeout: 600}
 
-A process moves when it begins or ends a step, a micro-step or a batch of an evaluation. When one has not moved for ``timeout`` seconds,
-every process writes the stacks of its threads to ``watchdog/rank-R.txt`` of the run folder and ends with exit code 1, and the error names
-the one that is behind the others. At half of that time a warning does. Processes read each other's places from files beside the stacks,
-so machines must share the run folder. Nothing else looks at a process that hangs inside of native code: torch waits 30 minutes for it.
+A process makes progress when it begins or ends a step, a micro-step or an evaluation batch. If a process makes none for ``timeout``
+seconds, every process writes the stacks of its threads to ``watchdog/rank-R.txt`` in the run folder and exits with code 1. The error names
+the process that is behind the others. A warning appears after half of that time. Processes exchange their progress through files in the
+same folder, so several machines must share the run folder. Without this plugin, a process that hangs in native code is noticed only by
+torch, after 30 minutes.
 
-Take a ``timeout`` above what the longest save, the first batch and a compilation take.
+Set ``timeout`` above the duration of the longest save, the first batch and a compilation.
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ logger = logging.getLogger("fastloop")
 
 
 class Watchdog(Plugin):
-    """A thread that looks whether training moves."""
+    """Monitors the progress of training in a thread."""
 
     name = "watchdog"
     numerics = "bitwise"
-    description = "ends a run that has stopped moving"
+    description = "ends a run that hangs"
 
     @dataclass(kw_only=True)
     class Config:
         """Options."""
 
-        timeout: Annotated[float, option("Seconds without a move before the run ends.", gt=0)] = 600.0
+        timeout: Annotated[float, option("Seconds without progress before the run ends.", gt=0)] = 600.0
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -55,42 +56,42 @@ class Watchdog(Plugin):
         folder = run.folder / "watchdog"
         folder.mkdir(exist_ok=True)
         self.stacks: IO[str] = (folder / f"rank-{run.rank}.txt").open("w")
-        self.places = RankHeartbeats(folder, run.rank, run.world_size, self.config.timeout)
-        self.places.move("before the first step")
-        self.places.tell(run.state.step)
+        self.heartbeats = RankHeartbeats(folder, run.rank, run.world_size, self.config.timeout)
+        self.heartbeats.move("before the first step")
+        self.heartbeats.write(run.state.step)
         self.over.clear()
-        self.arm()  # the thread may never come to run
+        self.arm()  # the thread may never get to run
         self.thread = threading.Thread(target=self.watch, args=(run,), name="watchdog", daemon=True)
         self.thread.start()
 
     @hookimpl
     def before_step(self) -> None:
-        self.places.move("exchanging the step's sizes")
+        self.heartbeats.move("exchanging the step's sizes")
 
     @hookimpl(wrapper=True)
     def compute_loss(self) -> Generator[None, Any, Any]:
-        if self.thread is None:  # a plugin tries the model while the run is built
+        if self.thread is None:  # plugins may try the model before training
             return (yield)
-        self.places.move("computing the loss")
+        self.heartbeats.move("computing the loss")
         output = yield
-        self.places.move("after the loss: backward, or the next batch of an evaluation")
+        self.heartbeats.move("after the loss: backward, or the next batch of an evaluation")
         return output
 
     @hookimpl
     def after_backward(self) -> None:
-        self.places.move("in the optimizer's step")
+        self.heartbeats.move("in the optimizer's step")
 
     @hookimpl
     def after_step(self) -> None:
-        self.places.move("between steps: reading data, evaluating or saving")
+        self.heartbeats.move("between steps: reading data, evaluating or saving")
 
     @hookimpl
     def before_evaluate(self) -> None:
-        self.places.move("beginning an evaluation")
+        self.heartbeats.move("beginning an evaluation")
 
     @hookimpl
     def after_evaluate(self) -> None:
-        self.places.move("after an evaluation: reading data or saving")
+        self.heartbeats.move("after an evaluation: reading data or saving")
 
     @hookimpl
     def write_summary(self, run: Run) -> None:
@@ -103,34 +104,34 @@ class Watchdog(Plugin):
 
     @property
     def every(self) -> float:
-        """Seconds between two looks."""
+        """Seconds between two checks."""
         return float(min(self.config.timeout / 8, 5.0))
 
     def arm(self) -> None:
-        """Where native code holds the interpreter and no Python thread can run, a thread of faulthandler ends the process."""
+        """Restart faulthandler's timer, which ends the process even if native code holds the GIL and no Python thread can run."""
         assert sys.__stderr__ is not None
         faulthandler.dump_traceback_later(self.config.timeout + self.every, exit=True, file=sys.__stderr__)
 
     def watch(self, run: Run) -> None:
-        """The thread."""
+        """Check progress until ``over`` is set; the body of the thread."""
         timeout, warned = self.config.timeout, False
         while not self.over.wait(self.every):
             self.arm()
-            stood = self.places.stood()
-            self.places.tell(run.state.step)
-            if stood > timeout:
+            idle = self.heartbeats.seconds_idle()
+            self.heartbeats.write(run.state.step)
+            if idle > timeout:
                 faulthandler.dump_traceback(file=self.stacks, all_threads=True)
-                self.over.wait(2 * self.every)  # the others come to the same within this time
-                self.end(run, f"{self.places.verdict()} Stacks of all threads: {self.places.folder}/rank-*.txt.")
-            if stood < timeout / 2:
+                self.over.wait(2 * self.every)  # the other processes reach their timeout within this time
+                self.end(run, f"{self.heartbeats.diagnose()} Stacks of all threads: {self.heartbeats.folder}/rank-*.txt.")
+            if idle < timeout / 2:
                 warned = False
             elif not warned:
                 warned = True
-                logger.warning("watchdog: %s", self.places.verdict())
+                logger.warning("watchdog: %s", self.heartbeats.diagnose())
 
     @staticmethod
     def end(run: Run, reason: str) -> None:
-        """End the process, which cannot be asked to."""
+        """End the process immediately: its main thread cannot react to a request."""
         from fastloop.checkpoint import folder
 
         print(f"error: {reason}", file=sys.stderr, flush=True)

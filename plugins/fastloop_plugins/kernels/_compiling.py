@@ -1,4 +1,4 @@
-"""Compiling a module in place, and what torch counts of it."""
+"""Compile a module in place, and read torch's counters of compilation."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ logger = logging.getLogger("fastloop")
 
 
 def compile_in_place(module: nn.Module, plugin: Compile) -> None:
-    """Compile a module with a plugin's options: what calls it does not change, nor do the names of its weights.
+    """Compile a module's forward with a plugin's options. Its callers and the names of its weights stay the same.
 
-    When it cannot be compiled, ``plugin.failure`` says why, and all that the plugin compiles runs eagerly.
+    If compilation fails, ``plugin.failure`` holds the reason, and every module that the plugin compiles runs eagerly.
     """
     import torch
     from torch._dynamo.exc import TorchDynamoException
@@ -27,7 +27,7 @@ def compile_in_place(module: nn.Module, plugin: Compile) -> None:
     eager: Callable[..., Any] = module._call_impl
     config = plugin.config
 
-    def call(*args: Any, **kwargs: Any) -> Any:  # a frame of our own: torch skips frames that are torch's, as _call_impl is
+    def call(*args: Any, **kwargs: Any) -> Any:  # torch compiles no frame of its own, such as _call_impl
         return eager(*args, **kwargs)
 
     compiled: Callable[..., Any] = torch.compile(
@@ -39,7 +39,7 @@ def compile_in_place(module: nn.Module, plugin: Compile) -> None:
             return eager(*args, **kwargs)
         try:
             return compiled(*args, **kwargs)
-        except TorchDynamoException as error:  # the model's own errors are of other types, and go on to the caller
+        except TorchDynamoException as error:  # errors of the model itself have other types and propagate
             plugin.failure = " ".join(str(error).split("\n\n")[0].split())[:300]
             if config.on_failure == "error":
                 raise PluginError(f"plugin 'compile': {type(module).__name__} cannot be compiled: {plugin.failure}") from error
@@ -50,14 +50,14 @@ def compile_in_place(module: nn.Module, plugin: Compile) -> None:
 
 
 def seconds() -> float:
-    """Seconds that this process has spent compiling, forward and backward, as torch counts them."""
+    """Seconds that this process has spent compiling forward and backward graphs, by torch's counters."""
     from torch._dynamo import utils
 
     return float(utils.calculate_time_spent().get("total_wall_time", 0.0))
 
 
 def counts(records: bool) -> dict[str, Any]:
-    """Graphs, recompilations and breaks since torch's counters were cleared.
+    """Count graphs, recompilations and graph breaks since torch's counters were cleared.
 
     Args:
         records: Whether CUDA graphs were to be recorded.

@@ -1,8 +1,8 @@
-"""Dropout on a CPU from a fast generator, and attention with it.
+"""Dropout on a CPU from a fast random generator, and attention that uses it.
 
-A mask is made of 15 random bits an element, so the rate is kept to 1/65536. The bits are those of numpy's SFC64, which is seeded for each
-mask by one number from torch's own generator. So masks are independent between positions, layers, steps and processes, a resumed run draws
-what it would have drawn, and what is computed again in backward draws the same.
+Each mask element takes 15 random bits, so the rate is accurate to 1/65536. The bits come from numpy's SFC64. Each mask seeds it with one
+number from torch's default generator. Masks are therefore independent between positions, layers, steps and processes. A resumed run and
+recomputed activations draw the same masks.
 """
 
 from __future__ import annotations
@@ -24,60 +24,60 @@ INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 LANES = 0x0001000100010001
 """The number with a one in each of the four 16-bit lanes of a 64-bit integer."""
 BLOCKED = "fastloop_blocked"
-"""What transformers knows the attention by, where dropout is torch's."""
+"""Name of the attention with torch's own dropout in transformers' registry."""
 LONGEST = 1024
-"""Tokens of a sequence whose attention probabilities are kept for backward without dropout: T x T numbers for each head."""
+"""Longest sequence, in tokens, whose attention probabilities are kept for backward without dropout: T x T numbers for each head."""
 PIECE = 2**21
-"""Attention probabilities that are worked on at once: they stay in a core's cache, where the same work is two to four times as fast."""
+"""Attention probabilities of one piece. They stay in a core's cache, where the same work is two to four times as fast."""
 
 
 def dropped(shape: Sequence[int], p: float, itemsize: int) -> Tensor:
-    """Integers of ``itemsize`` bytes, negative with probability ``p``: their top bit says that an element is dropped."""
+    """Integers of ``itemsize`` bytes that are negative with probability ``p``: the sign bit marks a dropped element."""
     size, seed = math.prod(shape), int(torch.randint(2**63 - 1, ()))
     words = torch.from_numpy(np.random.SFC64(seed).random_raw(size // 4 + 1).view(np.int64))
     words &= 0x7FFF * LANES
-    words += max(1, round(p * 0x8000)) * LANES  # carries into a lane's top bit, and never beyond
+    words += max(1, round(p * 0x8000)) * LANES  # carries into a lane's top bit, never into the next lane
     lanes = words.view(torch.int16)[:size].view(*shape)
     return lanes if itemsize == 2 else lanes.to(INTEGERS[itemsize])
 
 
 def keep_mask(shape: Sequence[int], p: float, itemsize: int) -> Tensor:
-    """All bits set with probability ``1 - p``, else none: ``x & mask`` is x where it is kept and exactly 0 elsewhere."""
+    """All bits set with probability ``1 - p``, else none. ``x & mask`` is x for a kept element and exactly 0 for a dropped one."""
     mask = dropped(shape, p, itemsize)
     mask >>= 8 * itemsize - 1  # the sign, in all bits
     return mask.bitwise_not_()
 
 
 def masked(tensor: Tensor, mask: Tensor) -> Tensor:
-    """Zero where the mask has no bits."""
+    """The tensor with zeros at the positions where the mask has no bits set."""
     return (tensor.view(mask.dtype) & mask).view(tensor.dtype)
 
 
 class Dropout(torch.autograd.Function):
-    """Like ``torch.nn.functional.dropout``."""
+    """Autograd function with the semantics of ``torch.nn.functional.dropout``."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, p: float) -> Tensor:
-        """Keep with probability ``1 - p``, and scale what is kept."""
+        """Keep elements with probability ``1 - p`` and scale them by ``1 / (1 - p)``."""
         ctx.mask, ctx.scale = keep_mask(tensor.shape, p, tensor.element_size()), 1 / (1 - p)
         return masked(tensor, ctx.mask).mul_(ctx.scale)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        """The same for the gradient."""
+        """Apply the same mask and scale to the gradient."""
         return masked(gradient, ctx.mask).mul_(ctx.scale), None
 
 
 class Attention(torch.autograd.Function):
-    """softmax(q k^T scale + bias), dropout, times v, in pieces that fit a core's cache, by whole products on the matrix unit.
+    """softmax(q k^T scale + bias), dropout, times v, in pieces that fit a core's cache, with large matrix products.
 
-    Shapes: query (B, H, T, D), key and value (B, H, S, D), bias (B or 1, H or 1, T or 1, S) or None; gives (B, H, T, D). What is kept for
-    backward is one number for each of the B x H x T x S probabilities: negative where it is dropped.
+    Shapes: query (B, H, T, D), key and value (B, H, S, D), bias (B or 1, H or 1, T or 1, S) or None; returns (B, H, T, D). Backward keeps
+    one number for each of the B x H x T x S probabilities. It is negative if the probability is dropped.
     """
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float, p: float) -> Tensor:
-        """The probabilities of a piece are never larger than ``PIECE``, or one head's."""
+        """Compute piece by piece. A piece holds at most ``PIECE`` probabilities, or those of one head."""
         query, key, value = (query * scale).contiguous(), key.contiguous(), value.contiguous()
         batch, heads, length, _ = query.shape
         integers = INTEGERS[query.element_size()]
@@ -103,7 +103,7 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
-        """Of query, key and value."""
+        """Gradients of query, key and value."""
         query, key, value, probabilities = ctx.saved_tensors
         integers = INTEGERS[query.element_size()]
         gradient = (gradient * (1 / (1 - ctx.p))).contiguous()
@@ -127,7 +127,7 @@ class Attention(torch.autograd.Function):
 
 
 def pieces(probabilities: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Shares of the batch and the heads: some samples whole, or some heads of a sample where these are large."""
+    """Split batch and heads into pieces: several full samples, or some heads of one sample if heads are large."""
     batch, heads, length, others = probabilities.shape
     matrices = max(1, PIECE // max(length * others, 1))
     samples, of_heads = max(1, matrices // heads), min(matrices, heads)
@@ -155,10 +155,10 @@ def attention(
     drops: bool = True,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """In the form of transformers' attention functions: (B, H, T, D) to (B, T, H, D).
+    """Attention in the form of transformers' attention functions: from (B, H, T, D) to (B, T, H, D).
 
-    Where nothing is trained, where half of the scores would be masked, or for sequences so long that their probabilities are better not
-    kept, it is ``sdpa``; so it is for dropout without ``drops``.
+    Calls transformers' ``sdpa`` without gradients, with a causal mask (which would mask half of the scores), for sequences too long to keep
+    their probabilities, and for dropout without ``drops``.
     """
     from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
@@ -187,11 +187,12 @@ def attention(
 
 
 def use(model: Any, name: str, drops: bool) -> bool:
-    """Have a transformers model's attention computed here, where it could be torch's; whether it is so now.
+    """Set this module's attention on a transformers model; returns False if the model does not support ``sdpa``.
 
     Args:
-        name: What transformers is to know it by.
-        drops: Whether dropout is drawn here too.
+        model: A module that contains a transformers model.
+        name: Name to register the attention under in transformers.
+        drops: Whether to draw the dropout masks here too.
     """
     found = transformers_model(model)
     if found is None or not getattr(found, "_supports_sdpa", False):

@@ -1,15 +1,15 @@
-"""Chooses how attention is computed, for the device and the precision, and says why.
+"""Selects the attention kernel for the device and the precision, and logs the reason.
 
     plugins:
       - attention: {implementation: auto}
 
-``auto`` takes FlashAttention 2 where its package is installed, the device is CUDA and the run computes in half precision; on a CPU
-``blocked``, which trains twice as fast as torch's there; else torch's scaled_dot_product_attention, which picks among its own kernels.
-For transformers models. Other names are transformers'.
+``auto`` selects FlashAttention 2 if its package is installed, the device is CUDA and the run computes in half precision. On a CPU it
+selects ``blocked``, which trains twice as fast as torch's kernel there. Otherwise it selects torch's scaled_dot_product_attention
+(``sdpa``), which dispatches to one of its own kernels. For transformers models; the other names are those of transformers.
 
-On Hopper torch's sdpa prefers cuDNN's attention, which spends tens of milliseconds on a plan for each new shape. The plugin keeps that
+On Hopper, torch's sdpa prefers cuDNN's attention, which spends tens of milliseconds on a plan for each new shape. The plugin keeps that
 order: cuDNN's kernels are built for Hopper, and with few shapes (``length-bucketing``, ``compile``) a run pays for few plans. ``packing``
-calls FlashAttention itself. To compare, set ``TORCH_CUDNN_SDPA_DEPRIORITIZED=1`` in the environment: torch then tries cuDNN last.
+calls FlashAttention directly. To compare, set ``TORCH_CUDNN_SDPA_DEPRIORITIZED=1`` in the environment: torch then tries cuDNN last.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FLASH = "flash_attention_2"
 
 
 class Attention(Plugin):
-    """One of transformers' attention implementations."""
+    """Sets the attention implementation of a transformers model."""
 
     name = "attention"
     numerics = "reassociated"
@@ -52,16 +52,17 @@ class Attention(Plugin):
         """Options."""
 
         implementation: Annotated[
-            Literal["auto", "sdpa", "eager", "flex_attention", "flash_attention_2", "blocked"], option("What computes attention.")
+            Literal["auto", "sdpa", "eager", "flex_attention", "flash_attention_2", "blocked"],
+            option("The kernel; auto: by device and precision."),
         ] = "auto"
 
     @classmethod
-    def estimate_speedup(cls, seen: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:
-        seconds = seen.spent(name for name in seen.operations if "attention" in name)
-        if cls.name in recipe.plugins or seen.device != "cpu":  # on CUDA torch's choice is the same, but for a package
+    def estimate_speedup(cls, profile: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:
+        seconds = profile.spent(name for name in profile.operations if "attention" in name)
+        if cls.name in recipe.plugins or profile.device != "cpu":  # on CUDA auto selects torch's kernel too, unless flash-attn is installed
             return None
         return SpeedupEstimate(
-            seconds=0.5 * seconds, why=f"Attention is {seconds / seen.seconds:.0%} of a step; the blocked one trains twice as fast."
+            seconds=0.5 * seconds, why=f"Attention is {seconds / profile.seconds:.0%} of a step; the blocked kernel trains twice as fast."
         )
 
     @hookimpl
@@ -70,7 +71,7 @@ class Attention(Plugin):
         if found is None:
             logger.warning("attention: %s is no transformers model: its attention stays as it is", type(model).__name__)
             return
-        wanted, reason = self.config.implementation, "the recipe says so"
+        wanted, reason = self.config.implementation, "the recipe sets it"
         if wanted == "auto":
             wanted, reason = self.choose(run, found)
         if wanted == "blocked":
@@ -82,9 +83,9 @@ class Attention(Plugin):
         try:
             found.set_attn_implementation(wanted)
         except (ValueError, ImportError) as error:
-            said = str(error).splitlines()[0]
+            cause = str(error).splitlines()[0]
             raise PluginError(
-                f"{run.recipe.where}: plugins.attention.implementation: {wanted!r} does not serve this model: {said}"
+                f"{run.recipe.where}: plugins.attention.implementation: {wanted!r} does not serve this model: {cause}"
             ) from None
         logger.info("attention: %s, since %s", wanted, reason)
 
@@ -93,9 +94,9 @@ class Attention(Plugin):
         """The implementation for this run, and the reason."""
         precision, device = run.accelerator.mixed_precision, run.device.type
         if not getattr(model, "_supports_sdpa", False):
-            return "eager", f"{type(model).__name__} knows no other"
+            return "eager", f"{type(model).__name__} supports no other"
         if device == "cpu" and "compile" in run.plugins.names():
-            return "sdpa", "compile would end a graph at every other kernel"
+            return "sdpa", "any other kernel would break compile's graph"
         if device == "cpu":
             return "blocked", "the device is cpu"
         if device != "cuda":

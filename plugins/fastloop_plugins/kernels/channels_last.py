@@ -1,9 +1,9 @@
-"""Keeps the weights of convolutions in channels-last order, which convolution kernels are fastest in.
+"""Stores the weights of convolutions in channels-last memory format, the fastest format for convolution kernels.
 
     plugins:
       - channels-last
 
-Activations follow the weights' order. For models with 2-d or 3-d convolutions; with ``amp`` on CUDA it gains the most.
+Activations follow the format of the weights. For models with 2-d or 3-d convolutions; the gain is largest with ``amp`` on CUDA.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ logger = logging.getLogger("fastloop")
 
 
 class ChannelsLast(Plugin):
-    """``torch.channels_last`` for every weight of four dimensions, ``channels_last_3d`` for five."""
+    """Sets ``torch.channels_last`` on 4-dimensional weights, and ``channels_last_3d`` on 5-dimensional ones."""
 
     name = "channels-last"
     numerics = "reassociated"
@@ -32,15 +32,15 @@ class ChannelsLast(Plugin):
         "fsdp": "torch's fully_shard takes contiguous weights only.",
         "deepspeed": "it broadcasts contiguous weights only.",
     }
-    description = "keeps convolutions channels-last"
+    description = "stores convolution weights channels-last"
 
     @classmethod
-    def estimate_speedup(cls, seen: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:
-        seconds = seen.spent(name for name in seen.operations if "conv" in name)
+    def estimate_speedup(cls, profile: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:
+        seconds = profile.spent(name for name in profile.operations if "conv" in name)
         if cls.name in recipe.plugins:
             return None
         return SpeedupEstimate(
-            seconds=0.15 * seconds, why=f"Convolutions are {seconds / seen.seconds:.0%} of a step; channels-last is their fast order."
+            seconds=0.15 * seconds, why=f"Convolutions are {seconds / profile.seconds:.0%} of a step; channels-last is faster."
         )
 
     @hookimpl

@@ -1,12 +1,12 @@
-"""Computes a classifier's last layer only where it is read: at the first token.
+"""Computes a classifier's last layer only at the first token, the one position that the classifier reads.
 
     plugins:
       - cls-last-layer
 
-BERT-like models classify a text by what their last layer gives at its first token. Keys and values need every token there; queries, the
-output, the feed-forward part and the norms do not. Of six layers that saves a seventh of all work. The loss and its gradient are the same;
-whether they are is tried out on the model before training. For text classification with models of BERT's and DistilBERT's make (RoBERTa,
-XLM-R, ELECTRA, CamemBERT, ...).
+BERT-like models classify a text by the last layer's output at the first token. In that layer, keys and values need every token; queries,
+the output projection, the feed-forward part and the norms need only the first. With six layers, this saves a seventh of all computation.
+The loss and its gradient are the same, and a trial on the model before training verifies it. For text classification with architectures
+like BERT and DistilBERT (RoBERTa, XLM-R, ELECTRA, CamemBERT, ...).
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ if TYPE_CHECKING:
     from fastloop.recipe import Recipe
 
 LINEARS = {("query", "key", "value"): None, ("q_lin", "k_lin", "v_lin"): "out_lin"}
-"""What attention modules call their projections -> the output's, where it is theirs."""
+"""Names of the query, key and value projections in an attention module -> name of its output projection, if it has one."""
 
 
 class ClsLastLayer(Plugin):
-    """The last layer at one position."""
+    """Replaces the forward of the last block."""
 
     name = "cls-last-layer"
     numerics = "reassociated"
     requires = ("text-classification",)
     runs_before = ("attention", "fast-dropout", "activation-checkpointing", "slot:strategy", "compile")
-    description = "computes the last layer at the first token alone"
+    description = "computes the last layer only at the first token"
 
     @classmethod
-    def estimate_speedup(cls, seen: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:
-        if cls.name in recipe.plugins or recipe.data.get("label") is None or not seen.layers:
+    def estimate_speedup(cls, profile: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:
+        if cls.name in recipe.plugins or recipe.data.get("label") is None or not profile.layers:
             return None
         return SpeedupEstimate(
-            seconds=0.6 * seen.computing / seen.layers,  # keys and values of that layer stay
-            why=f"Of the last of {seen.layers} layers the classifier reads one position.",
+            seconds=0.6 * profile.computing / profile.layers,  # keys and values of that layer stay
+            why=f"The classifier reads one position of the last of {profile.layers} layers.",
         )
 
     @hookimpl
@@ -55,7 +55,7 @@ class ClsLastLayer(Plugin):
         block = next((last for last in (modules[-1] for modules in lists) if found and found[-1] in list(last.modules())), None)
         if block is None:
             raise PluginError(
-                f"{run.recipe.where}: plugins.cls-last-layer: {type(model).__name__} is not made like BERT or DistilBERT. Leave it out."
+                f"{run.recipe.where}: plugins.cls-last-layer: {type(model).__name__} is not built like BERT or DistilBERT. Leave it out."
             )
         config: Any = model.config
         ids = torch.randint(min(100, config.vocab_size), (2, 8), generator=torch.Generator().manual_seed(0))
@@ -71,7 +71,7 @@ class ClsLastLayer(Plugin):
 
     @staticmethod
     def logits(model: nn.Module, probe: dict[str, Any]) -> Tensor:
-        """Of the probe, without dropout."""
+        """The model's logits for the probe, without dropout."""
         import torch
 
         from fastloop.evaluation import evaluating
@@ -82,15 +82,15 @@ class ClsLastLayer(Plugin):
 
 
 def projections(module: nn.Module) -> tuple[str, str, str] | None:
-    """What an attention module calls its projections of query, key and value."""
+    """The names of an attention module's query, key and value projections; None for other modules."""
     return next((names for names in LINEARS if all(hasattr(module, name) for name in names)), None)
 
 
 def at_first(forward: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
-    """A block's forward for the first token, whose attention sees them all; in a row of sequences (``packing``), for the first of each."""
+    """A block's forward at the first token, which attends to all of them. In a packed row: at the first token of each sequence."""
     firsts = kwargs.get("first_tokens")
     if firsts is not None:
-        if (ends := kwargs.get("cu_seq_lens_k")) is not None:  # as FlashAttention is told: each has one query
+        if (ends := kwargs.get("cu_seq_lens_k")) is not None:  # FlashAttention's arguments: one query for each sequence
             each = ends.new_ones(len(ends)).cumsum(0, dtype=ends.dtype) - 1
             kwargs |= {"cu_seq_lens_q": each.clamp(max=len(firsts)), "max_length_q": 1}
         return forward(hidden_states[:, firsts], attention_mask, *args, everything=hidden_states, **kwargs)
@@ -102,7 +102,7 @@ def at_first(forward: Any, hidden_states: Tensor, attention_mask: Tensor | None 
 def attend(
     module: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, *, everything: Tensor, **kwargs: Any
 ) -> tuple[Tensor, Any]:
-    """An attention module's forward: queries of ``hidden_states``, (B, 1, d), on keys and values of ``everything``, (B, T, d)."""
+    """An attention module's forward: queries from ``hidden_states``, (B, 1, d), keys and values from ``everything``, (B, T, d)."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     names = projections(module)

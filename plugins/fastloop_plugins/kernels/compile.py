@@ -1,4 +1,4 @@
-"""Compiles the model with torch.compile: fused kernels instead of one call an operation.
+"""Compiles the model with torch.compile: fused kernels instead of one kernel for each operation.
 
     plugins:
       - compile: {mode: default}
@@ -10,7 +10,8 @@ summary's ``compile`` counts graphs, graph breaks and recompilations; ``compile_
 ``mode: reduce-overhead`` and ``max-autotune`` record CUDA graphs, one a shape: a step is then launched at once instead of kernel by kernel.
 They pay for small models and few shapes: ``data.pad_to_multiple_of``, or ``data.padding: max_length``, and whole batches.
 
-What is printed in the forward is printed when its graph is done, and so cuts none. ``.item()`` cuts one, unless ``capture_scalars`` is on.
+``print`` in the forward does not break a graph: its output appears when the graph has run. ``.item()`` does, unless ``capture_scalars`` is
+set.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger("fastloop")
 
 FUSED, SECONDS_A_CALL = 0.5, 0.02
-"""For estimates: the share of what is fused that is won, and what compiling takes for each call of an operation in a step."""
+"""For estimates: the share of the fusible time that fusion saves, and the seconds to compile each call of an operation in a step."""
 
 
 class Compile(Plugin):
-    """torch.compile, in place."""
+    """Compiles the model, or its repeated blocks, in place."""
 
     name = "compile"
     numerics = "reassociated"
@@ -55,7 +56,7 @@ class Compile(Plugin):
 
         backend: Annotated[str, option("A backend of torch.compile (`fastloop doctor` lists them).")] = "inductor"
         mode: Annotated[
-            Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"], option("What the compiler optimises for.")
+            Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"], option("Mode of torch.compile.")
         ] = "default"
         dynamic: Annotated[bool | None, option("Kernels for any shape; null: from the second shape on.")] = None
         fullgraph: Annotated[bool, option("Refuse a model whose graph breaks.")] = False
@@ -66,24 +67,24 @@ class Compile(Plugin):
         on_failure: Annotated[Literal["eager", "error"], option("What to do with a model that cannot be compiled.")] = "eager"
 
     @classmethod
-    def estimate_speedup(cls, seen: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:
-        """Fusing saves about half the time of all operations but matrix products and attention, and of waiting for their launches."""
+    def estimate_speedup(cls, profile: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:
+        """Fusion saves about half the time of everything but matrix products and attention, launch overhead included."""
         listed = recipe.plugins.get(cls.name)
-        cut = next((cut for cut in seen.graph_breaks if "capture_scalar_outputs" in cut["reason"]), None)
+        cut = next((cut for cut in profile.graph_breaks if "capture_scalar_outputs" in cut["reason"]), None)
         if listed and listed.get("capture_scalars"):
             return None
         if listed is not None and cut is None:
             return None
         fused = (
-            sum(seen.operations.values())
-            - seen.multiplying()
-            - seen.spent(name for name in seen.operations if "attention" in name)
-            + seen.region("launch")
+            sum(profile.operations.values())
+            - profile.multiplying()
+            - profile.spent(name for name in profile.operations if "attention" in name)
+            + profile.region("launch")
         )
-        calls = sum(seen.counts.values())
-        why = f"{fused / seen.seconds:.0%} of a step are operations that fuse, in {calls:,.0f} calls."
+        calls = sum(profile.counts.values())
+        why = f"{fused / profile.seconds:.0%} of a step is fusible operations, in {calls:,.0f} calls."
         if cut is not None:
-            why = f"Compilation is cut at {cut['where']}, which reads a number off a tensor. {why}"
+            why = f"The graph breaks at {cut['where']}, which reads a number from a tensor. {why}"
         return SpeedupEstimate(
             seconds=FUSED * fused,
             why=why,
@@ -95,7 +96,7 @@ class Compile(Plugin):
         super().__init__(**options)
         self.failure: str | None = None
         self.while_evaluating, self.records = 0.0, False
-        self.settings = ExitStack()  # of torch, for the time of the run
+        self.settings = ExitStack()  # torch's settings, patched for the duration of the run
 
     @hookimpl
     def configure_dataloader(self, draft: DataLoaderDraft) -> None:
@@ -111,31 +112,29 @@ class Compile(Plugin):
 
         if self.config.backend not in (known := list_backends(exclude_tags=())):
             raise PluginError(f"plugins.compile.backend: torch has no {self.config.backend!r}. Expected one of: {', '.join(known)}.")
-        torch._dynamo.reset()  # an earlier run of this process must not count towards the limit
+        torch._dynamo.reset()  # earlier runs in this process must not count towards the limit
         utils.counters.clear()
         utils.clear_compilation_metrics()
         set_here, limit = self.settings.enter_context, self.config.recompile_limit
         set_here(dynamo.patch(recompile_limit=limit, capture_scalar_outputs=self.config.capture_scalars))
         set_here(dynamo.patch(reorderable_logging_functions={*dynamo.reorderable_logging_functions, print}))
-        set_here(
-            functorch.patch(force_non_lazy_backward_lowering=True)
-        )  # what cannot be compiled is met in the forward, where it is caught
+        set_here(functorch.patch(force_non_lazy_backward_lowering=True))  # report failures in the forward, where they are caught
         set_here(torch._inductor.config.patch(fx_graph_cache=self.config.cache))
-        if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # torch sets it too
+        if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # torch sets this variable itself
             self.settings.callback(os.environ.pop, "TORCHINDUCTOR_CACHE_DIR", None)
         if self.config.cache:
             os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(private_cache("compiled")))
         wanted = self.config.mode in ("reduce-overhead", "max-autotune")
         self.records = wanted and self.config.backend == "inductor" and run.device.type == "cuda"
         if wanted and not self.records:
-            logger.warning("compile: mode %s: CUDA graphs are inductor's, for CUDA: none is recorded", self.config.mode)
+            logger.warning("compile: mode %s: CUDA graphs need the inductor backend and a CUDA device: none is recorded", self.config.mode)
         self.before = seconds()
-        for module in self._targets(run.unwrap_model()):  # inside what a strategy put around it, which no graph can hold
+        for module in self._targets(run.unwrap_model()):  # inside the strategy's wrapper, which cannot be compiled
             compile_in_place(module, self)
 
     @hookimpl
     def before_step(self, run: Run, batches: list[Batch]) -> None:
-        """Gradients that micro-steps add up must not lie in a graph's memory, which the next replay writes to."""
+        """Allocate gradients for accumulation outside of the graph's memory pool, which the next replay overwrites."""
         if self.records and len(batches) > 1:
             import torch
 
@@ -149,10 +148,10 @@ class Compile(Plugin):
             return (yield)
         import torch
 
-        torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call] # what the last micro-step returned is done with
+        torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call] # outputs of the last micro-step are no longer used
         output = yield
         predictions = output.predictions
-        return Output(output.loss.clone(), None if predictions is None else predictions.clone(), output.targets)  # these may be kept
+        return Output(output.loss.clone(), None if predictions is None else predictions.clone(), output.targets)  # callers may keep these
 
     @hookimpl(wrapper=True)
     def evaluate(self) -> Generator[None, Any, Any]:
@@ -167,14 +166,14 @@ class Compile(Plugin):
         summary["compile_seconds"] = seconds() - self.before - self.while_evaluating
         summary["compile"] = found = counts(self.records) | {"evaluate_seconds": self.while_evaluating, "failure": self.failure}
         if skipped := found["cuda_graphs_skipped"]:
-            logger.warning("compile: %d graphs could not be recorded as CUDA graphs (TORCH_LOGS=cudagraphs says why)", skipped)
+            logger.warning("compile: %d graphs could not be recorded as CUDA graphs (TORCH_LOGS=cudagraphs shows why)", skipped)
         if (again := found["recompilations"]) >= self.config.recompile_limit:
             logger.warning("compile: %d recompilations: shapes vary too much. Raise data.pad_to_multiple_of or set dynamic: true.", again)
         self.settings.close()
 
     def _targets(self, model: nn.Module) -> Iterator[nn.Module]:
-        """The model, or its repeated blocks."""
+        """The modules to compile: the model, or its repeated blocks."""
         blocks = transformer_blocks(model) if self.config.regional else []
         if self.config.regional and not blocks:
-            logger.warning("compile: regional: %s has no list of like blocks: the whole model is compiled", type(model).__name__)
+            logger.warning("compile: regional: %s has no list of repeated blocks: the full model is compiled", type(model).__name__)
         yield from blocks or [model]

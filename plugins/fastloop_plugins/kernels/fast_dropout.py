@@ -1,12 +1,12 @@
-"""Dropout of the same distribution from a faster generator, for training on a CPU.
+"""Draws dropout masks from a faster random generator, for training on a CPU.
 
     plugins:
       - fast-dropout
 
-Torch draws one number after the other for a mask on a CPU, and leaves its fast attention kernel when attention probabilities are dropped.
-Here masks come from a generator twenty times as fast, and attention with dropout is computed by products on the matrix unit. Rate, scale
-and independence are those of ``nn.Dropout``; the numbers drawn are others, as with another seed. Evaluation is left alone. On other devices
-it does nothing: there dropout is cheap. ``compile`` ends a graph at each mask: the two together gain little.
+On a CPU, torch draws the numbers of a mask one by one, and dropout in attention disables its fast attention kernel. This plugin uses a
+generator that is twenty times as fast, and computes attention with dropout by matrix products. Rate, scale and independence match
+``nn.Dropout``; the random numbers differ, as with another seed. Evaluation does not change. On other devices, where dropout is cheap, the
+plugin does nothing. ``compile`` breaks its graph at each mask, so the two plugins together gain little.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger("fastloop")
 
 NAME = "fast_dropout"
-"""What transformers knows the attention by."""
+"""Name of the attention in transformers' registry."""
 
 
 class FastDropout(Plugin):
-    """``nn.Dropout`` and the dropout of transformers' attention, on a CPU."""
+    """Replaces ``nn.Dropout`` and the dropout in transformers' attention, on a CPU."""
 
     name = "fast-dropout"
     numerics = "reassociated"
@@ -40,13 +40,13 @@ class FastDropout(Plugin):
     description = "draws dropout masks from a faster generator"
 
     @classmethod
-    def estimate_speedup(cls, seen: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:
-        if cls.name in recipe.plugins or seen.device != "cpu":
+    def estimate_speedup(cls, profile: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:
+        if cls.name in recipe.plugins or profile.device != "cpu":
             return None
-        drawing = seen.spent(("aten::bernoulli_", "aten::native_dropout"))
+        drawing = profile.spent(("aten::bernoulli_", "aten::native_dropout"))
         return SpeedupEstimate(
             seconds=0.9 * drawing,
-            why=f"Drawing dropout masks is {drawing / seen.seconds:.0%} of a step; attention without it takes a faster path as well.",
+            why=f"Drawing dropout masks is {drawing / profile.seconds:.0%} of a step; attention gets a faster kernel as well.",
         )
 
     @hookimpl
@@ -56,7 +56,7 @@ class FastDropout(Plugin):
         from fastloop_plugins.kernels._fast_dropout import BLOCKED, use
 
         if run.device.type != "cpu":
-            logger.warning("fast-dropout: this run is on %s, where dropout is cheap: it does nothing", run.device.type)
+            logger.warning("fast-dropout: this run is on %s, where dropout is cheap: the plugin does nothing", run.device.type)
             return
         found = [module for module in model.modules() if type(module) is nn.Dropout]
         for module in found:
@@ -65,7 +65,7 @@ class FastDropout(Plugin):
         usual = getattr(config, "_attn_implementation", None) in ("sdpa", "eager", BLOCKED)
         attention = usual and use(model, NAME, drops=True)
         if not found and not attention:
-            logger.warning("fast-dropout: %s has no dropout: there is nothing to make faster", type(model).__name__)
+            logger.warning("fast-dropout: %s has no dropout: there is nothing to replace", type(model).__name__)
 
 
 def drop(module: nn.Dropout, torchs: Any, tensor: Tensor) -> Tensor:

@@ -1,13 +1,13 @@
-"""Steps the optimizer in one pass over the weights: a fused kernel, or one call for all tensors of an operation.
+"""Steps the optimizer in one pass over the weights: with a fused kernel, or with one call for all tensors.
 
     plugins:
       - fused-optimizer: {implementation: fused}
 
-``fused`` updates weight and moments in one kernel (CUDA, CPU and others); ``foreach`` makes one call an operation for all weights, for
-optimizers without a fused kernel. Torch's own choice is foreach on CUDA and a loop over the weights on CPU.
+``fused`` updates weights and moments in one kernel (CUDA, CPU and others). ``foreach`` runs each operation in one call for all weights; use
+it for optimizers without a fused kernel. Torch's default is ``foreach`` on CUDA and a loop over the weights on a CPU.
 
-``8bit`` keeps the moments of Adam, AdamW and others in 8 bits, by bitsandbytes: a quarter of their memory, for fewer bits in the numbers.
-Weights of fewer than 4096 elements keep theirs in 32. Needs the extra: ``pip install 'fastloop[optim8bit]'``. Method: Dettmers et al.,
+``8bit`` keeps the moments of Adam, AdamW and others in 8 bits, with bitsandbytes: a quarter of the memory, at lower precision. Weights with
+fewer than 4096 elements keep 32-bit moments. Needs the extra: ``pip install 'fastloop[optim8bit]'``. Method: Dettmers et al.,
 "8-bit Optimizers via Block-wise Quantization", 2021.
 """
 
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
 
 
 def eight_bits(config: Any) -> bool:
-    """Whether moments are to be kept in 8 bits."""
+    """A condition for ``When``: whether the optimizer's moments are kept in 8 bits."""
     return bool(config.implementation == "8bit")
 
 
 EIGHT_BITS = ("AdamW", "Adam", "SGD", "RMSprop", "Adagrad")
-"""Torch's optimizers that bitsandbytes has too."""
+"""Torch optimizers with a counterpart in bitsandbytes."""
 
 
 class FusedOptimizer(Plugin):
-    """``fused=True`` or ``foreach=True`` for the recipe's optimizer, or bitsandbytes' of the same name."""
+    """Sets ``fused=True`` or ``foreach=True`` on the recipe's optimizer, or builds the bitsandbytes optimizer of the same name."""
 
     name = "fused-optimizer"
     numerics = "reassociated"
@@ -53,22 +53,22 @@ class FusedOptimizer(Plugin):
         """Options."""
 
         implementation: Annotated[
-            Literal["fused", "foreach", "8bit"], option("One kernel for all, one call an operation, or moments in 8 bits.")
+            Literal["fused", "foreach", "8bit"], option("One fused kernel, one call for each operation, or moments in 8 bits.")
         ] = "fused"
 
     @classmethod
-    def estimate_speedup(cls, seen: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:
+    def estimate_speedup(cls, profile: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:
         from fastloop.defaults import optimizer_class
 
         if cls.name in recipe.plugins or "fused" not in inspect.signature(optimizer_class(recipe)).parameters:
             return None
-        stepping = seen.region("optimizer")
-        return SpeedupEstimate(seconds=0.7 * stepping, why=f"The optimizer's step is {stepping / seen.seconds:.0%} of a step.")
+        stepping = profile.region("optimizer")
+        return SpeedupEstimate(seconds=0.7 * stepping, why=f"The optimizer's step is {stepping / profile.seconds:.0%} of a step.")
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         if eight_bits(self.config):
-            self.numerics = "reduced-precision"  # type: ignore[assignment, misc] # with this option it promises less
+            self.numerics = "reduced-precision"  # type: ignore[assignment, misc] # this option lowers the precision
         else:  # another plugin's optimizer gets `fused` or `foreach` through run.optimizer_arguments
             self.fallback_hooks = ("build_optimizer",)
 
@@ -82,7 +82,7 @@ class FusedOptimizer(Plugin):
             if name not in EIGHT_BITS:
                 known = ", ".join(EIGHT_BITS)
                 raise PluginError(
-                    f"{recipe.where}: plugins.fused-optimizer: {name} has no 8bit implementation. train.optimizer: {known} do."
+                    f"{recipe.where}: plugins.fused-optimizer: {name} has no 8bit implementation. Set train.optimizer to one of: {known}."
                 )
             return
         if wanted in inspect.signature(cls).parameters:
@@ -109,7 +109,7 @@ class FusedOptimizer(Plugin):
         train = run.recipe.train
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if any(isinstance(parameter, DTensor) for parameter in parameters):
-            raise PluginError(f"{run.recipe.where}: plugins.fused-optimizer: bitsandbytes cannot step sharded weights. Take ddp, or fused.")
+            raise PluginError(f"{run.recipe.where}: plugins.fused-optimizer: bitsandbytes cannot step sharded weights. Use ddp or fused.")
         optimizer: Optimizer = getattr(bitsandbytes.optim, f"{train.optimizer}8bit")(
             parameters, lr=train.lr, weight_decay=train.weight_decay, **run.optimizer_arguments
         )

@@ -1,11 +1,12 @@
-"""Fused Triton kernels for transformers: norms, gated activations, rotary embeddings, and the head with its cross entropy.
+"""Patches transformers models with fused Triton kernels: norms, gated activations, rotary embeddings, and the head with cross entropy.
 
     plugins:
       - liger
 
-For the architectures that liger-kernel knows (Llama, Qwen, Gemma, Mistral and others), on CUDA. Needs the extra:
-``pip install 'fastloop[liger]'``. The head and its loss become one where the model computes the loss itself, from ``labels`` in the batch,
-as with ``Trainer``; the task ``causal-lm`` computes its own. Liger replaces some of transformers' functions for the whole process.
+For the architectures that liger-kernel supports (Llama, Qwen, Gemma, Mistral and others), on CUDA. Needs the extra:
+``pip install 'fastloop[liger]'``. Head and loss are fused only if the model computes the loss from ``labels`` in the batch, as it does
+under transformers' ``Trainer``. The task ``causal-lm`` computes its own loss. Liger patches some functions of transformers for the entire
+process.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ logger = logging.getLogger("fastloop")
 
 
 class Liger(Plugin):
-    """liger-kernel's patches of the model."""
+    """Patches the model with the kernels of liger-kernel."""
 
     name = "liger"
     numerics = "reassociated"

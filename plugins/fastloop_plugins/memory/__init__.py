@@ -1,1 +1,1 @@
-"""Memory: allocator, activations, out-of-memory errors."""
+"""Plugins for memory: allocator, activations, out-of-memory errors."""

@@ -1,4 +1,4 @@
-"""Out-of-memory errors: recognize one, free what it left behind, and write down what the memory held."""
+"""Out-of-memory errors: recognize one, free its tensors, and write a report of the memory's contents."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ if TYPE_CHECKING:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether an allocation failed: on a device, or on the host, which has no exception of its own."""
+    """Whether an allocation failed on a device or on the host. The host has no exception type of its own."""
     import torch
 
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
-def post_mortem(run: Run, error: Exception, where: str) -> None:
-    """What the memory holds, for people, in ``out_of_memory/`` of the run folder."""
+def write_memory_report(run: Run, error: Exception, where: str) -> None:
+    """Write the contents of the memory to ``out_of_memory/`` in the run folder, for users to read."""
     import psutil
     import torch
 
     folder = run.folder / "out_of_memory"
     folder.mkdir(exist_ok=True)
     name = f"step-{run.state.step + 1}-rank-{run.rank}"
-    held = "\n".join(f"{key}: {value}" for key, value in psutil.Process().memory_info()._asdict().items())
+    contents = "\n".join(f"{key}: {value}" for key, value in psutil.Process().memory_info()._asdict().items())
     if run.device.type == "cuda":
-        held = torch.cuda.memory_summary(run.device)
+        contents = torch.cuda.memory_summary(run.device)
         torch.cuda.memory._dump_snapshot(str(folder / f"{name}.pickle"))  # type: ignore[no-untyped-call]
     stack = "".join(traceback.format_tb(error.__traceback__))
-    (folder / f"{name}.txt").write_text(secrets.hide(f"{where}, step {run.state.step + 1}: {error}\n\n{held}\n\n{stack}"))
+    (folder / f"{name}.txt").write_text(secrets.hide(f"{where}, step {run.state.step + 1}: {error}\n\n{contents}\n\n{stack}"))
 
 
-def let_go(error: Exception) -> None:
-    """Free what failed: its frames hold their tensors."""
+def free_tensors(error: Exception) -> None:
+    """Free the tensors of a failed step, which the frames of its traceback hold."""
     traceback.clear_frames(error.__traceback__)
     gc.collect()

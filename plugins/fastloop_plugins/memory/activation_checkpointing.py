@@ -1,10 +1,10 @@
-"""Computes the activations of the model's repeated blocks a second time in backward, instead of keeping them: less memory for more time.
+"""Recomputes the activations of the model's repeated blocks in backward instead of storing them: less memory, more time.
 
     plugins:
       - activation-checkpointing: {every: 1}
 
-Between forward and backward only the inputs of a block are kept. Dropout draws the same numbers both times. Models of transformers are told
-to keep no cache for generation while they train, which by itself can change the last bits. Method: Chen et al., "Training Deep Nets with
+Only the inputs of a block are kept between forward and backward. Dropout draws the same numbers both times. For transformers models, the
+plugin disables the key-value cache during training, which alone can change the last bits. Method: Chen et al., "Training Deep Nets with
 Sublinear Memory Cost", 2016.
 """
 
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger("fastloop")
 
 CHANGES = {"num_batches_tracked", "_u", "weight_u"}
-"""Buffers, by name, that a forward in train mode writes: of batch norm with running statistics, and of spectral norm."""
+"""Names of buffers that a forward in train mode updates: of batch norm with running statistics, and of spectral norm."""
 
 
 class ActivationCheckpointing(Plugin):
-    """Torch's checkpoint around the forward of each block."""
+    """Wraps the forward of each block in torch's checkpoint."""
 
     name = "activation-checkpointing"
     numerics = "bitwise"
@@ -43,17 +43,17 @@ class ActivationCheckpointing(Plugin):
     class Config:
         """Options."""
 
-        blocks: Annotated[list[str] | None, option("Classes of the modules that are recomputed; null: the repeated blocks.")] = None
-        every: Annotated[int, option("Recompute every n-th block only.", ge=1)] = 1
+        blocks: Annotated[list[str] | None, option("Classes of the modules to recompute; null: the repeated blocks.")] = None
+        every: Annotated[int, option("Recompute only every n-th block.", ge=1)] = 1
 
     @hookimpl
     def before_prepare(self, run: Run, model: nn.Module) -> None:
         found = transformer_blocks(model, self.config.blocks, f"{run.recipe.where}: plugins.activation-checkpointing.blocks")
         inner = {id(part) for block in found for part in block.modules() if part is not block}
-        blocks = [block for block in found if id(block) not in inner][:: self.config.every]  # an outer one recomputes those within
+        blocks = [block for block in found if id(block) not in inner][:: self.config.every]  # an outer block recomputes its inner ones
         if not blocks:
             logger.warning(
-                "activation-checkpointing: %s has no list of like blocks: nothing is recomputed. Set blocks.", type(model).__name__
+                "activation-checkpointing: %s has no list of repeated blocks: nothing is recomputed. Set blocks.", type(model).__name__
             )
             return
         stateful = [block for block in blocks if any(name.rpartition(".")[2] in CHANGES for name, _ in block.named_buffers())]
@@ -66,7 +66,7 @@ class ActivationCheckpointing(Plugin):
                 type(stateful[0]).__name__,
             )
         for block in blocks:
-            if block not in stateful:  # no module around it: the names of weights stay, and hooks on the block fire once
+            if block not in stateful:  # without a wrapper module, so names of weights stay and hooks on the block fire once
                 block.forward = partial(recomputed, block, block.forward)
         for module in model.modules():
             if hasattr(module, "config") and "use_cache" in inspect.signature(module.forward).parameters:
@@ -78,13 +78,13 @@ class ActivationCheckpointing(Plugin):
             backend = plugin.config.backend if plugin.name == "compile" else ""
             if "eager" in backend and "aot" not in backend:
                 raise PluginError(
-                    f"{run.recipe.where}: plugins.compile.backend: {backend!r} knows no activation checkpointing: dropout would draw other "
-                    "numbers in backward. Use 'aot_eager' or 'inductor'."
+                    f"{run.recipe.where}: plugins.compile.backend: {backend!r} does not support activation checkpointing: dropout would "
+                    "draw other numbers in backward. Use 'aot_eager' or 'inductor'."
                 )
 
 
 def recomputed(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A block's forward, of which only the inputs are kept for backward."""
+    """A block's forward that keeps only its inputs for backward."""
     import torch
     from torch.utils.checkpoint import checkpoint
 
@@ -94,5 +94,5 @@ def recomputed(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwar
 
 
 def without_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Training has no use for the keys and values that transformers keep for generation, and a second forward would add them twice."""
+    """Disable the cache of keys and values for generation. Training does not use it, and a second forward would extend it again."""
     return (args, kwargs | {"use_cache": False}) if module.training else None

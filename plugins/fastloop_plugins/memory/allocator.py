@@ -1,18 +1,18 @@
-"""Sets the memory allocator up for training: memory that a step has freed is kept for the next one.
+"""Tunes the memory allocator for training: freed memory stays in the process, so the next step does not page-fault.
 
     plugins:
       - allocator
 
-On Linux a tensor's memory is given back to the system when it is freed, and at the next step each of its pages is zeroed and faulted in
-again. ``fastloop train`` therefore starts itself again with tcmalloc where that is installed (Debian: libtcmalloc-minimal4), else with
-glibc's malloc set to keep what it has. In Python, where nothing is started again, what to start it with is said.
+On Linux, the C allocator returns a freed tensor's memory to the system, and the next step page-faults and zeroes each page again.
+``fastloop train`` therefore restarts itself with tcmalloc if that is installed (Debian: libtcmalloc-minimal4), else with glibc's malloc
+configured to keep freed memory. From Python, where nothing is restarted, a warning shows the environment variables to set.
 
-On CUDA, segments grow instead of being cut up when lengths vary: ``expandable_segments:True``. ``fastloop train`` starts itself again with
-that in ``PYTORCH_ALLOC_CONF``. In a Python process that already runs, and where the user has set that variable or
-``PYTORCH_CUDA_ALLOC_CONF``, torch's allocator gets it in addition to the user's settings. A user's own value of ``expandable_segments``
-and a backend other than ``native`` stay.
+On CUDA, the plugin sets ``expandable_segments:True``, so that segments grow instead of fragmenting when lengths vary. ``fastloop train``
+restarts itself with that in ``PYTORCH_ALLOC_CONF``. In a running Python process, or if the user has set that variable or
+``PYTORCH_CUDA_ALLOC_CONF``, the plugin adds it to the settings of torch's allocator. A user's own value of ``expandable_segments`` and a
+backend other than ``native`` are kept.
 
-The summary's ``allocator`` counts page faults a step, and CUDA's retries.
+The summary's ``allocator`` counts page faults in a step, and CUDA's allocation retries.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ if TYPE_CHECKING:
 logger = logging.getLogger("fastloop")
 
 LIBRARIES = {"tcmalloc": ("tcmalloc_minimal", "tcmalloc"), "jemalloc": ("jemalloc",)}
-"""Allocators that take malloc's place, and what their libraries are called."""
+"""Replacements for malloc -> names of their libraries."""
 SETTINGS = {
-    "tcmalloc": {"TCMALLOC_LARGE_ALLOC_REPORT_THRESHOLD": str(2**40)},  # else every gigabyte asked for is reported on stderr
+    "tcmalloc": {"TCMALLOC_LARGE_ALLOC_REPORT_THRESHOLD": str(2**40)},  # otherwise it reports each allocation of a gigabyte on stderr
     "jemalloc": {"MALLOC_CONF": "dirty_decay_ms:-1,muzzy_decay_ms:-1"},
 }
 TUNABLES = {"mmap_max": 0, "trim_threshold": 2**40, "top_pad": 2**26, "arena_max": 1, "tcache_count": 0, "mxfast": 0}
-"""Of glibc.malloc. Without the last two, what aligned blocks leave over at their ends keeps neighbours from being joined, and a freed
-block is too small for the next of its size (glibc's bug 14581, until 2.38)."""
+"""Tunables of glibc.malloc. Without the last two, remainders of aligned blocks prevent the merging of their neighbours, and a freed block
+is too small for the next one of its size (glibc bug 14581, until 2.38)."""
 CUDA_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""Environment variables with settings of CUDA's allocator. Torch 2.10 to 2.13 reads the first one that is set (CUDAAllocatorConfig.h)."""
+"""Environment variables of CUDA's allocator. Torch 2.10 to 2.13 reads the first one that is set (CUDAAllocatorConfig.h)."""
 SEGMENTS = "expandable_segments"
 
 
 class Allocator(Plugin):
-    """tcmalloc or a kept heap on a CPU, expandable segments on CUDA."""
+    """Sets tcmalloc or glibc's tunables on a CPU, and expandable segments on CUDA."""
 
     name = "allocator"
     numerics = "bitwise"
-    description = "keeps freed memory for the next step"
+    description = "keeps freed memory in the process, for the next step"
 
     @dataclass(kw_only=True)
     class Config:
@@ -61,16 +61,16 @@ class Allocator(Plugin):
 
         allocator: Annotated[
             Literal["auto", "glibc", "tcmalloc", "jemalloc"],
-            option("What serves the CPU's memory; auto: tcmalloc if installed, else glibc."),
+            option("Allocator of CPU memory; auto: tcmalloc if installed, else glibc."),
         ] = "auto"
 
     @classmethod
-    def estimate_speedup(cls, seen: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:
-        if cls.name in recipe.plugins or seen.device != "cpu":
+    def estimate_speedup(cls, profile: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:
+        if cls.name in recipe.plugins or profile.device != "cpu":
             return None
         return SpeedupEstimate(
-            seconds=seen.page_faults * seen.fault_seconds,
-            why=f"{seen.page_faults:,.0f} pages of memory are given back and handed out again in each step.",
+            seconds=profile.page_faults * profile.fault_seconds,
+            why=f"{profile.page_faults:,.0f} memory pages are returned to the system and faulted in again in each step.",
         )
 
     @hookimpl
@@ -84,12 +84,12 @@ class Allocator(Plugin):
         if library is not None:
             return {"LD_PRELOAD": library} | SETTINGS[wanted]
         if self.config.allocator == wanted and wanted != "glibc":
-            raise PluginError(f"{recipe.where}: plugins.allocator.allocator: {wanted} is not installed. Install it, or take auto.")
+            raise PluginError(f"{recipe.where}: plugins.allocator.allocator: {wanted} is not installed. Install it, or use auto.")
         return {"GLIBC_TUNABLES": ":".join(f"glibc.malloc.{name}={value}" for name, value in TUNABLES.items())}
 
     @hookimpl
     def before_prepare(self, run: Run) -> None:
-        """While the model is still on the CPU: segments that are reserved from here on grow."""
+        """Set expandable segments while the model is still on the CPU, before CUDA memory is reserved."""
         if run.device.type == "cuda":
             grow_segments()
 
@@ -99,7 +99,7 @@ class Allocator(Plugin):
             wanted = self.environment(run.recipe)
             missing = [f"{name}={value}" for name, value in wanted.items() if name not in os.environ]
             if missing:
-                logger.warning("allocator: freed memory is given back, since Python was started without: %s", " ".join(missing))
+                logger.warning("allocator: freed memory is returned to the system, since Python was started without: %s", " ".join(missing))
             elif not wanted:
                 logger.warning("allocator: this system's allocator is not glibc's: it stays as it is")
         from fastloop.runtime.platform_support import page_faults
@@ -128,7 +128,7 @@ class Allocator(Plugin):
 
 
 def grow_segments() -> None:
-    """Add ``expandable_segments:True`` to the settings of torch's allocator, in this process and for good."""
+    """Add ``expandable_segments:True`` to the settings of torch's allocator, for the lifetime of this process."""
     import torch
 
     current = next((os.environ[name] for name in CUDA_SETTINGS if name in os.environ), "")

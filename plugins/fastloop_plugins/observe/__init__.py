@@ -1,1 +1,1 @@
-"""Logs, progress, traces."""
+"""Plugins that log, show progress and record traces."""

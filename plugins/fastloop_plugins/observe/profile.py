@@ -1,15 +1,15 @@
-"""Looks into a few steps with torch's profiler.
+"""Profiles a few training steps with torch's profiler.
 
     plugins:
       - profile: {wait: 5, warmup: 2, active: 5}
 
-Writes into the run folder, for every process: ``profile/rank0.*.pt.trace.json.gz``, a trace that ui.perfetto.dev, chrome://tracing and
-TensorBoard read, and ``profile/rank0.operations.txt``, the operations that took longest. The loop's regions are in both
-(``fastloop/data``, ``fastloop/loss``, ...: see ``fastloop.runtime.regions``), and plugins' hooks by name (``fastloop/ema.after_step``).
-With ``memory`` on CUDA it also writes a history of allocations, for pytorch.org/memory_viz.
+Each process writes two files to the run folder. ``profile/rank0.*.pt.trace.json.gz`` is a trace for ui.perfetto.dev, chrome://tracing and
+TensorBoard; ``profile/rank0.operations.txt`` lists the operations that took longest. Both show the loop's regions (``fastloop/data``,
+``fastloop/loss``, ...; see ``fastloop.runtime.regions``) and plugins' hooks by name (``fastloop/ema.after_step``). With ``memory`` on CUDA,
+the plugin also writes a history of allocations, for pytorch.org/memory_viz.
 
-Steps that are looked into take longer: by an eighth for the quickstart's transformer on two cores, by a third with shapes, stacks and
-memory, and a trace of many of those takes long to write. So they are few, and the others are not slowed.
+Profiled steps are slower: by an eighth for the quickstart's transformer on two cores, by a third with shapes, stacks and memory. Large
+traces also take long to write. The plugin therefore profiles few steps; the others run at full speed.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ if TYPE_CHECKING:
 logger = logging.getLogger("fastloop")
 
 ROWS = 60
-"""Of the table of operations."""
+"""Rows in the table of operations."""
 
 
 class Profile(Plugin):
-    """Traces of some steps, with regions and hooks by name."""
+    """Records traces of some steps, with regions and hooks by name."""
 
     name = "profile"
     read_only = True
     numerics = "bitwise"
-    description = "looks into a few steps"
+    description = "profiles a few steps"
 
     @dataclass(kw_only=True)
     class Config:
         """Options."""
 
-        wait: Annotated[int, option("Steps before it looks.", ge=0)] = 5
-        warmup: Annotated[int, option("Steps that are looked at and not kept: the first are slower.", ge=1)] = 2
-        active: Annotated[int, option("Steps that are kept.", ge=1)] = 5
-        repeat: Annotated[int, option("How often to do this; 0: until the end.", ge=0)] = 1
-        memory: Annotated[bool, option("Also what is allocated.")] = False
-        shapes: Annotated[bool, option("Also the shapes of operations' inputs.")] = False
-        stacks: Annotated[bool, option("Also the lines of Python that operations come from.")] = False
+        wait: Annotated[int, option("Steps to skip first.", ge=0)] = 5
+        warmup: Annotated[int, option("Profiled steps to discard: the first ones are slower.", ge=1)] = 2
+        active: Annotated[int, option("Steps to record.", ge=1)] = 5
+        repeat: Annotated[int, option("Number of such cycles; 0: until the end.", ge=0)] = 1
+        memory: Annotated[bool, option("Record allocations too.")] = False
+        shapes: Annotated[bool, option("Record the shapes of operations' inputs too.")] = False
+        stacks: Annotated[bool, option("Record the Python stack of operations too.")] = False
 
     @hookimpl
     def before_fit(self, run: Run) -> None:
@@ -88,7 +88,7 @@ class Profile(Plugin):
     def after_fit(self, run: Run) -> None:
         self.open.close()
         if not self.written:
-            logger.warning("profile: training ended after %d steps, before there was anything to keep: lower wait", run.state.step)
+            logger.warning("profile: training ended after %d steps, before any step was recorded: lower wait", run.state.step)
 
     @hookimpl
     def on_exception(self) -> None:
@@ -96,7 +96,7 @@ class Profile(Plugin):
             self.open.close()
 
     def write(self, profiler: torch.profiler.profile) -> None:
-        """Called when the steps to be kept are over."""
+        """Write the recorded steps. The profiler calls it after each cycle."""
         import torch
 
         torch.profiler.tensorboard_trace_handler(str(self.folder), worker_name=self.prefix, use_gzip=True)(profiler)

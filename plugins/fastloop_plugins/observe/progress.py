@@ -1,9 +1,9 @@
-"""Shows a run as it goes: a live line on a terminal, plain lines elsewhere. On by default.
+"""Shows the progress of a run: a live line on a terminal, plain lines elsewhere. On by default.
 
     plugins:
       - progress: {every: 10}
 
-``every`` is in seconds, for plain lines; the live line moves as ``refresh`` says.
+``every`` is the interval of plain lines in seconds; ``refresh`` is the interval of the live line.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 
 
 class Progress(Plugin):
-    """Step, loss, samples/s, time left, best so far."""
+    """Prints step, loss, samples/s, time left and best value."""
 
     name = "progress"
     read_only = True
     numerics = "bitwise"
-    description = "shows step, loss, samples/s, time left, best so far"
+    description = "shows step, loss, samples/s, time left, best value"
 
     @dataclass(kw_only=True)
     class Config:
         """Options."""
 
-        every: Annotated[float, option("Seconds between two plain lines, where there is no terminal.", gt=0)] = 10.0
+        every: Annotated[float, option("Seconds between two plain lines, without a terminal.", gt=0)] = 10.0
         refresh: Annotated[float, option("Seconds between two updates of the live line.", gt=0)] = 0.25
 
     def __init__(self, **options: Any) -> None:
@@ -45,7 +45,7 @@ class Progress(Plugin):
 
     @classmethod
     def auto_enable(cls, recipe: Recipe) -> str:
-        return "a run is worth watching"
+        return "every run shows its progress"
 
     @hookimpl
     def before_fit(self, run: Run) -> None:
@@ -65,7 +65,7 @@ class Progress(Plugin):
 
     @hookimpl
     def after_step(self, run: Run, loss: Tensor) -> None:
-        if perf_counter() < self.next:  # a step costs one look at the clock; the device is waited for only when something is shown
+        if perf_counter() < self.next:  # a step costs one clock reading; loss.item() waits for the device
             return
         text = self.describe(run, loss.item())
         if self.bar is not None:
@@ -75,7 +75,7 @@ class Progress(Plugin):
         self.next = perf_counter() + self.period
 
     def describe(self, run: Run, loss: float) -> str:
-        """One line: where the run stands."""
+        """One line with the state of the run."""
         seconds, samples = run.clock.read("train"), run.state.samples
         speed = (samples - self.mark[1]) / max(seconds - self.mark[0], 1e-9)
         of = f"/{run.total_steps}" if run.total_steps else ""
@@ -90,7 +90,7 @@ class Progress(Plugin):
             parts.append(f"{_duration(left)} left")
         if run.state.best:
             parts.append(f"best {run.state.best['value']:.4f}")
-        if seconds - self.mark[0] > 30:  # the speed shown is that of the last half minute
+        if seconds - self.mark[0] > 30:  # the speed is an average over the last half minute
             self.mark = (seconds, samples)
         return ", ".join(parts)
 
@@ -108,7 +108,7 @@ class Progress(Plugin):
         self.stop()
 
     def stop(self) -> None:
-        """Take the live line off the terminal."""
+        """Remove the live line from the terminal."""
         if self.bar is not None:
             self.bar.stop()
             self.bar = None

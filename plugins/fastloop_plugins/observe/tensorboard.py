@@ -1,9 +1,9 @@
-"""Writes loss, learning rate, speed and metrics for TensorBoard, into ``tensorboard/`` of the run folder.
+"""Writes loss, learning rate, speed and metrics for TensorBoard to ``tensorboard/`` in the run folder.
 
     plugins:
       - tensorboard: {every: 10}
 
-Needs the extra: ``pip install 'fastloop[tensorboard]'``. Look at it with ``tensorboard --logdir runs``.
+Needs the extra: ``pip install 'fastloop[tensorboard]'``. View it with ``tensorboard --logdir runs``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class TensorBoard(Plugin):
-    """Scalars and the recipe, for TensorBoard."""
+    """Writes scalars and the recipe for TensorBoard."""
 
     name = "tensorboard"
     read_only = True
@@ -46,7 +46,7 @@ class TensorBoard(Plugin):
         import yaml
         from torch.utils.tensorboard import SummaryWriter
 
-        # what a killed run wrote after its last checkpoint is hidden: it happens again
+        # hide points after the last checkpoint of a killed run: the run repeats them
         self.writer = SummaryWriter(run.folder / "tensorboard", purge_step=run.state.step + 1 if run.state.step else None)
         self.writer.add_text("recipe", f"```yaml\n{yaml.safe_dump(secrets.hidden(run.recipe.to_dict()), sort_keys=False)}```", 0)
         self.mark = (run.clock.read("train"), run.state.samples)

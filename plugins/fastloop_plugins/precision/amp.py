@@ -1,11 +1,11 @@
-"""Mixed precision: the forward pass in a smaller dtype, weights and optimizer in fp32.
+"""Mixed precision: runs the forward pass in bf16 or fp16, and keeps weights and optimizer state in fp32.
 
     plugins:
       - amp: {dtype: auto}
 
-``auto`` takes bf16 where the device has it, else fp16. fp16 scales the loss and skips the optimizer steps that overflow. A skipped step
-counts as a step and its samples count as trained, but the learning rate schedule does not advance. For fp8, list ``torchao-fp8`` beside
-``amp: {dtype: bf16}``.
+``auto`` uses bf16 if the device supports it, else fp16. fp16 scales the loss and skips optimizer steps whose gradients overflow. A skipped
+step counts as a step and its samples count as trained, but the learning rate schedule does not advance. For fp8, list ``torchao-fp8`` in
+addition to ``amp: {dtype: bf16}``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ logger = logging.getLogger("fastloop")
 
 
 def wants(dtype: str) -> Any:
-    """Whether a config asks for a dtype."""
+    """A condition for ``When``: whether the config's dtype is ``dtype``."""
     return lambda config: config.dtype == dtype
 
 
@@ -49,14 +49,14 @@ class Amp(Plugin):
         growth_interval: Annotated[int, option("fp16: steps without overflow before the factor doubles.", ge=1)] = 2000
 
     @classmethod
-    def estimate_speedup(cls, seen: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:
-        small = max((dtype for dtype in ("bf16", "fp16") if dtype in seen.peaks), key=seen.peaks.__getitem__, default=None)
-        if seen.precision != "fp32" or cls.name in recipe.plugins or small is None:
+    def estimate_speedup(cls, profile: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:
+        small = max((dtype for dtype in ("bf16", "fp16") if dtype in profile.peaks), key=profile.peaks.__getitem__, default=None)
+        if profile.precision != "fp32" or cls.name in recipe.plugins or small is None:
             return None
-        factor, seconds = seen.peaks[small] / seen.peaks["fp32"], seen.multiplying()
+        factor, seconds = profile.peaks[small] / profile.peaks["fp32"], profile.multiplying()
         return SpeedupEstimate(
             seconds=seconds * (1 - 1 / factor),
-            why=f"Matrix products in fp32 are {seconds / seen.seconds:.0%} of a step; {small} is {factor:.1f} times as fast here.",
+            why=f"Matrix products in fp32 are {seconds / profile.seconds:.0%} of a step; {small} is {factor:.1f} times as fast here.",
         )
 
     def __init__(self, **options: Any) -> None:

@@ -1,10 +1,10 @@
-"""Multiplies fp32 matrices on TensorFloat-32 units: 10 bits of mantissa instead of 23, fp32 range, no other change.
+"""Multiplies fp32 matrices in TensorFloat-32: 10 bits of mantissa instead of 23, with the range of fp32.
 
     plugins:
       - matmul-precision: {precision: high}
 
-For CUDA devices that have such units (compute capability 8.0 and later). Convolutions too. Training that ``amp`` runs in bf16 gains little
-more. The setting is global to the process: it is put back when the run ends.
+For CUDA devices with TF32 units (compute capability 8.0 and later). It also applies to convolutions. With ``amp`` in bf16, little is left
+to gain. The setting is global to the process; the plugin restores it at the end of the run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class MatmulPrecision(Plugin):
-    """torch.set_float32_matmul_precision, for the time of a run."""
+    """Calls ``torch.set_float32_matmul_precision`` for the duration of a run."""
 
     name = "matmul-precision"
     numerics = "reduced-precision"
@@ -36,12 +36,13 @@ class MatmulPrecision(Plugin):
         convolutions: Annotated[bool, option("TF32 in cuDNN's convolutions too.")] = True
 
     @classmethod
-    def estimate_speedup(cls, seen: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:
-        if cls.name in recipe.plugins or seen.device != "cuda" or seen.precision != "fp32":
+    def estimate_speedup(cls, profile: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:
+        if cls.name in recipe.plugins or profile.device != "cuda" or profile.precision != "fp32":
             return None
-        seconds = seen.multiplying()
+        seconds = profile.multiplying()
         return SpeedupEstimate(
-            seconds=0.6 * seconds, why=f"Matrix products in fp32 are {seconds / seen.seconds:.0%} of a step; TF32 is several times as fast."
+            seconds=0.6 * seconds,
+            why=f"Matrix products in fp32 are {seconds / profile.seconds:.0%} of a step; TF32 is several times as fast.",
         )
 
     @hookimpl

@@ -1,13 +1,13 @@
-"""Multiplies the matrices of large linear layers in fp8, forward and backward, by torchao; weights and optimizer stay in fp32.
+"""Multiplies the matrices of large linear layers in fp8, in forward and backward, with torchao. Weights and optimizer stay in fp32.
 
     plugins:
       - amp: {dtype: bf16}
       - torchao-fp8: {recipe: tensorwise}
       - compile
 
-For CUDA devices with fp8 matrix units (H100 and its like). It pays for layers of some thousand features, and with ``compile``, which joins
-the casts to what is around them. ``amp: {dtype: bf16}`` does the rest of the forward pass. ``rowwise`` scales each row by itself: more
-exact, slower. Needs the extra: ``pip install 'fastloop[fp8]'``.
+For CUDA devices with fp8 matrix units (H100 and newer). It pays off for layers with thousands of features, together with ``compile``, which
+fuses the casts into neighbouring operations. ``amp: {dtype: bf16}`` covers the rest of the forward pass. ``rowwise`` scales each row
+separately, which is more accurate and slower. Needs the extra: ``pip install 'fastloop[fp8]'``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger("fastloop")
 
 
 class TorchaoFp8(Plugin):
-    """torchao's ``convert_to_float8_training``."""
+    """Converts linear layers with torchao's ``convert_to_float8_training``."""
 
     name = "torchao-fp8"
     numerics = "reduced-precision"
@@ -40,9 +40,9 @@ class TorchaoFp8(Plugin):
     class Config:
         """Options."""
 
-        recipe: Annotated[Literal["tensorwise", "rowwise"], option("One scale for a tensor, or for each row.")] = "tensorwise"
-        min_features: Annotated[int, option("Layers with fewer inputs or outputs stay as they are.", ge=16)] = 1024
-        skip: Annotated[tuple[str, ...], option("Names of layers that stay as they are.")] = ("lm_head", "classifier", "score", "head")
+        recipe: Annotated[Literal["tensorwise", "rowwise"], option("One scale for each tensor, or for each row.")] = "tensorwise"
+        min_features: Annotated[int, option("Layers with fewer inputs or outputs are not converted.", ge=16)] = 1024
+        skip: Annotated[tuple[str, ...], option("Names of layers that are not converted.")] = ("lm_head", "classifier", "score", "head")
 
     @hookimpl
     def before_prepare(self, run: Run, model: nn.Module) -> None:
@@ -52,7 +52,7 @@ class TorchaoFp8(Plugin):
         converted = []
 
         def suits(module: nn.Module, name: str) -> bool:
-            """Sizes that fp8 units take, and that are worth the casts."""
+            """Whether fp8 units support the layer's sizes, and the layer is large enough to outweigh the casts."""
             if not isinstance(module, nn.Linear) or set(self.config.skip) & set(name.split(".")):
                 return False
             found = all(size % 16 == 0 and size >= self.config.min_features for size in module.weight.shape)

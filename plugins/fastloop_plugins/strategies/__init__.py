@@ -1,1 +1,1 @@
-"""Strategies for several processes."""
+"""Strategies for training in several processes."""

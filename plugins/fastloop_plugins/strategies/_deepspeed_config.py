@@ -1,4 +1,4 @@
-"""What DeepSpeed is told: the user's JSON, and what the recipe says."""
+"""DeepSpeed's configuration, built from the user's JSON file and the recipe."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ seq_parallel_communication_data_type sequence_parallel_size sparse_gradients ste
 torch_autocast train_batch_size train_micro_batch_size_per_gpu use_data_before_expert_parallelism wall_clock_breakdown wandb
 zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization
 """
-"""Keys of DeepSpeed's JSON: it takes any other without a word."""
+"""Keys of DeepSpeed's JSON. DeepSpeed ignores unknown keys without a warning."""
 
 WHOLE_TENSORS = ("Adafactor", "Adagrad", "LBFGS", "Muon", "SparseAdam")
-"""Optimizers of torch that need whole tensors, or that DeepSpeed builds anew behind the scheduler's back."""
+"""Torch optimizers that need full tensors, or that DeepSpeed rebuilds without the scheduler's knowledge."""
 
 
 class Configuration:
-    """A JSON file, or none, held against the recipe.
+    """The user's JSON file, if any, checked against the recipe.
 
     Attributes:
-        file: How messages name it.
-        stage: ZeRO's.
-        half: Whether the weights are in half precision, not the forward pass alone; known once it is built.
+        file: Its name in messages: the path of the JSON file, or the recipe's.
+        stage: ZeRO's stage, 0 to 3.
+        half: Whether the weights themselves are in half precision; False until ``build``.
 
     Raises:
-        PluginError: It cannot be read, or contradicts the recipe.
+        PluginError: The file cannot be read, or contradicts the recipe.
     """
 
     def __init__(self, recipe: Recipe, options: Any) -> None:
@@ -55,7 +55,7 @@ class Configuration:
             path = recipe.find(options.config)
             self.json, self.file = read(path), str(path)
         train = recipe.train
-        given = (options.stage, look(self.json, "zero_optimization.stage"), 2)
+        given = (options.stage, lookup(self.json, "zero_optimization.stage"), 2)
         self.stage: int = next(stage for stage in given if stage is not None)
         self._agree("zero_optimization.stage", "plugins.deepspeed.stage", options.stage)
         self._agree("train_batch_size", "train.batch_size", train.batch_size)
@@ -63,9 +63,9 @@ class Configuration:
         self._agree("gradient_clipping", "train.max_grad_norm", train.max_grad_norm or 0.0)
         self._agree("optimizer.type", "train.optimizer", train.optimizer)
         own = {"lr": train.lr, "weight_decay": train.weight_decay}
-        for key in look(self.json, "optimizer.params") or {}:
+        for key in lookup(self.json, "optimizer.params") or {}:
             self._agree(f"optimizer.params.{key}", f"train.{key}" if key in own else "the recipe's optimizer", own.get(key, "its own"))
-        for key in look(self.json, "scheduler.params") or {}:
+        for key in lookup(self.json, "scheduler.params") or {}:
             self._agree(f"scheduler.params.{key}", "the recipe's schedule", "its own (plugin lr-scheduler)")
         self._agree_with_launcher(recipe.where)
         if self.stage not in (0, 1, 2, 3):
@@ -75,13 +75,13 @@ class Configuration:
                 raise PluginError(f"{recipe.where}: plugins.deepspeed.{name}: needs stage {least} or more; the stage is {self.stage}.")
         if self.stage and train.optimizer in WHOLE_TENSORS:
             raise PluginError(
-                f"{recipe.where}: train.optimizer: {train.optimizer} cannot be sharded: ZeRO hands it pieces of flattened weights. "
-                "Take another, such as AdamW, or plugins.deepspeed.stage: 0."
+                f"{recipe.where}: train.optimizer: {train.optimizer} cannot be sharded: ZeRO gives it slices of flattened weights. "
+                "Use another, such as AdamW, or plugins.deepspeed.stage: 0."
             )
 
     def _agree(self, key: str, name: str, wanted: Any) -> None:
-        """Refuse a value of the JSON that contradicts the recipe's; None: the recipe says nothing."""
-        found = look(self.json, key)
+        """Raise an error for a value in the JSON that contradicts the recipe's. ``wanted`` is None if the recipe sets none."""
+        found = lookup(self.json, key)
         if wanted is None or found is None or found == wanted:
             return
         raise PluginError(
@@ -89,7 +89,7 @@ class Configuration:
         )
 
     def _agree_with_launcher(self, where: str) -> None:
-        """Refuse what ``accelerate launch`` says of DeepSpeed, when it is asked for there too, and the recipe says otherwise."""
+        """Raise an error for DeepSpeed settings of ``accelerate launch`` that contradict the recipe."""
         if os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() != "true":
             return
         ours = {"ZERO_STAGE": ("stage", str(self.stage)), "CONFIG_FILE": ("config", self.options.config)}
@@ -102,21 +102,21 @@ class Configuration:
                 )
 
     def build(self, run: Run, elements: int) -> dict[str, Any]:
-        """What ``deepspeed.initialize`` gets.
+        """Build the configuration for ``deepspeed.initialize``.
 
         Args:
-            elements: Of all trained parameters.
+            elements: Number of elements in all trained parameters.
 
         Raises:
-            PluginError: The JSON contradicts what is known only now.
+            PluginError: The JSON contradicts a setting that is known only now.
         """
         precision, options = run.accelerator.mixed_precision, self.options
-        self.half = precision == "fp16" or look(self.json, "bf16.enabled") is True
+        self.half = precision == "fp16" or lookup(self.json, "bf16.enabled") is True
         if run.loader_settings.split is not None:
             splitter = run.loader_settings.writers["split"]
             raise PluginError(
-                f"{run.recipe.where}: plugins.deepspeed: its steps are of one number of micro-steps, and {splitter!r} splits each as its "
-                f"samples want it. Take another strategy, or leave out the option of {splitter!r} that does so."
+                f"{run.recipe.where}: plugins.deepspeed: needs the same number of micro-steps in each step, and {splitter!r} splits "
+                f"steps by the lengths of their samples. Use another strategy, or remove the option of {splitter!r} that does so."
             )
         self._agree("train_micro_batch_size_per_gpu", "the batch of a device", run.loaders.micro_batch_size)
         self._agree("gradient_accumulation_steps", "the number of micro-steps", run.loaders.micro_steps)
@@ -127,14 +127,14 @@ class Configuration:
         if precision not in ("no", "bf16", "fp16"):
             raise PluginError(f"plugins.deepspeed: works in fp32, bf16 or fp16, and the recipe's precision is {precision!r}.")
         if self.half and self.stage == 0:
-            raise PluginError("plugins.deepspeed.stage: 0 keeps no fp32 weights beside half-precision ones. Take stage 1 or more.")
+            raise PluginError("plugins.deepspeed.stage: 0 keeps no fp32 copy of half-precision weights. Use stage 1 or more.")
         config = without_auto(self.json)
-        for section in ("optimizer", "scheduler"):  # the recipe's are used; these were found to say nothing else
+        for section in ("optimizer", "scheduler"):  # the recipe's are used; _agree checked that these are equal
             config.pop(section, None)
         config["train_batch_size"] = run.recipe.train.batch_size
         config["train_micro_batch_size_per_gpu"] = run.loaders.micro_batch_size
         config["gradient_accumulation_steps"] = run.loaders.micro_steps
-        config["gradient_clipping"] = (run.recipe.train.max_grad_norm or 0.0) if self.stage else 0.0  # stage 0 is clipped by the plugin
+        config["gradient_clipping"] = (run.recipe.train.max_grad_norm or 0.0) if self.stage else 0.0  # the plugin clips for stage 0
         config.setdefault("zero_allow_untested_optimizer", True)
         config.setdefault("zero_force_ds_cpu_optimizer", False)
         zero = config.setdefault("zero_optimization", {})
@@ -146,7 +146,7 @@ class Configuration:
             zero["overlap_comm"] = options.overlap_comm
         if options.bucket_size is not None:
             zero["reduce_bucket_size"] = zero["allgather_bucket_size"] = options.bucket_size
-        zero.setdefault("reduce_bucket_size", min(elements, 500_000_000))  # DeepSpeed's 5e8 is held whole, by the smallest model too
+        zero.setdefault("reduce_bucket_size", min(elements, 500_000_000))  # DeepSpeed would allocate all of its default, 5e8
         if precision == "bf16" and not self.half:
             config["torch_autocast"] = {"dtype": "bfloat16", **config.get("torch_autocast", {}), "enabled": True}
         if precision == "fp16":
@@ -158,10 +158,10 @@ class Configuration:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A JSON file of DeepSpeed's.
+    """Read a JSON file of DeepSpeed's.
 
     Raises:
-        PluginError: It cannot be read, or a key of it is likely misspelt.
+        PluginError: The file cannot be read, or one of its keys is likely misspelt.
     """
     try:
         found = json.loads(path.read_text())
@@ -174,12 +174,12 @@ def read(path: Path) -> dict[str, Any]:
         hint = did_you_mean(key, known)
         if hint:
             raise PluginError(f"{path}: DeepSpeed has no key {key!r}.{hint}")
-        logger.warning("deepspeed: %s: %r is no key that fastloop knows: passed on as it is", path, key)
+        logger.warning("deepspeed: %s: %r is not a key that fastloop knows: passed on unchanged", path, key)
     return found
 
 
-def look(config: Mapping[str, Any], key: str) -> Any:
-    """The value at a dotted key; None where there is none or it is "auto"."""
+def lookup(config: Mapping[str, Any], key: str) -> Any:
+    """The value at a dotted key; None if it is missing or "auto"."""
     value: Any = config
     for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
@@ -187,7 +187,7 @@ def look(config: Mapping[str, Any], key: str) -> Any:
 
 
 def without_auto(config: dict[str, Any]) -> dict[str, Any]:
-    """A copy without the keys that say "auto"."""
+    """A copy without the keys whose value is "auto"."""
     return {
         key: without_auto(value) if isinstance(value, dict) else copy.deepcopy(value) for key, value in config.items() if value != "auto"
     }

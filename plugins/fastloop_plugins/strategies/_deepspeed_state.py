@@ -1,4 +1,4 @@
-"""DeepSpeed's side: importing it, and whole weights and optimizer state out of it and back in, in the forms that a run without it has."""
+"""DeepSpeed's state: import it, and convert full weights and optimizer state to and from the forms of a run without it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 
 
 class Sharded:
-    """A model and an optimizer in DeepSpeed's hands.
+    """A model and an optimizer that DeepSpeed owns.
 
     Args:
-        optimizer: Torch's, before DeepSpeed takes it: afterwards its groups hold flat pieces, while lr and the rest stay live in them.
+        optimizer: The torch optimizer. DeepSpeed later replaces the parameters in its groups with flat slices; the lr and the other options
+            in the groups stay live.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -29,23 +30,23 @@ class Sharded:
         self.parameters: list[list[Tensor]] = [list(group["params"]) for group in self.groups]
 
     def taken(self, engine: Any, stage: int, half: bool) -> None:
-        """DeepSpeed has taken them."""
+        """Record the engine that DeepSpeed returned."""
         self.engine, self.stage, self.half = engine, stage, half
         self.zero: Any = engine.optimizer if stage else None
 
     def model_state(self, run: Run) -> dict[str, Any]:
-        """On the main process: name -> whole tensor. Every process must come by, as with the others here."""
-        whole: dict[int, Any] = {}
+        """Name -> full tensor, on the main process. Every process must call it, as with the other methods here."""
+        gathered: dict[int, Any] = {}
         state: dict[str, Any] = {}
         for name, value in run.unwrap_model().state_dict(keep_vars=True).items():
-            if id(value) not in whole:  # tied weights are gathered once
-                full = self._whole(value)
-                whole[id(value)] = full.cpu() if run.is_main and hasattr(full, "cpu") else full if run.is_main else None
-            state[name] = whole[id(value)]
+            if id(value) not in gathered:  # tied weights are gathered once
+                full = self._gather(value)
+                gathered[id(value)] = full.cpu() if run.is_main and hasattr(full, "cpu") else full if run.is_main else None
+            state[name] = gathered[id(value)]
         return state if run.is_main else {}
 
-    def _whole(self, weight: Any) -> Any:
-        """One weight in fp32."""
+    def _gather(self, weight: Any) -> Any:
+        """Gather one weight in fp32."""
         import deepspeed
         import torch
         from deepspeed.utils import safe_get_full_fp32_param
@@ -58,10 +59,10 @@ class Sharded:
             return weight.detach().float() if self.half else weight.detach().clone()
 
     def load_model_state(self, run: Run, state: dict[str, Tensor]) -> None:
-        """Takes over whole weights, and the fp32 ones beside them.
+        """Load full weights into the model, and into its fp32 copies.
 
         Raises:
-            RuntimeError: They are another model's.
+            RuntimeError: The weights belong to another model.
         """
         import deepspeed
         import torch
@@ -93,7 +94,7 @@ class Sharded:
 
     @staticmethod
     def _slice(run: Run, weight: Any, value: Tensor) -> Tensor:
-        """This process's piece of a whole tensor under stage 3: all pieces are of one size, the last padded."""
+        """This process's slice of a full tensor under stage 3. All slices have the same size; the last one is padded."""
         import torch
 
         size = weight.ds_tensor.numel()
@@ -101,7 +102,7 @@ class Sharded:
         return flat[size * run.rank : size * (run.rank + 1)]
 
     def _flats(self) -> list[list[Tensor]]:
-        """Group -> the flat pieces of this process that stand for its weights in torch's optimizer."""
+        """Group -> this process's flat slices, which stand for the group's weights in torch's optimizer."""
         if self.stage < 3:
             return [[flat] for flat in self.zero.single_partition_of_fp32_groups]
         flats: list[list[Tensor]] = [[] for _ in range(len(self.base.param_groups))]
@@ -110,20 +111,20 @@ class Sharded:
         return flats
 
     def stepped(self) -> list[Tensor]:
-        """The model's parameters that DeepSpeed's optimizer steps."""
+        """The parameters of the model that DeepSpeed's optimizer updates."""
         if self.zero is None:
             return [parameter for group in self.base.param_groups for parameter in group["params"]]
         groups = self.zero.fp16_groups if self.stage == 3 else self.zero.bit16_groups
         return [parameter for group in groups for parameter in group]
 
     def _relink(self) -> None:
-        """Tell stages 1 and 2 where each weight's optimizer state is: they look once, when only the first group has any."""
+        """Link each weight to its optimizer state in stages 1 and 2. DeepSpeed links once, when only the first group has state."""
         if self.stage < 3:
             self.zero._hp_optimizer_states_linked = False
             self.zero._lazy_init_hp_params_optimizer_state()
 
     def _groups(self) -> list[dict[str, Any]]:
-        """The groups as in torch's ``state_dict``."""
+        """The parameter groups, in the form of torch's ``state_dict``."""
         number = iter(range(sum(map(len, self.parameters))))
         return [
             {key: value for key, value in group.items() if key != "params"} | {"params": [next(number) for _ in parameters]}
@@ -131,7 +132,7 @@ class Sharded:
         ]
 
     def optimizer_state(self, run: Run) -> dict[str, Any]:
-        """In the form of torch's ``state_dict``, on the main process."""
+        """The optimizer state in the form of torch's ``state_dict``, on the main process."""
         import torch
         from deepspeed.utils import safe_get_full_optimizer_state
 
@@ -156,20 +157,20 @@ class Sharded:
         return {"state": state, "param_groups": groups} if run.is_main else {}
 
     def load_optimizer_state(self, run: Run, state: dict[str, Any]) -> None:
-        """From that form.
+        """Load optimizer state in the form of torch's ``state_dict``.
 
         Raises:
-            ValueError: It is another optimizer's.
+            ValueError: The state belongs to another optimizer.
         """
         import torch
         from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
 
         if self.zero is None:
             self.base.load_state_dict(state)
-            self.groups = list(self.base.param_groups)  # torch makes them anew
+            self.groups = list(self.base.param_groups)  # torch creates new groups
             return
         if [len(group["params"]) for group in state["param_groups"]] != [len(parameters) for parameters in self.parameters]:
-            raise ValueError("its parameter groups are of other sizes")
+            raise ValueError("its parameter groups have other sizes")
         flats = iter(self._flats())
         pieces: list[tuple[Any, dict[str, Tensor]]] = []
         for live, saved, parameters in zip(self.groups, state["param_groups"], self.parameters, strict=True):
@@ -180,12 +181,12 @@ class Sharded:
             for number, parameter in zip(saved["params"], parameters, strict=True):
                 entry = state["state"].get(number, {})
                 shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
-                whole = {key: value for key, value in entry.items() if key != "step" and tuple(getattr(value, "shape", ())) == shape}
-                whole = {key: value for key, value in whole.items() if isinstance(value, torch.Tensor)}
+                tensors = {key: value for key, value in entry.items() if key != "step" and tuple(getattr(value, "shape", ())) == shape}
+                tensors = {key: value for key, value in tensors.items() if isinstance(value, torch.Tensor)}
                 if parameter.requires_grad:
-                    pieces.append((parameter, whole))
-                    sharded |= set(whole)
-                for key in entry.keys() - whole.keys():  # one a group; what was never trained lags behind: the furthest counts
+                    pieces.append((parameter, tensors))
+                    sharded |= set(tensors)
+                for key in entry.keys() - tensors.keys():  # one value a group: the largest step, since untrained weights lag
                     scalars[key] = max(scalars[key], entry[key]) if key == "step" and key in scalars else entry[key]
             on_device = live.get("fused") or live.get("capturable")
             for flat in flat_pieces if scalars or sharded else ():
@@ -195,8 +196,8 @@ class Sharded:
                 } | {key: torch.zeros_like(flat, requires_grad=False) for key in sharded}
         if self.base.state:
             self._relink()
-        for parameter, whole in pieces:
-            for key, value in whole.items():
+        for parameter, tensors in pieces:
+            for key, value in tensors.items():
                 if self.stage == 3:
                     safe_set_local_optimizer_state(parameter, self._slice(run, parameter, value), key)
                 else:
@@ -204,7 +205,7 @@ class Sharded:
 
 
 class Stepper:
-    """What the loop knows as the optimizer."""
+    """The optimizer that the loop sees."""
 
     def __init__(self, sharded: Sharded) -> None:
         self.sharded = sharded
@@ -212,30 +213,30 @@ class Stepper:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Torch's own, with the live learning rates."""
+        """Torch's parameter groups, with the live learning rates."""
         return self.sharded.groups
 
     def model_parameters(self) -> list[Tensor]:
-        """The model's parameters behind the flat partitions in ``param_groups``, as DeepSpeed holds them."""
+        """The parameters behind the flat slices in ``param_groups``."""
         return self.sharded.stepped()
 
     def step(self) -> None:
-        """Unscale, clip, step, exchange weights, and let the gradients go."""
+        """Unscale and clip gradients, update and exchange weights, and free the gradients."""
         self.sharded.engine.step()
         self.step_was_skipped = bool(getattr(self.sharded.engine.optimizer, "overflow", False))
 
     def zero_grad(self) -> None:
-        """Done by ``step``."""
+        """Does nothing: ``step`` frees the gradients."""
 
 
 class LossScale:
-    """DeepSpeed's loss scale in the place of Accelerate's, so that checkpoints hold it in torch's form."""
+    """DeepSpeed's loss scale in place of Accelerate's, so that checkpoints store it in torch's form."""
 
     def __init__(self, scaler: Any) -> None:
         self.scaler = scaler
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's ``GradScaler``."""
+        """The state in the form of torch's ``GradScaler``."""
         scaler = self.scaler
         since = scaler.cur_iter - scaler.last_overflow_iter - 1
         return {
@@ -247,15 +248,15 @@ class LossScale:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """From torch's form."""
+        """Load state in the form of torch's ``GradScaler``."""
         self.scaler.cur_scale = float(state["scale"])
         self.scaler.cur_iter, self.scaler.last_overflow_iter = int(state["_growth_tracker"]), -1
 
 
 def imported(device: str) -> Any:
-    """DeepSpeed, for this type of device, and quiet."""
+    """Import DeepSpeed for this type of device, without its warnings."""
     previous = os.environ.get("DS_ACCELERATOR")
-    os.environ["DS_ACCELERATOR"] = device  # else it guesses, and warns of a CPU
+    os.environ["DS_ACCELERATOR"] = device  # otherwise it guesses, and warns on a CPU
     try:
         import deepspeed
         from deepspeed.accelerator import get_accelerator
@@ -268,14 +269,14 @@ def imported(device: str) -> Any:
     if found != device:
         raise PluginError(f"plugins.deepspeed: DeepSpeed was imported for {found}, and this run is on {device}. Start a new process.")
     if device == "cpu":
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled at the first use; gloo serves
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled at its first use; use gloo
     names = "all_gather_into_tensor|reduce_scatter_tensor"  # deepspeed 0.19 calls what torch 2.13 has deprecated
     warnings.filterwarnings("ignore", rf"`torch\.distributed\.({names})` is deprecated", category=FutureWarning)
     return deepspeed
 
 
 def cast_around(engine: nn.Module) -> None:
-    """A model with half-precision weights takes any floats and gives fp32: the loss is computed in that."""
+    """Cast inputs to the dtype of half-precision weights, and outputs to fp32, which the loss is computed in."""
     import torch
     from accelerate.utils import convert_to_fp32, recursively_apply
 

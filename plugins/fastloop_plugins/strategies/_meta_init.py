@@ -1,4 +1,4 @@
-"""A model that only the main process holds whole: the others build it on the meta device and get their parts from there."""
+"""Initialization of the full model in the main process only: the others build it on the meta device and receive their shards."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class MetaInit:
-    """The main process's weights, before all processes' parameters go to the meta device."""
+    """Keeps the main process's weights while the parameters of every process move to the meta device."""
 
     def __init__(self, run: Run, model: nn.Module) -> None:
         self.model, self.is_main = model, run.is_main
@@ -25,7 +25,7 @@ class MetaInit:
         self._tie()
 
     def _tie(self) -> None:
-        """``to`` gives each name a tensor of its own."""
+        """Restore tied weights: ``to`` creates a separate tensor for each name."""
         for first, *others in self.tied:
             owner, _, name = first.rpartition(".")
             tensor = getattr(self.model.get_submodule(owner), name)
@@ -34,7 +34,7 @@ class MetaInit:
                 setattr(self.model.get_submodule(owner), name, tensor)
 
     def share(self, device: Any) -> None:
-        """Give every process its parts, one weight after the other."""
+        """Send every process its shards, one weight at a time."""
         import torch
         from torch.distributed.tensor import distribute_tensor
 

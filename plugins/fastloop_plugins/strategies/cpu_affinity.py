@@ -1,11 +1,11 @@
-"""Gives each process its own processors of a CPU, and treats denormal numbers as zero.
+"""Pins each process to its own CPU cores, sets its thread count, and flushes denormal numbers to zero.
 
     plugins:
       - cpu-affinity: {denormals: false}
 
-Several processes of a machine (``fastloop train --nproc``, torchrun) share its processors out in equal parts; each is pinned to its part
-and computes with as many threads. One process takes all it may use. Numbers below 1e-38, which some processors compute a hundred times
-slower, become zero. All is put back when the run ends.
+The processes of a machine (``fastloop train --nproc``, torchrun) divide its cores evenly. Each process is pinned to its share and computes
+with one thread for each core. A single process uses all cores that it may run on. Numbers below 1e-38 become zero, since some processors
+compute with them a hundred times slower. The plugin restores all settings at the end of the run.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ logger = logging.getLogger("fastloop")
 
 
 class CpuAffinity(Plugin):
-    """Threads, pinning, denormals."""
+    """Sets threads, pinning and the handling of denormals."""
 
     name = "cpu-affinity"
     numerics = "reassociated"
-    description = "shares the processors out"
+    description = "pins processes to cores and sets their thread count"
 
     @dataclass(kw_only=True)
     class Config:
         """Options."""
 
-        count: Annotated[int | None, option("Threads of a process; null: one for each of its processors.", ge=1)] = None
-        pin: Annotated[bool, option("Keep each process on its own processors (Linux).")] = True
-        denormals: Annotated[bool, option("Compute with numbers below 1e-38 instead of taking them for zero.")] = False
+        count: Annotated[int | None, option("Threads of a process; null: one for each of its cores.", ge=1)] = None
+        pin: Annotated[bool, option("Pin each process to its own cores (Linux).")] = True
+        denormals: Annotated[bool, option("Compute with numbers below 1e-38 instead of flushing them to zero.")] = False
 
     @classmethod
-    def estimate_speedup(cls, seen: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:
-        share = max(1, seen.cores // seen.world_size)
-        if cls.name in recipe.plugins or seen.device != "cpu" or seen.threads >= share:
+    def estimate_speedup(cls, profile: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:
+        share = max(1, profile.cores // profile.world_size)
+        if cls.name in recipe.plugins or profile.device != "cpu" or profile.threads >= share:
             return None
         return SpeedupEstimate(
-            seconds=seen.computing * (1 - seen.threads / share),
-            why=f"A process computes with {seen.threads} threads, and its share of the processors is {share}.",
+            seconds=profile.computing * (1 - profile.threads / share),
+            why=f"A process computes with {profile.threads} threads, and its share of the cores is {share}.",
         )
 
     @hookimpl
@@ -63,8 +63,8 @@ class CpuAffinity(Plugin):
             platform_support.use_processors(share)
         torch.set_num_threads(self.config.count or len(share))
         if not self.config.denormals and not torch.set_flush_denormal(True):
-            logger.warning("cpu-affinity: this processor cannot take denormal numbers for zero")
-        logger.info("cpu-affinity: %d on processors %s", torch.get_num_threads(), ", ".join(map(str, share)))
+            logger.warning("cpu-affinity: this processor cannot flush denormal numbers to zero")
+        logger.info("cpu-affinity: %d threads on cores %s", torch.get_num_threads(), ", ".join(map(str, share)))
 
     @hookimpl
     def write_summary(self, summary: dict[str, Any]) -> None:

@@ -1,10 +1,10 @@
-"""Several processes train one model (DistributedDataParallel): each computes gradients on its share of a batch, and all step alike.
+"""Trains one model in several processes (DistributedDataParallel): each computes gradients on its share of the batch, and all average them.
 
     plugins:
       - ddp
 
-Start one process a device: ``fastloop train recipe.yaml --nproc 4``, ``torchrun`` or ``accelerate launch``. ``train.batch_size`` stays what
-it is, over all processes. Gradients are exchanged at a step's last micro-step only. In one process there is nothing to do.
+Start one process for each device: ``fastloop train recipe.yaml --nproc 4``, ``torchrun`` or ``accelerate launch``. ``train.batch_size`` is
+the total over all processes. Gradients are averaged only at the last micro-step of a step. With one process, the plugin does nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger("fastloop")
 
 
 class DDP(Plugin):
-    """Torch's DistributedDataParallel, put around the model by Accelerate."""
+    """Torch's DistributedDataParallel, through Accelerate."""
 
     name = "ddp"
     slot = "strategy"
@@ -37,12 +37,12 @@ class DDP(Plugin):
     class Config:
         """Options."""
 
-        gradient_as_bucket_view: Annotated[bool, option("Gradients live in the buffers that are exchanged: one copy less of them.")] = True
-        bucket_cap_mb: Annotated[int, option("MiB of gradients exchanged at once, while backward goes on.", ge=1)] = 25
-        find_unused_parameters: Annotated[bool, option("For a model whose forward leaves out some of its weights at times.")] = False
-        static_graph: Annotated[bool, option("Every step uses the same weights in the same order: lets torch plan ahead.")] = False
-        sync_batch_norm: Annotated[bool, option("Batch norm over the samples of all processes (CUDA).")] = False
-        compress: Annotated[Literal["bf16"] | None, option("Exchange gradients in this dtype: half the bytes.")] = None
+        gradient_as_bucket_view: Annotated[bool, option("Store gradients in the all-reduce buckets: saves one copy of them.")] = True
+        bucket_cap_mb: Annotated[int, option("MiB of gradients in one all-reduce, which overlaps with backward.", ge=1)] = 25
+        find_unused_parameters: Annotated[bool, option("For a model whose forward does not use all weights in each step.")] = False
+        static_graph: Annotated[bool, option("Every step uses the same weights in the same order, so torch can plan ahead.")] = False
+        sync_batch_norm: Annotated[bool, option("Compute batch norm over the samples of all processes (CUDA).")] = False
+        compress: Annotated[Literal["bf16"] | None, option("All-reduce gradients in this dtype: half the bytes.")] = None
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -69,7 +69,7 @@ class DDP(Plugin):
             converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
             return converted
         if run.world_size > 1 and any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
-            logger.warning("ddp: batch norm sees the samples of its own process only, so numbers differ with how many there are")
+            logger.warning("ddp: batch norm uses only the samples of its own process, so results depend on the number of processes")
         return None
 
     @hookimpl
@@ -78,7 +78,7 @@ class DDP(Plugin):
             return
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
-        def compress(group, bucket):  # type: ignore[no-untyped-def] # torch reads annotations; and it refuses its hook by name on a CPU
+        def compress(group, bucket):  # type: ignore[no-untyped-def] # torch checks annotations, and rejects its own hook by name on a CPU
             return bf16_compress_hook(group, bucket)
 
         model.register_comm_hook(None, compress)  # type: ignore[operator]
@@ -86,17 +86,17 @@ class DDP(Plugin):
     @hookimpl
     def check_run(self, run: Run) -> None:
         if run.world_size == 1:
-            logger.info("ddp: one process, so there is nothing to exchange")
+            logger.info("ddp: one process, so there are no gradients to average")
         elif self.config.static_graph and run.loader_settings.split is not None:
             splitter = run.loader_settings.writers["split"]
             raise PluginError(
-                f"{run.recipe.where}: plugins.ddp.static_graph: torch cannot hold gradients back with it, and {splitter!r} splits each "
-                "step as its samples want it. Set it to false."
+                f"{run.recipe.where}: plugins.ddp.static_graph: torch cannot accumulate gradients with it, and {splitter!r} splits each "
+                "step by the lengths of its samples. Set it to false."
             )
-        elif self.config.static_graph and run.loaders.micro_steps > 1:  # torch's reducer fails an assertion of its own
+        elif self.config.static_graph and run.loaders.micro_steps > 1:  # else an assertion in torch's reducer fails
             fits = run.recipe.train.batch_size // run.world_size
             raise PluginError(
-                f"{run.recipe.where}: plugins.ddp.static_graph: torch cannot hold gradients back with it, and steps are of "
+                f"{run.recipe.where}: plugins.ddp.static_graph: torch cannot accumulate gradients with it, and each step has "
                 f"{run.loaders.micro_steps} micro-steps. Set it to false, or train.micro_batch_size to {fits}."
             )
 
@@ -104,10 +104,10 @@ class DDP(Plugin):
     def compute_loss(self) -> Generator[None, Any, Any]:
         try:
             return (yield)
-        except RuntimeError as error:  # torch notices at the next forward pass
+        except RuntimeError as error:  # torch raises it in the next forward pass
             if "find_unused_parameters" not in str(error):
                 raise
             raise PluginError(
-                "plugin 'ddp': the loss does not depend on all of the model's trained weights, so their gradients were waited for in vain. "
+                "plugin 'ddp': the loss does not depend on all of the model's trained weights, so DDP waits for gradients in vain. "
                 "Set plugins.ddp.find_unused_parameters: true, or freeze them."
             ) from error

@@ -1,15 +1,15 @@
-"""DeepSpeed ZeRO: several processes share what training holds: optimizer state, gradients, weights.
+"""Shards the optimizer state, gradients and weights over the processes with DeepSpeed ZeRO.
 
     plugins:
       - deepspeed: {stage: 2}
 
-Stage 1 shards the optimizer state, 2 the gradients too, 3 the weights too; 0 shards nothing. Start one process a device, for example
-``fastloop train recipe.yaml --nproc 4``. With ``amp`` in bf16 the weights stay in fp32 and the forward pass runs in bf16; a JSON of your
-own that says ``"bf16": {"enabled": true}`` keeps them in bf16 beside sharded fp32 ones, as fp16 always does. Checkpoints are whole: they
-resume under another stage, another strategy, or none.
+Stage 1 shards the optimizer state, stage 2 also the gradients, stage 3 also the weights; stage 0 shards nothing. Start one process for each
+device, for example ``fastloop train recipe.yaml --nproc 4``. With ``amp`` in bf16, the weights stay in fp32 and the forward pass runs in
+bf16. A JSON file of your own with ``"bf16": {"enabled": true}`` keeps the weights in bf16 with a sharded copy in fp32, as fp16 always does.
+Checkpoints hold full tensors, and resume under another stage, another strategy, or none.
 
-``config`` is a JSON of DeepSpeed's own options. The recipe wins where it is silent or says "auto"; a contradiction is an error. Every
-process builds the whole model on its CPU first, also under stage 3.
+``config`` names a JSON file of DeepSpeed's own options. The recipe supplies values that are missing or "auto"; a contradiction is an error.
+Every process builds the full model on its CPU first, under stage 3 too.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ logger = logging.getLogger("fastloop")
 
 
 class DeepSpeed(Plugin):
-    """ZeRO through ``deepspeed.initialize``; the loop stays in charge of steps, accumulation and the learning rate."""
+    """ZeRO through ``deepspeed.initialize``; the loop still controls steps, accumulation and the learning rate."""
 
     name = "deepspeed"
     slot = "strategy"
     numerics = "reassociated"
     requirements = (Package("deepspeed", ">=0.19", extra="deepspeed"),)
-    description = "shards optimizer state, gradients or weights over the processes"
+    description = "shards optimizer state, gradients and weights over the processes"
 
     @dataclass(kw_only=True)
     class Config:
         """Options."""
 
-        stage: Annotated[Literal[0, 1, 2, 3] | None, option("What is sharded; null: what the JSON says, else 2.")] = None
+        stage: Annotated[Literal[0, 1, 2, 3] | None, option("ZeRO stage; null: the JSON's, else 2.")] = None
         offload_optimizer: Annotated[bool, option("Keep the optimizer state in the host's memory and step there (stages 1 to 3).")] = False
         offload_parameters: Annotated[bool, option("Keep the weights in the host's memory (stage 3).")] = False
-        overlap_comm: Annotated[bool | None, option("Exchange gradients while backward goes on; null: DeepSpeed's default.")] = None
-        bucket_size: Annotated[int | None, option("Gradient elements exchanged at once; null: DeepSpeed's default.", ge=1)] = None
+        overlap_comm: Annotated[bool | None, option("Overlap the reduction of gradients with backward; null: DeepSpeed's default.")] = None
+        bucket_size: Annotated[int | None, option("Gradient elements reduced at once; null: DeepSpeed's default.", ge=1)] = None
         config: Annotated[str | None, option("A JSON file of DeepSpeed's own options.")] = None
 
     @hookimpl
@@ -76,7 +76,7 @@ class DeepSpeed(Plugin):
         self.sharded = Sharded(optimizer)
         try:
             with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", r"`torch\.jit\.\w+` is deprecated", category=DeprecationWarning)  # in its modules
+                warnings.filterwarnings("ignore", r"`torch\.jit\.\w+` is deprecated", category=DeprecationWarning)  # raised by its modules
                 engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
         except (ValueError, AssertionError, deepspeed.DeepSpeedConfigError) as error:
             raise PluginError(f"{self.configuration.file}: DeepSpeed refuses this: {' '.join(str(error).split())}") from error
@@ -85,7 +85,7 @@ class DeepSpeed(Plugin):
         engine.no_sync = self.held_back
         if self.configuration.half:
             cast_around(engine)
-        if "compile" in run.plugins.names():  # what DeepSpeed does around the model's forward is not to be compiled with it
+        if "compile" in run.plugins.names():  # do not compile the hooks that DeepSpeed adds to the forward
             for hooks in (engine.module._forward_pre_hooks, engine.module._forward_hooks):
                 for key in list(hooks):
                     hooks[key] = torch.compiler.disable(hooks[key])  # type: ignore[no-untyped-call]
@@ -96,7 +96,7 @@ class DeepSpeed(Plugin):
 
     @contextmanager
     def held_back(self) -> Iterator[None]:
-        """For all micro-steps but a step's last. DeepSpeed's own ``no_sync`` refuses stages 2 and 3, which exchange at each."""
+        """Suppress the reduction in all micro-steps but the last. DeepSpeed's ``no_sync`` rejects stages 2 and 3, which reduce in each."""
         self.engine.set_gradient_accumulation_boundary(False)
         try:
             yield
@@ -110,7 +110,7 @@ class DeepSpeed(Plugin):
             why = "stage 3 shards the weights that the adapters would be merged into."
             raise PluginError(f"{run.recipe.where}: plugins 'deepspeed' and 'lora': {why} Set plugins.lora.merge: false, or stage: 2.")
         if sharded and "compile" in names:
-            logger.warning("deepspeed: stage 3 gathers weights module by module, and compilation ends at each: it gains little")
+            logger.warning("deepspeed: stage 3 gathers weights module by module, and each breaks the graph: compile gains little")
         if "ema" in names and (sharded or self.configuration.half):
             why = "stage 3 shards the weights" if sharded else "weights in half precision are copies of sharded ones"
             raise PluginError(f"{run.recipe.where}: plugins 'deepspeed' and 'ema': {why}, which ema cannot exchange. Remove one of them.")
@@ -139,7 +139,7 @@ class DeepSpeed(Plugin):
         else:
             norm = zero.scaled_global_norm()
         norm = torch.as_tensor(norm, device=run.device)
-        return torch.where(norm < 0, math.inf, norm / zero.loss_scale)  # -1 stands for an overflow
+        return torch.where(norm < 0, math.inf, norm / zero.loss_scale)  # -1 marks an overflow
 
     @hookimpl
     def model_state(self, run: Run) -> dict[str, Any]:

@@ -1,11 +1,11 @@
-"""Several processes share one model (FSDP2): each keeps a part of the weights, their gradients and their optimizer state.
+"""Shards weights, gradients and optimizer state over the processes (FSDP2).
 
     plugins:
       - fsdp
 
-Weights are gathered block by block for the time they are computed with. With ``amp`` in bf16 they travel in bf16, and gradients are
-summed in fp32. Checkpoints are written in parts by all processes and read by any number of them, or by one without this plugin;
-``model/`` holds the whole weights. In one process there is nothing to do. Method: Zhao et al., "PyTorch FSDP", 2023.
+Each block's weights are gathered just before they are used. With ``amp`` in bf16, weights are gathered in bf16 and gradients are reduced in
+fp32. All processes write their shards of a checkpoint; any number of processes can read it, with or without this plugin. ``model/`` holds
+the full weights. With one process, the plugin does nothing. Method: Zhao et al., "PyTorch FSDP", 2023.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ logger = logging.getLogger("fastloop")
 
 
 class FSDP(Plugin):
-    """Torch's ``fully_shard``."""
+    """Torch's ``fully_shard``, applied to each block and to the model."""
 
     name = "fsdp"
     slot = "strategy"
@@ -43,12 +43,12 @@ class FSDP(Plugin):
     class Config:
         """Options."""
 
-        blocks: Annotated[list[str] | None, option("Classes of the modules that are sharded one by one; null: the repeated blocks.")] = None
-        reshard_after_forward: Annotated[bool, option("Let a block's whole weights go between forward and backward.")] = True
-        reduce_dtype: Annotated[Literal["fp32", "bf16"], option("What gradients are summed in, with amp.")] = "fp32"
-        hold_gradients: Annotated[bool, option("Exchange at a step's last micro-step only; holds whole gradients till then.")] = False
-        cpu_offload: Annotated[bool, option("Keep the parts in the host's memory, and step there.")] = False
-        meta_device: Annotated[bool, option("Only the main process builds the model for real; the others get their parts from it.")] = False
+        blocks: Annotated[list[str] | None, option("Classes of modules to shard one by one; null: the repeated blocks.")] = None
+        reshard_after_forward: Annotated[bool, option("Free a block's gathered weights between forward and backward.")] = True
+        reduce_dtype: Annotated[Literal["fp32", "bf16"], option("Dtype of the gradient reduction, with amp.")] = "fp32"
+        hold_gradients: Annotated[bool, option("Reduce gradients only in the last micro-step; keeps full gradients until then.")] = False
+        cpu_offload: Annotated[bool, option("Keep the shards in the host's memory, and step there.")] = False
+        meta_device: Annotated[bool, option("Only the main process builds the model; the others receive their shards from it.")] = False
 
     @hookimpl
     def configure_accelerator(self, draft: AcceleratorDraft) -> None:
@@ -74,7 +74,7 @@ class FSDP(Plugin):
         if precision not in ("no", "bf16"):
             raise PluginError(f"{run.recipe.where}: plugins.fsdp: works in fp32 and bf16; the recipe's precision is {precision!r}.")
         if not torch.distributed.is_initialized():
-            logger.info("fsdp: one process, so there is nothing to share")
+            logger.info("fsdp: one process, so there is nothing to shard")
             return
         dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
         options: dict[str, Any] = {
@@ -86,20 +86,20 @@ class FSDP(Plugin):
         }
         blocks = transformer_blocks(model, config.blocks, f"{run.recipe.where}: plugins.fsdp.blocks")
         if not blocks:
-            logger.warning("fsdp: %s has no list of like blocks: it is gathered in one piece. Set blocks.", type(model).__name__)
+            logger.warning("fsdp: %s has no list of repeated blocks: it is gathered all at once. Set blocks.", type(model).__name__)
         self._check_tied(run, model, blocks)
-        whole = MetaInit(run, model) if config.meta_device else None
-        for block in reversed(blocks):  # the inner ones first
+        meta = MetaInit(run, model) if config.meta_device else None
+        for block in reversed(blocks):  # inner blocks first
             fully_shard(block, reshard_after_forward=config.reshard_after_forward, **options)
         fully_shard(model, **options)
-        if whole is not None:
-            whole.share("cpu" if config.cpu_offload else run.device)
+        if meta is not None:
+            meta.share("cpu" if config.cpu_offload else run.device)
         if config.hold_gradients:
-            model.no_sync = lambda: held_back(model)  # type: ignore[assignment] # what Accelerate looks for
+            model.no_sync = lambda: held_back(model)  # type: ignore[assignment] # Accelerate calls it
 
     @staticmethod
     def _check_tied(run: Run, model: nn.Module, blocks: list[nn.Module]) -> None:
-        """A weight under two names must be in one block, or in none: it cannot be gathered at two times."""
+        """Raise an error if two names of one weight are in different blocks, which are gathered at different times."""
         part = {id(module): index for index, block in enumerate(blocks) for module in block.modules()}  # inner blocks come later
         parts: dict[int, int | None] = {}
         for name, weight in model.named_parameters(remove_duplicate=False):
@@ -116,7 +116,7 @@ class FSDP(Plugin):
 
         if not torch.distributed.is_initialized():
             return None
-        return run.accelerator.prepare_model(model, evaluation_mode=True), optimizer  # autocast, and no DDP
+        return run.accelerator.prepare_model(model, evaluation_mode=True), optimizer  # adds autocast, but no DDP
 
     @hookimpl(wrapper=True, trylast=True)
     def evaluate(self, run: Run) -> Generator[None, Any, Any]:
@@ -125,14 +125,14 @@ class FSDP(Plugin):
         try:
             return (yield)
         finally:
-            for module in run.unwrap_model().modules():  # no backward pass let the gathered weights go, and others may be put in place now
+            for module in run.unwrap_model().modules():  # without a backward pass, nothing frees the gathered weights
                 if isinstance(module, FSDPModule):
                     module.reshard()
 
 
 @contextmanager
 def held_back(model: Any) -> Iterator[None]:
-    """For all micro-steps but a step's last."""
+    """Suppress the reduction of gradients in all micro-steps but the last."""
     model.set_requires_gradient_sync(False)
     try:
         yield

@@ -1,1 +1,1 @@
-"""Tasks: what is trained on which data."""
+"""Tasks: each defines model, data, loss and metrics."""

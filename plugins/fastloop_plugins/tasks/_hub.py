@@ -1,4 +1,4 @@
-"""The model hub as the text tasks meet it: asked once whether it can be reached, its libraries kept from chattering."""
+"""Access to the model hub for the text tasks: check once whether it can be reached, and silence its libraries."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from pathlib import Path
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether the hub could have something of this name: ``name`` or ``owner/name``."""
+    """Whether a name could exist on the hub: ``name`` or ``owner/name``."""
     return re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) is not None and not name.startswith(".")
 
 
 @cache
 def offline() -> bool:
-    """Whether the hub is out of reach, or not to be asked. Then its libraries look in their local cache only.
+    """Whether the hub cannot be reached, or HF_HUB_OFFLINE is set. The hub's libraries then use only their local cache.
 
-    They would otherwise try each file again and again, for most of a minute.
+    Otherwise they would retry each file, for most of a minute.
     """
     import datasets.config
     from huggingface_hub import constants, get_session
@@ -29,46 +29,46 @@ def offline() -> bool:
         try:
             get_session().head(constants.ENDPOINT, timeout=5)
             return False
-        except Exception:  # whatever it is: no answer came
+        except Exception:  # any error means that no answer came
             constants.HF_HUB_OFFLINE = True
     datasets.config.HF_HUB_OFFLINE = True
     return True
 
 
 def explain(where: str, name: str, folder: Path, error: BaseException, instead: str) -> str:
-    """The message for something that could not be had, from a folder or from the hub."""
+    """The error message for something that could not be loaded from a folder or from the hub."""
     reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
     if folder.is_dir():
         return f"{where}: {folder} cannot be loaded: {reason}."
     if not offline():
-        return f"{where}: {name!r} is no local folder, and cannot be had from the hub: {reason}."
+        return f"{where}: {name!r} is not a local folder, and cannot be loaded from the hub: {reason}."
     from huggingface_hub import constants
 
     return (
-        f"{where}: {name!r} is no local folder, and is not in the hub's local cache; the hub ({constants.ENDPOINT}) cannot be reached from "
-        f"here, or HF_HUB_OFFLINE is set. Give what is on this machine: {instead}. Or set HF_HOME to a cache that has it, "
+        f"{where}: {name!r} is not a local folder, and is not in the hub's local cache; the hub ({constants.ENDPOINT}) cannot be reached "
+        f"from here, or HF_HUB_OFFLINE is set. Use a local copy: {instead}. Or set HF_HOME to a cache that has it, "
         "or HF_ENDPOINT to a mirror that can be reached."
     )
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Inside, transformers and datasets log errors only and draw no bars of their own. The hub's bars of downloads stay."""
+    """Silence transformers and datasets inside this context, except for errors. Progress bars of the hub's downloads stay."""
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, enable_progress_bars
     from transformers.utils import logging as transformers_logging
 
-    datasets = sys.modules.get("datasets")  # what is not loaded says nothing, and loading it takes a second
+    datasets = sys.modules.get("datasets")  # if it is not imported, it logs nothing; importing it takes a second
     level = transformers_logging.get_verbosity()
     drawn = transformers_logging.is_progress_bar_enabled() and not are_progress_bars_disabled()
     transformers_logging.set_verbosity(logging.ERROR)
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     if drawn:
-        enable_progress_bars()  # transformers turns these off with its own
+        enable_progress_bars()  # transformers disables these together with its own
     if datasets is not None:
         datasets_level, datasets_drawn = datasets.logging.get_verbosity(), not datasets.are_progress_bars_disabled()
         datasets.logging.set_verbosity_error()
         datasets.disable_progress_bars()
-    logging.disable(logging.WARNING)  # saving imports deepspeed where it is installed, which speaks up
+    logging.disable(logging.WARNING)  # saving imports deepspeed if installed, which logs warnings
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""The classes of a data set as the classes of a checkpoint: which names agree, in whose order, and when the head starts fresh."""
+"""Match the classes of a dataset with those of a checkpoint, and decide whether the checkpoint's head is kept."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger("fastloop")
 
 @dataclass(frozen=True)
 class LabelOrder:
-    """How a run numbers its classes.
+    """The numbering of a run's classes.
 
     Attributes:
         names: Class names in the order of the model's ids.
@@ -33,11 +33,11 @@ class LabelOrder:
 def label_order(classes: Sequence[str], config: Any, name: str) -> LabelOrder:
     """Compare the data's classes with a checkpoint's.
 
-    Names that agree, exactly or but for case and outer spaces, take the checkpoint's ids. The data's numbers 0 to n-1 are the ids of the
-    checkpoint's n classes. Anything else is numbered as the data has it, for a fresh head.
+    Names that match, exactly or except for case and outer spaces, get the checkpoint's ids. Numbers 0 to n-1 in the data are the ids of the
+    checkpoint's n classes. Otherwise the data's numbering is kept, with a new head.
 
     Args:
-        classes: The data's class names in the order of its ids; numbers as text where it has no names.
+        classes: The data's class names in the order of its ids; numbers as text if it has no names.
         config: The checkpoint's configuration, as loaded.
         name: The checkpoint, for messages.
     """
@@ -53,13 +53,13 @@ def label_order(classes: Sequence[str], config: Any, name: str) -> LabelOrder:
             ids = [known.index(label) for label in ours]
             names = [classes[ids.index(index)] for index in as_given]
             if fold is _folded or ids != as_given:
-                loosely = " but for case and spaces" if fold is _folded else ""
-                logger.info("data.label: the names agree with those of %s%s, and get its ids: %s", name, loosely, _listed(names))
+                loosely = " except for case and spaces" if fold is _folded else ""
+                logger.info("data.label: the names match those of %s%s, and get its ids: %s", name, loosely, _listed(names))
             return LabelOrder(names, ids, keeps_head=True)
     if numbers and len(theirs) == len(classes):
         if unnamed and not config.architectures:
             return LabelOrder(list(classes), as_given, keeps_head=True)
-        logger.info("data.label: the labels are numbers, and taken as the ids of %s: %s", name, _listed(theirs))
+        logger.info("data.label: the labels are numbers, and used as the ids of %s: %s", name, _listed(theirs))
         return LabelOrder(theirs, as_given, keeps_head=True)
     return LabelOrder(list(classes), as_given, keeps_head=False)
 
@@ -69,7 +69,7 @@ def _folded(label: Any) -> str:
 
 
 def _has_another_head(config: Any) -> bool:
-    """Whether the checkpoint's configuration says that it has a head for another task, or none."""
+    """Whether the checkpoint's configuration names a head for another task, or no head."""
     names = config.architectures or ()
     return bool(names) and not any(name.endswith("ForSequenceClassification") for name in names)
 
@@ -79,15 +79,15 @@ def _listed(names: Sequence[Any]) -> str:
 
 
 def start_head_fresh(model: Any, missing: set[str], theirs: Mapping[int, str], order: LabelOrder, where: str) -> None:
-    """Initialise anew all weights outside the base model, where a checkpoint's head was loaded. Draws from torch's random state.
+    """Reinitialize all weights outside the base model if the checkpoint had a head. Draws from torch's global random generator.
 
     Args:
-        model: A transformers model, as ``from_pretrained`` gives it.
+        model: A transformers model, as returned by ``from_pretrained``.
         missing: Names of weights that the checkpoint does not have.
         theirs: The checkpoint's ``id2label``.
 
     Raises:
-        RecipeError: The model does not say which of its modules is the base model.
+        RecipeError: The model does not define which of its modules is the base model.
     """
     base: nn.Module = model.base_model
     if base is model and _has_another_head(model.config):
@@ -95,7 +95,7 @@ def start_head_fresh(model: Any, missing: set[str], theirs: Mapping[int, str], o
     differ = f"{where}: its classes are {_listed(list(theirs.values()))}, and the data's are {_listed(order.names)}"
     if base is model:
         raise RecipeError(
-            f"{differ}. {type(model).__name__} does not name its base model, so its head cannot start fresh. "
+            f"{differ}. {type(model).__name__} does not define its base model, so its head cannot be reinitialized. "
             "Rename the labels in the data, or use another model."
         )
     head = [child for child in model.children() if child is not base]
@@ -109,4 +109,4 @@ def start_head_fresh(model: Any, missing: set[str], theirs: Mapping[int, str], o
             parameter._is_hf_initialized = False
     model.init_weights()
     listed = ", ".join(sorted(loaded)[:4]) + ", ..." * (len(loaded) > 4)
-    logger.warning("%s: the head starts fresh (%s)", differ, listed)
+    logger.warning("%s: the head is reinitialized (%s)", differ, listed)

@@ -1,4 +1,4 @@
-"""Whether a transformers model can do a text task: known from its architecture, and tried on a few tokens before training."""
+"""Check that a transformers model can do a text task: by its architecture, and by a trial on a few tokens before training."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 CLASSIFIERS = "bert, distilbert, roberta, deberta-v2, modernbert, gpt2 or llama"
 DECODERS = "gpt2, llama, qwen3 or gemma3_text"
-"""Examples that messages give."""
+"""Examples for messages."""
 
 READS_AHEAD = "each position sees the tokens after it, so the model reads the tokens that it is to predict."
 
 PROBE = ("one two three four five six seven eight", "one two three")
-"""Texts that a classifier is tried on. The shorter one is padded."""
+"""Texts for the trial of a classifier. The shorter one is padded."""
 
 TOLERANCE = 1e-5
 """Largest change of an earlier logit, as a share of the largest logit. Measured on transformers 5.23's language models with random weights:
@@ -29,17 +29,17 @@ rounding gives up to 3e-7, reading ahead 9e-5 and more."""
 
 
 def unsupported(model_type: str, config: Mapping[str, Any], classify: bool, trains_tokenizer: bool) -> str | None:
-    """Why an architecture is certain not to do a task; None where it does, or only a trial can tell.
+    """Why an architecture certainly cannot do a task; None if it can, or if only a trial shows it.
 
     Args:
-        config: Fields of the configuration, as far as they are given.
+        config: Fields of the configuration, as far as they are known.
         classify: For text classification; otherwise for causal language modelling.
-        trains_tokenizer: Whether the tokenizer is trained from the texts. It adds no end token to a text that is classified.
+        trains_tokenizer: Whether the tokenizer is trained from the texts. Such a tokenizer adds no end token to a text.
     """
     from transformers.models.auto import modeling_auto as auto
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    if model_type not in CONFIG_MAPPING or config.get("auto_map"):  # refused elsewhere, or code that comes with the model
+    if model_type not in CONFIG_MAPPING or config.get("auto_map"):  # rejected elsewhere, or the model ships its own code
         return None
     can_classify = model_type in auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
     instead = f"For a language model, use a decoder such as {DECODERS}."
@@ -68,10 +68,10 @@ def unsupported(model_type: str, config: Mapping[str, Any], classify: bool, trai
 
 
 def check_causal(run: Run, model: nn.Module, ids: list[int], where: str) -> None:
-    """Refuse a language model in which a later token changes an earlier logit.
+    """Raise an error for a language model in which a later token changes an earlier logit.
 
     The model computes two rows that differ in their second half: on the CPU, in eval mode, without gradients. A process whose weights are
-    on the meta device leaves it to the others. Every process must call this.
+    on the meta device gets the result from the others. Every process must call it.
 
     Args:
         ids: A few token ids, at least two.
@@ -95,13 +95,13 @@ def check_causal(run: Run, model: nn.Module, ids: list[int], where: str) -> None
 
 
 def check_classifies(run: Run, model: nn.Module, inputs: Mapping[str, Tensor], classes: int, where: str) -> None:
-    """Refuse a classifier that does not give one row of ``classes`` logits a text. Computed as by ``check_causal``.
+    """Raise an error for a classifier that does not return ``classes`` logits for each text. Runs like ``check_causal``.
 
     Args:
-        inputs: Token ids and mask of two texts, as the task's batches have them.
+        inputs: Token ids and mask of two texts, in the form of the task's batches.
 
     Raises:
-        RecipeError: It cannot compute logits from token ids and mask alone, or they have another shape.
+        RecipeError: The model cannot compute logits from token ids and mask alone, or they have another shape.
     """
 
     def find() -> str | None:
@@ -114,16 +114,16 @@ def check_classifies(run: Run, model: nn.Module, inputs: Mapping[str, Tensor], c
 
 
 def _agree(run: Run, model: nn.Module, where: str, find: Callable[[], str | None]) -> None:
-    """Raise on every process the problem that the first of them found."""
+    """Raise the first problem that any process found on every process."""
     problem = None
     if not any(parameter.is_meta for parameter in model.parameters()):
         try:
             with _inference(model):
                 problem = find()
         except Exception as error:  # models raise errors of any type
-            said = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+            cause = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
             problem = (
-                f"{where}: {type(model).__name__} cannot compute logits from the task's batches: {type(error).__name__}: {said}. "
+                f"{where}: {type(model).__name__} cannot compute logits from the task's batches: {type(error).__name__}: {cause}. "
                 "Use another model, or one with the tokenizer that it was trained with."
             )
     if problem := next(filter(None, run.processes.all_gather_object(problem)), None):
@@ -132,7 +132,7 @@ def _agree(run: Run, model: nn.Module, where: str, find: Callable[[], str | None
 
 @contextmanager
 def _inference(model: nn.Module) -> Iterator[None]:
-    """Eval mode without gradients. Modes and random states are restored."""
+    """Eval mode without gradients. Restores modes and random states."""
     import torch
 
     from fastloop.evaluation import evaluating

@@ -1,4 +1,4 @@
-"""Token ids in memory, and how they become padded batches."""
+"""Token ids in memory, and their collation into padded batches."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ if TYPE_CHECKING:
 
 
 HASHED, PIECE = 2**24, 2**14
-"""How many token ids a fingerprint is made of at most, about, and in pieces of how many."""
+"""Approximate number of token ids that a fingerprint covers at most, and the length of the pieces it takes."""
 
 
 class Sequences:
-    """A map-style dataset of token ids, kept in one array: reading a sample is a slice, and workers share the memory.
+    """A map-style dataset of token ids in one array. Reading a sample is a slice, and workers share the memory.
 
     Args:
-        ids: Token ids of all samples, end to end. Mapped from a file, only what is read is in memory.
+        ids: Token ids of all samples, end to end. If mapped from a file, only the parts in use are in memory.
         lengths: Tokens of every sample.
-        labels: A label for every sample, where there are any.
+        labels: Label of every sample, if there are labels.
 
     Attributes:
-        lengths: Tokens of every sample, for what groups or packs them.
+        lengths: Tokens of every sample, used to group or pack samples.
     """
 
     def __init__(self, ids: NDArray[np.int32], lengths: NDArray[np.int64], labels: NDArray[np.int64] | None = None) -> None:
@@ -37,7 +37,7 @@ class Sequences:
         return len(self.ends)
 
     def fingerprint(self) -> str:
-        """A hash of lengths, labels and token ids; of many ids, of pieces evenly spread."""
+        """A hash of lengths, labels and token ids; for large datasets, of evenly spaced pieces of the ids."""
         import hashlib
 
         found = hashlib.blake2b(self.lengths.tobytes(), digest_size=8)
@@ -56,7 +56,7 @@ class Sequences:
 
 
 def padded(rows: Sequence[NDArray[Any]], width: int, fill: int) -> Tensor:
-    """Rows of ids as one int64 tensor, filled up on the right."""
+    """Rows of ids as one int64 tensor, padded on the right."""
     import torch
 
     filled = np.full((len(rows), width), fill, dtype=np.int64)
@@ -66,7 +66,7 @@ def padded(rows: Sequence[NDArray[Any]], width: int, fill: int) -> Tensor:
 
 
 class Width:
-    """How wide to make a batch: its longest row, up to the next multiple, never more than ``max_length``.
+    """The width of a batch: its longest row, rounded up to the multiple, and at most ``max_length``.
 
     Args:
         always: Make every batch ``max_length`` wide.
@@ -84,14 +84,14 @@ class Width:
 
 @dataclass(kw_only=True)
 class Ragged:
-    """A batch before its layout: sequences of unequal length, which a task's collator pads and ``packing`` puts end to end.
+    """A batch before padding: sequences of different lengths. A task's collator pads them, and ``packing`` puts them end to end.
 
-    A collator offers it as a method ``ragged(samples) -> Ragged``.
+    A collator may provide it through a method ``ragged(samples) -> Ragged``.
 
     Attributes:
-        columns: Name -> one array for each sequence, and the value that fills what a shorter array leaves. ``input_ids`` is always there
-            and gives the lengths; no array of another column is longer.
-        fixed: Name -> a tensor without tokens, such as labels of shape (sequences,).
+        columns: Name -> one array for each sequence, and the value that fills the missing elements of shorter arrays. ``input_ids`` is
+            always present and defines the lengths; arrays of other columns are not longer.
+        fixed: Name -> a tensor without a token dimension, such as labels of shape (sequences,).
         loss_weight: As in ``Batch``.
         tokens: As in ``Batch``.
     """

@@ -1,6 +1,6 @@
-"""Reads csv and tsv files, every cell as text, exactly as it is written.
+"""Reads csv and tsv files. Every cell is text, exactly as written in the file.
 
-The parser is Python's csv module in strict mode: it refuses malformed quotes, which others repair by guessing, and it counts lines.
+The parser is Python's csv module in strict mode. It rejects malformed quotes, which other parsers repair by guessing, and it counts lines.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from fastloop_plugins.tasks._text_files import Part, Read, check_names, missing_
 
 DELIMITERS = {",": "comma", "\t": "tab", ";": "semicolon", "|": "bar"}
 SAMPLE = 65_536
-"""Characters at the start of a file that show its delimiter, and whether it has a header line."""
+"""Characters at the start of a file that are searched for its delimiter and header line."""
 LINE_ENDS = {"\n": "LF", "\r\n": "CRLF", "\r": "CR"}
 LARGEST_CELL = 2**31 - 1
-"""Characters: the most that the csv module takes on every platform. Its default is 131,072."""
+"""Characters: the largest limit that the csv module accepts on every platform. Its default is 131,072."""
 
 
 def read_delimited(path: Path, how: Read, text: str, label: str | None, skip_unreadable: bool) -> Part:
-    """The columns ``text`` and ``label`` of one file.
+    """Read the columns ``text`` and ``label`` of one file.
 
     Raises:
-        RecipeError: Quotes, line ends or cells of a line do not make a table, or its header lacks a column.
-        UnicodeError: It is not in its encoding.
+        RecipeError: Quotes, line ends or cells of a line do not form a table, or the header lacks a column.
+        UnicodeError: The file is not in its encoding.
     """
     with open_text(path, how) as stream:
         sample = stream.read(SAMPLE)
@@ -43,19 +43,19 @@ def read_delimited(path: Path, how: Read, text: str, label: str | None, skip_unr
 
 
 class _File:
-    """One file, with what its first lines show of it."""
+    """One file, and what its first lines show about it."""
 
     def __init__(self, path: Path, how: Read, sample: str, text: str, label: str | None) -> None:
         self.path, self.how, self.sample, self.notes = path, how, sample, list[str]()
         self.wanted = {"text": text} | ({} if label is None else {"label": label})
         self.delimiter = self._find_delimiter()
         self.header: list[str] = []
-        self.names: set[str] = set()  # of the header, which a second header would have
+        self.names: set[str] = set()  # column names, to detect a repeated header
 
-    # -- what is detected ----------------------------------------------------------------------------------------------
+    # -- detection -----------------------------------------------------------------------------------------------------
 
     def _find_delimiter(self) -> str:
-        """The one that ``data.read`` gives or the suffix implies; another one only if it alone makes a header of the wanted columns."""
+        """The delimiter from ``data.read`` or the suffix. Another one is used only if it alone gives a header with the wanted columns."""
         suffixes = [suffix.lower() for suffix in self.path.suffixes]
         usual = "\t" if ".tsv" in suffixes[-2:] else ","
         if self.how.delimiter is not None or self.how.columns is not None:
@@ -80,7 +80,7 @@ class _File:
         return csv.reader(lines, delimiter=delimiter, strict=strict)
 
     def _remedy(self) -> str:
-        """What may help where the header lacks a column; empty: nothing is known."""
+        """A suggestion for a header that lacks a column; empty if there is none."""
         first, *rows = self._first(50, self.delimiter) or [[]]
         wider = [delimiter for delimiter in DELIMITERS if len(first) == 1 and len((self._first(1, delimiter) or [[]])[0]) > 1]
         if len(wider) == 1:
@@ -102,7 +102,7 @@ class _File:
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def read(self, stream: io.TextIOWrapper, skip_unreadable: bool) -> Part:
-        """All rows; a line without any character is none."""
+        """Read all rows, and skip empty lines."""
         lines: list[str] = []  # of the current record
 
         def kept() -> Iterator[str]:
@@ -112,9 +112,9 @@ class _File:
 
         reader, first, unreadable, line_end = self._reader(kept(), self.delimiter), 1, 0, ""
         found: dict[str, list[str]] = {name: [] for name in self.wanted.values()}
-        places = self._start(self.how.columns, 0) if self.how.columns is not None else []
-        cells = [(found[name].append, index) for name, index in zip(found, places, strict=False)]
-        joined: list[tuple[int, int, list[str]]] = []  # records of several lines: the first and last one's number, and the lines
+        positions = self._start(self.how.columns, 0) if self.how.columns is not None else []
+        cells = [(found[name].append, index) for name, index in zip(found, positions, strict=False)]
+        joined: list[tuple[int, int, list[str]]] = []  # records of several lines: numbers of the first and the last line, and the lines
         try:
             for row in reader:
                 tail = lines[-1][-2:]
@@ -122,15 +122,15 @@ class _File:
                     if line_end:
                         raise self._other_line_end(reader.line_num, end, line_end)
                     line_end = end
-                if row and not places:
-                    places = self._start(row, first)
-                    cells = [(found[name].append, index) for name, index in zip(found, places, strict=True)]
+                if row and not positions:
+                    positions = self._start(row, first)
+                    cells = [(found[name].append, index) for name, index in zip(found, positions, strict=True)]
                 elif row and len(row) != len(self.header):
                     if not skip_unreadable:
                         raise self._other_width(first, len(row), "".join(lines))
                     unreadable += 1
                 elif row:
-                    if row[places[0]] in self.names and (row[places[1]] in self.names if places[1:] else row == self.header):
+                    if row[positions[0]] in self.names and (row[positions[1]] in self.names if positions[1:] else row == self.header):
                         raise self._header_again(first, row)
                     for append, index in cells:
                         append(row[index])
@@ -145,7 +145,7 @@ class _File:
         return Part(str(self.path), found, unreadable=unreadable, untyped=True, notes=self.notes)
 
     def _start(self, header: list[str], line: int) -> list[int]:
-        """Take a line as the header; where in it the wanted columns are."""
+        """Use a line as the header; returns the positions of the wanted columns."""
         check_names(f"{self.path}, line {line}", header)
         for key, name in self.wanted.items():
             if name not in header:
@@ -154,10 +154,10 @@ class _File:
         return [header.index(name) for name in dict.fromkeys(self.wanted.values())]
 
     def _check_joined(self, joined: list[tuple[int, int, list[str]]], found: dict[str, list[str]]) -> None:
-        """Refuse quoted cells over several lines if each of the lines makes a row of its own: stray quotes look the same.
+        """Raise an error for quoted cells over several lines if each line looks like a complete row: stray quotes look the same.
 
-        A line makes one when it has as many cells as the header has, and its label is one of the others. Without labels, all cells over
-        several lines must look so.
+        A line looks like a row if it has as many cells as the header, and its label also occurs elsewhere. Without labels, all cells
+        over several lines must look like this.
         """
         label = self.header.index(self.wanted["label"]) if "label" in self.wanted else None
         known = set(found[self.wanted["label"]]) if label is not None else set()
@@ -174,7 +174,7 @@ class _File:
                 "data.read.quoting=double."
             )
 
-    # -- what is refused -----------------------------------------------------------------------------------------------
+    # -- errors --------------------------------------------------------------------------------------------------------
 
     def _bad_quotes(self, first: int, last: int, error: csv.Error) -> RecipeError:
         where = f"{self.path}, line {first}"
@@ -212,5 +212,5 @@ class _File:
 
 
 def _written(delimiter: str) -> str:
-    """How a recipe gives a delimiter."""
+    """A delimiter as it is written in a recipe."""
     return "tab" if delimiter == "\t" else repr(delimiter)

@@ -1,7 +1,7 @@
-"""What the text tasks read: the ``data`` section, from files, a Python function, a local folder or the hub.
+"""The ``data`` section of the text tasks: rows from files, a Python function, a local folder or the hub.
 
-Sources give *parts* (one file, one split), so that an error names the file it is about. Which samples are held out or kept by
-``limit`` does not depend on ``train.seed``: runs with other seeds see the same data and stay comparable.
+Sources return *parts* (one file, one split), so that an error can name its file. The samples selected by ``validation_fraction`` and
+``limit`` do not depend on ``train.seed``: runs with different seeds use the same data and stay comparable.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger("fastloop")
 
 DRAW = 0
-"""Seeds which samples are held out, and which ``limit`` keeps."""
+"""Seed for the selection of samples by ``validation_fraction`` and ``limit``."""
 READER = 2
-"""Counts up when the same files and options give other rows, so that caches of token ids are made again."""
+"""Increase it when the same files and options give different rows, so that cached token ids are not used."""
 
 
 @dataclass(kw_only=True)
 class Data:
     """The ``data`` section."""
 
-    name: Annotated[str | None, option("A dataset: hub id or local folder.")] = None
-    subset: Annotated[str | None, option("A dataset's configuration, where it has several.")] = None
+    name: Annotated[str | None, option("Dataset: hub id or local folder.")] = None
+    subset: Annotated[str | None, option("Configuration of the dataset, if it has several.")] = None
     files: Annotated[dict[str, Any] | None, option(f"Split -> path, list of paths or pattern ({' '.join(FORMATS)}).")] = None
-    module: Annotated[str | None, option("A function that returns {split: rows}: package.module:name or file.py:name.")] = None
+    module: Annotated[str | None, option("Function that returns {split: rows}: package.module:name or file.py:name.")] = None
     arguments: Annotated[dict[str, Any] | None, option("Arguments of that function.")] = None
     splits: Annotated[dict[str, Any] | None, option("What the source calls the splits train, evaluate and test; null: leave out.")] = None
     text: Annotated[str, option("The column of texts.")] = "text"
@@ -87,7 +87,7 @@ class Limit:
 
 @dataclass
 class Rows:
-    """One split: texts, and their labels as 0..n-1 where the task has labels."""
+    """One split: texts, and labels 0..n-1 if the task has labels."""
 
     texts: list[str]
     labels: list[int] | None = None
@@ -98,10 +98,10 @@ class Rows:
 
 
 class TextData:
-    """The ``data`` section of a recipe: checked by the constructor, read by ``load``.
+    """The ``data`` section of a recipe. The constructor checks it, ``load`` reads it.
 
     Raises:
-        RecipeError: Something in it cannot be, or a file is not there.
+        RecipeError: An option is invalid, or a file does not exist.
     """
 
     def __init__(self, recipe: Recipe, labelled: bool) -> None:
@@ -111,8 +111,8 @@ class TextData:
         self.limit = parse(Limit, self.options.limit, f"{self.where}.limit")
         self.how = parse(Read, self.options.read, f"{self.where}.read")
         self.classes: list[str] = []
-        self.said: list[tuple[int, str]] = []  # level and message
-        self.skip_unreadable, self.unreadable = False, 0  # whether rows that cannot be read are left out; how many were
+        self.messages: list[tuple[int, str]] = []  # level and message
+        self.skip_unreadable, self.unreadable = False, 0  # whether to skip unreadable rows; number of skipped rows
         if labelled and self.options.label is None:
             raise RecipeError(f"{self.where}.label: missing. Name the column of labels, such as data.label=label.")
         if not labelled and self.options.label is not None:
@@ -120,7 +120,7 @@ class TextData:
         for key in ("label_offset", "label_map"):
             if not labelled and getattr(self.options, key):
                 raise RecipeError(f"{self.where}.{key}: a language model has no labels. Remove it.")
-        if self.options.name is not None and self.options.files is not None:  # as when a shipped recipe is given files of one's own
+        if self.options.name is not None and self.options.files is not None:  # as when a user adds files to a shipped recipe
             logger.info("data: files are given, so data.name (%s) is not used", self.options.name)
             self.options.name = None
         sources = [key for key in ("name", "files", "module") if getattr(self.options, key) is not None]
@@ -166,12 +166,12 @@ class TextData:
     # -- reading ---------------------------------------------------------------------------------------------------------
 
     def load(self) -> dict[str, Rows]:
-        """``train``, and where they are there ``evaluate`` and ``test``.
+        """Read ``train``, and ``validation`` and ``test`` if they exist.
 
         Raises:
-            RecipeError: Files, columns or labels are not as they must be.
+            RecipeError: Files, columns or labels are invalid.
         """
-        self.said, self.unreadable, parts = [], 0, self._read()
+        self.messages, self.unreadable, parts = [], 0, self._read()
         splits = {role: name for role, name in vars(self.splits).items() if name is not None}
         if self.skip_unreadable:
             parts = {name: [self._readable(part) for part in found] if name in splits.values() else found for name, found in parts.items()}
@@ -180,33 +180,33 @@ class TextData:
                 raise RecipeError(f"{self.where}.splits.{role}: there is no split {name!r}. There are: {', '.join(parts) or 'none'}.")
         rows = {role: self._rows(role, parts[name]) for role, name in splits.items() if name in parts}
         used = {role: parts[splits[role]] for role in rows}
-        self.said += [(logging.INFO, note) for found in used.values() for part in found for note in part.notes]
+        self.messages += [(logging.INFO, note) for found in used.values() for part in found for note in part.notes]
         if self.options.label is not None:
             labels = number_labels(used, self.options, self.where)
-            self.said += [(logging.INFO, note) for note in labels.notes] + [(logging.WARNING, line) for line in labels.warnings]
+            self.messages += [(logging.INFO, note) for note in labels.notes] + [(logging.WARNING, line) for line in labels.warnings]
             self.classes = labels.classes
             for role in rows:
                 rows[role].labels = labels.ids[role]
-        said = ""
+        suffix = ""
         if "validation" not in rows and self.options.validation_fraction:
             rows["train"], rows["validation"] = self._hold_out(rows["train"])
-            said = f" (no validation split: {self.options.validation_fraction:.0%} of train held out)"
+            suffix = f" (no validation split: {self.options.validation_fraction:.0%} of train held out)"
         for role, count in (("train", self.limit.train), ("validation", self.limit.validation), ("test", self.limit.test)):
             if count is not None and role in rows and count < len(rows[role].texts):
                 rows[role] = rows[role].keep(sorted(random.Random(DRAW).sample(range(len(rows[role].texts)), count)))
         if rows["train"].labels is not None:
-            said += f"; rows of each class in train: {count_classes(rows['train'].labels, self.classes)}"
-        self.said.append((logging.INFO, f"data: {', '.join(f'{role} {len(split.texts)}' for role, split in rows.items())}{said}"))
-        self.say()
+            suffix += f"; rows of each class in train: {count_classes(rows['train'].labels, self.classes)}"
+        self.messages.append((logging.INFO, f"data: {', '.join(f'{role} {len(split.texts)}' for role, split in rows.items())}{suffix}"))
+        self.log_messages()
         return rows
 
-    def say(self) -> None:
-        """Log what was found in the data; the last line has its sizes."""
-        for level, line in self.said:
+    def log_messages(self) -> None:
+        """Log the findings about the data; the last message has its sizes."""
+        for level, line in self.messages:
             logger.log(level, "%s", line)
 
     def identity(self) -> str:
-        """A hash of the files that ``load`` reads, and of all that decides what it makes of them."""
+        """A hash of the files that ``load`` reads, and of all options that affect its result."""
         options = vars(self.options) | {"files": None, "label_map": sorted(map(str, (self.options.label_map or {}).items()))}
         chosen = {"options": options, "splits": vars(self.splits), "limit": vars(self.limit), "draw": DRAW, "reader": READER}
         chosen["skip_unreadable"] = self.skip_unreadable
@@ -218,7 +218,7 @@ class TextData:
         return digest(facts)
 
     def _read(self) -> dict[str, list[Part]]:
-        """Split -> parts, from the one source there is."""
+        """Split -> parts, from the configured source."""
         if self.options.module is not None:
             return self._call(self.options.module)
         if self.options.name is not None:
@@ -251,7 +251,7 @@ class TextData:
                     found = datasets.load_from_disk(str(folder))
                 elif folder.is_dir():
                     builder = datasets.load_dataset_builder(str(folder.resolve()), self.options.subset)
-                    if builder.name == "csv":  # which datasets reads with guesses of types and missing values
+                    if builder.name == "csv":  # datasets would guess types and missing values
                         return {str(split): self._read_files(paths) for split, paths in builder.config.data_files.items()}
                     found = datasets.load_dataset(str(folder.resolve()), self.options.subset)
                 else:
@@ -262,13 +262,13 @@ class TextData:
         return {split: [make_part(f"dataset {name}, split {split}", rows, self.options.label)] for split, rows in found.items()}
 
     def _readable(self, part: Part) -> Part:
-        """A part without the rows whose text is no text, or which have no label."""
+        """A part without rows whose text is not a string, or that have no label."""
         keys = {"text": self.options.text} | ({} if self.options.label is None else {"label": self.options.label})
         columns = {name: part.column(key, name) for key, name in keys.items()}
         bad = {index for index, value in enumerate(columns[keys["text"]]) if not isinstance(value, str | None)}
         bad |= {index for index, value in enumerate(columns[keys["label"]]) if not is_label(value)} if "label" in keys else set()
         if count := part.unreadable + len(bad):
-            self.said.append((logging.WARNING, f"{part.where}: {count} rows cannot be read, and are left out"))
+            self.messages.append((logging.WARNING, f"{part.where}: {count} rows cannot be read, and are skipped"))
             self.unreadable += count
         kept = {name: [value for index, value in enumerate(column) if index not in bad] for name, column in columns.items()}
         return Part(part.where, kept, part.classes, untyped=part.untyped, notes=part.notes)
@@ -297,7 +297,7 @@ class TextData:
         if empty:
             part, number = empty[0]
             first = f"the first in {part.row(number)}: column {self.options.text!r} (data.text)"
-            self.said.append((logging.WARNING, f"{where}: {len(empty)} of {len(texts)} texts are empty, {first}"))
+            self.messages.append((logging.WARNING, f"{where}: {len(empty)} of {len(texts)} texts are empty, {first}"))
         return Rows(texts)
 
     def _hold_out(self, rows: Rows) -> tuple[Rows, Rows]:

@@ -1,4 +1,4 @@
-"""Reads rows for the text tasks: csv, tsv, json, jsonl, parquet and txt files, and rows that Python gives."""
+"""Reads rows for the text tasks: from csv, tsv, json, jsonl, parquet and txt files, and from Python objects."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from fastloop.errors import RecipeError, did_you_mean
 
 FORMATS = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".txt")
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
-"""Suffix behind that of the format -> codec, as pyarrow calls it."""
+"""Suffix after that of the format -> codec, by pyarrow's name."""
 MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
-"""First bytes that no text file has -> codec. A bz2 file starts with letters, so only its suffix shows it."""
+"""First bytes that no text file starts with -> codec. A bz2 file starts with letters, so only its suffix identifies it."""
 MARKS = {
     codecs.BOM_UTF8: "utf-8-sig",
-    codecs.BOM_UTF32_LE: "utf-32",  # before UTF-16, whose mark it starts with
+    codecs.BOM_UTF32_LE: "utf-32",  # before UTF-16, whose mark is a prefix of it
     codecs.BOM_UTF32_BE: "utf-32",
     codecs.BOM_UTF16_LE: "utf-16",
     codecs.BOM_UTF16_BE: "utf-16",
@@ -31,14 +31,14 @@ MARKS = {
 
 @dataclass(kw_only=True)
 class Read:
-    """``data.read``: how files are read, where their names and first bytes do not show it."""
+    """``data.read``: options for reading files whose names and first bytes do not determine them."""
 
-    delimiter: Annotated[str | None, option("The character between cells of .csv and .tsv files; tab for a tab.")] = None
+    delimiter: Annotated[str | None, option("Character between cells of .csv and .tsv files; tab for a tab.")] = None
     columns: Annotated[list[str] | None, option("Names of the columns of .csv and .tsv files without a header line.")] = None
-    encoding: Annotated[str | None, option("The encoding of text files without a byte-order mark; null: utf-8.")] = None
+    encoding: Annotated[str | None, option("Encoding of text files without a byte-order mark; null: utf-8.")] = None
     quoting: Annotated[
         Literal["double", "none"] | None,
-        option("double: a quoted cell may span lines, its quotes are doubled; none: quotes are text; null: double, refused if in doubt."),
+        option("double: quoted cells may span lines, with doubled quotes; none: quotes are text; null: double, an error if in doubt."),
     ] = None
     compression: Annotated[Literal["gzip", "bz2", "zstd", "none"] | None, option("null: by suffix and first bytes.")] = None
 
@@ -57,13 +57,13 @@ class Read:
 
 @dataclass
 class Part:
-    """Rows from one place, a column at a time."""
+    """Rows from one source, stored by column."""
 
     where: str
-    columns: Mapping[str, Any]  # name -> list, or pyarrow's column
-    classes: list[str] | None = None  # names of the labels, where a dataset's features say them
-    unreadable: int = 0  # rows that are not here because they could not be read
-    untyped: bool = False  # whether every cell is text, so that a label 1 is '1'
+    columns: Mapping[str, Any]  # name -> list, or pyarrow column
+    classes: list[str] | None = None  # names of the labels, if the dataset's features define them
+    unreadable: int = 0  # skipped rows that could not be read
+    untyped: bool = False  # whether every cell is text: a label 1 is then '1'
     notes: list[str] = field(default_factory=list)  # what was detected, for the log
 
     def column(self, key: str, name: str) -> list[Any]:
@@ -73,23 +73,23 @@ class Part:
         values = self.columns[name]
         try:
             return values.to_pylist() if hasattr(values, "to_pylist") else list(values)
-        except UnicodeDecodeError as error:  # parquet's text is not checked where it is read
+        except UnicodeDecodeError as error:  # reading parquet does not validate its text
             raise RecipeError(f"{self.where}: the column {name!r}, which data.{key} names, is not UTF-8 ({error.reason}).") from None
 
     def row(self, number: int) -> str:
-        """How messages name a row; the first is 1."""
+        """The name of a row in messages; the first row is 1."""
         return f"{self.where}, row {number}"
 
 
 def missing_column(where: str, key: str, name: str, columns: Iterable[Any], remedy: str = "") -> RecipeError:
-    """The error for a column that ``data.<key>`` names and that is not there."""
+    """The error for a missing column that ``data.<key>`` names."""
     names = [str(column) for column in columns]
     remedy = remedy or did_you_mean(name, names).partition(" Expected")[0]
     return RecipeError(f"{where}: there is no column {name!r}, which data.{key} names. Its columns: {', '.join(names) or 'none'}.{remedy}")
 
 
 def check_names(where: str, names: Iterable[str]) -> None:
-    """Refuse a column name that occurs twice; empty ones, as of the trailing commas of spreadsheets, may."""
+    """Raise an error for a repeated column name. Empty names may repeat: trailing commas of spreadsheets give them."""
     names = list(names)
     for name in names:
         if name and names.count(name) > 1:
@@ -97,12 +97,12 @@ def check_names(where: str, names: Iterable[str]) -> None:
 
 
 def show(value: Any) -> str:
-    """A value for a message, cut short, with its type."""
+    """A value for a message: shortened, with its type."""
     return f"{value!r:.60} ({type(value).__name__})"
 
 
 def make_part(where: str, rows: Any, label: str | None = None) -> Part:
-    """A part of what a dataset or a function gives: a ``datasets.Dataset``, or a list of mappings."""
+    """Convert a ``datasets.Dataset`` or a list of mappings to a part."""
     if hasattr(rows, "with_format"):
         table = rows.with_format("arrow")[:]
         return Part(where, dict(zip(table.column_names, table.columns, strict=True)), getattr(rows.features.get(label), "names", None))
@@ -119,7 +119,7 @@ def make_part(where: str, rows: Any, label: str | None = None) -> Part:
 
 
 def format_of(path: Path) -> tuple[str, str | None]:
-    """The suffix that names the format, such as ``.csv``, and the codec that a suffix behind it names."""
+    """The suffix of the format, such as ``.csv``, and the codec of a suffix after it, if any."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     codec = COMPRESSIONS.get(suffixes[-1]) if suffixes else None
     suffix = "".join(suffixes[-1:] if codec is None else suffixes[-2:-1])
@@ -127,16 +127,16 @@ def format_of(path: Path) -> tuple[str, str | None]:
 
 
 def read_file(path: Path, how: Read, text: str, label: str | None = None, skip_unreadable: bool = False) -> Part:
-    """One file's rows. Read directly, not through a cache of converted copies; a cell that says NA is the text NA.
+    """Read the rows of one file, without a cache of converted copies. A cell with NA is the text NA.
 
     Args:
         how: ``data.read``.
         text: The column of texts.
         label: The column of labels, if there is one.
-        skip_unreadable: Leave out malformed rows of csv, tsv and jsonl files, and count them.
+        skip_unreadable: Skip malformed rows of csv, tsv and jsonl files, and count them.
 
     Raises:
-        RecipeError: It cannot be read as its suffix and ``how`` describe it.
+        RecipeError: The file cannot be read in the format of its suffix, with the options in ``how``.
     """
     import pyarrow  # type: ignore[import-untyped]
 
@@ -148,7 +148,7 @@ def read_file(path: Path, how: Read, text: str, label: str | None = None, skip_u
         raise _undecodable(path, how, error) from None
     except (OSError, pyarrow.ArrowException) as error:
         codec = _codec(path, how)
-        remedy = f" It is read as {codec}: if it is another kind, give data.read.compression." if codec else ""
+        remedy = f" It is read as {codec}: if it has another compression, give data.read.compression." if codec else ""
         raise RecipeError(f"{path}: cannot be read as {format_of(path)[0]}: {str(error).splitlines()[0]}.{remedy}") from None
 
 
@@ -165,7 +165,7 @@ def _read_as(path: Path, suffix: str, how: Read, text: str, label: str | None, s
         return Part(str(path), dict(zip(table.column_names, table.columns, strict=True)))
     with open_text(path, how) as stream:
         content = re.sub("\r\n?", "\n", stream.read())
-    if suffix == ".txt":  # paragraphs, or lines where there are no paragraphs
+    if suffix == ".txt":  # paragraphs, or lines if there are no paragraphs
         blocks = re.split(r"\n\s*\n", content.strip("\n")) if re.search(r"\S\s*\n\s*\n\s*\S", content) else content.split("\n")
         return Part(str(path), {text: [block for block in blocks if block.strip()]})
     if content.lstrip().startswith("["):
@@ -199,15 +199,15 @@ def _parsed(path: Path, line: int, content: str) -> Any:
         return json.loads(content, object_pairs_hook=unique)
     except json.JSONDecodeError:
         raise
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits; thousands of brackets
+    except (ValueError, RecursionError) as error:  # thousands of digits or of nested brackets
         raise RecipeError(f"{path}, line {line}: cannot be read as JSON: {str(error).partition(';')[0]}.") from None
 
 
-# -- bytes to characters -----------------------------------------------------------------------------------------------
+# -- encodings ---------------------------------------------------------------------------------------------------------
 
 
 def open_text(path: Path, how: Read) -> io.TextIOWrapper:
-    """The characters of a file that may be compressed, line ends as they are. A byte-order mark decides the encoding."""
+    """Open a text file that may be compressed, without translation of line ends. A byte-order mark determines the encoding."""
     encoding, head = _encoding(path, how)
     if encoding == "utf-8":
         for odd, name in ((1, "utf-16-le"), (0, "utf-16-be")):
@@ -234,14 +234,14 @@ def _codec(path: Path, how: Read) -> str | None:
 
 
 def _encoding(path: Path, how: Read) -> tuple[str, bytes]:
-    """The encoding, and the first bytes."""
+    """The encoding, and the first bytes of the file."""
     with _open(path, how) as stream:
         head: bytes = stream.read(1024)
     return next((encoding for mark, encoding in MARKS.items() if head.startswith(mark)), how.encoding or "utf-8"), head
 
 
 def _undecodable(path: Path, how: Read, error: UnicodeError) -> RecipeError:
-    """The error for bytes that are not what they should be, which are looked for again for their line."""
+    """The error for bytes that cannot be decoded. Decodes the file again to find their line."""
     (encoding, _), line = _encoding(path, how), 1
     with _open(path, how) as stream:
         content: bytes = stream.read()
@@ -250,5 +250,5 @@ def _undecodable(path: Path, how: Read, error: UnicodeError) -> RecipeError:
     except UnicodeDecodeError as found:
         line, error = len(re.findall("\r\n?|\n", content[: found.start].decode(encoding, "ignore"))) + 1, found
     name = "UTF-8" if encoding.startswith("utf-8") else encoding
-    remedy = "Give its encoding, such as data.read.encoding=cp1252, or convert it: iconv -f latin1 -t utf-8 (or what it is in)."
+    remedy = "Give its encoding, such as data.read.encoding=cp1252, or convert it: iconv -f latin1 -t utf-8 (with its real encoding)."
     return RecipeError(f"{path}, line {line}: not {name} ({getattr(error, 'reason', error)}). {remedy}")

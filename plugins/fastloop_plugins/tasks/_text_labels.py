@@ -1,7 +1,7 @@
-"""Labels of the text tasks as classes 0..n-1, and warnings about labels that look wrong.
+"""Converts labels of the text tasks to classes 0..n-1, and warns about suspicious labels.
 
-Cells of csv and tsv files are text: labels that are all whole numbers (1 or 1.0) are read as numbers, others are names of classes,
-01 and 02 among them. In other sources a number is a number, and text is a name.
+Cells of csv and tsv files are text. If all labels are whole numbers (1 or 1.0), they are read as numbers; others, such as 01 and 02, are
+names of classes. In other sources, a number is a number and text is a name.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from fastloop_plugins.tasks._text_data import Data
 
 FEW = 5
-"""Rows: a class with fewer to train on gets a warning."""
+"""Rows: a class with fewer training rows gets a warning."""
 MANY = 10
-"""Classes: up to so many may have one row each, as in a first trial."""
+"""Classes: up to this number, each class may have a single row, as in a first trial."""
 NEARLY = 0.9
-"""Classes per row from which the column of labels is taken for another one."""
+"""Classes per row from which the column is assumed not to hold labels."""
 SHOWN = 8
 """Labels that a message lists."""
 MISSING = {"na", "n/a", "#n/a", "<na>", "nan", "null"}
-"""How other tools write a cell that is missing, in lower case."""
+"""Missing values as other tools write them, in lower case."""
 WHOLE = re.compile(r"(0|-?[1-9][0-9]{0,17})(\.0*)?")
 NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 DIGITS = re.compile(r"[0-9]+")
@@ -39,12 +39,12 @@ Values = list[tuple[Part, list[Label]]]
 
 @dataclass
 class Labels:
-    """The labels of all splits."""
+    """The labels of all splits, as classes."""
 
     ids: dict[str, list[int]]  # role -> class of each row, 0..n-1
-    classes: list[str]  # their names
+    classes: list[str]  # names of the classes
     warnings: list[str]
-    notes: list[str]  # how labels were read, where a file does not show it
+    notes: list[str]  # how labels were read, if that is not obvious from the file
 
 
 def is_label(value: Any) -> bool:
@@ -55,13 +55,13 @@ def is_label(value: Any) -> bool:
 
 
 def list_labels(labels: Iterable[Label]) -> str:
-    """Labels for a message, the first ones of many."""
+    """Labels for a message; only the first ones if there are many."""
     shown = [f"{label!r:.60}" for label in sorted(labels, key=lambda label: (isinstance(label, str), label))]
     return ", ".join(shown[:SHOWN]) + f" and {len(shown) - SHOWN} more" * (len(shown) > SHOWN)
 
 
 def count_classes(ids: Sequence[int], classes: Sequence[str]) -> str:
-    """How many rows each class has, the largest class first: ``neg 36, pos 36, label 1``."""
+    """The number of rows of each class, the largest class first: ``neg 36, pos 36, label 1``."""
     counts = Counter(ids)
     order = sorted(range(len(classes)), key=lambda index: (-counts[index], index))
     shown = [f"{classes[index] if classes[index].isidentifier() else repr(classes[index]):.40} {counts[index]}" for index in order]
@@ -69,14 +69,14 @@ def count_classes(ids: Sequence[int], classes: Sequence[str]) -> str:
 
 
 def number_labels(parts: Mapping[str, list[Part]], options: Data, where: str) -> Labels:
-    """Give each label of the training split a class, and each row of every split its class.
+    """Assign a class to each label of the training split, and to each row of every split.
 
     Args:
         parts: Role (``train`` among them) -> its parts.
         where: The ``data`` section, for messages.
 
     Raises:
-        RecipeError: A row without a label, labels of several kinds, numbers with gaps, a class of which training has no row.
+        RecipeError: A row has no label, labels mix types, numbers have gaps, or training has no row of a class.
     """
     what, notes = f"column {options.label!r} (data.label)", list[str]()
     values = {role: [(part, _values(part, options, what, notes)) for part in found] for role, found in parts.items()}
@@ -96,11 +96,11 @@ def number_labels(parts: Mapping[str, list[Part]], options: Data, where: str) ->
     return Labels(found_ids, classes, [f"{files}: {line}" for line in _oddities(found_ids["train"], classes)], notes)
 
 
-# -- what is in the column ---------------------------------------------------------------------------------------------
+# -- reading the column ------------------------------------------------------------------------------------------------
 
 
 def _values(part: Part, options: Data, what: str, notes: list[str]) -> list[Label]:
-    """The labels of one part: text, or whole numbers."""
+    """The labels of one part: text or whole numbers."""
     values = part.column("label", options.label or "")
     keys = list(zip(map(type, values), values, strict=True))  # 1, 1.0 and True are equal
     try:
@@ -172,7 +172,7 @@ def _are_numbers(values: Values, what: str) -> bool:
 
 
 def _numbers(part: Part, labels: list[Label], what: str, notes: list[str]) -> list[Label]:
-    """The numbers that an untyped part's cells are."""
+    """Convert the cells of an untyped part to numbers."""
     if not part.untyped:
         return labels
     table = {label: int(label.partition(".")[0]) if isinstance(label, str) and WHOLE.fullmatch(label) else label for label in set(labels)}
@@ -221,12 +221,12 @@ def _unknown(part: Part, labels: list[Label], unknown: set[Label], ids: Mapping[
 
 
 def _same(name: str) -> str:
-    """What names have in common that differ by case and spaces only."""
+    """A key under which names that differ only by case and spaces are equal."""
     return " ".join(name.split()).casefold()
 
 
 def _oddities(ids: list[int], classes: list[str]) -> list[str]:
-    """What looks wrong with the classes of the training split, a line each."""
+    """Warnings about the classes of the training split, one line each."""
     counts, lines = Counter(ids), []
     few = sorted((index for index in range(len(classes)) if counts[index] < FEW), key=lambda index: (counts[index], index))
     if few:
@@ -239,7 +239,7 @@ def _oddities(ids: list[int], classes: list[str]) -> list[str]:
     for same in alike.values():
         if len(same) > 1:
             remedy = ", ".join(f"{name!r}: {same[-1]!r}" for name in same[:-1])
-            lines.append(f"the classes {list_labels(same)} differ by case or spaces only. If they are one: data.label_map={{{remedy}}}")
+            lines.append(f"the classes {list_labels(same)} differ only by case or spaces. If they are equal: data.label_map={{{remedy}}}")
     if missing := [name for name in classes if name.strip().lower() in MISSING]:
         lines.append(f"the class {missing[0]!r} has the name of a missing value. If it is one, remove its rows")
     return lines

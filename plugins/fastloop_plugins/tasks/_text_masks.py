@@ -1,9 +1,9 @@
-"""Forward passes of transformers models without the question whether a batch is padded, for which the host would wait for the device.
+"""Forward passes of transformers models that do not wait for the device to find out whether a batch is padded.
 
-Before each eager forward transformers evaluates ``padding_mask.all()``, to leave out a mask that masks nothing; a model that gets no mask
-looks for padding or packed rows among its inputs. The collator has the answer on the host: a batch without padding has no
-``attention_mask``. So here the model gets a mask for every batch, and transformers' function that makes masks gets the answer. The masks
-that attention sees are those that it would see otherwise.
+Before each eager forward, transformers evaluates ``padding_mask.all()``, to drop a mask that masks nothing. A model without a mask searches
+its inputs for padding or packed rows. The collator knows the answer on the host: a batch without padding has no ``attention_mask``. This
+module therefore gives the model a mask for every batch, and passes the answer to transformers' mask functions. Attention gets the same
+masks as before.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 
 
 class KnownMask:
-    """One of transformers' functions that make masks, for a batch whose padding is known.
+    """Wraps one of transformers' mask functions, for a batch whose padding is known.
 
     Args:
         make: The function; see ``transformers.masking_utils.AttentionMaskInterface``.
-        never: No batch needs a mask.
+        never: Whether no batch needs a mask.
 
     Attributes:
-        padded: Whether the batch has padding. A compiler does not see it: it would make a graph for each answer.
+        padded: Whether the batch has padding. Compiled code ignores it, since it would need a graph for each value.
     """
 
     def __init__(self, make: Callable[..., Any], never: bool) -> None:
         self.make, self.never, self.padded = make, never, True
 
     def __call__(self, *args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
-        """The mask in the form that the attention implementation takes; None where it needs none."""
+        """The mask in the form that the attention implementation takes; None if it needs none."""
         import torch
 
         if self.never or not (torch.compiler.is_compiling() or self.padded):
@@ -47,14 +47,14 @@ _known = cache(KnownMask)
 
 
 def forward(model: nn.Module, inputs: Mapping[str, Any], never: bool = False) -> Any:
-    """``model(**inputs)``, with the same output.
+    """Compute ``model(**inputs)``, with the same output.
 
-    FlashAttention 2 and flex attention still read the mask of a padded batch, to leave its padding out.
+    FlashAttention 2 and flex attention still read the mask of a padded batch, to skip its padding.
 
     Args:
-        model: A transformers model, whatever is wrapped around it.
-        inputs: ``input_ids`` (B, T) int64; ``attention_mask`` (B, T) where there is padding, and only there.
-        never: No mask is needed for any batch: attention is causal and padding on the right, or rows are packed.
+        model: A transformers model, possibly wrapped.
+        inputs: ``input_ids`` (B, T) int64; ``attention_mask`` (B, T) only if there is padding.
+        never: No batch needs a mask: attention is causal with padding on the right, or rows are packed.
     """
     import torch
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as functions

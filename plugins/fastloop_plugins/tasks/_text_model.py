@@ -1,4 +1,4 @@
-"""The model and tokenizer of the text tasks: pretrained by ``model.name``, or from scratch by ``model.config``."""
+"""Model and tokenizer of the text tasks: pretrained with ``model.name``, or from scratch with ``model.config``."""
 
 from __future__ import annotations
 
@@ -29,33 +29,33 @@ logger = logging.getLogger("fastloop")
 class Model:
     """The ``model`` section."""
 
-    name: Annotated[str | None, option("A pretrained model: hub id or local folder.")] = None
-    config: Annotated[dict[str, Any] | None, option("Instead of name, to train from scratch: model_type and its configuration.")] = None
+    name: Annotated[str | None, option("Pretrained model: hub id or local folder.")] = None
+    config: Annotated[dict[str, Any] | None, option("Instead of name, to train from scratch: model_type and its options.")] = None
     tokenizer: Annotated[
         str | dict[str, Any] | None,
-        option("Hub id or local folder; or, from scratch, {kind: word|bpe, vocab_size: N}, trained on the training texts."),
+        option("Hub id or local folder; from scratch: {kind: word|bpe, vocab_size: N}, trained on the training texts."),
     ] = None
-    attn_implementation: Annotated[str | None, option("Transformers' attention: sdpa, eager, ...; null: its own choice.")] = None
-    trust_remote_code: Annotated[bool, option("Run Python code that comes with the model.")] = False
-    revision: Annotated[str | None, option("A branch, tag or commit of the model on the hub.")] = None
+    attn_implementation: Annotated[str | None, option("Transformers' attention: sdpa, eager, ...; null: its default.")] = None
+    trust_remote_code: Annotated[bool, option("Run Python code that ships with the model.")] = False
+    revision: Annotated[str | None, option("Branch, tag or commit of the model on the hub.")] = None
 
 
 @dataclass(kw_only=True)
 class TrainedTokenizer:
-    """``model.tokenizer`` as a mapping."""
+    """``model.tokenizer`` as a mapping: options of a tokenizer to train."""
 
-    kind: Annotated[Literal["word", "bpe"], option("lower-cased words, or byte pairs, which write any text")] = "bpe"
+    kind: Annotated[Literal["word", "bpe"], option("lower-cased words, or byte pairs, which encode any text")] = "bpe"
     vocab_size: Annotated[int, option("tokens at most", ge=8)] = 8000
 
 
 class TextModel:
-    """The ``model`` section of a recipe: checked by the constructor.
+    """The ``model`` section of a recipe. The constructor checks it.
 
     Attributes:
-        tokenizer: After ``load_tokenizer``.
+        tokenizer: None until ``load_tokenizer`` or ``finish_tokenizer``.
 
     Raises:
-        RecipeError: Something in it cannot be.
+        RecipeError: An option is invalid.
     """
 
     def __init__(self, recipe: Recipe, classify: bool) -> None:
@@ -70,7 +70,7 @@ class TextModel:
             raise RecipeError(f"{self.where}: found {found}, expected one of: name (pretrained), config (from scratch).")
         if self.options.config is None:
             if isinstance(given, dict):
-                raise RecipeError(f"{self.where}.tokenizer: one is trained only with model.config. A pretrained model comes with its own.")
+                raise RecipeError(f"{self.where}.tokenizer: a tokenizer is trained only with model.config. A pretrained model has its own.")
         else:
             if not isinstance(self.options.config.get("model_type"), str):
                 raise RecipeError(f"{self.where}.config.model_type: missing. Expected an architecture's name, such as distilbert.")
@@ -79,14 +79,14 @@ class TextModel:
                 if self.trained.kind == "bpe" and self.trained.vocab_size < 300:
                     raise RecipeError(f"{self.where}.tokenizer.vocab_size: found {self.trained.vocab_size}, expected 300 or more for bpe.")
         if self.options.trust_remote_code:
-            logger.warning("model.trust_remote_code: runs the Python code that comes with %s", self.options.name or given)
+            logger.warning("model.trust_remote_code: runs the Python code that ships with %s", self.options.name or given)
         for key in ("name", "tokenizer"):
             if isinstance(name := getattr(self.options, key), str):
                 self._check_name(key, name)
         self._check_architecture(self.options.config or self._folder_config())
 
     def _folder_config(self) -> dict[str, Any]:
-        """``config.json`` of a local model, as far as it can be read: ``load_tokenizer`` tells what is wrong with it."""
+        """``config.json`` of a local model; empty if it cannot be read, which ``load_tokenizer`` reports."""
         try:
             found = json.loads((self.recipe.find(self.options.name or "") / "config.json").read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError):
@@ -94,7 +94,7 @@ class TextModel:
         return found if isinstance(found, dict) else {}
 
     def _check_architecture(self, config: dict[str, Any]) -> None:
-        """Refuse an architecture that cannot do the task."""
+        """Raise an error for an architecture that cannot do the task."""
         key, kind = ("name" if self.options.config is None else "config"), config.get("model_type")
         if not isinstance(kind, str):
             return
@@ -107,7 +107,7 @@ class TextModel:
             wanted = ("config.json",) if key == "name" else ("tokenizer.json", "tokenizer_config.json")
             if not any((path / file).is_file() for file in wanted):
                 raise RecipeError(
-                    f"{self.where}.{key}: {path} holds no {' or '.join(wanted)}. Expected a folder as save_pretrained writes it."
+                    f"{self.where}.{key}: {path} holds no {' or '.join(wanted)}. Expected a folder that save_pretrained wrote."
                 )
             for index in path.glob("*.index.json"):
                 self._check_index(key, index)
@@ -115,7 +115,7 @@ class TextModel:
             raise RecipeError(f"{self.where}.{key}: {name}: no such folder, and not a name that the hub could have.")
 
     def _check_index(self, key: str, index: Path) -> None:
-        """The files of the weights' parts must lie beside their index."""
+        """Raise an error if an index of weights names files outside of its folder."""
         try:
             names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
             outside = [name for name in names if name != Path(name).name]
@@ -124,22 +124,22 @@ class TextModel:
         if outside:
             raise RecipeError(f"{self.where}.{key}: {index}: names {outside[0]!r}, which is not in its folder.")
 
-    # -- configuration and tokenizer: before the data, because a missing model is quickly found --------------------------
+    # -- configuration and tokenizer: before the data, so that a missing model is found early ----------------------------
 
     def load_tokenizer(self, max_length: int) -> None:
-        """Get the configuration, and the tokenizer where it is not one to be trained.
+        """Load the configuration, and the tokenizer unless it is to be trained.
 
         Raises:
-            RecipeError: One is missing or wrong, or the model cannot take ``data.max_length`` tokens.
+            RecipeError: One of them is missing or invalid, or the model cannot take ``data.max_length`` tokens.
         """
         from transformers import AutoConfig, AutoTokenizer
 
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # said outright, no warning when workers are forked later
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # set explicitly, so that forked workers cause no warning
         if self.options.config is not None:
             self.config = self._from_scratch(self.options.config)
         else:
             self.config = self._pretrained(AutoConfig, "name")
-            self._check_architecture(self.config.to_dict())  # of the hub: not known before
+            self._check_architecture(self.config.to_dict())  # for a model of the hub, only known now
         source = "tokenizer" if isinstance(self.options.tokenizer, str) else "name"
         if self.trained is None:
             self.tokenizer = self._pretrained(AutoTokenizer, source)
@@ -148,7 +148,7 @@ class TextModel:
         if max_length > limit:
             raise RecipeError(f"{self.recipe.where}: data.max_length: found {max_length}, and the model takes {limit} tokens at most.")
         if self.trained is None:
-            self._see_that_it_pads()
+            self._ensure_pad_token()
 
     def _from_scratch(self, given: dict[str, Any]) -> Any:
         from huggingface_hub.errors import StrictDataclassError
@@ -163,16 +163,16 @@ class TextModel:
         cls = CONFIG_MAPPING[kind]
         known = {field.name for field in dataclasses.fields(cls)} | set(cls.attribute_map)
         for key in rest:
-            if key not in known:  # transformers would keep it and never read it
+            if key not in known:  # transformers would store it and never read it
                 raise RecipeError(f"{self.where}.config.{key}: {kind} has no such option.{did_you_mean(key, known)}")
         try:
-            with quiet():  # the end token of the defaults may lie outside a small vocabulary; build() sets it
+            with quiet():  # the default end token may be outside a small vocabulary; build() sets it
                 return AutoConfig.for_model(kind, **rest)
         except (ValueError, TypeError, StrictDataclassError) as error:
             raise RecipeError(f"{self.where}.config: {' '.join(str(error).split())}") from None
 
     def _pretrained(self, auto: Any, key: str, **arguments: Any) -> Any:
-        """``from_pretrained`` of a folder or a hub name."""
+        """Call ``from_pretrained`` with a folder or a hub name."""
         from safetensors import SafetensorError
 
         name = getattr(self.options, key)
@@ -192,22 +192,22 @@ class TextModel:
             raise RecipeError(explain(f"{self.where}.{key}", name, folder, error, instead)) from None
 
     def finish_tokenizer(self, texts: list[str], max_length: int) -> None:
-        """Train the tokenizer where that is asked for."""
+        """Train the tokenizer, if the recipe requests one."""
         if self.trained is not None:
             self.tokenizer = train_tokenizer(self.trained, texts, self.classify, max_length)
             logger.info("tokenizer: %s, %d tokens, trained on the training texts", self.trained.kind, len(self.tokenizer))
-            self._see_that_it_pads()
+            self._ensure_pad_token()
 
-    def _see_that_it_pads(self) -> None:
-        """Or, for a language model, that it can end a text too."""
+    def _ensure_pad_token(self) -> None:
+        """Set a pad token if there is none. Raises an error if there is no candidate, or, for a language model, no end token."""
         ends = [self.tokenizer.eos_token, self.tokenizer.sep_token]
         if self.tokenizer.pad_token_id is None:
             self.tokenizer.pad_token = next((token for token in (*ends, self.tokenizer.unk_token) if token), None)
         if self.tokenizer.pad_token_id is None or (not self.classify and not any(ends)):
-            raise RecipeError(f"{self.where}.tokenizer: it has no token that {'pads' if self.classify else 'ends a text'}. Give another.")
+            raise RecipeError(f"{self.where}.tokenizer: it has no token that {'pads' if self.classify else 'ends a text'}. Use another.")
 
     def fingerprint(self) -> str:
-        """A hash of the tokenizer's files and of what reads them. For one that was not used yet: it keeps how it was used last."""
+        """A hash of the tokenizer's files and library versions. Call it before the first use, which changes the tokenizer's settings."""
         import tokenizers
         import transformers
 
@@ -221,7 +221,7 @@ class TextModel:
     # -- the model -------------------------------------------------------------------------------------------------------
 
     def order_labels(self, classes: list[str]) -> LabelOrder:
-        """The classes in the order of the checkpoint's, where their names agree. Call it after ``load_tokenizer`` and before ``build``.
+        """The classes, in the checkpoint's order if their names match. Call it after ``load_tokenizer`` and before ``build``.
 
         Args:
             classes: The data's class names, in the order of its ids.
@@ -231,14 +231,14 @@ class TextModel:
         return label_order(classes, self.config, f"model.name={self.options.name}")
 
     def build(self, auto: Any, labels: LabelOrder | None = None) -> Any:
-        """The model with its initial or pretrained weights, in float32.
+        """Build the model with initial or pretrained weights, in float32.
 
         Args:
             auto: Transformers' Auto class of the task.
-            labels: The classes of a classifier. A checkpoint's head for other classes starts fresh.
+            labels: The classes of a classifier. If the checkpoint's head is for other classes, it is reinitialized.
 
         Raises:
-            RecipeError: The architecture cannot do the task, or the configuration does not fit.
+            RecipeError: The architecture cannot do the task, or the configuration is invalid.
         """
         import torch
 
@@ -246,15 +246,15 @@ class TextModel:
         if labels is not None:
             self.config.id2label = dict(enumerate(labels.names))
             self.config.label2id = {name: index for index, name in enumerate(labels.names)}
-            self.config.problem_type = "single_label_classification"  # a checkpoint's may be another; pipelines read it
+            self.config.problem_type = "single_label_classification"  # a checkpoint may have another one, and pipelines read it
         if getattr(self.config, "pad_token_id", None) is None or self.trained is not None:
             self.config.pad_token_id = self.tokenizer.pad_token_id
-        if self.options.config is None and torch.get_default_device().type != "meta":  # there, the weights come from another process
+        if self.options.config is None and torch.get_default_device().type != "meta":  # on meta, the weights come from another process
             model, notes = self._pretrained(
                 auto,
                 "name",
                 config=self.config,
-                use_safetensors=True,  # the other form is a pickle
+                use_safetensors=True,  # the alternative is a pickle
                 dtype=torch.float32,
                 attn_implementation=self.options.attn_implementation,
                 ignore_mismatched_sizes=True,
@@ -262,7 +262,7 @@ class TextModel:
             )
             new = sorted({*notes["missing_keys"], *(item[0] for item in notes["mismatched_keys"])})
             if new:
-                logger.info("not in %s, so they start at random: %s%s", self.options.name, ", ".join(new[:4]), ", ..." * (len(new) > 4))
+                logger.info("not in %s, so initialized at random: %s%s", self.options.name, ", ".join(new[:4]), ", ..." * (len(new) > 4))
             if labels is not None and not labels.keeps_head:
                 start_head_fresh(model, set(notes["missing_keys"]), theirs, labels, f"{self.where}.name")
             return model
@@ -281,7 +281,7 @@ class TextModel:
             raise RecipeError(f"{self.where}.config: {str(error).splitlines()[0]}") from None
 
     def export(self, run: Run, folder: Path) -> Path:
-        """Write model and tokenizer so that ``from_pretrained`` reads them."""
+        """Write model and tokenizer in the form that ``from_pretrained`` reads."""
         from fastloop.checkpoint.export import save_model
 
         with quiet():
@@ -292,7 +292,7 @@ class TextModel:
 
 
 def train_tokenizer(options: TrainedTokenizer, texts: list[str], classify: bool, max_length: int) -> Any:
-    """A tokenizer with the vocabulary of some texts; the same texts give the same one."""
+    """Train a tokenizer on texts. The same texts give the same tokenizer."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,4 +1,4 @@
-"""The files that ``data.files`` names: paths, lists of paths and patterns."""
+"""Finds the files that ``data.files`` names: by path, list of paths or pattern."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ DATASET_PAGE = re.compile(r"https?://[^/]+/datasets/([\w.-]+/[\w.-]+|[\w.-]+)")
 
 
 def find_files(recipe: Recipe, given: str | list[str], split: str, where: str) -> list[Path]:
-    """The files of one split.
+    """Find the files of one split.
 
     Raises:
-        RecipeError: One is not there, or is of no type that can be read.
+        RecipeError: A file does not exist, or has a type that cannot be read.
     """
     paths: list[Path] = []
     for item in [given] if isinstance(given, str) else given:
@@ -52,7 +52,7 @@ def find_files(recipe: Recipe, given: str | list[str], split: str, where: str) -
 
 
 def refuse_url(item: str, where: str, what: str) -> None:
-    """Refuse an address, as it is given."""
+    """Raise an error for a URL that is given as a path."""
     if not URL.match(item):
         return
     if item.startswith("file://"):
@@ -63,7 +63,7 @@ def refuse_url(item: str, where: str, what: str) -> None:
 
 
 def refuse_options_without_files(how: Read, files: list[Path], where: str) -> None:
-    """Refuse options of ``data.read`` that no file is read with."""
+    """Raise an error for options of ``data.read`` that apply to none of the files."""
     formats = {format_of(path)[0] for path in files}
     for names, kinds in ((("delimiter", "columns", "quoting"), {".csv", ".tsv"}), (("encoding", "compression"), {*FORMATS} - {".parquet"})):
         for name in names:
@@ -73,7 +73,7 @@ def refuse_options_without_files(how: Read, files: list[Path], where: str) -> No
 
 
 def _patterns(folder: Path, item: str, split: str) -> str:
-    """Which pattern matches the files of a folder that are of this split, or all of them."""
+    """Suggest a pattern that matches the files of this split in a folder, or all files."""
     files = [path for path in sorted(folder.iterdir()) if path.is_file() and format_of(path)[0] in FORMATS]
     named = [path for path in files if path.name.startswith(split)] or files
     if not named:

@@ -1,8 +1,9 @@
-"""The splits of a text task as token ids: tokenised, or as the cache has them.
+"""Token ids of the splits of a text task: tokenized, or read from the cache.
 
-The cache (``_cache``) has two kinds of entries. Token ids lie under a hash of their texts. What a ``data`` section gave lies under a hash
-of its files and options and says which token ids those are: with it there, a start reads no text, and its time and memory do not grow
-with the data. Only sections that name files and have a pretrained tokenizer have such an entry: what a function gives is not known before.
+The cache (``_cache``) has two kinds of entries. Token ids are stored under a hash of their texts. An entry for a ``data`` section is stored
+under a hash of its files and options, and lists the entries of token ids that belong to it. With such an entry, a run starts without
+reading text, so its start-up time and memory do not grow with the data. Only sections with files and a pretrained tokenizer have one: the
+result of a function is not known in advance.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ logger = logging.getLogger("fastloop")
 
 
 CHARACTERS = 50
-"""Of a text that is truncated, this many for each token to be kept are read first: a minute's work for one huge text otherwise."""
+"""Characters to read for each token that truncation keeps. Without this limit, tokenizing one huge text takes a minute."""
 
 
 @dataclass
 class Split:
-    """One split: ids of all texts end to end, how many each text has, and the labels where the task has labels."""
+    """One split: ids of all texts end to end, the number of ids in each text, and labels if the task has labels."""
 
     ids: NDArray[np.int32]
     lengths: NDArray[np.int64]
@@ -42,23 +43,23 @@ class Split:
 
 
 def read(data: TextData, model: TextModel, documents: bool = False, **arguments: Any) -> dict[str, Split]:
-    """The splits; afterwards ``model`` has its tokenizer and ``data`` its classes.
+    """Read and tokenize the splits. Sets the tokenizer of ``model`` and the classes of ``data``.
 
     Args:
-        documents: Leave out empty texts, and end each text with the token that says so.
-        arguments: Of the tokenizer.
+        documents: Skip empty texts, and end each text with the end token.
+        arguments: Arguments of the tokenizer.
 
     Raises:
-        RecipeError: The model, its tokenizer or the data are not as they must be.
+        RecipeError: The model, its tokenizer or the data are invalid.
     """
     import numpy as np
 
     model.load_tokenizer(data.options.max_length)
-    folder = None if model.options.trust_remote_code else _cache.TOKENS.get()  # that code is not among the tokenizer's files
+    folder = None if model.options.trust_remote_code else _cache.TOKENS.get()  # the hash does not cover such code
     source, how = None, json.dumps([documents, arguments], sort_keys=True)
     if folder is not None and model.trained is None and data.files:
         source = folder / _cache.digest(["data", version("fastloop"), model.fingerprint(), how, data.identity()])
-        if (found := _remembered(source, data)) is not None:
+        if (found := _read_entry(source, data)) is not None:
             return found
     splits = data.load()
     model.finish_tokenizer(splits["train"].texts, data.options.max_length)
@@ -75,41 +76,41 @@ def read(data: TextData, model: TextModel, documents: bool = False, **arguments:
             flat = _cache.kept(folder, keys[name], encoded)
         found[name] = Split(*flat, None if rows.labels is None else np.array(rows.labels, dtype=np.int64))
     if source is not None:
-        _remember(source, data, found, keys)
+        _write_entry(source, data, found, keys)
     return found
 
 
 def encode(tokenizer: Any, texts: list[str], end: list[int], arguments: dict[str, Any]) -> Iterator[list[int]]:
-    """The ids of each text, with ``end`` behind them. Of a huge text that is truncated, only as much is read as can be kept."""
+    """Yield the ids of each text, followed by ``end``. Reads only the part of a huge text that truncation can keep."""
     most: int = arguments["max_length"] if arguments.get("truncation") else 0
     for start in range(0, len(texts), 1000):
-        whole = texts[start : start + 1000]
-        read = [beginning(text, CHARACTERS * most) for text in whole] if most else whole
-        for text, part, ids in zip(whole, read, tokenizer(read, return_attention_mask=False, **arguments)["input_ids"], strict=True):
-            if len(part) < len(text) and len(ids) < most:  # it was not enough
+        full = texts[start : start + 1000]
+        read = [beginning(text, CHARACTERS * most) for text in full] if most else full
+        for text, part, ids in zip(full, read, tokenizer(read, return_attention_mask=False, **arguments)["input_ids"], strict=True):
+            if len(part) < len(text) and len(ids) < most:  # the part was too short
                 ids = tokenizer(text, return_attention_mask=False, **arguments)["input_ids"]
             yield ids + end
 
 
 def beginning(text: str, size: int) -> str:
-    """The first words of a text that is longer than ``size`` characters; all of it, where it has no words."""
+    """The first words of a text, up to ``size`` characters; all of it if it is shorter or has no spaces."""
     end = max(text.rfind(space, 0, size) for space in " \n") if len(text) > size else -1
     return text[:end] if end > 0 else text
 
 
-def _remember(entry: Path, data: TextData, splits: dict[str, Split], keys: dict[str, str]) -> None:
+def _write_entry(entry: Path, data: TextData, splits: dict[str, Split], keys: dict[str, str]) -> None:
     import numpy as np
 
     with _cache.written(entry) as made:
         for name, split in splits.items():
             if split.labels is not None:
                 np.save(made / f"{name}.npy", split.labels, allow_pickle=False)
-        facts = {"splits": keys, "classes": data.classes, "said": data.said, "unreadable": data.unreadable}
+        facts = {"splits": keys, "classes": data.classes, "messages": data.messages, "unreadable": data.unreadable}
         (made / "data.json").write_text(json.dumps(facts), encoding="utf-8")
 
 
-def _remembered(entry: Path, data: TextData) -> dict[str, Split] | None:
-    """What an entry says, if it is there with all that it names."""
+def _read_entry(entry: Path, data: TextData) -> dict[str, Split] | None:
+    """The splits of an entry; None if the entry, or token ids that it names, are missing."""
     import numpy as np
 
     if not entry.is_dir():
@@ -125,11 +126,11 @@ def _remembered(entry: Path, data: TextData) -> dict[str, Split] | None:
             if labels is not None and len(labels) != len(flat[1]):
                 raise ValueError(f"{name}: {len(labels)} labels of {len(flat[1])} texts")
             found[name] = Split(*flat, labels)
-        data.classes, data.said, data.unreadable = saved["classes"], saved["said"], saved["unreadable"]
+        data.classes, data.messages, data.unreadable = saved["classes"], saved["messages"], saved["unreadable"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, RecursionError) as error:
         logger.warning("data: %s is damaged (%s): the data is read again", entry, error)
         shutil.rmtree(entry, ignore_errors=True)
         return None
-    data.say()
+    data.log_messages()
     logger.info("tokens: all from %s", entry.parent)
     return found

@@ -1,11 +1,11 @@
-"""A causal language model, pretrained or from scratch. On when ``data`` names no ``label`` column.
+"""Trains a causal language model, pretrained or from scratch. On by default if ``data`` names no ``label`` column.
 
     model: {config: {model_type: gpt2, n_layer: 4, n_head: 4, n_embd: 256}, tokenizer: {kind: bpe, vocab_size: 4000}}
     data:  {files: {train: "texts/*.txt"}, max_length: 256}
     plugins:
       - causal-lm
 
-Texts are put end to end and cut into blocks of ``max_length`` tokens: no padding but in the last.
+Texts are concatenated and cut into blocks of ``max_length`` tokens, so only the last block has padding.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from fastloop_plugins.tasks._text_batches import Ragged, Sequences, Width
 
 IGNORED = -100
-"""What cross entropy leaves out."""
+"""Target that cross entropy ignores."""
 
 
 class CausalLM(Plugin):
-    """Texts end to end, cut into blocks of ``data.max_length``: cross entropy of each next token, and ``perplexity``."""
+    """Trains on blocks of ``data.max_length`` tokens with cross entropy of the next token, and reports ``perplexity``."""
 
     name = "causal-lm"
     slot = "task"
@@ -63,7 +63,7 @@ class CausalLM(Plugin):
         return {name: self._blocks(name, split.ids) for name, split in splits.items()}
 
     def _blocks(self, split: str, ids: NDArray[np.int32]) -> Sequences:
-        """Every text followed by the end token, one after the other, cut into blocks; the last may be shorter."""
+        """Concatenate texts, each followed by the end token, and cut them into blocks; the last one may be shorter."""
         import numpy as np
 
         from fastloop_plugins.tasks._text_batches import Sequences
@@ -97,7 +97,7 @@ class CausalLM(Plugin):
 
         from fastloop_plugins.tasks._text_masks import forward
 
-        # No mask: padding is on the right, so no real token sees it, and attention stays on its causal fast path.
+        # No mask: padding is on the right, so no real token attends to it, and attention uses its causal fast path.
         inputs = {name: value for name, value in batch.items() if name != "targets"} | {"use_cache": False}
         logits = forward(model, inputs, never=True).logits
         return Output(cross_entropy(logits.flatten(0, 1).float(), batch["targets"].flatten(), ignore_index=IGNORED))
@@ -113,7 +113,7 @@ class CausalLM(Plugin):
 
 
 class Collator:
-    """Pads a list of blocks. ``targets`` are the tokens one further on: the shift is done here, not on a copy of the logits."""
+    """Pads a list of blocks. ``targets`` are the tokens shifted by one: shifting here avoids a copy of the logits."""
 
     def __init__(self, pad_token_id: int, width: Width) -> None:
         self.pad_token_id, self.width = pad_token_id, width

@@ -1,12 +1,12 @@
-"""Trains a module of your own: model, datasets, loss and metrics from a Python file beside the recipe, or from a package.
+"""Trains your own ``nn.Module``: model, datasets, loss and metrics come from a Python file next to the recipe, or from a package.
 
     model: {module: "digits_module.py:Digits", arguments: {hidden: 64}}
     data:  {module: "digits_module.py:digits"}
     plugins:
       - module: {loss: cross_entropy, metrics: {accuracy: {type: MulticlassAccuracy, num_classes: 10}}}
 
-``data.module`` is a function that returns ``{"train": dataset, "validation": dataset, "test": dataset}``; the last two may be missing.
-A sample ``(inputs, target)`` is trained as ``loss(model(inputs), target)``; a mapping as ``model(**batch).loss``.
+``data.module`` is a function that returns ``{"train": dataset, "validation": dataset, "test": dataset}``; the last two are optional. The
+loss of a sample ``(inputs, target)`` is ``loss(model(inputs), target)``; that of a mapping is ``model(**batch).loss``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Code:
     """The ``model`` section."""
 
     module: Annotated[str, option("file.py:name or package.module:name.")]
-    arguments: Annotated[dict[str, Any], option("Keyword arguments it is called with.")] = field(default_factory=dict)
+    arguments: Annotated[dict[str, Any], option("Its keyword arguments.")] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)
@@ -42,7 +42,7 @@ class Data(Code):
 
 
 class Module(Plugin):
-    """Your own model, datasets, loss and metrics."""
+    """Calls your own model, datasets, loss and metrics."""
 
     name = "module"
     slot = "task"
@@ -53,8 +53,8 @@ class Module(Plugin):
     class Config:
         """Options."""
 
-        loss: Annotated[str | None, option("A function of torch.nn.functional, or file.py:name; null: the model returns .loss.")] = None
-        collate: Annotated[str | None, option("file.py:name of a collator; null: tensors are stacked.")] = None
+        loss: Annotated[str | None, option("Function of torch.nn.functional, or file.py:name; null: the model returns .loss.")] = None
+        collate: Annotated[str | None, option("file.py:name of a collator; null: stack tensors.")] = None
         metrics: Annotated[
             dict[str, dict[str, Any]], option("Name -> {type: a class of torchmetrics, or file.py:name, and its arguments}.")
         ] = field(default_factory=dict)
@@ -139,7 +139,7 @@ class Module(Plugin):
             ) from error
 
     def _torch_loss(self) -> Any:
-        """The function of torch.nn.functional, where one is named."""
+        """The function of torch.nn.functional that ``loss`` names; None for other values."""
         from torch.nn import functional
 
         name = self.config.loss
@@ -166,7 +166,7 @@ class Module(Plugin):
             if ":" in kind:
                 cls = import_object(kind, self.recipe, f"plugins.module.metrics.{name}.type")
                 if not (isinstance(cls, type) and issubclass(cls, torchmetrics.Metric)):
-                    raise RecipeError(f"{key}.type: {kind} is no class of torchmetrics' metrics.")
+                    raise RecipeError(f"{key}.type: {kind} is not a subclass of torchmetrics.Metric.")
             elif kind in known:
                 cls = known[kind]
             else:
@@ -177,5 +177,5 @@ class Module(Plugin):
                 raise RecipeError(f"{key}: {error}") from None
         try:
             return torchmetrics.MetricCollection(made)
-        except KeyError as error:  # what modules of torch have already, such as float
+        except KeyError as error:  # names of nn.Module's attributes, such as float
             raise RecipeError(f"{self.where}: plugins.module.metrics: {error.args[0]}. Call the metric something else.") from None

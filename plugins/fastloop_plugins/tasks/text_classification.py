@@ -1,12 +1,12 @@
-"""Text classification with a transformer: a pretrained one, or one trained from scratch. On when ``data`` names a ``label`` column.
+"""Trains a text classifier on a transformer, pretrained or from scratch. On by default if ``data`` names a ``label`` column.
 
     model: {name: distilbert-base-uncased}
     data:  {files: {train: train.csv, validation: validation.csv, test: test.csv}, text: text, label: label, max_length: 512}
     plugins:
       - text-classification
 
-Labels are text, or whole numbers from 0; the training split says which there are. Where the classes of a checkpoint have the same names,
-they keep its ids and its head. Otherwise the head starts fresh, and a warning says so.
+Labels are text, or whole numbers from 0; the training split defines the classes. If a checkpoint has classes with the same names, the run
+keeps its ids and its head. Otherwise the head is reinitialized, with a warning.
 
 ``f1`` follows scikit-learn: with two classes it is the F1 score of class 1 (``average="binary"``), else the mean over the classes
 (``average="macro"``).
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class TextClassification(Plugin):
-    """One label a text: cross entropy, ``accuracy`` and ``f1`` (of class 1 where there are two classes, else macro)."""
+    """One label for each text: cross entropy, ``accuracy`` and ``f1`` (of class 1 for two classes, else macro)."""
 
     name = "text-classification"
     slot = "task"
@@ -49,12 +49,12 @@ class TextClassification(Plugin):
         return "data names a label column" if labelled else None
 
     @classmethod
-    def estimate_speedup(cls, seen: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:
-        if recipe.data.get("padding") != "max_length" or not seen.longest:
+    def estimate_speedup(cls, profile: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:
+        if recipe.data.get("padding") != "max_length" or not profile.longest:
             return None
         return SpeedupEstimate(
-            seconds=(1 - seen.longest / seen.padded) * seen.computing,
-            why=f"Samples are padded to data.max_length: {1 - seen.longest / seen.padded:.0%} of that is beyond each batch's longest.",
+            seconds=(1 - profile.longest / profile.padded) * profile.computing,
+            why=f"Samples are padded to data.max_length: {1 - profile.longest / profile.padded:.0%} of that exceeds each batch's longest.",
             overrides={"data.padding": "longest"},
         )
 
@@ -114,7 +114,7 @@ class TextClassification(Plugin):
         from fastloop_plugins.tasks._text_masks import forward
 
         inputs = {name: value for name, value in batch.items() if name != "labels"}
-        logits = forward(model, inputs, never="position_ids" in batch).logits  # with positions: a packed row, which has no mask
+        logits = forward(model, inputs, never="position_ids" in batch).logits  # inputs with positions are packed rows, which need no mask
         return Output(cross_entropy(logits.float(), batch["labels"]), logits, batch["labels"])
 
     @hookimpl
@@ -123,7 +123,7 @@ class TextClassification(Plugin):
 
 
 class Collator:
-    """Pads a list of samples. The mask is 1 on real tokens; a batch without padding has none."""
+    """Pads a list of samples. The mask is 1 for real tokens; a batch without padding has no mask."""
 
     def __init__(self, pad_token_id: int, width: Width) -> None:
         self.pad_token_id, self.width = pad_token_id, width
@@ -142,7 +142,7 @@ class Collator:
         return Batch(inputs, loss_weight=batch.loss_weight, tokens=batch.tokens)
 
     def ragged(self, samples: list[dict[str, Any]]) -> Ragged:
-        """The batch without padding and mask."""
+        """The batch without padding and without a mask."""
         import torch
 
         from fastloop_plugins.tasks._text_batches import Ragged

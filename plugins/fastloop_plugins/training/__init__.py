@@ -1,1 +1,1 @@
-"""Schedules, averaging, adapters, early stopping."""
+"""Plugins for schedules, weight averaging, adapters and early stopping."""

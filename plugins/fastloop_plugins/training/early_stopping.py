@@ -1,9 +1,9 @@
-"""Ends training when a metric of the evaluation no longer improves.
+"""Stops training when a metric of the evaluation no longer improves.
 
     plugins:
       - early-stopping: {monitor: accuracy, patience: 3}
 
-It ends with the weights that it has then; ``checkpoint-best`` puts the best ones back.
+The run ends with its last weights; add ``checkpoint-best`` to restore the best ones.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ class EarlyStopping(Plugin):
 
     name = "early-stopping"
     numerics = "changes-training"
-    description = "may stop before the epochs are done"
+    description = "may stop training before the last epoch"
 
     @dataclass(kw_only=True)
     class Config:
         """Options."""
 
         monitor: Annotated[str, option("Metric of the evaluation.")] = "loss"
-        mode: Annotated[Literal["auto", "min", "max"], option("Whether smaller or larger is better; auto tells by the name.")] = "auto"
+        mode: Annotated[Literal["auto", "min", "max"], option("Whether smaller or larger is better; auto: by the metric's name.")] = "auto"
         patience: Annotated[int, option("Evaluations without improvement before stopping.", ge=1)] = 3
-        min_delta: Annotated[float, option("What an improvement must exceed.", ge=0)] = 0.0
-        threshold: Annotated[float | None, option("Stop as soon as the metric is as good as this; null: no such goal.")] = None
+        min_delta: Annotated[float, option("Smallest change that counts as an improvement.", ge=0)] = 0.0
+        threshold: Annotated[float | None, option("Stop as soon as the metric reaches this; null: no threshold.")] = None
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

@@ -1,10 +1,10 @@
-"""Keeps an exponential moving average of the weights; evaluation and the exported model use it.
+"""Keeps an exponential moving average of the weights, and uses it for evaluation and for the exported model.
 
     plugins:
       - ema: {decay: 0.999}
 
-After every ``update_every``-th step the average moves by ``1 - decay`` towards the weights. With ``warmup`` the decay starts small, as
-``(1 + n) / (10 + n)`` after ``n`` updates, so that the first average is not the initial weights.
+After every ``update_every``-th step, the average moves by ``1 - decay`` towards the weights. With ``warmup``, the decay starts small, at
+``(1 + n) / (10 + n)`` after ``n`` updates, so that the average quickly leaves the initial weights.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ class EMA(Plugin):
 
     name = "ema"
     numerics = "changes-training"
-    runs_before = ("checkpoint-best",)  # its wrapper must be the outer one, so that the best weights kept are those that were evaluated
+    runs_before = ("checkpoint-best",)  # the outer wrapper, so that checkpoint-best keeps the weights that were evaluated
     description = "evaluates and exports averaged weights"
 
     @dataclass(kw_only=True)
     class Config:
         """Options."""
 
-        decay: Annotated[float, option("Share of the old average kept at an update.", gt=0, lt=1)] = 0.999
+        decay: Annotated[float, option("Share of the old average that an update keeps.", gt=0, lt=1)] = 0.999
         update_every: Annotated[int, option("Optimizer steps between updates.", ge=1)] = 1
         warmup: Annotated[bool, option("Start with a smaller decay.")] = True
 
@@ -69,7 +69,7 @@ class EMA(Plugin):
     @hookimpl
     def after_fit(self) -> None:
         self.exchange()
-        self.final = True  # the averages are the model's weights from here on
+        self.final = True  # from here on, the model has the averaged weights
 
     @hookimpl(wrapper=True)
     def evaluate(self) -> Generator[None, Any, Any]:
@@ -83,12 +83,12 @@ class EMA(Plugin):
     @hookimpl
     def load_state(self, run: Run, state: dict[str, Any]) -> None:
         training, self.average, self.updates = bool(self.average), state["average"], state["updates"]
-        if training:  # it goes back to a checkpoint
+        if training:  # a rollback during training
             self.before_fit(run)
 
     @contextmanager
     def swapped(self) -> Generator[None, None, None]:
-        """The averages are the model's weights while inside."""
+        """Use the averages as the model's weights inside this context."""
         if self.final or not self.average:
             yield
             return
@@ -99,7 +99,7 @@ class EMA(Plugin):
             self.exchange()
 
     def exchange(self) -> None:
-        """Exchange the model's weights and the averages, in place: compiled and wrapped models keep their tensors."""
+        """Swap the model's weights with the averages, in place: compiled and wrapped models keep their tensors."""
         import torch
 
         with torch.no_grad():

@@ -1,9 +1,9 @@
-"""Trains low-rank adapters (LoRA) and leaves the model's own weights as they are.
+"""Trains low-rank adapters (LoRA) and freezes the model's own weights.
 
     plugins:
       - lora: {r: 8, alpha: 16}
 
-The exported model has the adapters merged in and loads like any other; with ``merge: false`` only the adapters are written.
+The exported model has the adapters merged in, and loads like any other. With ``merge: false``, only the adapters are written.
 Needs the extra: ``pip install 'fastloop[lora]'``. Method: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021.
 """
 
@@ -27,7 +27,7 @@ logger = logging.getLogger("fastloop")
 
 
 class LoRA(Plugin):
-    """Low-rank adapters through peft."""
+    """Adds low-rank adapters with peft."""
 
     name = "lora"
     numerics = "changes-training"
@@ -43,9 +43,9 @@ class LoRA(Plugin):
         dropout: Annotated[float, option("Dropout before the adapters.", ge=0, lt=1)] = 0.0
         target_modules: Annotated[
             list[str] | str | None,
-            option("Names of layers, or all-linear; null: what peft knows for the architecture."),
+            option("Names of layers, or all-linear; null: peft's default for the architecture."),
         ] = None
-        modules_to_save: Annotated[list[str] | None, option("Layers trained in full; null: a classifier's head.")] = None
+        modules_to_save: Annotated[list[str] | None, option("Layers trained in full; null: the head of a classifier.")] = None
         merge: Annotated[bool, option("Export the model with the adapters merged in.")] = True
 
     @hookimpl
@@ -65,10 +65,10 @@ class LoRA(Plugin):
         )
         try:
             with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing")  # peft asks transformers by an old name
+                warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing")  # peft uses a deprecated name of transformers
                 warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")  # peft sets it as the layer needs it
                 wrapped: nn.Module = get_peft_model(model, options)
-        except (ValueError, TypeError) as error:  # the latter: a layer is in both target_modules and modules_to_save
+        except (ValueError, TypeError) as error:  # TypeError: a layer is in both target_modules and modules_to_save
             linear = {name.rpartition(".")[2] for name, module in model.named_modules() if type(module).__name__ in ("Linear", "Conv1D")}
             raise PluginError(
                 f"plugin 'lora': target_modules: {config.target_modules}: {str(error).partition('. ')[0]}. "
@@ -84,6 +84,6 @@ class LoRA(Plugin):
         if not self.config.merge:
             result = yield
             return result
-        merged = adapted.merge_and_unload()  # the run is over: nothing trains the adapters any more
+        merged = adapted.merge_and_unload()  # training has ended
         with run.substitute_model(merged):
             return (yield)

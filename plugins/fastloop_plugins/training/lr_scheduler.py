@@ -1,10 +1,10 @@
-"""Changes the learning rate over the run: linear, cosine or constant, with warm-up. Stepped once an optimizer step.
+"""Schedules the learning rate: linear, cosine or constant, with warm-up.
 
     plugins:
       - lr-scheduler: {schedule: cosine, warmup: 0.06}
 
-With ``s`` the steps done, ``w`` those of warm-up and ``n`` those of the run, the rate is ``lr`` times ``s / w`` below ``w`` and
-then, with ``p = (s - w) / (n - w)``: linear ``1 - p``, cosine ``(1 + cos(pi p)) / 2``, constant 1; scaled to end at ``min_ratio``.
+With ``s`` steps done, ``w`` warm-up steps and ``n`` steps in the run, the rate is ``lr * s / w`` during warm-up. Then it is ``lr`` times,
+with ``p = (s - w) / (n - w)``: linear ``1 - p``, cosine ``(1 + cos(pi p)) / 2``, constant 1; scaled to end at ``min_ratio``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class LRSchedule(Plugin):
-    """Linear, cosine or constant, with warm-up."""
+    """Builds a scheduler that is stepped once an optimizer step."""
 
     name = "lr-scheduler"
     numerics = "changes-training"
@@ -33,9 +33,9 @@ class LRSchedule(Plugin):
     class Config:
         """Options."""
 
-        schedule: Annotated[Literal["linear", "cosine", "constant"], option("The shape after warm-up.")] = "linear"
-        warmup: Annotated[int | float, option("Steps of warm-up; below 1, the share of the run's steps.", ge=0)] = 0
-        min_ratio: Annotated[float, option("The last learning rate as a share of the peak.", ge=0, le=1)] = 0.0
+        schedule: Annotated[Literal["linear", "cosine", "constant"], option("Shape after warm-up.")] = "linear"
+        warmup: Annotated[int | float, option("Warm-up steps; a fraction below 1 is a share of the run's steps.", ge=0)] = 0
+        min_ratio: Annotated[float, option("Final learning rate as a share of the peak.", ge=0, le=1)] = 0.0
 
     @hookimpl
     def build_scheduler(self, run: Run, optimizer: Optimizer) -> LRScheduler:

@@ -1,4 +1,4 @@
-"""Goes through an ablation: every variant in a fresh process, forwards and backwards in turn, then numerics, then quality."""
+"""Runs an ablation: each variant in a fresh process, in alternating order, then the numerics check, then the quality check."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ QUALITY_SEEDS = 3
 
 @dataclass(kw_only=True)
 class Settings:
-    """How much is measured.
+    """The size of the measurements.
 
     Attributes:
-        steps: Of a window, at the least.
-        seconds: Of a window, at the least.
-        warmup: Steps before it.
-        repeats: Measurements of a variant.
-        numerics: Whether plugins are held to their numerics class.
-        numerics_steps: Steps of such a comparison.
-        quality: Whether the first and the last variant are trained to the end and compared.
+        steps: Minimum steps of a window.
+        seconds: Minimum duration of a window.
+        warmup: Steps before the window.
+        repeats: Measurements of each variant.
+        numerics: Whether to check each plugin's numerics class.
+        numerics_steps: Steps of that check.
+        quality: Whether to train the first and the last variant to the end and compare their metrics.
         quality_steps: Steps of that training; None: the recipe's own length.
     """
 
@@ -46,28 +46,28 @@ class Settings:
 
 
 class Bench:
-    """One ablation while it is measured, and all that is known of it.
+    """Measures one ablation and holds its results.
 
     Args:
-        shop: Where trainings are run.
+        runner: Runs the trainings.
         facts: Further entries of the record: versions, machine, command.
-        say: Gets a line for each measurement.
-        keep: Gets the record whenever there is more in it.
+        say: Called with a line of text for each measurement.
+        keep: Called with the record whenever it changes.
 
     Attributes:
-        record: What ``bench.json`` holds.
+        record: The contents of ``bench.json``.
     """
 
     def __init__(
         self,
         ablation: Ablation,
         settings: Settings,
-        shop: TrialRunner,
+        runner: TrialRunner,
         facts: Mapping[str, Any],
         say: Callable[[str], None],
         keep: Callable[[dict[str, Any]], None],
     ) -> None:
-        self.ablation, self.settings, self.shop = ablation, settings, shop
+        self.ablation, self.settings, self.runner = ablation, settings, runner
         self.say, self.keep = say, keep
         self.measured: dict[Any, list[dict[str, Any] | None]] = {variant.key: [] for variant in ablation.measured()}
         self.errors: dict[Any, str] = {}
@@ -83,12 +83,12 @@ class Bench:
         }
 
     def run(self) -> bool:
-        """Measure all. Returns whether everything that could be measured was, and every promise held.
+        """Measure all variants. Returns whether every measurement succeeded and every plugin kept its numerics class.
 
         Raises:
-            FastloopError: The baseline cannot be measured: there is nothing to compare with.
+            FastloopError: The baseline cannot be measured, so there is nothing to compare with.
         """
-        self.shop.listen()
+        self.runner.listen()
         try:
             self._speed()
             if self.settings.numerics:
@@ -132,25 +132,25 @@ class Bench:
         tree = with_only(
             recipe,
             variant.plugins,
-            max_steps=10**9,  # the worker ends it
+            max_steps=10**9,  # the worker ends the run
             epochs=10**6,
             save_every=None,
             seed=recipe.train.seed + repeat,
         )
         name = str(list(self.measured).index(variant.key))
         spec = Spec(recipe=tree, source=None, warmup=settings.warmup, steps=settings.steps, seconds=settings.seconds)
-        return self.shop.undisturbed(self.ablation.recipe, spec, name)
+        return self.runner.undisturbed(self.ablation.recipe, spec, name)
 
     def _work(self, spec: Spec, name: str) -> dict[str, Any]:
-        return self.shop.work(self.ablation.recipe, spec, name)
+        return self.runner.work(self.ablation.recipe, spec, name)
 
     def _quality(self) -> None:
-        """The recipe's whole training, first variant against last, for several seeds."""
+        """Train the first and the last variant to the end, with several seeds, and record their metrics."""
         ablation, steps = self.ablation, self.settings.quality_steps
         arms = {"baseline": ablation.variants[0], "full": ablation.full()}
-        seen: dict[str, dict[str, list[float]]] = {arm: {} for arm in arms}
+        metrics: dict[str, dict[str, list[float]]] = {arm: {} for arm in arms}
         errors: list[str] = []
-        self.record["quality"] = {"seeds": QUALITY_SEEDS, "steps": steps, "metrics": seen, "errors": errors}
+        self.record["quality"] = {"seeds": QUALITY_SEEDS, "steps": steps, "metrics": metrics, "errors": errors}
         for number in range(QUALITY_SEEDS):
             for arm, variant in arms.items():
                 recipe = ablation.baseline if variant.at_baseline else ablation.recipe
@@ -165,14 +165,14 @@ class Bench:
                     f"{split} {name}": value for split in ("validation", "test") for name, value in (found["summary"][split] or {}).items()
                 }
                 for name, value in values.items():
-                    seen[arm].setdefault(name, []).append(value)
+                    metrics[arm].setdefault(name, []).append(value)
                 self.say(
                     f"quality {arm}, seed {number + 1}: " + (", ".join(f"{name} {value:.4g}" for name, value in values.items()) or "-")
                 )
                 self._refresh()
 
     def _refresh(self) -> None:
-        """Bring the record up to date, and have it kept."""
+        """Update the record, and pass it to ``keep``."""
         rows: list[dict[str, Any]] = []
         first: dict[Any, str] = {}
         for variant in self.ablation.variants:
@@ -187,18 +187,18 @@ class Bench:
                 row["measurements"] = self.measured[variant.key]
             rows.append(row)
         self.record["variants"] = variant_results(rows)
-        self.record["foreign_load"] = {"before": self.shop.before, "worst": self.shop.worst}
-        self.keep(finite(self.record))
+        self.record["foreign_load"] = {"before": self.runner.before, "worst": self.runner.worst}
+        self.keep(json_safe(self.record))
 
 
-def finite(value: Any) -> Any:
-    """The same with null for what is no finite number, which JSON does not have."""
+def json_safe(value: Any) -> Any:
+    """The same value with None for NaN and infinity, which JSON does not have."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {key: finite(item) for key, item in value.items()}
+        return {key: json_safe(item) for key, item in value.items()}
     if isinstance(value, Iterable) and not isinstance(value, str):
-        return [finite(item) for item in value]
+        return [json_safe(item) for item in value]
     return value
 
 

@@ -1,4 +1,4 @@
-"""``fastloop bench``: the ablation of a recipe: what each of its plugins wins on this machine."""
+"""``fastloop bench``: measures the speedup of each plugin of a recipe on this machine, by an ablation."""
 
 from __future__ import annotations
 
@@ -18,29 +18,30 @@ def bench(
     with_: With = None,
     without: Without = None,
     baseline: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Override that holds for the baseline alone. Repeat for more.")
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Override for the baseline only. Repeat for more.")
     ] = None,
-    ablation: Annotated[
-        str, typer.Option(metavar="'A;A,B;...'", help="Sets of plugins to go through, in place of the recipe's list one by one.")
+    variants: Annotated[
+        str, typer.Option(metavar="'A;A,B;...'", help="Sets of plugins to measure, instead of adding the recipe's plugins one by one.")
     ] = "",
-    steps: Annotated[int, typer.Option(min=1, help="Steps that are measured, at the least.")] = 30,
-    seconds: Annotated[float, typer.Option(min=0, help="And for at least so long.")] = 10.0,
-    warmup: Annotated[int, typer.Option(min=1, help="Steps before them, told apart.")] = 5,
-    repeats: Annotated[int, typer.Option(min=1, help="Measurements of each variant. A win is claimed from 5 on.")] = 5,
-    leave_one_out: Annotated[bool, typer.Option(help="Also measure the full set less each plugin.")] = True,
-    numerics: Annotated[bool, typer.Option(help="Hold each plugin to its numerics class.")] = True,
-    quality: Annotated[bool, typer.Option("--quality", help="Train baseline and full set to the end, three seeds each.")] = False,
-    quality_steps: Annotated[int | None, typer.Option(min=1, metavar="N", help="The same for N steps.")] = None,
-    timeout: Annotated[float | None, typer.Option(min=1, metavar="SECONDS", help="End a measurement that takes longer.")] = None,
-    output: Annotated[str, typer.Option(metavar="FOLDER", help="Where to write [default: runs/bench-RECIPE].")] = "",
-    json_file: Annotated[str, typer.Option("--json", metavar="FILE", help="Write the raw figures here too.")] = "",
+    steps: Annotated[int, typer.Option(min=1, help="Minimum steps to measure.")] = 30,
+    seconds: Annotated[float, typer.Option(min=0, help="Minimum seconds to measure.")] = 10.0,
+    warmup: Annotated[int, typer.Option(min=1, help="Steps before the measurement.")] = 5,
+    repeats: Annotated[int, typer.Option(min=1, help="Measurements of each variant. At least 5 are needed to report a speedup.")] = 5,
+    leave_one_out: Annotated[bool, typer.Option(help="Also measure the full set without each plugin.")] = True,
+    numerics: Annotated[bool, typer.Option(help="Check each plugin's numerics class.")] = True,
+    quality: Annotated[bool, typer.Option("--quality", help="Train baseline and full set to the end, with three seeds each.")] = False,
+    quality_steps: Annotated[int | None, typer.Option(min=1, metavar="N", help="The same, for N steps.")] = None,
+    timeout: Annotated[float | None, typer.Option(min=1, metavar="SECONDS", help="Kill a measurement that takes longer.")] = None,
+    output: Annotated[str, typer.Option(metavar="FOLDER", help="Output folder [default: runs/bench-RECIPE].")] = "",
+    json_file: Annotated[str, typer.Option("--json", metavar="FILE", help="Also write the raw results to this file.")] = "",
 ) -> None:
-    """Measure what each plugin of a recipe wins: speed, memory, start-up, numerics.
+    """Measure the speedup, memory, start-up time and numerics of each plugin of a recipe.
 
-    Variants are added one by one in the recipe's order, each in fresh processes of --warmup steps and a window of --steps and --seconds,
-    by turns forwards and backwards. Exit code 1: a measurement failed or a plugin broke its numerics class; what was measured is there.
+    Plugins are added one by one in the recipe's order. Each variant runs in fresh processes: --warmup steps, then a window of at least
+    --steps and --seconds, in alternating order. Exit code 1: a measurement failed or a plugin broke its numerics class; the other results
+    are written.
     """
-    environment = dict(os.environ)  # as it is before plugins are resolved, which may set variables
+    environment = dict(os.environ)  # before plugins are resolved, which may set variables
     import tempfile
 
     from fastloop.cli.messages import show_messages
@@ -55,7 +56,7 @@ def bench(
 
     if launch.world_size() > 1:
         raise UsageError("bench measures one process. Start it without a launcher.")
-    sets = [names(listed) for listed in ablation.split(";")] if ablation else []
+    sets = [names(listed) for listed in variants.split(";")] if variants else []
     added = list(dict.fromkeys([*names(with_), *(name for listed in sets for name in listed)]))
     loaded = load_recipe(recipe, overrides or (), added, names(without))
     lifted = load_recipe(recipe, [*(overrides or ()), *(baseline or ())], added, names(without))
@@ -67,7 +68,7 @@ def bench(
     folder = make_folder(Path(output or f"runs/bench-{name}"))
     facts = {
         "name": name,
-        "command": command(recipe, overrides, names(with_), names(without), baseline, ablation),
+        "command": command(recipe, overrides, names(with_), names(without), baseline, variants),
         **this_place(plan.plugins, loaded),
     }
     count = len(plan.measured())
@@ -92,27 +93,27 @@ def bench(
         write(folder / "bench.md", report.markdown(record))
 
     with tempfile.TemporaryDirectory(prefix="fastloop-bench-") as cache:
-        shop = TrialRunner(environment, Path(cache), typer.echo, timeout=timeout)
-        ablation_run = Bench(plan, settings, shop, facts, typer.echo, keep)
+        runner = TrialRunner(environment, Path(cache), typer.echo, timeout=timeout)
+        ablation_run = Bench(plan, settings, runner, facts, typer.echo, keep)
         try:
-            whole = ablation_run.run()
+            complete = ablation_run.run()
         except KeyboardInterrupt:
-            typer.echo(f"What was measured so far is in {folder}.")
+            typer.echo(f"The results so far are in {folder}.")
             raise
     typer.echo()
     report.show(ablation_run.record)
     write(folder / "bench.svg", chart.draw(ablation_run.record))
     if ablation_run.record["foreign_load"]["worst"] > LOUD:
-        typer.echo("For figures to publish, measure on a machine with nothing else to do.")
+        typer.echo("For results to publish, measure on an idle machine.")
     typer.echo(f"\nwritten to {folder}")
-    raise typer.Exit(0 if whole else 1)
+    raise typer.Exit(0 if complete else 1)
 
 
 def make_folder(folder: Path) -> Path:
-    """An empty folder for the results; an earlier ablation's is moved aside.
+    """Create an empty folder for the results. Results of an earlier ablation are moved aside.
 
     Raises:
-        UsageError: It cannot be made, or holds other things.
+        UsageError: The folder cannot be created, or holds other files.
     """
     from fastloop.errors import UsageError
     from fastloop.runtime import files
@@ -120,29 +121,29 @@ def make_folder(folder: Path) -> Path:
     try:
         if folder.is_dir() and any(folder.iterdir()):
             if not (folder / "bench.json").is_file():
-                raise UsageError(f"--output {folder}: holds other files than an ablation's. Expected a new or empty folder.")
+                raise UsageError(f"--output {folder}: holds files other than those of an ablation. Expected a new or empty folder.")
             typer.echo(f"an earlier ablation was in {folder}: moved to {files.move_aside(folder)}")
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"--output {folder}: cannot be made: {error}.") from None
+        raise UsageError(f"--output {folder}: cannot be created: {error}.") from None
     return folder
 
 
 def command(
-    recipe: str, overrides: list[str] | None, with_: list[str], without: list[str], baseline: list[str] | None, ablation: str
+    recipe: str, overrides: list[str] | None, with_: list[str], without: list[str], baseline: list[str] | None, variants: str
 ) -> str:
-    """What was asked, as it would be typed again."""
+    """The command line that repeats this ablation."""
     import shlex
 
     words = ["fastloop", "bench", recipe, *(overrides or ())]
     listed = (("--with", ",".join(with_)), ("--without", ",".join(without)))
-    for key, value in (*listed, *(("--baseline", item) for item in baseline or ()), ("--variants", ablation)):
+    for key, value in (*listed, *(("--baseline", item) for item in baseline or ()), ("--variants", variants)):
         words += [key, value] if value else []
     return shlex.join(words)
 
 
 def this_place(plugins: dict[str, Any], recipe: Any) -> dict[str, Any]:
-    """The machine and the versions that the figures are of."""
+    """The machine and the versions that the results belong to."""
     import platform
     from importlib.metadata import version
 

@@ -1,4 +1,4 @@
-"""Which variants an ablation has, and the recipe that each of them runs. Nothing is measured here, and nothing loaded."""
+"""Plans the variants of an ablation, and the recipe of each. Measures nothing and loads no model or data."""
 
 from __future__ import annotations
 
@@ -22,16 +22,15 @@ BASELINE = "baseline"
 
 @dataclass
 class Variant:
-    """One set of plugins to be measured.
+    """One set of plugins to measure.
 
     Attributes:
-        title: How tables call it.
-        plugins: Those that are on, beside the task.
-        kind: A ``step`` is compared with the variant before. ``without`` is the full set less one plugin; the full set is compared with it.
-        before: Title of the variant that it is compared with; None for the baseline.
-        adds: Plugins that it has and the variant before has not, or, for ``without``, the one that is left out.
-        at_baseline: Whether the overrides that hold for the baseline alone hold.
-        why_not: Why it is not measured; None when it is.
+        title: Name in tables.
+        plugins: The active plugins, besides the task.
+        kind: A ``step`` is compared with the variant before. ``without`` is the full set without one plugin; the full set is compared with
+        it. before: Title of the variant that it is compared with; None for the baseline. adds: Plugins that the variant before does not
+        have; for ``without``, the plugin that is removed. at_baseline: Whether the overrides for the baseline apply. why_not: Why it is not
+        measured; None if it is.
     """
 
     title: str
@@ -44,20 +43,20 @@ class Variant:
 
     @property
     def key(self) -> tuple[tuple[str, ...], bool]:
-        """Variants with the same key are the same work: measured once."""
+        """Variants with the same key run the same work, and are measured once."""
         return self.plugins, self.at_baseline
 
 
 @dataclass
 class Ablation:
-    """What is to be measured.
+    """The variants to measure.
 
     Attributes:
-        recipe: As loaded.
-        baseline: The recipe with the overrides of the baseline.
-        plugins: The plugins under test in the recipe's order, as objects; those that cannot be here are not among them.
+        recipe: The recipe as loaded.
+        baseline: The recipe with the overrides for the baseline.
+        plugins: The tested plugins that can run on this machine, in the recipe's order.
         absent: Plugin -> why it cannot be measured on this machine.
-        variants: In order; the baseline is first.
+        variants: All variants in order, the baseline first.
     """
 
     recipe: Recipe
@@ -80,7 +79,7 @@ class Ablation:
 
 
 def with_only(recipe: Recipe, names: Iterable[str], **train: Any) -> dict[str, Any]:
-    """A recipe as plain values that has the task, the plugins of these names, and nothing that is on by itself.
+    """The recipe as plain values, with only its task and the plugins ``names``: other plugins and defaults are off.
 
     Args:
         train: Keys of the ``train`` section to set.
@@ -100,14 +99,14 @@ def with_only(recipe: Recipe, names: Iterable[str], **train: Any) -> dict[str, A
 
 
 def make_ablation(recipe: Recipe, baseline: Recipe, lifted: Sequence[str], sets: Sequence[Sequence[str]], leave_one_out: bool) -> Ablation:
-    """The variants of a recipe.
+    """Plan the variants of a recipe.
 
     Args:
-        baseline: The recipe with the overrides ``lifted``, which hold for the baseline alone.
-        sets: Sets of plugins to go through in place of the recipe's list, which is added up one by one.
+        baseline: The recipe with the overrides ``lifted``, which apply only to the baseline.
+        sets: Sets of plugins to measure, instead of adding the recipe's plugins one by one.
 
     Raises:
-        UsageError: The recipe cannot run as a whole, for another reason than this machine.
+        UsageError: The recipe cannot run, for a reason other than this machine.
     """
     from fastloop.runtime.hardware import this_machine
 
@@ -121,12 +120,12 @@ def make_ablation(recipe: Recipe, baseline: Recipe, lifted: Sequence[str], sets:
         else:
             ablation.absent[name] = why
     for wanted in (name for names in sets for name in names if name not in tested):
-        raise UsageError(f"--variants: {wanted!r} is no plugin that can be put to the test here.{did_you_mean(wanted, tested)}")
+        raise UsageError(f"--variants: {wanted!r} is not a plugin that can be measured here.{did_you_mean(wanted, tested)}")
     if not tested:
         raise UsageError(f"{recipe.where}: lists no plugin to measure. Add some: --with A,B. `fastloop plugins` lists them.")
     resolution = check(make_recipe(with_only(baseline, ()), recipe.source))
     if not ablation.absent and not sets:
-        resolution = check(make_recipe(with_only(recipe, tested), recipe.source))  # what is wrong with the whole is wrong with the recipe
+        resolution = check(make_recipe(with_only(recipe, tested), recipe.source))  # an error in the full set is an error in the recipe
     resolution.hooks.check_recipe(recipe=recipe)
 
     ablation.variants.append(Variant(BASELINE, (), "baseline", at_baseline=bool(lifted)))
@@ -146,7 +145,7 @@ def make_ablation(recipe: Recipe, baseline: Recipe, lifted: Sequence[str], sets:
         variant.before = before.title
         ablation.variants.append(variant)
     if any(variant.title == other.title for index, variant in enumerate(ablation.variants) for other in ablation.variants[:index]):
-        raise UsageError("--variants: the same set of plugins is there twice in a row. Remove one.")
+        raise UsageError("--variants: the same set of plugins is listed twice in a row. Remove one.")
     full = ablation.full()
     if leave_one_out and len(full.plugins) > 1:
         for name in full.plugins:
@@ -158,7 +157,7 @@ def make_ablation(recipe: Recipe, baseline: Recipe, lifted: Sequence[str], sets:
 
 
 def closure(ablation: Ablation, name: str) -> tuple[str, ...]:
-    """The plugins under test that a plugin cannot do without, in order, itself not among them."""
+    """The tested plugins that a plugin requires, directly or indirectly, in order and without itself."""
     needed: set[str] = set()
     waiting = [name]
     while waiting:
@@ -173,7 +172,7 @@ def closure(ablation: Ablation, name: str) -> tuple[str, ...]:
 
 
 def unresolvable(ablation: Ablation, names: Sequence[str]) -> str | None:
-    """Why plugins cannot run together and without others; None: they can."""
+    """Why these plugins cannot run together without others; None if they can."""
     try:
         check(make_recipe(with_only(ablation.recipe, names), ablation.recipe.source))
     except UsageError as error:
@@ -182,10 +181,10 @@ def unresolvable(ablation: Ablation, names: Sequence[str]) -> str | None:
 
 
 def check(recipe: Recipe) -> PluginSet:
-    """Resolve a recipe, and have its plugins write their drafts, which may contradict each other.
+    """Resolve a recipe and let its plugins fill in their drafts, which shows contradictions between them.
 
     Raises:
-        UsageError: It cannot run.
+        UsageError: The recipe cannot run.
     """
     resolution = resolve(recipe)
     for hook, draft in (
@@ -198,7 +197,7 @@ def check(recipe: Recipe) -> PluginSet:
 
 
 def _tested(recipe: Recipe) -> Iterator[str]:
-    """What the recipe lists, less its task and what is on by itself."""
+    """The plugins that the recipe lists, without its task and the defaults."""
     ours = defaults()
     for name, options in recipe.plugins.items():
         if options is not False and name not in ours and load_listed(recipe, name).slot != "task":
@@ -206,6 +205,6 @@ def _tested(recipe: Recipe) -> Iterator[str]:
 
 
 def _missing(plugin: Plugin, machine: Machine) -> str | None:
-    """What a plugin needs and this machine has not."""
+    """A requirement of the plugin that this machine does not meet; None if it meets all."""
     found = next((missing for need in plugin.requirements if (missing := need.missing(plugin, machine))), None)
     return None if found is None else f"not measurable here: {plugin.name} {found}"

@@ -1,4 +1,4 @@
-"""The record of an ablation as tables: markdown for ``bench.md``, and the same rows for the terminal."""
+"""Shows the record of an ablation as tables: in markdown for ``bench.md``, and in the terminal."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from fastloop.numerics import BROKEN, FAILED
 from fastloop_tools.measure.measure import LOUD
 
 READING = (
-    "Factors are medians of the paired repeats, of real tokens/s where the task counts tokens, with 95% bootstrap intervals; a difference "
-    "is claimed from five pairs on, when the interval leaves 1 out. First steps: what the warm-up took beyond as many usual steps, with "
-    "nothing compiled yet, and again. Peak memory is the whole process's."
+    "Factors are medians of paired repeats, in real tokens/s if the task counts tokens, with 95% bootstrap intervals. A difference is "
+    "reported from five pairs on, if the interval excludes 1. First steps: the extra time of the warm-up steps over usual steps, with "
+    "nothing compiled yet, and in later repeats. Peak memory is that of the process."
 )
 
 Table = tuple[list[str], list[list[str]]]
@@ -29,18 +29,18 @@ def _reason(row: dict[str, Any]) -> str:
 
 
 def _pays(results: dict[str, Any]) -> str:
-    over, after, whole = results["over_before"], results["pays_after_steps"], results["total_steps"]
+    over, after, total = results["over_before"], results["pays_after_steps"], results["total_steps"]
     if over is None or over["verdict"] != "faster" or after is None:
         return ""
     if after == 0:
         return "at once"
-    if whole is None:
+    if total is None:
         return f"after {after:,} steps"
-    return f"after {after:,} steps; this run has {whole:,}" + (": not worth it" if after > whole else "")
+    return f"after {after:,} steps; this run has {total:,}" + (": not worth it" if after > total else "")
 
 
 def ablation_table(record: dict[str, Any]) -> Table:
-    """The variants, one after the other."""
+    """The variants in order, with all results."""
     rows = [row for row in record["variants"] if row["kind"] != "without"]
     tokens = any(row["results"] and row["results"]["tokens_per_second"] for row in rows)
     header = ["variant", "samples/s", *(["real tokens/s"] if tokens else []), "x before", "x baseline", "verdict"]
@@ -65,7 +65,7 @@ def ablation_table(record: dict[str, Any]) -> Table:
 
 
 def short_table(record: dict[str, Any]) -> Table:
-    """The same as narrow as a terminal."""
+    """The variants with fewer columns, for a terminal."""
     rows = [row for row in record["variants"] if row["kind"] != "without"]
     unit = next((row["results"]["unit"] for row in rows if row["results"]), "samples")
     lines = []
@@ -75,7 +75,7 @@ def short_table(record: dict[str, Any]) -> Table:
             lines.append([row["title"], "", "", "", "", _reason(row)])
             continue
         over, base = results["over_before"], results["over_baseline"]
-        said = [
+        remarks = [
             over["verdict"] if over else "",
             _pays(results) and f"pays {_pays(results)}",
             row["error"] and f"then failed: {row['error']}",
@@ -87,14 +87,14 @@ def short_table(record: dict[str, Any]) -> Table:
                 _with_interval(over, ".2f").replace(" to ", "-"),
                 f"{base['median']:.2f}" if base else "",
                 f"{results['peak_memory_bytes'] / 2**20:,.0f}",
-                "; ".join(filter(None, said)),
+                "; ".join(filter(None, remarks)),
             ]
         )
     return ["variant", f"{unit}/s", "x before", "x base", "MiB", "verdict"], lines
 
 
 def without_table(record: dict[str, Any]) -> Table | None:
-    """What each plugin wins where all others are there."""
+    """The speedup of each plugin when all others are present."""
     rows = [row for row in record["variants"] if row["kind"] == "without"]
     if not rows:
         return None
@@ -107,13 +107,13 @@ def without_table(record: dict[str, Any]) -> Table | None:
 
 
 def numerics_table(record: dict[str, Any]) -> Table | None:
-    """How plugins kept their promise."""
+    """Results of the numerics check."""
     if not record["numerics"]:
         return None
     lines = []
     for found in record["numerics"]:
         difference = "" if found["difference"] is None else f"{found['difference']:.1e}"
-        noise = f"; the same work twice differs by {found['noise']:.1e}" if found.get("noise") else ""
+        noise = f"; two runs of the same recipe differ by {found['noise']:.1e}" if found.get("noise") else ""
         bound = "" if found["bound"] is None else f"{found['bound']:.0e}" if found["bound"] else "0"
         verdict = found["verdict"].upper() if found["verdict"] in (BROKEN, FAILED) else found["verdict"]
         lines.append([found["plugin"], found["class"], difference, bound, verdict + (f": {found['why']}" if found["why"] else "") + noise])
@@ -121,7 +121,7 @@ def numerics_table(record: dict[str, Any]) -> Table | None:
 
 
 def quality_table(record: dict[str, Any]) -> Table | None:
-    """Final metrics of the first variant and the last, over seeds."""
+    """Final metrics of the first and the last variant, over seeds."""
     if not record["quality"]:
         return None
     base, full = record["quality"]["metrics"]["baseline"], record["quality"]["metrics"]["full"]
@@ -140,10 +140,10 @@ def quality_table(record: dict[str, Any]) -> Table | None:
 
 
 def tables(record: dict[str, Any]) -> list[tuple[str, Table]]:
-    """Title and table of each part that there is."""
+    """Title and table of each part of the record."""
     found: list[tuple[str, Table | None]] = [
         ("The ablation", ablation_table(record)),
-        ("Each plugin with all others there", without_table(record)),
+        ("Each plugin with all others present", without_table(record)),
         ("Numerics", numerics_table(record)),
         ("Quality", quality_table(record)),
     ]
@@ -151,37 +151,37 @@ def tables(record: dict[str, Any]) -> list[tuple[str, Table]]:
 
 
 def notes(record: dict[str, Any]) -> list[str]:
-    """What is to be known beside the tables."""
+    """Remarks below the tables."""
     lines = []
     before, worst = record["foreign_load"]["before"] or 0.0, record["foreign_load"]["worst"] or 0.0
     if max(before, worst) > LOUD:
-        lines.append(f"Other work on this machine used {before:.0%} of it before the start and up to {worst:.0%} during a measurement.")
+        lines.append(f"Other processes used {before:.0%} of this machine before the start and up to {worst:.0%} during a measurement.")
     for row in record["variants"]:
-        lines += [f"{row['title']}: {line}" for line in (row["results"] or {}).get("said", [])]
+        lines += [f"{row['title']}: {line}" for line in (row["results"] or {}).get("warnings", [])]
     for error in (record["quality"] or {}).get("errors", []):
         lines.append(f"quality: {error}")
     if not record["complete"]:
-        lines.append("Not complete: it was ended before all was measured.")
+        lines.append("Not complete: the ablation ended before all variants were measured.")
     return list(dict.fromkeys(lines))
 
 
 def markdown(record: dict[str, Any]) -> str:
-    """``bench.md``."""
+    """The contents of ``bench.md``."""
     settings = record["settings"]
-    lines = [f"# {record['name']}: what each plugin wins", "", f"`{record['command']}`", ""]
+    lines = [f"# {record['name']}: speedup of each plugin", "", f"`{record['command']}`", ""]
     lines += [", ".join(f"{name} {value}" for name, value in {**record["machine"], **record["versions"]}.items()) + ".", ""]
     for title, (header, rows) in tables(record):
         lines += [f"## {title}", "", f"| {' | '.join(header)} |", f"|{'---|' * len(header)}"]
         lines += [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows]
         lines.append("")
     lines += [f"- {note}" for note in notes(record)]
-    window = f"Windows of {settings['steps']} steps and {settings['seconds']:g} s at the least, after {settings['warmup']} steps"
-    lines += ["", f"{window}; {settings['repeats']} repeats in fresh processes, in turn forwards and backwards. {READING}"]
+    window = f"Windows of at least {settings['steps']} steps and {settings['seconds']:g} s, after {settings['warmup']} steps"
+    lines += ["", f"{window}; {settings['repeats']} repeats in fresh processes, in alternating order. {READING}"]
     return "\n".join(lines) + "\n"
 
 
 def show(record: dict[str, Any]) -> None:
-    """The tables in the terminal."""
+    """Print the tables to the terminal."""
     import rich
     from rich.markup import escape
     from rich.table import Table as RichTable
@@ -189,7 +189,7 @@ def show(record: dict[str, Any]) -> None:
     for title, (header, rows) in [("The ablation", short_table(record)), *tables(record)[1:]]:
         table = RichTable(box=None, pad_edge=False, title=title, title_justify="left", title_style="bold")
         for number, name in enumerate(header, start=1):
-            table.add_column(name, no_wrap=number < len(header))  # the last column has the words
+            table.add_column(name, no_wrap=number < len(header))  # the last column may wrap
         for row in rows:
             table.add_row(*map(escape, row))
         rich.print(table)

@@ -1,1 +1,1 @@
-"""Measure runs in processes of their own."""
+"""Measures training runs in separate processes."""

@@ -1,4 +1,4 @@
-"""Starts a measured process and waits for it, with an eye on what else the machine does meanwhile."""
+"""Runs measurements in fresh processes, and watches the load of other processes meanwhile."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from fastloop.runtime.platform_support import KILL, signal_group
 from fastloop_tools.measure.worker import Spec
 
 PATIENCE = 5.0
-"""Seconds that a process gets to end by itself."""
+"""Seconds that a process gets to exit after a signal."""
 LOUD = 0.05
-"""Share of the machine that others may use before it is said."""
+"""Share of the machine that other processes may use without a message."""
 
 
 class BackgroundLoad:
-    """How much of all cores others kept busy, between its making and ``read``."""
+    """The share of all cores that other processes used between construction and ``read``."""
 
     def __init__(self) -> None:
         self.since, self.busy, self.own = time.monotonic(), _busy(), _own()
 
     def read(self) -> float:
-        """Share of all cores, 0 to 1. Ended children count as one's own."""
+        """Share of all cores, 0 to 1. This process's ended children are not counted."""
         seconds = (time.monotonic() - self.since) * (os.cpu_count() or 1)
         return min(1.0, max(0.0, (_busy() - self.busy - (_own() - self.own)) / seconds))
 
 
 def _busy() -> float:
-    """Seconds for which all cores of the machine were not idle."""
+    """CPU seconds that the machine's cores were busy."""
     import psutil
 
     times = psutil.cpu_times()
@@ -51,23 +51,23 @@ def _own() -> float:
 
 
 def foreign_load(seconds: float = 1.0) -> float:
-    """What others use now."""
-    bystanders = BackgroundLoad()
+    """The share of the machine that other processes use now, measured for ``seconds``."""
+    background = BackgroundLoad()
     time.sleep(seconds)
-    return bystanders.read()
+    return background.read()
 
 
 def run_worker(
     spec: Spec, length: Mapping[str, Any], environment: Mapping[str, str], timeout: float | None, nproc: int = 1
 ) -> dict[str, Any]:
-    """Measure in fresh processes, ``nproc`` of one training; returns the first one's result.
+    """Run one training in ``nproc`` fresh processes; returns the result of the first.
 
-    An ``error`` in it says what went wrong; ``kind`` is ``usage``, ``run``, ``crash``, ``killed`` or ``timeout``.
+    On failure, the result has ``error`` with a message and ``kind``: ``usage``, ``run``, ``crash``, ``killed`` or ``timeout``.
     """
     with tempfile.TemporaryDirectory(prefix="fastloop-bench-") as folder:
         source = Path(folder) / "spec.json"
         source.write_text(json.dumps({**dataclasses.asdict(spec), "length": dict(length)}), encoding="utf-8")
-        bystanders, started, port = BackgroundLoad(), time.monotonic(), str(launch.free_port())
+        background, started, port = BackgroundLoad(), time.monotonic(), str(launch.free_port())
         ranks = [Path(folder) / str(rank) for rank in range(nproc)]
         processes = []
         try:
@@ -84,22 +84,23 @@ def run_worker(
                         stdin=subprocess.DEVNULL,
                         stdout=subprocess.DEVNULL,
                         stderr=stderr,
-                        start_new_session=True,  # Ctrl-C comes here, and all of its processes are ended from here
+                        start_new_session=True,  # Ctrl-C reaches only this process, which ends the whole group
                     )
                 processes.append(process)
             found = _wait(processes, ranks, timeout)
         finally:
             for process in processes:
                 _end(process)
-        failed = sorted((one for one in found if one and "error" in one), key=lambda one: one["kind"] == "lost")  # by one that failed
+        # prefer the root cause to a lost connection
+        failed = sorted((one for one in found if one and "error" in one), key=lambda one: one["kind"] == "lost")
         result = failed[0] if failed else found[0]
         if result is None:
             result = {"error": f"took more than {timeout:g} seconds and was ended.", "kind": "timeout"}
-        return result | {"process_seconds": time.monotonic() - started, "foreign_load": bystanders.read()}
+        return result | {"process_seconds": time.monotonic() - started, "foreign_load": background.read()}
 
 
 def _wait(processes: list[subprocess.Popen[bytes]], places: list[Path], timeout: float | None) -> list[dict[str, Any] | None]:
-    """Wait until all have ended, or one has failed and the others had time to say so too; their results, None for one that still runs."""
+    """Wait until all processes have ended, or shortly after one has failed; returns their results, None for a running one."""
     deadline = time.monotonic() + timeout if timeout is not None else math.inf
     while True:
         results = [_result(process, place) for process, place in zip(processes, places, strict=True)]
@@ -111,7 +112,7 @@ def _wait(processes: list[subprocess.Popen[bytes]], places: list[Path], timeout:
 
 
 def _result(process: subprocess.Popen[bytes], place: Path) -> dict[str, Any] | None:
-    """What a process has written, or how it ended; None while it runs."""
+    """A process's result, or the way that it ended; None while it runs."""
     if process.poll() is None:
         return None
     if (place / "result.json").exists():
@@ -119,8 +120,8 @@ def _result(process: subprocess.Popen[bytes], place: Path) -> dict[str, Any] | N
         return result
     lines = (place / "stderr.txt").read_text(errors="replace").strip().splitlines()
     code = process.returncode
-    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    return {"error": f"the process {how}: {lines[-1] if lines else 'it said nothing'}", "kind": "killed", "stderr": lines[-40:]}
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    return {"error": f"the process {how}: {lines[-1] if lines else 'no output'}", "kind": "killed", "stderr": lines[-40:]}
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

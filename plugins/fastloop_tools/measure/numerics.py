@@ -1,4 +1,4 @@
-"""Train each plugin briefly with and without it, dropout off, and compare their losses step by step."""
+"""Checks numerics classes: trains each plugin briefly with and without it, without dropout, and compares their losses step by step."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from fastloop_tools.measure.worker import Spec
 
 
 def check(ablation: Ablation, steps: int, work: Callable[[Spec, str], dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """A finding for each plugin under test.
+    """Yield a finding for each tested plugin.
 
-    The control is trained twice: where a device gives other numbers for the same work, nothing can be closer than that.
+    The control is trained twice. If a device is not deterministic, the difference of both is the smallest one that can be detected.
 
     Args:
-        work: Measures a specification; its second argument names the cache of what is compiled.
+        work: Runs a specification. Its second argument names the cache of compiled code.
     """
 
     def train(names: tuple[str, ...]) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def check(ablation: Ablation, steps: int, work: Callable[[Spec, str], dict[str, 
         needed = closure(ablation, name)
         together = tuple(other for other in ablation.plugins if other == name or other in needed)
         if found["bound"] is None:
-            yield found | {"verdict": NOT_COMPARED, "why": "it says that it changes training"}
+            yield found | {"verdict": NOT_COMPARED, "why": "its numerics class is changes-training"}
             continue
         if why := unresolvable(ablation, together) or unresolvable(ablation, needed):
             yield found | {"verdict": NOT_COMPARED, "why": why}

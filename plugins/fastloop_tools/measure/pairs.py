@@ -1,4 +1,4 @@
-"""Recipes against each other: every measurement in processes of its own, compared pair by pair."""
+"""Compares recipes pair by pair, each measurement in fresh processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fastloop_tools.measure.worker import Spec
 
 @dataclass(kw_only=True)
 class Window:
-    """What of a training is measured: see ``Spec``."""
+    """The measured part of a training; see ``Spec``."""
 
     steps: int = 8
     seconds: float = 5.0
@@ -29,15 +29,15 @@ class TrialRunner:
     """Runs trainings in fresh processes.
 
     Args:
-        environment: Of those processes: as it was before this one resolved any plugin, since that may change it.
-        cache: A folder for what is compiled.
-        say: Gets a line for what was disturbed.
-        nproc: Processes of a training.
-        timeout: Seconds that one may take; None: any.
+        environment: Their environment variables, saved before this process resolved any plugin, which may change them.
+        cache: Folder for compiled code.
+        say: Called with a line of text for each disturbed measurement.
+        nproc: Processes of each training.
+        timeout: Seconds that a training may take; None: no limit.
 
     Attributes:
-        before: The share of the machine that others used when ``listen`` was called.
-        worst: The largest share that they used during a measurement.
+        before: Share of the machine that other processes used when ``listen`` was called.
+        worst: Largest share that they used during a measurement.
     """
 
     def __init__(
@@ -48,16 +48,17 @@ class TrialRunner:
         self.before = self.worst = 0.0
 
     def listen(self) -> None:
-        """Hear what others do on this machine."""
+        """Measure the load of other processes before the start."""
         self.before = foreign_load()
         if self.before > LOUD:
-            self.say(f"other work uses {self.before:.0%} of this machine: intervals will be wide")
+            self.say(f"other processes use {self.before:.0%} of this machine: intervals will be wide")
 
     def work(self, recipe: Recipe, spec: Spec, name: str | None = None) -> Measurement:
-        """Run a specification that was made of a recipe.
+        """Run a specification made from a recipe.
 
         Args:
-            name: What is compiled is kept under it, so that the first one compiles and the next find it done; None: one for each recipe.
+            name: Name of the cache of compiled code: the first run with a name compiles, later ones reuse it. None: one cache for each
+            recipe.
         """
         spec.source = str(recipe.source) if recipe.source else None
         place = self.known.setdefault(name or repr(recipe.to_dict()), len(self.known))
@@ -66,40 +67,40 @@ class TrialRunner:
         return run_worker(spec, length, environment, self.timeout, self.nproc)
 
     def undisturbed(self, recipe: Recipe, spec: Spec, name: str | None = None) -> Measurement:
-        """``work``, and once more when other work took much of the machine meanwhile; the quieter one counts."""
+        """Run ``work``, and repeat it if other processes disturbed it; returns the less disturbed result."""
         found = self.work(recipe, spec, name)
-        if found["foreign_load"] > LOUD >= self.before:  # a machine that is never quiet gets what it gives
-            self.say(f"other work took {found['foreign_load']:.0%} of the machine meanwhile: measured again")
+        if found["foreign_load"] > LOUD >= self.before:  # on a machine that is always busy, a repeat does not help
+            self.say(f"other processes used {found['foreign_load']:.0%} of the machine meanwhile: measured again")
             found = min(found, self.work(recipe, spec, name), key=lambda result: float(result["foreign_load"]))
         self.worst = max(self.worst, found["foreign_load"])
         return found
 
     def measure(self, recipe: Recipe, window: Window, number: int = 0) -> Measurement:
-        """One measurement of a recipe with all its plugins; those with the same number have the same seed. May hold an ``error``."""
+        """Measure a recipe with all its plugins. The same ``number`` gives the same seed. The result may hold an ``error``."""
         seed = recipe.train.seed + number
-        tree = with_only(recipe, recipe.plugins, max_steps=10**9, epochs=10**6, save_every=None, seed=seed)  # the worker ends it
+        tree = with_only(recipe, recipe.plugins, max_steps=10**9, epochs=10**6, save_every=None, seed=seed)  # the worker ends the run
         spec = Spec(
             recipe=tree, source=None, warmup=window.warmup, steps=window.steps, seconds=window.seconds, profile_steps=window.profile_steps
         )
         return self.undisturbed(recipe, spec)
 
     def losses(self, recipe: Recipe, steps: int) -> Measurement:
-        """The first losses of a recipe without dropout."""
+        """Train the first steps of a recipe without dropout, for their losses."""
         tree = with_only(recipe, recipe.plugins, max_steps=steps, epochs=10**6, save_every=None)
         return self.work(recipe, Spec(recipe=tree, source=None, dropout=False))
 
     def held(self, before: Recipe, after: Recipe, promise: str, steps: int) -> dict[str, Any]:
-        """Whether an edited recipe's losses keep a numerics class's promise: ``verdict``, ``difference``, ``bound``, ``why``."""
+        """Compare an edited recipe's losses with a numerics class: ``verdict``, ``difference``, ``bound``, ``why``."""
         bound = BOUNDS.get(promise)
         if bound is None:
             return {"class": promise, "verdict": NOT_COMPARED, "difference": None, "bound": None, "why": "it changes training"}
         ours, theirs = self.losses(after, steps), self.losses(before, steps)
         found = compare(promise, ours, theirs, theirs)
-        if found["verdict"] == BROKEN:  # unless a second training of the same recipe differs by as much
+        if found["verdict"] == BROKEN:  # train the first recipe twice, in case it is not deterministic
             found = compare(promise, ours, theirs, self.losses(before, steps))
         return found
 
 
 def faster(ours: Measurement, theirs: Measurement) -> float:
-    """The speed of one over the other."""
+    """The ratio of two speeds."""
     return speed(ours)[0] / speed(theirs)[0]

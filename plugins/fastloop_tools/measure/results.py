@@ -1,4 +1,4 @@
-"""From measurements to what they say of each variant."""
+"""Derives the results of each variant from its measurements."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ Measurement = dict[str, Any]
 
 
 def speed(found: Measurement) -> tuple[float, str]:
-    """Real tokens a second where the task counts them, samples a second elsewhere, with the unit.
+    """The speed and its unit: real tokens a second if the task counts tokens, else samples a second.
 
-    A short window of batches that a plugin has put together in another way has other texts in it: tokens are the fairer measure of work.
+    If a plugin changes the batches, a short window contains other texts. Tokens are then a fairer measure of work.
     """
     unit = "tokens" if found["tokens"] else "samples"
     return found[unit] / found["seconds"], unit
@@ -26,16 +26,16 @@ def summary(values: Sequence[float]) -> dict[str, float]:
 
 
 def ratio(ours: Sequence[Measurement | None], theirs: Sequence[Measurement | None]) -> dict[str, Any] | None:
-    """The speed of one variant over another's, by the repeats that both have."""
+    """The ratio of two variants' speeds, over the repeats that both have."""
     ratios = [speed(a)[0] / speed(b)[0] for a, b in zip(ours, theirs, strict=False) if a is not None and b is not None]
     return {**summary(ratios), "pairs": len(ratios), "ratios": ratios, "verdict": verdict(ratios)} if ratios else None
 
 
 def variant_results(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Add ``results`` to each variant: None where nothing was measured.
+    """Add ``results`` to each variant; None if nothing was measured.
 
-    A step is compared with the nearest measured variant before it. Of the full set less one plugin, the factor is that of the full set over
-    it: what the plugin wins where all others are there.
+    A step is compared with the nearest measured variant before it. For a variant without one plugin, the factor is the full set's speed
+    over its own: the speedup of that plugin when all others are present.
     """
     reached: dict[str, Any] | None = None
     for row in rows:
@@ -63,7 +63,7 @@ def variant_results(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             "first_steps_warm_seconds": median([found["warmup_extra_seconds"] for found in done[1:]]) if done[1:] else None,
             "total_steps": done[0]["total_steps"],
             "pays_after_steps": None,
-            "said": sorted({line for found in done for line in found["said"]}),
+            "warnings": sorted({line for found in done for line in found["warnings"]}),
         }
         if row["kind"] != "without":
             if reached is not None and over is not None and over["verdict"] == "faster":
@@ -73,6 +73,6 @@ def variant_results(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def pays_after(ours: dict[str, Any], before: dict[str, Any], factor: float) -> int | None:
-    """Steps that win back what a variant's start-up and first steps cost more than those of the one before, with nothing compiled yet."""
+    """Steps until the time saved exceeds the extra start-up and first steps compared to the variant before, with nothing compiled yet."""
     extra = sum(ours[name] - before[name] for name in ("startup_seconds", "first_steps_cold_seconds"))
     return break_even(extra, before["seconds_a_step"] * (1 - 1 / factor))

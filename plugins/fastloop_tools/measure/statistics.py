@@ -1,4 +1,4 @@
-"""What repeats say: medians, intervals, and whether there is anything to claim."""
+"""Statistics of repeated measurements: medians, intervals, and significance."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Literal
 
 DRAWS = 4000
 LEAST_PAIRS = 5
-"""Below this the interval of a median of pairs is no 95% one, so nothing is claimed."""
+"""With fewer pairs, the bootstrap interval of the median covers less than 95%, so no difference is reported."""
 
-Suggestion = Literal["faster", "slower", "no difference beyond noise", "too few repeats to tell"]
+Outcome = Literal["faster", "slower", "no difference beyond noise", "too few repeats to tell"]
 
 
 def median(values: Sequence[float]) -> float:
@@ -21,7 +21,7 @@ def median(values: Sequence[float]) -> float:
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """The 95% percentile bootstrap interval of the median; the same at every call."""
+    """The 95% percentile bootstrap interval of the median; deterministic."""
     import numpy as np
 
     if not values:
@@ -32,8 +32,8 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def verdict(ratios: Sequence[float]) -> Suggestion:
-    """What the paired ratios of a speed over the one it is compared with allow to say."""
+def verdict(ratios: Sequence[float]) -> Outcome:
+    """Whether paired ratios of two speeds show a significant difference."""
     if len(ratios) < LEAST_PAIRS:
         return "too few repeats to tell"
     low, high = interval(ratios)
@@ -43,7 +43,7 @@ def verdict(ratios: Sequence[float]) -> Suggestion:
 
 
 def break_even(extra_seconds: float, saved_a_step: float) -> int | None:
-    """Steps after which what a plugin costs once is won back; None: never."""
+    """Steps until the time saved exceeds a one-time cost; None: never."""
     if saved_a_step <= 0:
         return None
     return max(0, math.ceil(extra_seconds / saved_a_step))

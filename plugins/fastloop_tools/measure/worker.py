@@ -1,6 +1,6 @@
-"""One measurement, in a process of its own: ``python -m fastloop_tools.measure.worker SPEC.json RESULT.json``.
+"""Runs one measurement in a separate process: ``python -m fastloop_tools.measure.worker SPEC.json RESULT.json``.
 
-The specification is a whole recipe and what to look at; see ``Spec``. The result is what was measured, or what went wrong.
+The specification holds a full recipe and the parts to measure; see ``Spec``. The result holds the measurement, or an error.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class Spec:
-    """What to measure.
+    """The specification of a measurement.
 
     Attributes:
-        recipe: As ``Recipe.to_dict`` gives it.
-        source: The file that it came from: its paths are relative to it.
-        warmup: Steps before the window that is measured.
-        steps: The window has at least so many; None: the recipe's length says where it ends.
-        seconds: And lasts at least so long.
-        looks: Steps that torch's profiler looks into after the window; the result then says what it saw (``fastloop_tools.profile``).
-        dropout: Whether dropout stays on.
-        evaluates: Whether evaluations take place.
+        recipe: The recipe, in the form of ``Recipe.to_dict``.
+        source: The recipe's file, which its paths are relative to.
+        warmup: Steps before the measured window.
+        steps: Minimum steps of the window; None: the window ends with the recipe.
+        seconds: Minimum duration of the window.
+        profile_steps: Steps after the window under torch's profiler. Their ``profile`` is in the result (``fastloop_tools.profile``).
+        dropout: Whether dropout is active.
+        evaluates: Whether evaluations run.
     """
 
     recipe: dict[str, Any]
@@ -55,25 +55,25 @@ class Spec:
 
 
 class StepMeter(Plugin):
-    """Looks on, as the first of all plugins. The device is waited for at the ends of the window alone."""
+    """Measures a window of steps, as the first of all plugins. Waits for the device only at the ends of the window."""
 
     name = "bench-meter"
 
-    def __init__(self, spec: Spec, said: WarningCollector) -> None:
+    def __init__(self, spec: Spec, warnings: WarningCollector) -> None:
         super().__init__()
-        self.spec, self.said = spec, said
+        self.spec, self.warnings = spec, warnings
         self.losses: list[Tensor] = []
         self.times: list[float] = []
         self.padded = 0
-        self.whole = False
-        self.opened: tuple[int, int, int, int] = (0, 0, 0, 0)
+        self.complete = False
+        self.window_start: tuple[int, int, int, int] = (0, 0, 0, 0)
 
     @hookimpl
     def before_prepare(self, model: nn.Module) -> None:
         if not self.spec.dropout:
             switch_dropout_off(model)
 
-    @hookimpl(trylast=True)  # when the plugins under test have found what they ask for
+    @hookimpl(trylast=True)  # after the checks of the plugins under test
     def check_run(self, run: Run) -> None:
         if not self.spec.evaluates:
             run.eval_loaders.clear()
@@ -81,7 +81,7 @@ class StepMeter(Plugin):
     @hookimpl
     def before_fit(self, run: Run) -> None:
         self._lap(run, wait=True)
-        self._open(run)
+        self._start_window(run)
 
     @hookimpl
     def before_step(self, batches: list[Batch]) -> None:
@@ -91,24 +91,24 @@ class StepMeter(Plugin):
 
     @hookimpl
     def after_step(self, run: Run, loss: Tensor) -> None:
-        self.losses.append(loss.detach().clone())  # a graph of CUDA's writes to the same place again
+        self.losses.append(loss.detach().clone())  # a CUDA graph overwrites its output
         step = run.state.step
         self._lap(run, wait=step in (1, self.spec.warmup, run.recipe.train.max_steps))
         if step == self.spec.warmup:
-            self._open(run)
-        if self._whole(run):
-            self.whole = True
-            self.times.pop()  # read again, when the device is done
+            self._start_window(run)
+        if self._window_complete(run):
+            self.complete = True
+            self.times.pop()  # measured again after synchronization
             self._lap(run, wait=True)
-            self._over(run)
+            self._end_window(run)
 
     @hookimpl
     def after_fit(self, run: Run) -> None:
-        self.said.listening = False  # what is said from here on is about the evaluations that are left out
+        self.warnings.listening = False  # later warnings are about the missing evaluations
 
     @hookimpl
     def export_model(self, folder: Path) -> Path:
-        return folder  # and so nobody writes one
+        return folder  # prevents an export
 
     def _lap(self, run: Run, wait: bool) -> None:
         if wait and run.device.type != "cpu":
@@ -117,38 +117,38 @@ class StepMeter(Plugin):
             torch.accelerator.synchronize()
         self.times.append(perf_counter())
 
-    def _over(self, run: Run) -> None:
-        """The window is over."""
+    def _end_window(self, run: Run) -> None:
+        """Stop the run at the end of the window."""
         run.state.request_stop("measured")
 
-    def _whole(self, run: Run) -> bool:
-        """Whether the window has all its steps, and its seconds on every process: it is over at the same step on all."""
+    def _window_complete(self, run: Run) -> bool:
+        """Whether the window has its steps, and its seconds on every process, so that it ends at the same step on all."""
         import torch
 
         spec = self.spec
-        if self.whole or spec.steps is None or run.state.step < spec.warmup + spec.steps:
+        if self.complete or spec.steps is None or run.state.step < spec.warmup + spec.steps:
             return False
         late = self.times[-1] - self.times[spec.warmup] >= spec.seconds
         return int(run.processes.all_reduce_sum(torch.tensor(late, dtype=torch.int64))) == run.world_size
 
-    def _open(self, run: Run) -> None:
-        self.opened = (run.state.step, run.state.samples, run.state.tokens, self.padded)
+    def _start_window(self, run: Run) -> None:
+        self.window_start = (run.state.step, run.state.samples, run.state.tokens, self.padded)
 
     def result(self, run: Run) -> dict[str, Any]:
-        """What is measured, when the run is over.
+        """The result of a finished run.
 
         Raises:
-            UsageError: Nothing was trained in the window.
+            UsageError: No step was trained in the window.
         """
         return self.read(run)
 
     def read(self, run: Run) -> dict[str, Any]:
-        """What was seen since the window began.
+        """The measurements since the start of the window.
 
         Raises:
-            UsageError: Nothing was trained in the window.
+            UsageError: No step was trained in the window.
         """
-        step, samples, tokens, padded = self.opened
+        step, samples, tokens, padded = self.window_start
         steps = run.state.step - step
         if steps < 1:
             raise UsageError(f"training ended after {run.state.step} steps, within the {self.spec.warmup} of the warm-up.")
@@ -172,7 +172,7 @@ class StepMeter(Plugin):
 
 
 class WarningCollector(logging.Handler):
-    """Keeps the warnings of the core and of plugins: one that found nothing to act on says so."""
+    """Collects warnings of the core and of plugins, such as one that a plugin has nothing to do."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -185,7 +185,7 @@ class WarningCollector(logging.Handler):
 
 
 def peak(run: Run) -> int:
-    """Largest bytes in use by the run so far. On Linux those of this process alone: the other figure begins with its parent's."""
+    """Peak memory of the run in bytes. On Linux it is that of this process: getrusage would include the peak of its parent."""
     from fastloop.runtime.clock import peak_memory
 
     status = Path("/proc/self/status")
@@ -197,26 +197,26 @@ def peak(run: Run) -> int:
 
 
 def whole_length(run: Run, epochs: int, max_steps: int | None) -> int | None:
-    """Steps of the recipe as it stands, of which a measurement trains a few; None: nobody knows."""
+    """Total steps of the recipe, of which a measurement trains only a few; None if unknown."""
     steps = run.train_loader.steps_per_epoch()
     limits = [limit for limit in (max_steps, steps and steps * epochs) if limit is not None]
     return min(limits) if limits else None
 
 
-def make_meter(spec: Spec, said: WarningCollector) -> StepMeter:
-    """The plugin that looks on."""
+def make_meter(spec: Spec, warnings: WarningCollector) -> StepMeter:
+    """Create the plugin that measures."""
     if not spec.profile_steps:
-        return StepMeter(spec, said)
+        return StepMeter(spec, warnings)
     from fastloop_tools.profile.observe import Observer
 
-    return Observer(spec, said)
+    return Observer(spec, warnings)
 
 
 def start(spec: Spec, meter: StepMeter, own: bool) -> Run:
-    """From the specification to a run that is built: all that a measured process does before it trains.
+    """Build a run from a specification: all work of a measured process before training.
 
     Args:
-        own: Whether this process is there for the measurement alone, so that it may be started again with variables that plugins want.
+        own: Whether this process exists only for the measurement, and may restart itself with environment variables that plugins need.
     """
     from fastloop.hooks import PluginSet
     from fastloop.lifecycle import build
@@ -234,25 +234,25 @@ def start(spec: Spec, meter: StepMeter, own: bool) -> Run:
 
 
 def measure(spec: Spec, length: Mapping[str, Any], own: bool = False) -> dict[str, Any]:
-    """Run once. What goes wrong is a result too.
+    """Run one measurement. An error is returned as a result.
 
     Args:
         length: The recipe's own ``epochs`` and ``max_steps``.
         own: See ``start``.
     """
-    said, logger = WarningCollector(), logging.getLogger("fastloop")
-    logger.addHandler(said)
+    warnings, logger = WarningCollector(), logging.getLogger("fastloop")
+    logger.addHandler(warnings)
     logger.propagate = False
     try:
         from fastloop.lifecycle import execute
 
-        meter = make_meter(spec, said)
+        meter = make_meter(spec, warnings)
         run = start(spec, meter, own)
         summary = execute(run)
         found = meter.result(run) if not spec.evaluates else {"seconds": summary["train_seconds"], "steps": summary["steps"]}
         found |= {"total_steps": whole_length(run, **length), "summary": summary}
-        if "seen" in found:
-            found["seen"]["total_steps"] = found["total_steps"]
+        if "profile" in found:
+            found["profile"]["total_steps"] = found["total_steps"]
     except Exception as error:
         kinds = {UsageError: "usage", ProcessLost: "lost", FastloopError: "run", Exception: "crash"}
         kind = next(name for cls, name in kinds.items() if isinstance(error, cls))
@@ -260,18 +260,18 @@ def measure(spec: Spec, length: Mapping[str, Any], own: bool = False) -> dict[st
         text = text if isinstance(error, FastloopError) else f"{type(error).__name__}: {text}"
         return {"error": text.splitlines()[0], "kind": kind, "traceback": traceback.format_exc()}
     finally:
-        logger.removeHandler(said)
-    return found | {"said": said.lines}
+        logger.removeHandler(warnings)
+    return found | {"warnings": warnings.lines}
 
 
 def main() -> None:
-    """Read the specification, run, write the result."""
+    """Read the specification, run it, and write the result."""
     launch.end_with_launcher()
     source, target = Path(sys.argv[1]), Path(sys.argv[2])
     given = json.loads(source.read_text(encoding="utf-8"))
     fields = {field.name for field in dataclasses.fields(Spec)}
     spec = Spec(**{name: value for name, value in given.items() if name in fields})
-    spec.recipe["output"] = str(source.with_name("run"))  # gone with the result
+    spec.recipe["output"] = str(source.with_name("run"))  # deleted with the result
     result = measure(spec, given["length"], own=True)
     files.write(target, json.dumps(result))
     if launch.world_size() > 1:

@@ -1,1 +1,1 @@
-"""``fastloop new``: write a package to begin with."""
+"""``fastloop new``: creates a package from a template."""

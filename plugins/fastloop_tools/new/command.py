@@ -1,4 +1,4 @@
-"""``fastloop new plugin``: a package with a plugin, its tests, a recipe and what publishing asks for, green from the start."""
+"""``fastloop new plugin``: creates a package with a plugin, tests, a recipe and all files needed to publish it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import typer
 from fastloop import __version__
 from fastloop.errors import UsageError, did_you_mean
 
-new = typer.Typer(no_args_is_help=True, help="Write a package to begin with.")
+new = typer.Typer(no_args_is_help=True, help="Create a package from a template.")
 
 FILES = {
     "pyproject.toml": "pyproject.toml",
@@ -29,19 +29,19 @@ FILES = {
 }
 """File of the package -> its template."""
 LICENSES = {"MIT": "MIT", "Apache-2.0": "Apache-2.0", "BSD-3-Clause": "BSD-3-Clause", "none": ""}
-"""Choice -> template of its text."""
+"""License -> template of its text."""
 TAKEN = {"Annotated", "Any", "Conformance", "Plugin", "Run", "Tensor"}
 """Names that the templates import."""
 
 
 @new.command("plugin")
 def plugin(
-    name: Annotated[str, typer.Argument(help="What recipes will call it: lower case words, joined by hyphens.")],
-    folder: Annotated[Path | None, typer.Option(metavar="DIR", help="Where to write the package [default: NAME].")] = None,
-    license: Annotated[str, typer.Option(metavar="|".join(LICENSES), help="Its license.")] = "MIT",
-    author: Annotated[str, typer.Option(help="Who holds the copyright [default: the package's authors].")] = "",
+    name: Annotated[str, typer.Argument(help="Name of the plugin in recipes: lower case words, joined by hyphens.")],
+    folder: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of the package [default: NAME].")] = None,
+    license: Annotated[str, typer.Option(metavar="|".join(LICENSES), help="License of the package.")] = "MIT",
+    author: Annotated[str, typer.Option(help="Copyright holder [default: the package's authors].")] = "",
 ) -> None:
-    """Write a package with a plugin that works, its tests, README, recipe and CI file. No file is overwritten."""
+    """Create a package with a working plugin, its tests, README, recipe and CI file. Does not overwrite files."""
     check_name(name)
     if license not in LICENSES:
         raise UsageError(f"--license: found {license!r}.{did_you_mean(license, LICENSES)}")
@@ -50,7 +50,7 @@ def plugin(
     folder = folder or Path(name)
     files = render(name, license, author)
     if there := [path for path in files if (folder / path).exists()]:
-        raise UsageError(f"{folder}: there are already {', '.join(there)}. Nothing was written; take another --folder.")
+        raise UsageError(f"{folder} already contains {', '.join(there)}. Nothing was written; use another --folder.")
     try:
         for path, text in files.items():
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
@@ -59,14 +59,14 @@ def plugin(
         raise UsageError(f"{folder}: cannot be written: {error}.") from None
     for path in files:
         typer.echo(str(folder / path))
-    typer.echo(f"\nGo on with:\n  cd {folder}\n  pip install -e '.[test]'\n  pytest\n  fastloop train recipe.yaml")
+    typer.echo(f"\nNext steps:\n  cd {folder}\n  pip install -e '.[test]'\n  pytest\n  fastloop train recipe.yaml")
 
 
 def check_name(name: str) -> None:
-    """Refuse a name that no plugin can have, or that something else has.
+    """Raise an error for an invalid name, or one that is already in use.
 
     Raises:
-        UsageError: Says what it could be.
+        UsageError: The name is invalid or in use; the message suggests another.
     """
     from fastloop.registry import installed
 
@@ -77,11 +77,11 @@ def check_name(name: str) -> None:
     for key, point in installed().items():
         if key.rpartition(":")[2] == name:
             owner = f"{point.dist.name} {point.dist.version}" if point.dist else point.value
-            raise UsageError(f"{name!r} is the name of a plugin of {owner}: a recipe could not tell the two apart. Take another one.")
+            raise UsageError(f"{name!r} is the name of a plugin of {owner}: a recipe could not distinguish the two. Choose another name.")
     module = name.replace("-", "_")
     spec = None if keyword.iskeyword(module) else importlib.util.find_spec(module)
-    if keyword.iskeyword(module) or (spec is not None and spec.origin is not None):  # no origin: a folder that happens to lie here
-        raise UsageError(f"{name!r} would be the Python module {module!r}, which there is already. Take another name, such as 'my-{name}'.")
+    if keyword.iskeyword(module) or (spec is not None and spec.origin is not None):  # no origin: just a folder of this name
+        raise UsageError(f"{name!r} would be the Python module {module!r}, which already exists. Choose another name, such as 'my-{name}'.")
 
 
 def render(name: str, license: str = "MIT", author: str = "") -> dict[str, str]:
@@ -100,7 +100,7 @@ def render(name: str, license: str = "MIT", author: str = "") -> dict[str, str]:
         "holder": author or f"The authors of {name}",
         "year": datetime.date.today().year,
         "above": f"{version.public}",
-        "below": f"{version.major + 1}" if version.major else f"0.{version.minor + 1}",  # 0.x may change what plugins see with each x
+        "below": f"{version.major + 1}" if version.major else f"0.{version.minor + 1}",  # a release 0.x may change hooks
     }
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("fastloop_tools.new", "template"),

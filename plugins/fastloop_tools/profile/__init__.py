@@ -1,4 +1,4 @@
-"""What holds a run back: ``observe`` looks at a few steps, ``verdicts`` asks plugins what they would win back.
+"""Find the bottlenecks of a run: ``observe`` profiles a few steps, ``suggestions`` collects plugins' estimates of their speedup.
 
-Nothing is imported here: ``fastloop.plugin`` names ``StepProfile`` and ``SpeedupEstimate`` for its estimates, and must stay light.
+This file imports nothing: ``fastloop.plugin`` refers to ``StepProfile`` and ``SpeedupEstimate``, and must import fast.
 """

@@ -95,12 +95,12 @@ def look(recipe: Recipe, folder: Path, window: Window, never: list[str]) -> bool
         raise KeyboardInterrupt
     if not run.is_main:
         return False
-    seen = StepProfile(**observer.result(run)["seen"])
-    seen.total_steps = whole_length(run, recipe.train.epochs, recipe.train.max_steps)
-    found, refused = suggest(seen, recipe, never)
-    text = page.markdown(seen, found, refused, recipe.source.stem if recipe.source else "recipe")
+    profile = StepProfile(**observer.result(run)["profile"])
+    profile.total_steps = whole_length(run, recipe.train.epochs, recipe.train.max_steps)
+    found, refused = suggest(profile, recipe, never)
+    text = page.markdown(profile, found, refused, recipe.source.stem if recipe.source else "recipe")
     write(folder / "profile.md", text)
-    write(folder / "profile.json", json.dumps(page.record(seen, found, refused), indent=1) + "\n")
+    write(folder / "profile.json", json.dumps(page.record(profile, found, refused), indent=1) + "\n")
     rich.print(Markdown(text))
     typer.echo(f"written to {folder}")
     return bool(found)

@@ -1,4 +1,4 @@
-"""Looks at a few steps of a run: first timed alone, then under torch's profiler."""
+"""Profiles a few steps of a run: first timed without a profiler, then under torch's profiler."""
 
 from __future__ import annotations
 
@@ -29,32 +29,32 @@ if TYPE_CHECKING:
     from fastloop.state import Batch
 
 OTHER = "other"
-"""What a step spends outside of all regions: the loop itself, and hooks."""
+"""Region of the time outside all named regions: the loop itself, and hooks."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Observer(StepMeter):
-    """After its window a second one of ``spec.profile_steps`` steps under the profiler; then it stops the run.
+    """Times a window of steps, then records ``spec.profile_steps`` steps under the profiler, and stops the run.
 
     Args:
-        trace: Where to write the trace; None: nowhere.
+        trace: Where to write the trace; None: it is not kept.
 
     Attributes:
-        seen: What was found, when training is over.
+        profile: The result; None until training ends.
     """
 
     name = "profile-observer"
 
-    def __init__(self, spec: Spec, said: WarningCollector, trace: Path | None = None) -> None:
-        super().__init__(spec, said)
+    def __init__(self, spec: Spec, warnings: WarningCollector, trace: Path | None = None) -> None:
+        super().__init__(spec, warnings)
         self.trace = trace
         self.timed: dict[str, Any] = {}
-        self.longest: list[Any] = []  # numbers on the device: nobody waits for them in the window
+        self.longest: list[Any] = []  # numbers on the device, read after the window
         self.real = 0
         self.reserved: list[int] = []
         self.reading, self.ended = 0.0, 0.0
-        self.begun, self.last, self.looking = False, 0, ExitStack()
-        self.seen: StepProfile | None = None
+        self.begun, self.last, self.recording = False, 0, ExitStack()
+        self.profile: StepProfile | None = None
 
     @hookimpl
     def before_step(self, batches: list[Batch]) -> None:
@@ -75,17 +75,17 @@ class Observer(StepMeter):
             self.reserved.append(torch.cuda.memory_reserved())
         super().after_step(run, loss)
         if self.begun and run.state.step == self.last:
-            self.looking.close()
+            self.recording.close()
             run.state.request_stop("measured")
         self.ended = thread_time()
 
-    def _open(self, run: Run) -> None:
-        super()._open(run)
+    def _start_window(self, run: Run) -> None:
+        super()._start_window(run)
         self.first = (self.padded, len(self.longest), self.real, page_faults())
         self.reading, self.ended = 0.0, thread_time()
 
-    def _over(self, run: Run) -> None:
-        """The timed window is over: look on from here."""
+    def _end_window(self, run: Run) -> None:
+        """Save the results of the timed window, and start the profiler."""
         self.timed = self.read(run)
         faults = page_faults()
         padded, longest, real, before = self.first
@@ -102,16 +102,16 @@ class Observer(StepMeter):
             kinds.append(torch.profiler.ProfilerActivity.CUDA)
         self.begun, self.last = True, run.state.step + self.spec.profile_steps
         self.profiler: Any = torch.profiler.profile(activities=kinds, record_shapes=True, with_flops=True, acc_events=True)
-        self.looking.enter_context(run.plugins.around(region))
-        self.looking.enter_context(self.profiler)
+        self.recording.enter_context(run.plugins.around(region))
+        self.recording.enter_context(self.profiler)
 
     def result(self, run: Run) -> dict[str, Any]:
-        if self.seen is None:
-            raise UsageError(f"training ended after {run.state.step} steps: too few to look at. Lower the warm-up or the steps.")
-        return self.timed | {"seen": self.seen.to_dict()}
+        if self.profile is None:
+            raise UsageError(f"training ended after {run.state.step} steps: too few to profile. Lower the warm-up or the steps.")
+        return self.timed | {"profile": self.profile.to_dict()}
 
     def _export(self, device: torch.device) -> DeviceTimeline | None:
-        """Export the trace; on an accelerator, read its kernels from it."""
+        """Export the trace; on an accelerator, read the kernels from it."""
         with tempfile.TemporaryDirectory(prefix="fastloop-trace-") as folder:
             path = self.trace or Path(folder) / "trace.json"
             if self.trace is None and device.type == "cpu":
@@ -123,24 +123,25 @@ class Observer(StepMeter):
     @hookimpl
     def after_fit(self, run: Run) -> None:
         super().after_fit(run)
-        self.looking.close()
+        self.recording.close()
         if not self.timed:
-            return  # too short; ``read`` says so
+            return  # training was too short; ``result`` raises the error
         timeline = self._export(run.device)
         profiled, regions, hooks = spans(self.profiler.events(), self.spec.profile_steps)
-        whole, waiting = self.timed["seconds_a_step"], regions.get("data", 0.0)  # which no profiler makes longer: the rest, it stretches
-        rest = min(1.0, max(0.0, (whole - waiting) / (profiled - waiting))) if profiled > waiting else 1.0
+        step_seconds, waiting = self.timed["seconds_a_step"], regions.get("data", 0.0)  # a profiler stretches all regions but data
+        rest = min(1.0, max(0.0, (step_seconds - waiting) / (profiled - waiting))) if profiled > waiting else 1.0
         regions = {name: value if name == "data" else value * rest for name, value in regions.items()}
-        drift = whole / sum(regions.values())
+        drift = step_seconds / sum(regions.values())
         regions = {name: value * drift for name, value in regions.items()}
         averages = [event for event in self.profiler.key_averages() if "::" in event.key and event.device_type == DeviceType.CPU]
         if timeline is not None:
-            regions = {name: value / self.spec.profile_steps for name, value in timeline.regions(whole * self.spec.profile_steps).items()}
+            window = step_seconds * self.spec.profile_steps
+            regions = {name: value / self.spec.profile_steps for name, value in timeline.regions(window).items()}
             operations = {name: value / self.spec.profile_steps for name, value in timeline.operations.items()}
         else:
             operations = {event.key: 1e-6 * event.self_cpu_time_total / self.spec.profile_steps * rest for event in averages}
-        everyone = run.processes.all_gather_object(regions)
-        self.seen = StepProfile(
+        ranks = run.processes.all_gather_object(regions)
+        self.profile = StepProfile(
             device=run.device.type,
             precision={"no": "fp32"}.get(run.accelerator.mixed_precision, run.accelerator.mixed_precision),
             cores=launch.cores(),
@@ -168,14 +169,14 @@ class Observer(StepMeter):
             layers=depth(run.unwrap_model()),
             graph_breaks=graph_breaks(),
             recompiles=recompiles(),
-            ranks=everyone,
+            ranks=ranks,
         )
 
 
 def spans(events: Iterable[Any], steps: int) -> tuple[float, dict[str, float], dict[str, float]]:
-    """Seconds of a step, its regions' own seconds, and hooks' seconds, from a profiler's events.
+    """From a profiler's events: seconds of a step, own seconds of each region, and seconds of each hook.
 
-    A step lasts from one optimizer region's end to the next; what lies in no region is ``other``.
+    A step lasts from one optimizer region's end to the next. Time outside all regions is ``other``.
     """
     named = sorted(
         (event.time_range.start, event.time_range.end, event.name.removeprefix(PREFIX))
@@ -200,20 +201,20 @@ def spans(events: Iterable[Any], steps: int) -> tuple[float, dict[str, float], d
         else:
             covered += end - start
         open_.append((end, name))
-    whole = max(end for _, end, _ in named) - min(start for start, _, _ in named)
-    own[OTHER] = whole - covered
+    total = max(end for _, end, _ in named) - min(start for start, _, _ in named)
+    own[OTHER] = total - covered
     scale = 1e-6 / steps
-    return whole * scale, {name: value * scale for name, value in own.items()}, {name: value * scale for name, value in hooks.items()}
+    return total * scale, {name: value * scale for name, value in own.items()}, {name: value * scale for name, value in hooks.items()}
 
 
 def peaks(device: torch.device, dtypes: Iterable[str]) -> dict[str, float]:
-    """Floating-point operations a second of square matrix products: the best of five."""
+    """Floating-point operations a second of square matrix products, for each dtype: the best of six."""
     size = 2048 if device.type == "cpu" else 8192
     found = {}
     for name in dtypes:
         a, b = (torch.randn(size, size, device=device).to(DTYPES[name]) for _ in range(2))
         best = float("inf")
-        for _ in range(6):  # the first warms up, and is not the best
+        for _ in range(6):  # the first one is a warm-up and never the fastest
             started = perf_counter()
             torch.mm(a, b)
             if device.type != "cpu":
@@ -224,7 +225,7 @@ def peaks(device: torch.device, dtypes: Iterable[str]) -> dict[str, float]:
 
 
 def fault_seconds(pages: int = 8192) -> float:
-    """What the system takes to hand out a page of memory."""
+    """Seconds of one page fault."""
     with mmap.mmap(-1, pages * mmap.PAGESIZE) as fresh:
         faults, started = page_faults(), perf_counter()
         for offset in range(0, len(fresh), mmap.PAGESIZE):
@@ -232,7 +233,7 @@ def fault_seconds(pages: int = 8192) -> float:
         seconds, got = perf_counter() - started, max(1, page_faults() - faults)
     touched, again = perf_counter(), bytearray(pages)
     for offset in range(pages):
-        again[offset] = 1  # what the loop itself takes
+        again[offset] = 1  # the cost of the loop itself
     return max(0.0, seconds - (perf_counter() - touched)) / got
 
 
@@ -242,7 +243,7 @@ def depth(model: nn.Module) -> int:
 
 
 def graph_breaks() -> list[dict[str, Any]]:
-    """Where compilation was cut, with the line of the user's code."""
+    """Where compilation broke the graph, with the line of the user's code."""
     return _counted(
         (f"{cut.user_stack[-1].filename}:{cut.user_stack[-1].lineno}" if cut.user_stack else "?", str(cut.reason))
         for cut in torch._dynamo.utils.graph_break_reasons
@@ -250,7 +251,7 @@ def graph_breaks() -> list[dict[str, Any]]:
 
 
 def recompiles() -> list[dict[str, Any]]:
-    """Functions that were compiled again, and what was different."""
+    """Functions that were compiled again, and the reason."""
     return _counted(
         (f"{metric.co_filename}:{metric.co_firstlineno}", metric.recompile_reason.partition(": ")[2])
         for metric in torch._dynamo.utils.get_compilation_metrics()
@@ -259,6 +260,6 @@ def recompiles() -> list[dict[str, Any]]:
 
 
 def _counted(found: Iterable[tuple[str, str]]) -> list[dict[str, Any]]:
-    """Place and reason, of which the first line is kept, with how often they were there."""
+    """Count pairs of place and reason, with only the first line of each reason."""
     counts = Counter((where, reason.strip().partition("\n")[0]) for where, reason in found)
     return [{"where": where, "reason": reason, "count": count} for (where, reason), count in counts.items()]

@@ -1,4 +1,4 @@
-"""What was seen, on one page: markdown, which the terminal shows as well."""
+"""Shows a profile and its suggestions on one page of markdown, for ``profile.md`` and the terminal."""
 
 from __future__ import annotations
 
@@ -11,116 +11,120 @@ from fastloop_tools.profile.suggestions import Suggestion
 from fastloop_tools.profile.timeline import LAUNCH
 
 OPERATIONS, HOOKS = 8, 5
-"""Rows that are shown."""
+"""Rows of the tables of operations and hooks."""
 FLAT = 1.05
-"""The allocator's line is flat when its most is no more than so many times its least."""
+"""Reserved memory is flat if its maximum is at most this many times its minimum."""
 LAUNCH_SHARE = 0.1
-"""Share of a step. Below it, launches of kernels are not worth a line."""
+"""Share of a step. Below it, waiting for kernel launches is not mentioned."""
 LAG = 1.1
-"""A process lags when its own work takes so many times the fastest's."""
+"""A process lags if its own work takes this many times that of the fastest process."""
 
 
 def milliseconds(seconds: float) -> str:
-    """As tables have it."""
+    """A duration as text."""
     return f"{1000 * seconds:,.1f} ms" if seconds < 1 else f"{seconds:,.2f} s"
 
 
 def table(head: list[str], rows: list[list[str]]) -> list[str]:
-    """A markdown table: the first column is text."""
+    """A markdown table whose first column is text."""
     return [f"| {' | '.join(head)} |", "|---|" + "---:|" * (len(head) - 1), *(f"| {' | '.join(row)} |" for row in rows), ""]
 
 
-def markdown(seen: StepProfile, found: list[Suggestion], refused: Mapping[str, str], name: str) -> str:
-    """The whole page."""
-    lines = [f"# {name}: what a step spends", ""]
-    rate = f"{seen.samples / seen.seconds:,.1f} samples/s" + (f", {seen.tokens / seen.seconds:,.0f} real tokens/s" if seen.tokens else "")
-    where = f"{seen.device}, {seen.precision}" + (f", {seen.world_size} processes" if seen.world_size > 1 else "")
-    lines += [f"A step takes {milliseconds(seen.seconds)}: {rate} ({where}; mean of {seen.steps} steps).", ""]
+def markdown(profile: StepProfile, found: list[Suggestion], refused: Mapping[str, str], name: str) -> str:
+    """The page."""
+    lines = [f"# {name}: where a step spends its time", ""]
+    rate = f"{profile.samples / profile.seconds:,.1f} samples/s"
+    if profile.tokens:
+        rate += f", {profile.tokens / profile.seconds:,.0f} real tokens/s"
+    where = f"{profile.device}, {profile.precision}" + (f", {profile.world_size} processes" if profile.world_size > 1 else "")
+    lines += [f"A step takes {milliseconds(profile.seconds)}: {rate} ({where}; mean of {profile.steps} steps).", ""]
     lines += table(
-        ["region", "a step", "share"], [[key, milliseconds(value), f"{value / seen.seconds:.0%}"] for key, value in ranked(seen.regions)]
+        ["region", "a step", "share"],
+        [[key, milliseconds(value), f"{value / profile.seconds:.0%}"] for key, value in ranked(profile.regions)],
     )
-    if seen.hooks:
+    if profile.hooks:
         lines += table(
             ["hook", "a step", "share"],
-            [[key, milliseconds(value), f"{value / seen.seconds:.1%}"] for key, value in ranked(seen.hooks)[:HOOKS]],
+            [[key, milliseconds(value), f"{value / profile.seconds:.1%}"] for key, value in ranked(profile.hooks)[:HOOKS]],
         )
-    lines += [f"- {line}" for line in facts(seen)] + [""]
+    lines += [f"- {line}" for line in facts(profile)] + [""]
     lines += ["## Operations", ""]
     lines += table(
         ["operation", "a step", "share", "calls"],
         [
-            [key, milliseconds(value), f"{value / seen.seconds:.0%}", f"{seen.counts.get(key, 0):,.0f}"]
-            for key, value in ranked(seen.operations)[:OPERATIONS]
+            [key, milliseconds(value), f"{value / profile.seconds:.0%}", f"{profile.counts.get(key, 0):,.0f}"]
+            for key, value in ranked(profile.operations)[:OPERATIONS]
         ],
     )
-    lines += ["## What would give it back", ""]
+    lines += ["## Suggestions", ""]
     if not found:
-        lines += ["Nothing that is known here would win more than a few percent.", ""]
-    for number, verdict in enumerate(found, start=1):
-        about = f"about {milliseconds(verdict.win.seconds)} of a step ({verdict.win.seconds / seen.seconds:.0%})"
-        pays = break_even(verdict.win.once, verdict.win.seconds)
-        once = f" It costs about {verdict.win.once:.0f} s once, which {pays} steps win back." if pays else ""
-        lines.append(f"{number}. `{verdict.edit}`: {about}. {verdict.win.why}{once} ({verdict.numerics})")
-    lines += ["", *(f"- `{plugin}` would win, and cannot be here: {why}" for plugin, why in refused.items())]
+        lines += ["No plugin estimates a speedup of more than a few percent.", ""]
+    for number, suggestion in enumerate(found, start=1):
+        estimate = suggestion.estimate
+        about = f"about {milliseconds(estimate.seconds)} of a step ({estimate.seconds / profile.seconds:.0%})"
+        pays = break_even(estimate.once, estimate.seconds)
+        once = f" It costs about {estimate.once:.0f} s once, and pays off after {pays} steps." if pays else ""
+        lines.append(f"{number}. `{suggestion.edit}`: {about}. {estimate.why}{once} ({suggestion.numerics})")
+    lines += ["", *(f"- `{plugin}` would be faster, but cannot run here: {why}" for plugin, why in refused.items())]
     return "\n".join(lines).rstrip() + "\n"
 
 
 def ranked(values: Mapping[str, float]) -> list[tuple[str, float]]:
-    """Largest first."""
+    """Items by value, largest first."""
     return sorted(values.items(), key=lambda item: -item[1])
 
 
-def facts(seen: StepProfile) -> list[str]:
-    """What is to be known beside the shares."""
+def facts(profile: StepProfile) -> list[str]:
+    """Remarks below the regions."""
     lines = []
-    if seen.padded:
-        lines.append(f"padding: {seen.padding:.0%} of the {seen.padded:,.0f} tokens that a step computes")
-    if seen.flops and seen.peaks:
-        reached = seen.flops / seen.seconds
-        share = reached / (seen.peaks.get(seen.precision) or max(seen.peaks.values()))
-        peaks = ", ".join(f"{value / 1e9:,.0f} in {dtype}" for dtype, value in seen.peaks.items())
+    if profile.padded:
+        lines.append(f"padding: {profile.padding:.0%} of the {profile.padded:,.0f} tokens that a step computes")
+    if profile.flops and profile.peaks:
+        reached = profile.flops / profile.seconds
+        share = reached / (profile.peaks.get(profile.precision) or max(profile.peaks.values()))
+        peaks = ", ".join(f"{value / 1e9:,.0f} in {dtype}" for dtype, value in profile.peaks.items())
         lines.append(f"matrix products: {reached / 1e9:,.0f} GFLOP/s over the step, {share:.0%} of what this device reaches ({peaks})")
-    if seen.idle is not None:
-        lines.append(f"the device computed nothing for {seen.idle:.0%} of the time")
-        if (share := seen.region(LAUNCH) / seen.seconds) > LAUNCH_SHARE:
+    if profile.idle is not None:
+        lines.append(f"the device was idle for {profile.idle:.0%} of the time")
+        if (share := profile.region(LAUNCH) / profile.seconds) > LAUNCH_SHARE:
             lines.append(f"the device waits {share:.0%} of a step for the host to launch kernels: compile or larger micro-batches help")
-    if seen.page_faults:
-        cost = seen.page_faults * seen.fault_seconds
-        lines.append(f"allocator: {seen.page_faults:,.0f} pages of memory handed out a step, about {milliseconds(cost)}")
-    if len(seen.reserved) > 1:
-        least, most = min(seen.reserved), max(seen.reserved)
+    if profile.page_faults:
+        cost = profile.page_faults * profile.fault_seconds
+        lines.append(f"allocator: {profile.page_faults:,.0f} page faults in a step, about {milliseconds(cost)}")
+    if len(profile.reserved) > 1:
+        least, most = min(profile.reserved), max(profile.reserved)
         shape = "flat" if most <= FLAT * least else "a sawtooth"
-        lines.append(f"allocator: {shape}, {least / 2**20:,.0f} to {most / 2**20:,.0f} MiB reserved; {seen.retries} retries")
-    for cut in seen.graph_breaks:
-        lines.append(f"compilation is cut {cut['count']} times at {cut['where']}: {cut['reason']}")
-    for again in seen.recompiles:
-        lines.append(f"compiled {again['count']} times more: {again['where']}, since {again['reason']}")
-    if len(seen.ranks) > 1:
-        own = [rank.get("data", 0.0) + rank.get("loss", 0.0) for rank in seen.ranks]
+        lines.append(f"allocator: {shape}, {least / 2**20:,.0f} to {most / 2**20:,.0f} MiB reserved; {profile.retries} retries")
+    for cut in profile.graph_breaks:
+        lines.append(f"{cut['count']} graph breaks at {cut['where']}: {cut['reason']}")
+    for again in profile.recompiles:
+        lines.append(f"recompiled {again['count']} times: {again['where']}, since {again['reason']}")
+    if len(profile.ranks) > 1:
+        own = [rank.get("data", 0.0) + rank.get("loss", 0.0) for rank in profile.ranks]
         slow = max(range(len(own)), key=own.__getitem__)
         if own[slow] > LAG * min(own):
-            others = {key: min(rank.get(key, 0.0) for rank in seen.ranks) for key in ("data", "loss")}
-            part = max(others, key=lambda key: seen.ranks[slow].get(key, 0.0) - others[key])
+            others = {key: min(rank.get(key, 0.0) for rank in profile.ranks) for key in ("data", "loss")}
+            part = max(others, key=lambda key: profile.ranks[slow].get(key, 0.0) - others[key])
             lines.append(
                 f"process {slow} lags: {milliseconds(own[slow])} of its own work a step, the fastest {milliseconds(min(own))}: its {part}"
             )
     return lines
 
 
-def record(seen: StepProfile, found: list[Suggestion], refused: Mapping[str, str]) -> dict[str, Any]:
-    """For ``profile.json``."""
+def record(profile: StepProfile, found: list[Suggestion], refused: Mapping[str, str]) -> dict[str, Any]:
+    """The contents of ``profile.json``."""
     return {
-        "seen": seen.to_dict(),
-        "verdicts": [
+        "profile": profile.to_dict(),
+        "suggestions": [
             {
-                "plugin": verdict.plugin,
-                "edit": verdict.edit,
-                "seconds": verdict.win.seconds,
-                "once": verdict.win.once,
-                "why": verdict.win.why,
-                "numerics": verdict.numerics,
+                "plugin": suggestion.plugin,
+                "edit": suggestion.edit,
+                "seconds": suggestion.estimate.seconds,
+                "once": suggestion.estimate.once,
+                "why": suggestion.estimate.why,
+                "numerics": suggestion.numerics,
             }
-            for verdict in found
+            for suggestion in found
         ],
         "refused": dict(refused),
     }

@@ -1,4 +1,4 @@
-"""From what was seen to recipe edits, in the order of the seconds that they would win back."""
+"""Derives recipe edits from a profile, ordered by the seconds that they save."""
 
 from __future__ import annotations
 
@@ -18,56 +18,59 @@ from fastloop_tools.bench.plan import check
 from fastloop_tools.measure.statistics import break_even
 
 WORTH = 0.03
-"""Share of a step that a estimate must reach to be told."""
+"""Share of a step that an estimate must reach to be shown."""
 
 
 @dataclass(frozen=True)
 class Suggestion:
-    """One edit.
+    """One edit of a recipe.
 
     Attributes:
-        plugin: Whose estimate it is.
-        win: The estimate.
-        edit: As one would type it.
-        recipe: With the edit made.
-        numerics: The plugin's class.
+        plugin: Name of the plugin that made the estimate.
+        estimate: The estimate.
+        edit: The edit as a user would type it.
+        recipe: The edited recipe.
+        numerics: The plugin's numerics class.
     """
 
     plugin: str
-    win: SpeedupEstimate
+    estimate: SpeedupEstimate
     edit: str
     recipe: Recipe = field(repr=False)
     numerics: str = "bitwise"
 
 
-def suggest(seen: StepProfile, recipe: Recipe, never: Collection[str] = ()) -> tuple[list[Suggestion], dict[str, str]]:
-    """The edits worth a try, the largest estimate first; and plugins that would win and cannot be here -> why.
+def suggest(profile: StepProfile, recipe: Recipe, never: Collection[str] = ()) -> tuple[list[Suggestion], dict[str, str]]:
+    """The edits worth trying, largest estimate first; and plugins that would be faster but cannot run -> why.
 
     Args:
-        never: Plugins that nobody wants. What the recipe itself has as false is off, and may be turned on.
+        never: Plugins not to suggest. Plugins that are false in the recipe may be suggested.
     """
     found, refused = [], {}
     on = dataclasses.replace(recipe, plugins={name: options for name, options in recipe.plugins.items() if options is not False})
     for cls in candidates(on):
-        win = cls.estimate_speedup(seen, on) if cls.name not in never else None
-        if win is None or win.seconds < WORTH * seen.seconds:
+        estimate = cls.estimate_speedup(profile, on) if cls.name not in never else None
+        if estimate is None or estimate.seconds < WORTH * profile.seconds:
             continue
-        pays = break_even(win.once, win.seconds)
-        if pays is not None and seen.total_steps is not None and pays >= seen.total_steps:
-            refused[cls.name] = f"it costs about {win.once:.0f} s once, and the recipe has {seen.total_steps} steps to win them back."
+        pays = break_even(estimate.once, estimate.seconds)
+        if pays is not None and profile.total_steps is not None and pays >= profile.total_steps:
+            refused[cls.name] = (
+                f"it costs about {estimate.once:.0f} s once, and the recipe has too few steps ({profile.total_steps}) to save them."
+            )
             continue
         try:
-            edited = edit(recipe, cls, win)
+            edited = edit(recipe, cls, estimate)
             check(edited)
         except UsageError as error:
             refused[cls.name] = str(error).removeprefix(f"{recipe.where}: ")
             continue
-        found.append(Suggestion(cls.name, win, words(on, cls, win), edited, cls.numerics if not win.overrides else "reassociated"))
-    return sorted(found, key=lambda verdict: -verdict.win.seconds), refused
+        numerics = "reassociated" if estimate.overrides else cls.numerics
+        found.append(Suggestion(cls.name, estimate, words(on, cls, estimate), edited, numerics))
+    return sorted(found, key=lambda suggestion: -suggestion.estimate.seconds), refused
 
 
 def candidates(recipe: Recipe) -> Iterator[type[Plugin]]:
-    """fastloop's own plugins, and the recipe's: no other package is imported for a estimate."""
+    """fastloop's own plugins and those of the recipe. Other packages are not imported for an estimate."""
     for name, point in installed().items():
         if name not in recipe.plugins and point.dist is not None and point.dist.name == "fastloop" and name == point.name:
             yield load(name, recipe.where)
@@ -75,39 +78,39 @@ def candidates(recipe: Recipe) -> Iterator[type[Plugin]]:
         yield load_listed(recipe, name)
 
 
-def edit(recipe: Recipe, cls: type[Plugin], win: SpeedupEstimate) -> Recipe:
-    """The recipe with a plugin added or its options changed, or with keys set.
+def edit(recipe: Recipe, cls: type[Plugin], estimate: SpeedupEstimate) -> Recipe:
+    """The recipe with a plugin added, its options changed, or keys set.
 
     Raises:
-        UsageError: The plugin cannot be on this machine.
+        UsageError: The plugin cannot run on this machine.
     """
     tree = copy.deepcopy(recipe.to_dict())
     plugins: dict[str, Any] = dict(recipe.plugins)
-    if win.overrides:
-        for key, value in win.overrides.items():
+    if estimate.overrides:
+        for key, value in estimate.overrides.items():
             *parents, last = key.split(".")
-            place: Any = tree
+            section: Any = tree
             for parent in parents:
-                place = place.setdefault(parent, {})
-            place[last] = value
+                section = section.setdefault(parent, {})
+            section[last] = value
     else:
-        plugin = cls(**{**(plugins.get(cls.name) or {}), **win.options})
+        plugin = cls(**{**(plugins.get(cls.name) or {}), **estimate.options})
         machine = this_machine(recipe.train.device)
         for need in cls.requirements:
             if missing := need.missing(plugin, machine):
                 raise UsageError(missing)
-        plugins[cls.name] = {**(plugins.get(cls.name) or {}), **win.options}
+        plugins[cls.name] = {**(plugins.get(cls.name) or {}), **estimate.options}
         tree["plugins"] = recipe.listed(plugins)
     return make_recipe(tree, recipe.source)
 
 
-def words(recipe: Recipe, cls: type[Plugin], win: SpeedupEstimate) -> str:
-    """The edit as one would make it: overrides of the command line, or a line of ``plugins``."""
-    if win.overrides:
-        return " ".join(f"{key}={value}" for key, value in win.overrides.items())
+def words(recipe: Recipe, cls: type[Plugin], estimate: SpeedupEstimate) -> str:
+    """The edit as a user would type it: overrides on the command line, or a line in ``plugins``."""
+    if estimate.overrides:
+        return " ".join(f"{key}={value}" for key, value in estimate.overrides.items())
     if cls.name in recipe.plugins:
-        return " ".join(f"plugins.{cls.name}.{key}={value}" for key, value in win.options.items())
-    return f"plugins: + {cls.name}" + (f": {{{_options(win.options)}}}" if win.options else "")
+        return " ".join(f"plugins.{cls.name}.{key}={value}" for key, value in estimate.options.items())
+    return f"plugins: + {cls.name}" + (f": {{{_options(estimate.options)}}}" if estimate.options else "")
 
 
 def _options(options: Mapping[str, Any]) -> str:

@@ -8,7 +8,7 @@ Kernels run after the host launched them, so the duration of a host region says 
     operation     category ``cpu_op``, with the same ``args["External id"]``
     region        category ``user_annotation``, named ``fastloop/...``
 
-The category ``gpu_user_annotation`` repeats the regions on the device's rows. Those rows are no kernels.
+The category ``gpu_user_annotation`` repeats the regions on the device's rows. Those rows are not kernels.
 
 Source of the format: the Chrome trace that Kineto writes (torch 2.11, ``profiler.export_chrome_trace``).
 """
@@ -28,7 +28,7 @@ from fastloop.runtime.regions import PREFIX
 KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCHES = ("cuda_runtime", "cuda_driver")
 LAUNCH = "launch"
-"""Region of the time in which the device is idle and the host is not waiting for data: the host launches too slowly."""
+"""Region of the time in which the device is idle while the host launches kernels too slowly, and does not wait for data."""
 
 Span = tuple[float, float, str]
 """Start and end in microseconds, and a name."""
@@ -36,7 +36,7 @@ Span = tuple[float, float, str]
 
 @dataclass(frozen=True)
 class DeviceTimeline:
-    """The kernels of a window of steps. All seconds are those of the whole window.
+    """The kernels of a window of steps. All seconds are totals of the window.
 
     Attributes:
         seconds: From the first region's start to the end of the last region or kernel.
@@ -61,7 +61,7 @@ class DeviceTimeline:
     def regions(self, seconds: float) -> dict[str, float]:
         """Split ``seconds``, measured without a profiler, into regions.
 
-        A profiler slows the host and not the kernels. Busy time therefore stays as it is, and idle time takes the rest. Idle time counts as
+        A profiler slows the host but not the kernels. Busy time therefore stays the same, and idle time gets the rest. Idle time counts as
         ``data`` while the host waits for a batch, and as ``launch`` otherwise.
         """
         busy, idle = sum(self.busy.values()), sum(self.idle.values())
@@ -77,7 +77,7 @@ def read_timeline(path: Path) -> DeviceTimeline:
     """Read an exported trace.
 
     Raises:
-        ValueError: The file is no JSON object with ``traceEvents``.
+        ValueError: The file is not a JSON object with ``traceEvents``.
     """
     trace = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(trace, dict) or "traceEvents" not in trace:

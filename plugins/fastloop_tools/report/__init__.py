@@ -1,1 +1,1 @@
-"""``fastloop report``: runs, ablations and profiles on one page of HTML that needs nothing else."""
+"""``fastloop report``: shows runs, ablations and profiles on one self-contained HTML page."""

@@ -1,4 +1,4 @@
-"""Charts as inline SVG, without scripts: they are read on paper, in dark mode and by screen readers (each has its figures as a table)."""
+"""Charts as inline SVG without scripts. They work on paper, in dark mode and in screen readers (each chart has a table of its values)."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 from fastloop_tools.report.read import Points
 
 MOST = 300
-"""Points of a line that are drawn: more are averaged."""
+"""Points drawn in one line at most. Longer series are averaged."""
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 480, 240, 66, 12, 10, 30
 
 
 @dataclass
 class Line:
-    """One line: its name, which of the page's colours, and its points on the chart."""
+    """One line of a chart: its name, the number of its colour, and its points in chart coordinates."""
 
     name: str
     colour: int
@@ -26,7 +26,7 @@ class Line:
 
 @dataclass
 class Chart:
-    """What the template draws: places are in units of the picture."""
+    """A chart as the template draws it, in units of the picture."""
 
     title: str
     lines: list[Line]
@@ -41,7 +41,7 @@ class Chart:
 
 @dataclass
 class Bar:
-    """One bar: ``size`` and the ends of its interval are shares of the longest."""
+    """One bar. ``size``, ``low`` and ``high`` are shares of the longest bar."""
 
     name: str
     size: float
@@ -52,7 +52,7 @@ class Bar:
 
 
 def number(value: float) -> str:
-    """Short, and exact enough to read."""
+    """A number as short text."""
     if not math.isfinite(value):
         return "-"
     size = abs(value)
@@ -68,7 +68,7 @@ def number(value: float) -> str:
 
 
 def ticks(low: float, high: float, count: int = 4) -> list[float]:
-    """Round numbers between two."""
+    """Round numbers between two values."""
     if high <= low:
         return [low]
     raw = (high - low) / count
@@ -83,7 +83,7 @@ def ticks(low: float, high: float, count: int = 4) -> list[float]:
 
 
 def thinned(points: Points) -> Points:
-    """At most ``MOST`` points: means of neighbours."""
+    """Reduce points to at most ``MOST``, by averaging neighbours."""
     size = math.ceil(len(points) / MOST)
     if size <= 1:
         return points
@@ -92,10 +92,10 @@ def thinned(points: Points) -> Points:
 
 
 def line_chart(title: str, series: Mapping[str, tuple[int, Points]]) -> Chart | None:
-    """A chart of values over steps; None where there is nothing finite to draw.
+    """A chart of values over steps; None if there is no finite value.
 
     Args:
-        series: Name -> its colour's number and its points.
+        series: Name -> the number of its colour, and its points.
     """
     drawn = {name: (colour, [point for point in points if math.isfinite(point[1])]) for name, (colour, points) in series.items()}
     drawn = {name: (colour, points) for name, (colour, points) in drawn.items() if points}
@@ -107,7 +107,7 @@ def line_chart(title: str, series: Mapping[str, tuple[int, Points]]) -> Chart | 
     if low == high:
         low, high = low - (abs(low) or 1) * 0.05, high + (abs(high) or 1) * 0.05
     elif 0 <= low < 0.5 * high:
-        low = 0.0  # not to make little of much, or much of little
+        low = 0.0  # start the axis at zero unless values vary little
     if left == right:
         left, right = left - 1, right + 1
 
@@ -124,13 +124,13 @@ def line_chart(title: str, series: Mapping[str, tuple[int, Points]]) -> Chart | 
         lines.append(Line(name, colour, path, dots))
         values = [value for _, value in points]
         rows.append((name, number(values[0]), number(values[-1]), number(min(values)), number(max(values))))
-    xs = [(place(value, low)[0], number(value)) for value in ticks(left, right) if value == int(value)]  # steps are whole
+    xs = [(place(value, low)[0], number(value)) for value in ticks(left, right) if value == int(value)]  # steps are integers
     ys = [(place(left, value)[1], number(value)) for value in ticks(low, high)]
     return Chart(title, lines, xs, ys, rows)
 
 
 def bars(values: Sequence[tuple[str, float, str, tuple[float, float] | None, str]]) -> list[Bar]:
-    """Bars of one scale: name, value, label, interval, note."""
+    """Bars on one scale, from name, value, label, interval and note."""
     longest = max([value for _, value, *_ in values] + [interval[1] for *_, interval, _ in values if interval], default=0.0) or 1.0
     return [
         Bar(
@@ -146,7 +146,7 @@ def bars(values: Sequence[tuple[str, float, str, tuple[float, float] | None, str
 
 
 def ablation_bars(record: Mapping[str, Any]) -> list[Bar]:
-    """The variants of an ablation by their speed."""
+    """The variants of an ablation by speed."""
     rows: list[tuple[str, float, str, tuple[float, float] | None, str]] = []
     for variant in record.get("variants", []):
         results = variant.get("results")
@@ -165,7 +165,7 @@ def ablation_bars(record: Mapping[str, Any]) -> list[Bar]:
 
 
 def region_bars(record: Mapping[str, Any]) -> list[Bar]:
-    """The regions of a step by their seconds."""
-    seen = record["seen"]
-    rows = sorted(seen["regions"].items(), key=lambda item: -item[1])
-    return bars([(name, value, f"{1000 * value:,.1f} ms, {value / seen['seconds']:.0%}", None, "") for name, value in rows])
+    """The regions of a step by seconds."""
+    profile = record["profile"]
+    rows = sorted(profile["regions"].items(), key=lambda item: -item[1])
+    return bars([(name, value, f"{1000 * value:,.1f} ms, {value / profile['seconds']:.0%}", None, "") for name, value in rows])

@@ -1,4 +1,4 @@
-"""``fastloop report``: runs, ablations and profiles on one page of HTML."""
+"""``fastloop report``: shows runs, ablations and profiles on one HTML page."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import typer
 
 
 def report(
-    folders: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders that train, bench or profile wrote.")],
-    output: Annotated[Path, typer.Option(metavar="FILE", help="The page to write.")] = Path("report.html"),
-    title: Annotated[str, typer.Option(help="What stands on top.")] = "",
+    folders: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Output folders of train, bench or profile.")],
+    output: Annotated[Path, typer.Option(metavar="FILE", help="The HTML file to write.")] = Path("report.html"),
+    title: Annotated[str, typer.Option(help="Title of the page.")] = "",
 ) -> None:
-    """Write one page of HTML about runs: curves, metrics, where recipes differ, ablations, and where a step's time goes.
+    """Write an HTML page about runs: curves, metrics, differences of recipes, ablations, and time spent in each part of a step.
 
-    The page needs nothing else: no network, no scripts.
+    The page is self-contained: it needs no network and no scripts.
     """
     from fastloop.errors import UsageError
     from fastloop.runtime.files import write
@@ -24,6 +24,6 @@ def report(
 
     found = read(folders)
     if output.is_dir() or not output.absolute().parent.is_dir():
-        raise UsageError(f"--output {output}: expected a file in a folder that is there.")
+        raise UsageError(f"--output {output}: expected a file in an existing folder.")
     write(output, render(found, title or ", ".join(folder.name for folder in folders)))
     typer.echo(f"written to {output}")

@@ -1,4 +1,4 @@
-"""The page: what was read, put into the template. Everything that is shown is escaped: names and errors may hold anything."""
+"""Renders the HTML page. All values are escaped: names and errors may contain anything."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ TITLES = {
     "tokens_per_second": "Real tokens a second",
     "memory_bytes": "Memory (bytes)",
 }
-"""Lines that get a chart of their own, in this order; then evaluations; what else there is comes last."""
+"""Lines with a chart of their own, in this order. Evaluation metrics follow, then all other lines."""
 ASIDE = ("epoch",)
 LOWER = ("loss", "perplexity", "error", "mse", "mae")
-"""In the names of metrics of which less is better."""
+"""Parts of names of metrics that improve when they fall."""
 
 
 def render(found: Found, title: str) -> str:
-    """The HTML."""
+    """Render the HTML page."""
     import jinja2
 
     environment = jinja2.Environment(
@@ -64,7 +64,7 @@ def _facts(run: Trained, index: int) -> dict[str, Any]:
 
 
 def _metrics(runs: list[Trained]) -> list[tuple[str, list[tuple[str, bool]]]]:
-    """Final metrics: name -> each run's value, and whether it is the best of several."""
+    """Final metrics: name -> the value of each run, and whether it is the best one."""
     names = dict.fromkeys(
         (split, name) for run in runs for split in ("validation", "test") for name in ((run.summary or {}).get(split) or {})
     )
@@ -80,7 +80,7 @@ def _metrics(runs: list[Trained]) -> list[tuple[str, list[tuple[str, bool]]]]:
 
 
 def charts(runs: list[Trained]) -> list[Chart]:
-    """One for each value that any run has."""
+    """One chart for each value that any run has."""
     keys = dict.fromkeys(
         key
         for run in runs
@@ -88,7 +88,7 @@ def charts(runs: list[Trained]) -> list[Chart]:
         if key.rpartition(" ")[2] not in ASIDE and any(value for _, value in points)
     )
     ordered = [key for key in TITLES if key in keys]
-    ordered += [key for key in keys if key.startswith("evaluate ")]
+    ordered += [key for key in keys if key.startswith("validation ")]
     ordered += [key for key in keys if key not in ordered and not key.startswith("test ")]
     drawn = []
     for key in ordered:

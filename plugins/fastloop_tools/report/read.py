@@ -1,4 +1,4 @@
-"""Reads what ``train``, ``bench`` and ``profile`` wrote. What is missing is left out; what is broken is an error that names the file."""
+"""Reads the output of ``train``, ``bench`` and ``profile``. Skips missing files; raises an error that names a broken one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NUMBERS = (
 )
 """Keys of a summary that the page shows as numbers."""
 Points = list[tuple[float, float]]
-"""Steps and values."""
+"""(step, value) of each point."""
 
 
 @dataclass
@@ -25,8 +25,8 @@ class Trained:
     """A run folder.
 
     Attributes:
-        name: Short, and different for all that are shown.
-        lines: Value -> its points, as ``metrics.jsonl`` has them: ``loss``, ``samples_per_second``, ..., and ``evaluate accuracy``.
+        name: A short name, unique on the page.
+        lines: Value -> its points, by the names in ``metrics.jsonl``: ``loss``, ``samples_per_second``, ..., ``validation accuracy``.
     """
 
     folder: Path
@@ -38,7 +38,7 @@ class Trained:
 
 @dataclass
 class Found:
-    """What is to be shown."""
+    """The contents of the page."""
 
     runs: list[Trained] = field(default_factory=list)
     ablations: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
@@ -46,10 +46,10 @@ class Found:
 
 
 def read(folders: Iterable[Path]) -> Found:
-    """Everything in some folders.
+    """Read everything in the given folders.
 
     Raises:
-        UsageError: A folder holds none of it, or a file of it cannot be read.
+        UsageError: A folder contains none of these outputs, or a file cannot be read.
     """
     found = Found()
     names: dict[str, int] = {}
@@ -65,8 +65,8 @@ def read(folders: Iterable[Path]) -> Found:
         elif (folder / "profile.json").is_file():
             found.profiles.append((name, _json(folder / "profile.json")))
         else:
-            what = "holds no run, ablation or profile" if folder.is_dir() else "no such folder"
-            raise UsageError(f"{folder}: {what}. Expected a folder that `fastloop train`, `bench` or `profile` wrote.")
+            what = "contains no run, ablation or profile" if folder.is_dir() else "no such folder"
+            raise UsageError(f"{folder}: {what}. Expected an output folder of `fastloop train`, `bench` or `profile`.")
     return found
 
 
@@ -102,7 +102,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _check_summary(summary: Mapping[str, Any], path: Path) -> None:
-    """Refuse values of other types than those that a page shows."""
+    """Raise an error for values of other types than those that the page shows."""
     numbers = {key: value for split in ("validation", "test") for key, value in _mapping(summary.get(split), path).items()}
     numbers |= {key: summary.get(key) for key in NUMBERS}
     wrong = [
@@ -131,7 +131,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def flat(values: Any, where: str = "") -> dict[str, str]:
-    """A recipe's keys with dots -> values as text. Plugins go by name, whatever their place."""
+    """A recipe's dotted keys -> values as text. Plugins are keyed by name, not by position."""
     if isinstance(values, Mapping):
         found: dict[str, str] = {}
         for key, value in values.items():
@@ -148,7 +148,7 @@ def _options(options: Any) -> str:
 
 
 def differences(runs: list[Trained]) -> list[tuple[str, list[str]]]:
-    """The keys in which recipes differ, with each run's value; the output folder is left out."""
+    """The keys in which recipes differ, with the value of each run. Ignores the output folder."""
     recipes = [flat(run.recipe) for run in runs]
     keys = dict.fromkeys(key for recipe in recipes for key in recipe if key != "output")
     rows = [(key, [recipe.get(key, "") for recipe in recipes]) for key in keys]

@@ -1,1 +1,1 @@
-"""``fastloop tune``: the fastest plugin set of a recipe on this machine, found by measuring."""
+"""``fastloop tune``: finds the fastest set of plugins for a recipe on this machine, by measuring."""

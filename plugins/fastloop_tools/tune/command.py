@@ -1,4 +1,4 @@
-"""``fastloop tune``: finds the fastest plugin set of a recipe on this machine, and writes it as a recipe."""
+"""``fastloop tune``: finds the fastest set of plugins for a recipe on this machine, and writes it as a recipe."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ def tune(
     nproc: Annotated[int, typer.Option(min=1, metavar="N", help="Measure with N processes on this machine.")] = 1,
     output: Annotated[str, typer.Option(metavar="FILE", help="The recipe to write [default: RECIPE.tuned.yaml].")] = "",
 ) -> None:
-    """Find the fastest plugin set of a recipe on this machine, and write it as a recipe.
+    """Find the fastest set of plugins for a recipe on this machine, and write it as a recipe.
 
     Plugins estimate what they would win; the largest is tried next, in fresh processes, and kept when it is faster. What was found is
     held against what was given at the end, in speed and in losses, and never written when it is slower.
 
     With --stop-after suggestions it tries only what `fastloop profile` suggests, and keeps an edit only when it is faster beyond noise.
     """
-    environment = dict(os.environ)  # as it is before plugins are resolved, which may set variables
+    environment = dict(os.environ)  # before plugins are resolved, which may set variables
     from fastloop.cli.messages import show_messages
     from fastloop.errors import UsageError
     from fastloop.recipe import load_recipe
     from fastloop.runtime.files import write
-    from fastloop_tools.bench.ablation import dump, finite
+    from fastloop_tools.bench.ablation import dump, json_safe
     from fastloop_tools.bench.plan import check
     from fastloop_tools.measure.pairs import TrialRunner, Window
     from fastloop_tools.measure.statistics import LEAST_PAIRS
@@ -58,19 +58,19 @@ def tune(
     loaded = load_recipe(recipe, overrides or (), names(with_), names(without))
     check(loaded).hooks.check_recipe(recipe=loaded)
     show_messages()
-    beside = Path(recipe) if Path(recipe).is_file() else Path(Path(recipe).stem)  # where the paths of a recipe mean the same
-    target = Path(output) if output else beside.with_suffix(".tuned.yaml")
+    base = Path(recipe) if Path(recipe).is_file() else Path(Path(recipe).stem)  # relative paths in a recipe keep their meaning there
+    target = Path(output) if output else base.with_suffix(".tuned.yaml")
     if loaded.source is not None and target.resolve() == loaded.source.resolve():
         raise UsageError(f"--output {target}: this is the recipe itself. Give another file.")
     if target.suffix in (".json", ".md") or target.is_dir() or not target.absolute().parent.is_dir():
         raise UsageError(f"--output {target}: expected a .yaml file in a folder that is there.")
     with tempfile.TemporaryDirectory(prefix="fastloop-tune-") as cache:
-        shop = TrialRunner(environment, Path(cache), typer.echo, nproc, timeout=None if thorough else allowed)
+        runner = TrialRunner(environment, Path(cache), typer.echo, nproc, timeout=None if thorough else allowed)
         search = Search(
             loaded,
             classes,
             allowed,
-            shop,
+            runner,
             Window(steps=steps, seconds=seconds, warmup=warmup, profile_steps=2),
             typer.echo,
             LEAST_PAIRS if thorough else None,
@@ -78,10 +78,10 @@ def tune(
         )
         found = search.run()
     record = search.record()
-    write(target.with_suffix(".json"), dump(finite(record)))
+    write(target.with_suffix(".json"), dump(json_safe(record)))
     write(target.with_suffix(".md"), writing.reports(search))
     if found is loaded:
-        typer.echo(f"nothing was found that is faster. What was tried: {target.with_suffix('.json')}")
+        typer.echo(f"found nothing faster. All trials: {target.with_suffix('.json')}")
         return
-    write(target, writing.tuned(search, f"What was tried: {target.with_suffix('.json').name}", target.parent))
+    write(target, writing.tuned(search, f"All trials: {target.with_suffix('.json').name}", target.parent))
     typer.echo(f"{writing.factor(search)}; written to {target}")

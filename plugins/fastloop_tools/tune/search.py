@@ -1,12 +1,12 @@
-"""A greedy search: the edit with the largest estimate is tried next, against the best recipe so far.
+"""Greedy search for the fastest recipe: try the edit with the largest estimate next, and compare it with the best recipe so far.
 
-measure the recipe, and look at its steps
+measure the given recipe, and profile its steps
 while there is time:
-    of the edits that plugins estimate a win of, try the largest that was not tried
-    keep it when it is faster: pair by pair, a clear case needs one pair, a close one three
-try without each plugin that is there for speed, and other device batch sizes
-hold the losses of what was found to those of what was given
-measure what was given and what was found, pair by pair: the slower is not written
+    of the edits for which plugins estimate a speedup, try the largest that was not tried
+    keep it if it is faster: a clear case needs one pair of measurements, a close one three
+try without each plugin that is listed for speed, and other micro-batch sizes
+compare the losses of the result with those of the given recipe
+measure the given recipe and the result, pair by pair; a slower result is not written
 """
 
 from __future__ import annotations
@@ -30,35 +30,35 @@ from fastloop_tools.measure.statistics import break_even, interval, median, verd
 from fastloop_tools.profile.suggestions import suggest
 
 CLASSES = get_args(Numerics)
-"""From what changes the numbers least to what changes them most."""
+"""From the smallest to the largest effect on the numbers."""
 PAIRS, CHECKS = 3, 5
-"""Pairs that a close case gets, and the last check, time allowing."""
+"""Pairs for a close case, and for the last check if there is time."""
 CLEAR, WORTH, LEAST = 1.3, 1.05, 1.02
-"""Factors from which one pair is enough, two that agree or one and its estimate, and three."""
+"""Speedups that need one pair; two pairs that agree, or one pair and the estimate; and three pairs."""
 LOSSES = 3
-"""Steps of which the losses are compared."""
+"""Steps whose losses are compared."""
 MORE = 2
-"""Further pairs for an edit that was slower in one of them: the interval of five reaches to the least, that of seven to the second."""
+"""Further pairs for an edit that was slower in one: the interval of five reaches the smallest ratio, that of seven the second smallest."""
 ONCE = 2.0
-"""Seconds that an edit must cost once before they are held against what it wins: the start of a process varies by as much."""
+"""Seconds. A smaller one-time cost of an edit is ignored: the start of a process varies by as much."""
 
 
 @dataclass
 class Trial:
-    """One edit that was tried, and its report.
+    """One edit that was tried, and its results.
 
     Attributes:
-        edit: As one would type it.
-        plugin: Whose it is; empty for the device batch size.
-        numerics: What it does to the numbers.
-        estimate: The factor that was estimate; None: nobody estimate any.
-        ratios: Speed with it over the speed without, pair by pair.
-        kept: Whether the recipe has it now.
-        why: Why not, where it could not be measured.
-        before: Seconds of a step without it, each time it was measured.
-        after: And with it.
-        once: Seconds that it costs once: what the start and the first steps take longer, when nothing is compiled yet.
-        pays_after: Steps that win them back; None: none do.
+        edit: The edit as a user would type it.
+        plugin: Its plugin; empty for the micro-batch size.
+        numerics: Its numerics class.
+        estimate: The estimated speedup; None: there was no estimate.
+        ratios: Speed with it over the speed without it, pair by pair.
+        kept: Whether the best recipe has it.
+        why: Why it was not kept, if it could not be measured.
+        before: Seconds of a step without it, in each measurement.
+        after: Seconds of a step with it, in each measurement.
+        once: One-time cost in seconds: extra time of the start and the first steps, with nothing compiled yet.
+        pays_after: Steps until it has saved its one-time cost; None: never.
     """
 
     edit: str
@@ -75,7 +75,7 @@ class Trial:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Of the median ratio: 95%, by bootstrap."""
+        """95% bootstrap interval of the median ratio."""
         return interval(self.ratios)
 
 
@@ -92,17 +92,18 @@ class Search:
 
     Args:
         accept: Numerics classes that edits may have.
-        budget: Seconds.
-        shop: Where trainings are run.
-        window: What of each is measured.
-        say: Gets a line for each thing that is found.
-        never: Plugins that are not to be tried.
-        pairs: Give every edit so many pairs, keep what is faster beyond noise, and try no more than what is estimate; None: as above.
+        budget: Seconds that the search may take.
+        shop: Runs the trainings.
+        window: The measured part of each training.
+        say: Called with a line of text for each result.
+        never: Plugins not to try.
+        pairs: Measure every edit in this many pairs, keep those that are significantly faster, and try only edits with an estimate; None:
+            search as described above.
 
     Attributes:
         best: The fastest recipe so far.
-        trials: What was tried, in order.
-        check: Given against found: ``ratios``, and ``numerics``.
+        trials: All trials, in order.
+        check: Comparison of the given recipe with the result: ``ratios`` and ``numerics``.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class Search:
         """Search; returns the fastest recipe.
 
         Raises:
-            FastloopError: The recipe cannot be measured as it is.
+            FastloopError: The given recipe cannot be measured.
         """
         self.shop.listen()
         here = self.measure(self.given)
@@ -145,7 +146,7 @@ class Search:
     # -- what to try -------------------------------------------------------------------------------------------------------
 
     def next(self, here: Measurement) -> Proposal | None:
-        """The next edit there is time for."""
+        """The next edit that fits into the remaining time; None if there is none."""
         tried = {trial.edit for trial in self.trials}
         refused = {trial.plugin for trial in self.trials if trial.estimate is not None and not trial.kept}
         for proposal in self.proposals(here):
@@ -161,13 +162,13 @@ class Search:
         return None
 
     def proposals(self, here: Measurement) -> Iterator[Proposal]:
-        """Edits of the best recipe so far."""
-        seen = StepProfile(**here["seen"])
+        """Yield edits of the best recipe so far."""
+        seen = StepProfile(**here["profile"])
         left_out = {trial.plugin for trial in self.trials if trial.kept and trial.estimate is None}
         found, _ = suggest(seen, self.best, self.never | left_out)
-        for told in found:
-            factor = seen.seconds / max(seen.seconds - told.win.seconds, 0.01 * seen.seconds)
-            yield Proposal(Trial(told.edit, told.plugin, told.numerics, factor), told.recipe)
+        for suggestion in found:
+            factor = seen.seconds / max(seen.seconds - suggestion.estimate.seconds, 0.01 * seen.seconds)
+            yield Proposal(Trial(suggestion.edit, suggestion.plugin, suggestion.numerics, factor), suggestion.recipe)
         if self.pairs is not None:
             return
         for name, options in self.given.plugins.items():
@@ -185,7 +186,7 @@ class Search:
                     yield Proposal(Trial(f"train.micro_batch_size={other}", "", "reassociated"), recipe)
 
     def edited(self, section: str, change: Mapping[str, Any]) -> Recipe | None:
-        """The best recipe with keys of a section set; None when it cannot run."""
+        """The best recipe with some keys of a section set; None if it cannot run."""
         tree = copy.deepcopy(self.best.to_dict()) | {"plugins": copy.deepcopy(self.best.plugins)}
         tree[section].update(change)
         tree["plugins"] = self.best.listed(tree["plugins"])
@@ -199,7 +200,7 @@ class Search:
     # -- trying --------------------------------------------------------------------------------------------------------------
 
     def try_(self, proposal: Proposal, here: Measurement) -> Measurement:
-        """Measure an edit against the best recipe; returns the newest measurement of what is best then."""
+        """Measure an edit against the best recipe; returns the newest measurement of the recipe that is best afterwards."""
         trial, base, decision = proposal.trial, here, None
         self.trials.append(trial)
         while decision is None:
@@ -226,7 +227,7 @@ class Search:
         trial.pays_after = break_even(trial.once, median(trial.before) - median(trial.after))
         length = there["total_steps"]
         if decision and trial.once > ONCE and length is not None and (trial.pays_after is None or trial.pays_after >= length):
-            decision, trial.why = False, f"it costs {trial.once:.0f} s once, which {length} steps do not win back"
+            decision, trial.why = False, f"it costs {trial.once:.0f} s once, which {length} steps do not save"
         trial.kept = decision
         shown = ", ".join(f"{ratio:.2f}" for ratio in trial.ratios)
         estimate = "" if trial.estimate is None else f" (estimate {trial.estimate:.2f})"
@@ -250,7 +251,7 @@ class Search:
         return min(ratios) > 1.0 and median(ratios) >= LEAST
 
     def measure(self, recipe: Recipe, number: int = 0, profiles: bool = True) -> Measurement:
-        """In a fresh process."""
+        """Measure a recipe in a fresh process."""
         window = self.window if profiles else replace(self.window, profile_steps=0)
         found = self.shop.measure(recipe, window, number)
         if "error" not in found:
@@ -262,7 +263,7 @@ class Search:
     # -- checking ------------------------------------------------------------------------------------------------------------
 
     def hold(self) -> None:
-        """See that the losses are as the weakest promise of what was kept says; else undo all."""
+        """Compare losses by the weakest numerics class of the kept edits; undo all edits if they differ too much."""
         kept = [trial for trial in self.trials if trial.kept]
         if not kept:
             return
@@ -275,7 +276,7 @@ class Search:
             self.undo(f"the losses are not those of the recipe as given ({found['verdict']}, {found['difference'] or found['why']})")
 
     def last_check(self) -> None:
-        """Given against found, in turn; the slower is left."""
+        """Measure the given recipe and the result in turn; undo all edits if the result is slower."""
         if self.best is self.given:
             return
         ratios: list[float] = self.check["ratios"]
@@ -298,7 +299,7 @@ class Search:
             self.undo(f"the last check failed: {self.check['error']}" if not ratios else "the last check found it no faster than as given")
 
     def undo(self, why: str) -> None:
-        """Go back to the recipe as given."""
+        """Return to the given recipe."""
         self.say(f"{why}: nothing is changed")
         self.best = self.given
         for trial in self.trials:
@@ -306,14 +307,14 @@ class Search:
                 trial.kept, trial.why = False, f"undone: {why}"
 
     def left(self) -> float:
-        """Seconds of the budget."""
+        """Seconds left in the budget."""
         return self.budget - (monotonic() - self.started)
 
     def cost(self, recipe: Recipe, steps: int | None = None, hoped: float = 1.0) -> float:
-        """Seconds that so many steps of a recipe take, in a process of their own; None: those of a measurement.
+        """Seconds that a measurement of a recipe takes, or a run of ``steps`` steps, in a fresh process.
 
         Args:
-            hoped: How many times as fast as now its steps will be.
+            hoped: Expected speedup of its steps.
         """
         start, step = self.costs[repr(recipe.to_dict())]
         step, window = step / hoped, self.window
@@ -322,12 +323,12 @@ class Search:
         )
 
     def reserve(self, hoped: float = 1.0) -> float:
-        """Seconds that the checks at the end need, should the best recipe become so much faster: losses, and a pair."""
+        """Seconds needed for the checks at the end, if the best recipe becomes ``hoped`` times as fast: losses, and one pair."""
         given, best = self.given, self.best
         return self.cost(given, LOSSES) + self.cost(best, LOSSES, hoped) + self.cost(given) + self.cost(best, hoped=hoped)
 
     def record(self) -> dict[str, Any]:
-        """The report."""
+        """The results of the search, for the report."""
         return {
             "given": self.given.to_dict(),
             "found": self.best.to_dict(),
@@ -341,10 +342,10 @@ class Search:
 
 
 def first_cost(found: Measurement) -> float:
-    """Seconds before the first step, and those that the first steps took longer than the rest."""
+    """Seconds before the first step, and the extra seconds of the first steps."""
     return float(found["startup_seconds"] + found["warmup_extra_seconds"])
 
 
 def for_speed(plugin: type[Plugin]) -> bool:
-    """Whether a plugin is there to make runs faster: it estimates."""
+    """Whether a plugin makes runs faster, that is, whether it estimates a speedup."""
     return plugin.estimate_speedup.__func__ is not Plugin.estimate_speedup.__func__  # type: ignore[attr-defined]

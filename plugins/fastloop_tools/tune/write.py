@@ -1,4 +1,4 @@
-"""The tuned recipe as YAML, with what each line won behind it."""
+"""Writes the tuned recipe as YAML, with the measured speedup of each line as a comment."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from fastloop_tools.tune.search import ONCE, Search
 
 
 def factor(search: Search) -> str:
-    """What the last check measured."""
+    """The result of the last check as text."""
     ratios = search.check["ratios"]
     return f"{median(ratios):.2f} times as fast as given ({min(ratios):.2f} to {max(ratios):.2f} in {len(ratios)} pairs)"
 
 
 def tuned(search: Search, last: str, folder: Path) -> str:
-    """The recipe that a search found.
+    """The recipe that a search found, as YAML.
 
     Args:
-        last: A further line of the comment on top.
-        folder: Where it will be.
+        last: Last line of the comment at the top.
+        folder: Folder that the file will be in.
     """
     remarks = {}
     for trial in search.trials:
@@ -33,8 +33,8 @@ def tuned(search: Search, last: str, folder: Path) -> str:
             key = trial.edit.partition("=")[0] if trial.edit.startswith(("data.", "train.", "model.")) else trial.plugin
             pays = f", pays after {trial.pays_after} steps" if trial.once > ONCE else ""
             remarks[key] = f"x {median(trial.ratios):.2f}" + (", one pair" if len(trial.ratios) == 1 else "") + f"{pays}; {trial.numerics}"
-    name, held = search.given.source.stem if search.given.source else "recipe", search.check["numerics"]
-    head = [f"{name}, tuned on this machine: {factor(search)}.", f"Losses, {held['class']}: {held['verdict']}.", last]
+    name, numerics = search.given.source.stem if search.given.source else "recipe", search.check["numerics"]
+    head = [f"{name}, tuned on this machine: {factor(search)}.", f"Losses, {numerics['class']}: {numerics['verdict']}.", last]
     best, source = search.best, search.best.source
     if source is not None and source.parent.resolve() != folder.resolve():
         home = source.parent
@@ -49,7 +49,7 @@ def tuned(search: Search, last: str, folder: Path) -> str:
 
 
 def reports(search: Search) -> str:
-    """A markdown table of what was tried."""
+    """A markdown table of all trials."""
     lines = ["| edit | before | after | x measured | x estimate | pays after | numerics | |", "|---|---:|---:|---:|---:|---:|---|---|"]
     for trial in search.trials:
         measured = ["", "", trial.why]
@@ -65,7 +65,7 @@ def reports(search: Search) -> str:
 
 
 def text(recipe: Recipe, head: list[str], remarks: Mapping[str, str]) -> str:
-    """The whole file: a comment on top, the sections, and a remark behind plugins and keys that have one.
+    """The recipe as YAML, with a comment at the top, and remarks after the lines of plugins and keys.
 
     Args:
         remarks: Plugin name, or ``train.KEY`` or ``data.KEY`` -> remark.
@@ -87,7 +87,7 @@ def text(recipe: Recipe, head: list[str], remarks: Mapping[str, str]) -> str:
 
 
 def _flow(value: Any) -> str:
-    """A value on one line."""
+    """A value as YAML on one line."""
     shown: str = yaml.safe_dump(value, default_flow_style=True, width=10**6, sort_keys=False, allow_unicode=True)
     return shown.strip().removesuffix("...").strip()
 

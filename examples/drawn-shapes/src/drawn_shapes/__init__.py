@@ -1,10 +1,10 @@
-"""A task: tells what shape is in an image. The images are drawn with numpy as the run begins, so there is nothing to download.
+"""A task that classifies shapes in images. The images are drawn with numpy when the run begins, so nothing is downloaded.
 
     plugins:
       - drawn-shapes: {size: 16, count: 2000, classes: 5}
 
-Each image shows one shape in gray, of random size and brightness, at a random place, with noise over it. The classes are, in this order,
-disc, square, triangle, cross and ring. A small convolutional network is trained; another plugin's ``build_model`` replaces it.
+Each image shows one gray shape of random size, brightness and position, with noise. The classes are, in this order, disc, square, triangle,
+cross and ring. The model is a small convolutional network; another plugin's ``build_model`` replaces it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 SHAPES = ("disc", "square", "triangle", "cross", "ring")
 NOISE = 0.1
-"""Standard deviation, where black is 0 and white is 1."""
+"""Standard deviation of the noise, where black is 0 and white is 1."""
 
 
 class DrawnShapes(Plugin):
-    """Classification of drawn images."""
+    """Draws the images and classifies them."""
 
     name = "drawn-shapes"
     slot = "task"
@@ -39,17 +39,17 @@ class DrawnShapes(Plugin):
         """Options."""
 
         size: Annotated[int, option("Height and width of an image in pixels.", ge=8)] = 16
-        count: Annotated[int, option("Images to train on; a quarter as many are evaluated, and as many again tested.", ge=4)] = 2000
-        classes: Annotated[int, option("How many of the shapes there are.", ge=2, le=len(SHAPES))] = len(SHAPES)
+        count: Annotated[int, option("Training images. The validation and the test split have a quarter as many each.", ge=4)] = 2000
+        classes: Annotated[int, option("Number of shapes to use.", ge=2, le=len(SHAPES))] = len(SHAPES)
         channels: Annotated[int, option("Channels of the first convolution; the second has twice as many.", ge=1)] = 16
-        seed: Annotated[int, option("Seeds the drawing, apart from train.seed.", ge=0)] = 0
+        seed: Annotated[int, option("Seed of the images, independent of train.seed.", ge=0)] = 0
 
     @hookimpl
     def check_recipe(self, recipe: Recipe) -> None:
         for section in ("model", "data"):
             if getattr(recipe, section):
                 raise RecipeError(
-                    f"{recipe.where}: {section}: 'drawn-shapes' has its own. Leave the section out; see `fastloop plugins drawn-shapes`."
+                    f"{recipe.where}: {section}: 'drawn-shapes' has its own. Remove the section; see `fastloop plugins drawn-shapes`."
                 )
 
     @hookimpl
@@ -62,7 +62,7 @@ class DrawnShapes(Plugin):
         for number, (split, count) in enumerate(
             {"train": config.count, "validation": config.count // 4, "test": config.count // 4}.items()
         ):
-            rng = np.random.default_rng((config.seed, number))  # a split does not change with the size of another
+            rng = np.random.default_rng((config.seed, number))  # a split does not depend on the sizes of the others
             labels = rng.integers(config.classes, size=count)
             datasets[split] = TensorDataset(torch.from_numpy(draw(labels, config.size, rng)), torch.from_numpy(labels))
         return datasets
@@ -100,7 +100,7 @@ class DrawnShapes(Plugin):
 
 
 def draw(labels: np.ndarray, size: int, rng: np.random.Generator) -> np.ndarray:
-    """Images of the shapes that ``labels`` (n, of any integer type) are indices of: (n, 1, size, size), float32, black 0 and white 1."""
+    """Draw the shapes with indices ``labels``, of shape (n,): returns (n, 1, size, size) float32, black 0 and white 1."""
     import numpy as np
 
     def some(low: float, high: float) -> np.ndarray:
@@ -108,8 +108,8 @@ def draw(labels: np.ndarray, size: int, rng: np.random.Generator) -> np.ndarray:
 
     radius = some(0.22, 0.4) * size
     middle = (some(0.4, 0.6) * size, some(0.4, 0.6) * size)
-    down, right = np.mgrid[:size, :size] + 0.5  # of each pixel's middle
-    y, x = (down - middle[0]) / radius, (right - middle[1]) / radius  # the shape reaches from -1 to 1
+    down, right = np.mgrid[:size, :size] + 0.5  # centres of the pixels
+    y, x = (down - middle[0]) / radius, (right - middle[1]) / radius  # the shape extends from -1 to 1
     distance, far, near = np.hypot(x, y), np.maximum(abs(x), abs(y)), np.minimum(abs(x), abs(y))
     inside = np.select(
         [labels[:, None, None] == index for index in range(len(SHAPES))],

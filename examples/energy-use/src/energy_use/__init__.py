@@ -1,11 +1,11 @@
-"""Counts what a run takes: joules where the machine counts them, processor time everywhere, and how busy the GPU was.
+"""Measures the energy and processor time of a run: joules if the machine has counters for them, and the utilization of the GPU.
 
     plugins:
       - energy-use: {every: 20}
 
-The processor's joules are those of the whole machine, from Linux's powercap (RAPL), which on most machines root alone may read. A GPU's
-come from NVML: ``pip install 'energy-use[nvidia]'``. Counted is from the first step to the last, evaluations and saving in between
-included; with several processes, for the main one. The summary has it as ``energy-use``.
+The processor's joules are those of the full machine, from Linux's powercap (RAPL), which only root may read on most machines. A GPU's
+joules come from NVML: ``pip install 'energy-use[nvidia]'``. The measurement covers the first step to the last, with evaluations and saving
+in between; with several processes, it covers the main process. The results are in the summary as ``energy-use``.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ POWERCAP = Path("/sys/class/powercap")
 
 
 class EnergyUse(Plugin):
-    """Energy and processor time, in the summary and the log."""
+    """Writes energy and processor time to the summary and the log."""
 
     name = "energy-use"
     numerics = "bitwise"
     read_only: ClassVar[bool] = True
-    description = "counts joules and processor time"
+    description = "measures joules and processor time"
 
     @dataclass(kw_only=True)
     class Config:
         """Options."""
 
-        every: Annotated[int, option("Steps between looks at the counters, some of which wrap around within minutes.", ge=1)] = 20
+        every: Annotated[int, option("Steps between reads of the counters, some of which wrap around within minutes.", ge=1)] = 20
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -55,11 +55,11 @@ class EnergyUse(Plugin):
     @hookimpl
     def after_step(self, run: Run) -> None:
         if run.state.step % self.config.every == 0:
-            self.look()
+            self.read_counters()
 
     @hookimpl
     def after_fit(self, run: Run) -> None:
-        self.look()
+        self.read_counters()
         seconds, spent = perf_counter() - self.started, cpu_seconds() - self.cpu_seconds
         joules = {"processor": self.rapl.joules} if self.rapl.zones else {}
         if self.gpu is not None and self.gpu.joules is not None:
@@ -75,26 +75,26 @@ class EnergyUse(Plugin):
     def write_summary(self, summary: dict[str, Any]) -> None:
         summary["energy-use"] = self.found
 
-    def look(self) -> None:
-        """Read what must be read now and then."""
-        self.rapl.look()
+    def read_counters(self) -> None:
+        """Read the counters that wrap around."""
+        self.rapl.update()
         if self.gpu is not None:
-            self.gpu.look()
+            self.gpu.update()
 
 
 class Rapl:
-    """The energy counters of the processor packages and of the memory beside them.
+    """The energy counters of the processor packages and their memory.
 
     Attributes:
-        zones: Folder -> its counter when it was last read, in microjoules.
-        joules: What they add up to so far.
+        zones: Folder -> last value of its counter, in microjoules.
+        joules: Sum of the energy used so far.
         why: Why there are no zones.
     """
 
     def __init__(self, folder: Path = POWERCAP) -> None:
         self.joules, self.why = 0.0, f"{folder} has none"
         self.zones: dict[Path, int] = {}
-        for zone in sorted(folder.glob("intel-rapl:*")):  # AMD's processors have them under this name too
+        for zone in sorted(folder.glob("intel-rapl:*")):  # AMD processors use this name too
             name = read(zone / "name")
             if name.startswith("package") or name == "dram":  # the other zones are parts of a package
                 try:
@@ -102,8 +102,8 @@ class Rapl:
                 except PermissionError:
                     self.why = f"{zone / 'energy_uj'} may not be read by this user"
 
-    def look(self) -> None:
-        """Add what was used since the last look. A counter that has wrapped around began anew at 0."""
+    def update(self) -> None:
+        """Add the energy used since the last call. A counter that wraps around restarts at 0."""
         for zone, before in self.zones.items():
             now = int(read(zone / "energy_uj"))
             used = now - before if now >= before else now + int(read(zone / "max_energy_range_uj")) - before
@@ -115,18 +115,18 @@ class Gpu:
     """NVML's counters of one GPU.
 
     Attributes:
-        joules: Used so far; None: not counted here.
-        busy: Mean share of the time in which a kernel ran, over the looks; None: not known here.
+        joules: Energy used so far; None: there is no counter.
+        busy: Mean GPU utilization over all reads, 0 to 1; None: unknown.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.joules: float | None = None
         self.busy: float | None = None
-        self.profile_steps = 0
+        self.reads = 0
         try:
             import pynvml
         except ImportError:
-            logger.warning("energy-use: the GPU is not looked at: pynvml is not installed. Install it: pip install 'energy-use[nvidia]'")
+            logger.warning("energy-use: the GPU is not measured: pynvml is not installed. Install it: pip install 'energy-use[nvidia]'")
             return
         import torch
 
@@ -135,35 +135,35 @@ class Gpu:
             pynvml.nvmlInit()
             self.handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
             self.start = pynvml.nvmlDeviceGetTotalEnergyConsumption(self.handle)  # millijoules
-        except pynvml.NVMLError as error:  # a part of a GPU, or one too old, has no counter
-            logger.warning("energy-use: the GPU is not looked at: %s", error)
+        except pynvml.NVMLError as error:  # a partition of a GPU, or an old GPU, has no counter
+            logger.warning("energy-use: the GPU is not measured: %s", error)
             return
         self.joules = 0.0
 
-    def look(self) -> None:
-        """Read both."""
+    def update(self) -> None:
+        """Read energy and utilization."""
         if self.joules is None:
             return
         with suppress(self.nvml.NVMLError):
             self.joules = (self.nvml.nvmlDeviceGetTotalEnergyConsumption(self.handle) - self.start) / 1e3
             share = self.nvml.nvmlDeviceGetUtilizationRates(self.handle).gpu / 100
-            self.profile_steps += 1
-            self.busy = (self.busy or 0.0) + (share - (self.busy or 0.0)) / self.profile_steps
+            self.reads += 1
+            self.busy = (self.busy or 0.0) + (share - (self.busy or 0.0)) / self.reads
 
 
 def read(file: Path) -> str:
-    """A counter's text."""
+    """The text of a counter file."""
     return file.read_text(encoding="ascii").strip()
 
 
 def cpu_seconds() -> float:
-    """Processor time of this process and of those that it started, such as workers that load data: ended ones, and running ones."""
+    """Processor seconds of this process and its children, running or ended, such as data-loader workers."""
     import psutil
 
     this = psutil.Process()
     spent = this.cpu_times()
     total = spent.user + spent.system + spent.children_user + spent.children_system
     for process in this.children(recursive=True):
-        with suppress(psutil.Error):  # it has just ended
+        with suppress(psutil.Error):  # the child has just ended
             total += sum(process.cpu_times()[:2])
     return float(total)

@@ -1,11 +1,11 @@
-"""Freezes a model's first layers one after another as training goes on: backward ends at the first layer that still trains.
+"""Freezes a model's first layers one by one during training. Backward stops at the first layer that still trains.
 
     plugins:
       - layer-freezing: {share: 0.5, start: 0.2, until: 0.6}
 
-The first layers of a network settle first. Between the shares ``start`` and ``until`` of the run's steps, ``share`` of the layers are
-frozen in turn, and with the first of them all that the model has before it, such as embeddings. A frozen layer gets no gradients:
-backward computes none for it, and the optimizer leaves it out. Method: Brock et al., "FreezeOut: Accelerate Training by Progressively
+The first layers of a network converge first. Between the fractions ``start`` and ``until`` of the run's steps, the plugin freezes a
+fraction ``share`` of the layers, one after another. With the first layer it also freezes everything before it, such as embeddings. Backward
+computes no gradients for a frozen layer, and the optimizer skips it. Method: Brock et al., "FreezeOut: Accelerate Training by Progressively
 Freezing Layers", 2017.
 """
 
@@ -28,23 +28,23 @@ logger = logging.getLogger("fastloop")
 
 
 class LayerFreezing(Plugin):
-    """Fewer and fewer weights are trained."""
+    """Freezes more and more layers during training."""
 
     name = "layer-freezing"
     numerics = "changes-training"
-    conflicts = {"slot:strategy": "strategies settle before training which weights have gradients."}
-    description = "freezes the first layers as training goes on"
+    conflicts = {"slot:strategy": "strategies decide before training which weights have gradients."}
+    description = "freezes the first layers during training"
 
     @dataclass(kw_only=True)
     class Config:
         """Options."""
 
-        share: Annotated[float, option("Share of the layers that are frozen in the end.", gt=0, lt=1)] = 0.5
+        share: Annotated[float, option("Share of the layers that are frozen at the end.", gt=0, lt=1)] = 0.5
         start: Annotated[float, option("Share of the run's steps after which freezing begins.", ge=0, lt=1)] = 0.2
         until: Annotated[float, option("Share of the run's steps after which all of them are frozen.", gt=0, le=1)] = 0.6
         layers: Annotated[
             str | None,
-            option("Name of the model's ModuleList or Sequential of layers; null: the longest of the outermost."),
+            option("Name of the model's ModuleList or Sequential of layers; null: the longest outermost one."),
         ] = None
 
         def __post_init__(self) -> None:
@@ -60,9 +60,9 @@ class LayerFreezing(Plugin):
     def check_run(self, run: Run) -> None:
         where = f"{run.recipe.where}: plugin 'layer-freezing'"
         if run.world_size > 1:
-            raise PluginError(f"{where} runs in one process: {run.world_size} would wait for gradients that frozen layers do not have.")
+            raise PluginError(f"{where} runs in one process: others would wait for gradients that frozen layers do not have.")
         if run.total_steps is None:
-            raise PluginError(f"{where} asks how long the run is, and data of unknown length does not tell. Set train.max_steps.")
+            raise PluginError(f"{where} needs the length of the run, and the data has no known length. Set train.max_steps.")
         self.layers = self.find_layers(run.unwrap_model(), where)
         self.most = int(self.config.share * len(self.layers) + 1e-9)  # 0.29 x 100 is a little less than 29
         if not self.most:
@@ -100,7 +100,7 @@ class LayerFreezing(Plugin):
 
     @hookimpl
     def load_state(self, state: dict[str, Any]) -> None:
-        self.least = self.counted = state["frozen"]  # a run that goes on for longer than planned thaws none
+        self.least = self.counted = state["frozen"]  # a resumed run with more steps unfreezes none
         self.with_gradients = state["with_gradients"]
 
     @hookimpl
@@ -112,10 +112,10 @@ class LayerFreezing(Plugin):
         }
 
     def find_layers(self, model: nn.Module, where: str) -> list[nn.Module]:
-        """The model's layers that have weights to train, in order.
+        """The model's layers with trainable weights, in order.
 
         Raises:
-            PluginError: The model has no layers of the name that was given.
+            PluginError: The model has no module with the configured name.
         """
         from torch import nn
 
@@ -129,7 +129,7 @@ class LayerFreezing(Plugin):
 
 
 def sequences(module: nn.Module) -> Iterator[list[nn.Module]]:
-    """The layers of every ``ModuleList`` and ``Sequential`` that is not inside of another and has several that are trained."""
+    """Yield the trainable layers of each outermost ``ModuleList`` or ``Sequential`` that has several."""
     from torch import nn
 
     layers = trained(module) if isinstance(module, nn.ModuleList | nn.Sequential) else []
@@ -141,5 +141,5 @@ def sequences(module: nn.Module) -> Iterator[list[nn.Module]]:
 
 
 def trained(module: nn.Module) -> list[nn.Module]:
-    """Children with weights that are trained."""
+    """The children with trainable weights."""
     return [child for child in module.children() if any(weight.requires_grad for weight in child.parameters())]

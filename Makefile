@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN     = $(VENV)/bin
 
-.PHONY: quickstart test test-all lint docs matrix conformance reliability audit clean
+.PHONY: quickstart test test-all lint docs docs-sources matrix conformance reliability audit clean
 
 quickstart: $(VENV)/ready
 	$(BIN)/fastloop train recipes/quickstart.yaml
@@ -24,6 +24,12 @@ lint: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache --no-logo
+	$(BIN)/python docs/_sources.py --check
+	$(BIN)/python .ci/check_wording.py
+
+# The reference parts of docs/, written from the code: commit the result.
+docs-sources: $(VENV)/ready
+	$(BIN)/python docs/_sources.py
 
 # The documentation, into site/; a warning is an error.
 docs: $(VENV)/ready

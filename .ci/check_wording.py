@@ -40,7 +40,11 @@ WORDS = {
 OPENINGS = re.compile(r"^(?:What|Those (?:that|who|which)|Of (?:a|an|the|its|these|those|all|each|which|what|several|two|many))\b")
 """How no sentence begins: name the actor, then the verb. A question may begin with "What"."""
 PATTERNS = [(re.compile(rf"(?<![\w-])(?:{pattern})(?![\w-])", re.IGNORECASE), pattern, instead) for pattern, instead in WORDS.items()]
-SENTENCE = re.compile(r"(?<=[.!?:;])\s+(?=[A-Z`\"'(])|(?<=[.!?])\s*$")
+SENTENCE = re.compile(
+    r"(?<=[.!?:;])(?<!e\.g\.)(?<!i\.e\.)(?<! al\.)\s+(?=[A-Z`\"'(])|(?<=[.!?])(?<!e\.g\.)(?<!i\.e\.)(?<! al\.)\s+|(?<=[.!?])\s*$"
+)
+MADE = re.compile(r"(?ms)^<!-- made: ([\w-]+) -->$.*?^<!-- end: \1 -->$|\A<!-- made by `make docs-sources`.*\Z")
+"""A part of a page that is made from docstrings, whose sentences have no limit."""
 CODE = re.compile(r"``[^`]*``|`[^`]*`|\"[^\"]*\"|https?://\S+")
 
 
@@ -62,25 +66,28 @@ def paragraphs(text: str) -> Iterator[tuple[int, str]]:
             lines.append(re.sub(r"^([-*+]|\d+\.)\s+", "", stripped))
 
 
-def problems(text: str, pages: bool) -> Iterator[tuple[int, str]]:
+def problems(text: str, limited: bool) -> Iterator[tuple[int, str]]:
     """``(line offset, message)`` for each problem in a text."""
     for offset, paragraph in paragraphs(text):
-        prose = CODE.sub("X", paragraph)
+        prose = re.sub(r"(?<!\w)\*{1,2}|\*{1,2}(?!\w)", "", CODE.sub("X", paragraph))
         for pattern, _, instead in PATTERNS:
             for match in pattern.finditer(prose):
                 yield offset, f"{match[0]!r}: write instead: {instead}"
         for sentence in SENTENCE.split(prose):
             if OPENINGS.match(sentence) and not sentence.rstrip().endswith("?"):
                 yield offset, f"a sentence begins with {' '.join(sentence.split()[:3])!r}: name the actor, then the verb"
-            if pages and len(sentence.split()) > LONGEST:
+            if limited and len(sentence.split()) > LONGEST:
                 yield offset, f"a sentence of {len(sentence.split())} words, {LONGEST} at most: {' '.join(sentence.split()[:8])} ..."
 
 
-def texts(path: Path) -> Iterator[tuple[int, str]]:
-    """The docstrings and comments of a Python file, or a whole page: ``(first line, text)``."""
+def texts(path: Path) -> Iterator[tuple[int, str, bool]]:
+    """The docstrings and comments of a Python file, or the parts of a page: ``(first line, text, whether its sentences have a limit)``."""
     source = path.read_text(encoding="utf-8")
     if path.suffix == ".md":
-        yield 1, source
+        written = MADE.sub(lambda part: "\n" * part[0].count("\n"), source)
+        yield 1, written, True
+        for part in MADE.finditer(source):
+            yield source.count("\n", 0, part.start()) + 1, part[0], False
         return
     tree = ast.parse(source)
     for node in ast.walk(tree):
@@ -91,18 +98,18 @@ def texts(path: Path) -> Iterator[tuple[int, str]]:
                     value = statement.value
                     text = str(value.value)
                     first, _, rest = text.partition("\n")
-                    yield value.lineno, first + "\n" + "\n".join(line[value.col_offset :] for line in rest.split("\n"))
+                    yield value.lineno, first + "\n" + "\n".join(line[value.col_offset :] for line in rest.split("\n")), False
     previous, block = -1, []
     for token in [*tokenize.generate_tokens(io.StringIO(source).readline)]:
         if token.type != tokenize.COMMENT or token.string.startswith(("# type:", "# noqa", "# fmt:", "#!", "# --")):
             continue
         if token.start[0] != previous + 1 and block:
-            yield block[0][0], "\n".join(line for _, line in block)
+            yield block[0][0], "\n".join(line for _, line in block), False
             block = []
         previous = token.start[0]
         block.append((token.start[0], token.string.lstrip("# ").split("# type:")[0]))
     if block:
-        yield block[0][0], "\n".join(line for _, line in block)
+        yield block[0][0], "\n".join(line for _, line in block), False
 
 
 def main(names: list[str]) -> int:
@@ -112,8 +119,8 @@ def main(names: list[str]) -> int:
         names = [name for name in listed if name != "CHANGELOG.md" and not name.startswith(("tests/", ".github/"))]
     count = 0
     for name in names:
-        for line, text in texts(ROOT / name):
-            for offset, message in problems(text, name.endswith(".md")):
+        for line, text, limited in texts(ROOT / name):
+            for offset, message in problems(text, limited):
                 count += 1
                 print(f"{name}:{line + offset}: {message}")
     if count:

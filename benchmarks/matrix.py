@@ -5,7 +5,7 @@
 
 A subset with a strategy (ddp, fsdp, deepspeed) is started with `--nproc 2`, any other in one process. The recipe is a small transformer
 from scratch on texts of 4 to 40 words, without dropout, for 32 optimizer steps; two processes accumulate over two micro-steps. The bands
-are those of the plugins' numerics classes, on the largest relative difference of any step's loss from the plain run's: exact 0,
+are those of the plugins' numerics classes, on the largest relative difference of any step's loss from the plain run's: bitwise 0,
 reassociated 1e-5, reduced-precision 0.1.
 """
 

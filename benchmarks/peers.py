@@ -5,8 +5,8 @@
     python benchmarks/peers.py --repeats 3 --steps 8                               # 15 minutes in all
     python benchmarks/peers.py --arms naive hf-trainer fastloop --steps 24
 
-The work: MiniLM-L6 (a pretrained encoder of 22M parameters) learns to classify IMDB's reviews, cut at 512 tokens, 12 of them an optimizer
-step, AdamW at 5e-5, dropout as the model has it, on all cores. All arms read the same file of token ids.
+The work: MiniLM-L6 (a pretrained encoder of 22M parameters) learns to classify IMDB reviews, cut at 512 tokens, on all cores. An optimizer
+step has 12 reviews, AdamW at 5e-5, and the model's own dropout. All arms read the same file of token ids.
 
 * naive: fp32, every review padded to 512. A step of it costs always the same, so it does a quarter of the steps.
 * bare: a PyTorch script: bf16 autocast, dynamic padding, ``AdamW(fused=True)``.
@@ -14,12 +14,12 @@ step, AdamW at 5e-5, dropout as the model has it, on all cores. All arms read th
 * lightning: ``Trainer(precision="bf16-mixed")``, dynamic padding, ``AdamW(fused=True)``.
 * fastloop: a recipe with the plugins that are listed in ``PLUGINS``.
 
-No arm clips gradients, saves or evaluates. An arm is run as its users start it, and the peers once more as ``ARM+allocator``: with the
-environment variables of the memory allocator that fastloop's plugin ``allocator`` starts ``fastloop train`` again with.
+No arm clips gradients, saves or evaluates. An arm runs as its users start it. The peers also run as ``ARM+allocator``, with the environment
+variables of the memory allocator that fastloop's plugin ``allocator`` sets.
 
 Protocol
-* Every arm and round is a fresh process. It trains on a few batches to warm up, then measures one epoch over ``--steps`` batches, from
-  the first batch's fetching to the last optimizer step; so all arms of a round train on the same reviews, in the order of their own.
+* Every arm and round is a fresh process. It trains on a few batches to warm up. Then it measures one epoch over ``--steps`` batches, from
+  fetching the first batch to the last optimizer step. So all arms of a round train on the same reviews, each in its own order.
 * A round draws its reviews evenly over all lengths, by its own seed, which seeds the arms too. Rounds are interleaved, A B C, C B A.
 * Ratios are formed inside a round; their median is reported with a 95% percentile bootstrap interval (resampling rounds).
 * That every arm trained is checked: in train mode, all reviews seen, and the losses are in the results.

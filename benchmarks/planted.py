@@ -211,7 +211,7 @@ def main() -> None:
             ratios = sorted(trial["ratios"])
             measured = f"{ratios[len(ratios) // 2]:.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})" if ratios else trial["why"]
             lines.append(["", f"`{trial['edit']}`", "", f"{trial['estimate']:.2f}", measured, "kept" if trial["kept"] else "not kept"])
-    shown = table(["planted", "said first, then tried", "the cause", "x estimate", "x measured", ""], lines, 3)
+    shown = table(["planted", "first suggestion, then edits", "the cause", "x estimate", "x measured", ""], lines, 3)
     print(shown)
     if options.results == RESULTS and rows.keys() == PLANTED.keys():
         about = (__doc__ or "").partition("padding\n\n")[2].strip()

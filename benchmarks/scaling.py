@@ -3,13 +3,13 @@
     python benchmarks/scaling.py                     # under ten minutes on two cores
     python benchmarks/scaling.py --only plugins --repeats 5
 
-* length, batch: an encoder of two layers of 128 from scratch on token ids of one length, with the plugins in ``PLUGINS``; samples/s of
-  one epoch after one to warm up, and the most memory that was resident, less what was before there was a model.
-* data: texts of about 20 words in a generated parquet file, through a recipe with ``token-cache``: seconds until the first step, and what
-  is resident then, less what was at the process's start (libraries that are loaded meanwhile are in both), of the first start on a file,
-  which reads and tokenizes it, and of a second, which maps the token ids that the first has kept.
-* plugins: observers with four hooks that do nothing, around a model of one layer, on one thread: microseconds a step, from the difference
-  between a run of 2N steps and one of N.
+* length, batch: an encoder of two layers of 128 from scratch on token ids of one length, with the plugins in ``PLUGINS``. The figures are
+  samples/s of one epoch after one to warm up, and the peak of resident memory, less the memory before the model was built.
+* data: texts of about 20 words in a generated parquet file, through a recipe with ``token-cache``. The figures are seconds until the first
+  step, and resident memory then, less that at the process's start (libraries that are loaded meanwhile are in both). The first start on a
+  file reads and tokenizes it. The second maps the token ids that the first has cached.
+* plugins: observers with four hooks that do nothing, around a model of one layer, on one thread. The figure is microseconds a step, from
+  the difference between a run of 2N steps and one of N.
 
 Every point is a fresh process; rounds go up and down the points in turn. Medians over the rounds.
 """

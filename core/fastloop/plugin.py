@@ -151,6 +151,9 @@ class Plugin:
 
     A plugin that implements one and can do without its owner marks it ``@hookimpl(optionalhook=True)``; else it ``requires`` the owner.
 
+    Attributes:
+        config: The options: an instance of the nested dataclass ``Config``.
+
     Raises:
         RecipeError: An option is unknown, of the wrong type or out of range.
         PluginError: ``Config`` cannot describe options.
@@ -189,6 +192,7 @@ class Plugin:
     """A class or module of hooks that it brings along."""
 
     on_error: Literal["raise", "disable"] = "raise"
+    """For a ``read_only`` plugin, what an error in a hook does: fail the run, or disable the plugin."""
 
     @dataclass(kw_only=True)
     class Config:

@@ -52,6 +52,7 @@ class Run:
         clock: Seconds by phase.
         loaders: Datasets, samplers, collators and loaders by split; the ones in use most are passed through.
         optimizer_arguments: From the finished ``OptimizerDraft``: arguments of the optimizer's class beside ``lr`` and ``weight_decay``.
+        built_model: The model as built; ``unwrap_model()`` returns it.
         model: As trained: on its device, wrapped, compiled. ``unwrap_model()`` is the model as built.
         optimizer: Torch's optimizer, or Accelerate's wrapper where loss scaling or a strategy needs it.
         scheduler: Stepped by the loop, never prepared by Accelerate, which would step it once a process. None: a constant learning rate.

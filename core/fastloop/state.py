@@ -28,6 +28,7 @@ class State:
         evaluated_at: Step of the newest evaluation on ``evaluate``; -1 before the first.
         best: ``{"step", "value", "path"}`` of the best checkpoint, when a plugin keeps one.
         evaluate_requested: Whether an evaluation is asked for and not yet done.
+        save_requested: Whether a save is requested and not yet done.
         stop_reason: Why training ends before its time; None while it goes on.
         left_out: ``[epoch, epoch_samples]`` where steps begin that are not to be trained: the run failed there and went back.
         unreadable: Samples so far that could not be read and were left out of their batches, over all processes.
@@ -118,7 +119,14 @@ class Batch:
 
 
 class BatchTotals(NamedTuple):
-    """Sums over the micro-batches of a step; see ``Batch``. ``unreadable`` is a number of samples."""
+    """Sums over the micro-batches of a step; see ``Batch``.
+
+    Attributes:
+        weight: Sum of ``loss_weight``.
+        samples: Number of samples.
+        tokens: Number of real tokens, padding not counted.
+        unreadable: Number of samples that could not be read.
+    """
 
     weight: int
     samples: int
@@ -156,6 +164,9 @@ class Draft:
 
     Args:
         defaults: Values of fields that the core derives from the machine, before any plugin writes.
+
+    Attributes:
+        writers: Field -> name of the plugin that set it.
     """
 
     def __init__(self, **defaults: Any) -> None:
@@ -202,8 +213,11 @@ class DataLoaderDraft(Draft):
     """How batches are loaded."""
 
     num_workers: int = 0
+    """Worker processes of a loader; 0: the process reads its batches itself."""
     persistent_workers: bool = False
+    """Keep the worker processes between epochs."""
     prefetch_factor: int | None = None
+    """Batches that a worker reads ahead; None: torch's default."""
     pin_memory: bool = False
     """Put batches into page-locked memory, with and without workers, so that copies to the device do not block. True on CUDA."""
     timeout: float = 0.0
@@ -255,6 +269,7 @@ class DataLoaderDraft(Draft):
         return {name: getattr(self, name) for name in self.READING} | own
 
     suggested: dict[str, dict[str, Any]]
+    """Split -> the values that ``suggest`` set for it."""
 
 
 class OptimizerDraft(Draft):

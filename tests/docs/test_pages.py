@@ -1,4 +1,4 @@
-"""The documentation is so: its code runs, its recipes are recipes, its site builds, and it names what there is.
+"""The documentation is true: its code runs, its recipes are recipes, its parts made from the code are current, its links lead somewhere.
 
 In a page, a block with ``title="FILE"`` is that file; a python block without a title is executed, all of a page in one namespace; a
 console block's commands are run, and what is shown of their output is compared: ``...`` stands for any text. Packages are installed into a
@@ -8,11 +8,14 @@ folder of the test's own. Blocks in other languages (``sh``: takes long, or need
 from __future__ import annotations
 
 import dataclasses
+import html
+import importlib
 import importlib.util
 import inspect
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -26,14 +29,25 @@ from jsonschema import Draft202012Validator
 from omegaconf import OmegaConf
 
 from fastloop import hookspecs
+from fastloop.checkpoint.saver import CheckpointSaver
 from fastloop.cli.recipe_schema import recipe_schema
+from fastloop.data import Loaders
+from fastloop.distributed.processes import Processes
 from fastloop.options import describe
+from fastloop.plugin import Plugin
 from fastloop.recipe import Train
 from fastloop.registry import installed, load
+from fastloop.run import Run
+from fastloop.schedule import Schedule
+from fastloop.state import AcceleratorDraft, Batch, BatchTotals, DataLoaderDraft, OptimizerDraft, Output, State
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 WRITTEN = [ROOT / "README.md", *(page for page in PAGES if "decisions" not in page.parts)]
+API = (
+    *(Run, State, Batch, BatchTotals, Output, AcceleratorDraft, DataLoaderDraft, OptimizerDraft),
+    *(Plugin, Processes, Schedule, CheckpointSaver, Loaders),
+)
 OURS = [name for name, point in installed().items() if point.dist is not None and point.dist.name == "fastloop"]
 
 
@@ -57,12 +71,13 @@ def name(page: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def hooks() -> Any:
-    """docs/_hooks.py, which makes pages."""
-    spec = importlib.util.spec_from_file_location("docs_hooks", ROOT / "docs" / "_hooks.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def sources() -> Any:
+    """docs/_sources.py, which writes the parts that are made from the code."""
+    sys.path.insert(0, str(ROOT / "docs"))
+    try:
+        return importlib.import_module("_sources")
+    finally:
+        sys.path.remove(str(ROOT / "docs"))
 
 
 # -- code --------------------------------------------------------------------------------------------------------------------------
@@ -164,13 +179,13 @@ def test_its_recipes_are_recipes(page):
 
 
 @pytest.mark.parametrize("page", WRITTEN, ids=name)
-def test_it_names_keys_commands_and_options_that_there_are(page, hooks):
+def test_it_names_keys_commands_and_options_that_there_are(page, sources):
     text = page.read_text(encoding="utf-8")
     keys = {field.name for field in dataclasses.fields(Train)}
     assert set(re.findall(r"`train\.(\w+)[`=]", text)) <= keys
     for plugin, option in re.findall(r"`plugins\.([\w-]+)\.(\w+)[`=]", text):
         assert plugin not in OURS or option in {row.name for row in describe(load(plugin).Config)}, f"{plugin}.{option}"
-    known = dict(hooks.leaves())
+    known = dict(sources.leaves())
     for code in [*re.findall(r"`(fastloop [^`\n]+)`", text), *re.findall(r"(?m)^ *(?:\$ )?(fastloop [^#\n]+)", text)]:
         line = code.split(" #")[0].strip()
         command = next((key for key in sorted(known, key=len, reverse=True) if f"{line} ".startswith(f"{key} ")), None)
@@ -203,12 +218,41 @@ def test_migration_pages_name_arguments_that_there_are():
         assert hasattr(__import__("lightning.pytorch.callbacks", fromlist=[word]), word)
 
 
-# -- what is made from the code --------------------------------------------------------------------------------------------------------
+# -- made from the code ----------------------------------------------------------------------------------------------------------------
 
 
-def test_every_hook_is_shown_with_its_words(hooks):
+def unescaped(page: Path) -> str:
+    """A page without the escapes of its tables."""
+    return html.unescape(page.read_text(encoding="utf-8")).replace("\\|", "|")
+
+
+STALE = "differs from the code that it is made from. Run `make docs-sources`, and commit the result."
+
+
+def test_parts_made_from_the_code_are_current(sources):
+    stale = sorted(path.relative_to(ROOT).as_posix() for path in sources.outdated())
+    assert not stale, f"{', '.join(stale)}: {STALE}"
+
+
+def test_a_stale_page_is_found_and_written_again(tmp_path):
+    docs = shutil.copytree(ROOT / "docs", tmp_path / "docs", ignore=shutil.ignore_patterns("__pycache__"))
+    ema, cli = docs / "plugins" / "ema.md", docs / "cli.md"
+    before = ema.read_text(), cli.read_text()
+    ema.write_text(before[0].replace("| `decay` |", "| `dekay` |"))
+    cli.write_text(before[1].replace("## fastloop plan\n", "## fastloop plans\n"))
+    (docs / "plugins" / "gone.md").write_text("# gone\n")
+    script = [sys.executable, str(docs / "_sources.py")]
+    checked = subprocess.run([*script, "--check"], capture_output=True, text=True)
+    assert checked.returncode == 1
+    assert checked.stdout.splitlines() == [f"docs/{page}: {STALE}" for page in ("cli.md", "plugins/ema.md", "plugins/gone.md")]
+    subprocess.run(script, check=True, capture_output=True)
+    assert (ema.read_text(), cli.read_text()) == before
+    assert not (docs / "plugins" / "gone.md").exists()
+
+
+def test_every_hook_is_shown_with_its_docstring():
+    text = (ROOT / "docs/loop.md").read_text()
     specs = {key: spec for key, spec in vars(hookspecs).items() if hasattr(spec, "fastloop_spec")}
-    text = hooks.all_hooks()
     assert re.findall(r"(?m)^### `(\w+)`", text) == list(specs)
     for hook, spec in specs.items():
         part = text.partition(f"### `{hook}`")[2].partition("\n### ")[0]
@@ -216,25 +260,27 @@ def test_every_hook_is_shown_with_its_words(hooks):
         assert inspect.cleandoc(spec.__doc__).splitlines()[-1].rpartition(". ")[2] in part
     assert "Kind: draft." in text.partition("### `configure_optimizer`")[2].partition("\n### ")[0]
     assert "[`ema`](plugins/ema.md) (wraps it)" in text.partition("### `evaluate`")[2].partition("\n### ")[0]
-    assert "for each micro-step:" in hooks.annotated_loop()
+    assert "for each micro-step:" in text
 
 
 @pytest.mark.parametrize("plugin", OURS)
-def test_every_plugin_has_a_page_with_its_every_option(hooks, plugin):
-    text, cls = hooks.made_pages()[f"plugins/{plugin}.md"], load(plugin)
+def test_every_plugin_has_a_page_with_its_every_option(plugin):
+    text, cls = unescaped(ROOT / f"docs/plugins/{plugin}.md"), load(plugin)
     for row in [*describe(cls.Config), *(row for keys in cls.sections.values() for row in describe(keys))]:
         assert f"| `{row.name}` |" in text
-        assert row.help.replace("|", "\\|") in text or row.help in text
+        assert row.type in text
+        assert row.help.partition("`")[0] in text
     for hook in (key for key in vars(hookspecs) if hasattr(getattr(cls, key, None), "fastloop_impl")):
         assert f"(../loop.md#{hook})" in text
     for other in (*cls.requires, *cls.conflicts, *cls.runs_after, *cls.runs_before):
         assert f"`{other.removeprefix('slot:')}`" in text
     assert cls.slot is None or f"| slot | `{cls.slot}` |" in text
-    assert f"[`{plugin}`]({plugin}.md)" in hooks.plugin_table()
+    section = (ROOT / "docs/plugins/index.md").read_text().partition(f"\n## {cls.__module__.split('.')[1]}\n")[2].partition("\n## ")[0]
+    assert f"| [`{plugin}`]({plugin}.md) |" in section
 
 
-def test_every_command_is_shown_with_its_every_option(hooks):
-    text, found = hooks.commands(), dict(hooks.leaves())
+def test_every_command_is_shown_with_its_every_option(sources):
+    text, found = unescaped(ROOT / "docs/cli.md"), dict(sources.leaves())
     assert re.findall(r"(?m)^## (.+)$", text) == list(found)
     assert {f"fastloop {command}" for command in ("train", "plan", "schema")} < set(found)
     for command, made in found.items():
@@ -242,15 +288,72 @@ def test_every_command_is_shown_with_its_every_option(hooks):
         for parameter in made.params:
             for flag in parameter.opts if parameter.param_type_name == "option" else [parameter.metavar or parameter.name.upper()]:
                 assert flag in part, f"{command}: {flag}"
-            assert (parameter.help or "") in part
+            assert (parameter.help or "").partition("`")[0] in part
 
 
-def test_every_key_of_a_recipe_is_shown(hooks):
-    text = hooks.recipe_keys()
+def test_every_key_of_a_recipe_is_shown():
+    text = unescaped(ROOT / "docs/recipe.md")
     for row in describe(Train):
         assert f"| `{row.name}` |" in text
-        assert row.help in text
+        assert row.help.partition("`")[0] in text
     assert re.findall(r"(?m)^## `(\w+)`", text) == list(recipe_schema()[0]["properties"])
+
+
+@pytest.mark.parametrize("cls", API, ids=lambda cls: cls.__name__)
+def test_every_public_member_is_in_the_api_reference(cls):
+    part = (ROOT / "docs/api.md").read_text().partition(f"\n## {cls.__name__}\n")[2].partition("\n## ")[0]
+    methods = [key for key, value in vars(cls).items() if inspect.isroutine(inspect.unwrap(getattr(value, "__func__", value)))]
+    fields = [*inspect.get_annotations(cls), *(key for key in vars(cls) if key not in methods)]
+    for init in re.findall(r"(?ms)^    def __(?:post_)?init__\(.*?(?=^    (?:def|@|# --)|\Z)", inspect.getsource(cls)):
+        fields += re.findall(r"\bself\.([a-z]\w*)(?:: [^=\n]+)?(?: =|, self|$)", init, re.MULTILINE)
+    fields = [key for key in fields if not key.startswith("_") and key not in methods and not inspect.isclass(getattr(cls, key, None))]
+    rows = dict(re.findall(r"(?m)^\| `(\w+(?:\(\))?)` \|(.*)\|$", part))
+    assert {key.removesuffix("()") for key in rows} >= {*fields, *(key for key in methods if not key.startswith("_"))}
+    assert all(len(re.findall(r" \| ", text)) == 3 and text.endswith(" | 0.1 ") for text in rows.values())
+
+
+def test_every_hook_is_in_the_api_reference():
+    part = (ROOT / "docs/api.md").read_text().partition("\n## run.hooks\n")[2]
+    assert re.findall(r"(?m)^\| \[`(\w+)`\]", part) == [key for key, spec in vars(hookspecs).items() if hasattr(spec, "fastloop_spec")]
+
+
+# -- on a code host ----------------------------------------------------------------------------------------------------------------------
+
+READ = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *PAGES, *sorted(ROOT.glob("examples/*/README.md"))]
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that code hosts give the headings of a page."""
+    found: dict[str, int] = {}
+    names = set()
+    for heading in re.findall(r"(?m)^#+ (.+)$", re.sub(r"(?ms)^```.*?^```", "", page.read_text(encoding="utf-8"))):
+        slug = re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+        found[slug] = found.get(slug, -1) + 1
+        names.add(f"{slug}-{found[slug]}" if found[slug] else slug)
+    return names
+
+
+@pytest.mark.parametrize("page", READ, ids=name)
+def test_links_lead_somewhere(page):
+    text = re.sub(r"(?ms)^```.*?^```|`[^`\n]*`(?!\])", "", page.read_text(encoding="utf-8"))
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"https?:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/architecture.md"])
+def test_it_names_paths_that_exist(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    named = [word for word in re.findall(r"`([\w./-]+)`", text) if re.search(r"/|\.(py|md|toml|yml|yaml|sh)$", word)]
+    assert len(named) > 15
+    for word in named:
+        if "my_plugin" not in word:
+            found = [ROOT / word, *ROOT.glob(f"*/*/{word}"), *ROOT.glob(f"core/fastloop/*/{word}")]
+            assert any(path.exists() for path in found), word
 
 
 # -- the site --------------------------------------------------------------------------------------------------------------------------
@@ -288,14 +391,12 @@ def site(tmp_path_factory) -> Path:
 @pytest.mark.slow
 def test_the_site_has_every_page_and_loads_nothing_from_a_network(site):
     pages = {path.relative_to(site).as_posix(): path.read_text(encoding="utf-8") for path in site.rglob("*.html")}
-    expected = {page.relative_to(ROOT / "docs").with_suffix(".html").as_posix() for page in PAGES}
-    assert expected | {f"plugins/{plugin}.html" for plugin in OURS} <= set(pages)
+    assert {page.relative_to(ROOT / "docs").with_suffix(".html").as_posix() for page in PAGES} <= set(pages)
     for path, text in pages.items():
         loaded = Loaded(text).urls
         assert any(url.endswith(".css") for url in loaded), path
         assert [url for url in loaded if re.match(r"(?i)\s*(https?:)?//", url)] == [], path
         assert not re.search(r"(?i)@import|url\(\s*['\"]?(https?:)?//", text), path
-        assert "made:" not in text, path
     for style in site.rglob("*.css"):
         assert not re.search(r"(?i)@import\s*['\"u]|url\(\s*['\"]?(https?:)?//", style.read_text(encoding="utf-8")), style
 

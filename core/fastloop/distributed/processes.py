@@ -32,7 +32,7 @@ class Processes:
         self.world_size: int = accelerator.num_processes if accelerator is not None else 1
         self.is_main = self.rank == 0
         needs_group = self.world_size > 1 and accelerator is not None and accelerator.device.type != "cpu"
-        self.host_group = torch.distributed.new_group(backend="gloo") if needs_group else None
+        self.host_group: torch.distributed.ProcessGroup | None = torch.distributed.new_group(backend="gloo") if needs_group else None
 
     def barrier(self) -> None:
         """Wait until every process is here."""

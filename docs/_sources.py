@@ -1,0 +1,273 @@
+"""Write the reference parts of docs/ from the code: `make docs-sources`. They are committed, so that they can be read on a code host.
+
+    python docs/_sources.py            # write
+    python docs/_sources.py --check    # write nothing; exit with 1 if a part is out of date
+
+A page holds a part between ``<!-- made: NAME -->`` and ``<!-- end: NAME -->``. The pages of plugins are written whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import typer
+
+sys.path.insert(0, str(Path(__file__).parent))
+from _api import api_reference
+from _tables import table
+
+from fastloop import defaults, hookspecs
+from fastloop.cli import app
+from fastloop.cli.commands import Commands
+from fastloop.cli.recipe_schema import recipe_schema, summary
+from fastloop.options import OptionInfo, describe
+from fastloop.plugin import DEFAULTS, Device, Dtype, Observer, Package, Plugin, When
+from fastloop.recipe import Train
+from fastloop.registry import installed, load
+
+DOCS = Path(__file__).parent
+PART = re.compile(r"(<!-- made: ([\w-]+) -->\n).*?(<!-- end: \2 -->)", re.DOTALL)
+WHOLE = "<!-- made by `make docs-sources` from {}: edit that file -->\n"
+"""First line of a page that is written whole."""
+
+
+@cache
+def ours() -> dict[str, type[Plugin]]:
+    """The plugins of fastloop's own distribution, by name."""
+    return {name: load(name) for name, point in installed().items() if point.dist is not None and point.dist.name == "fastloop"}
+
+
+def option_table(rows: list[OptionInfo]) -> str:
+    """The keys of a dataclass."""
+    cells = [(f"`{row.name}`", f"`{row.type}`", "" if row.default == "(required)" else f"`{row.default}`", row.help) for row in rows]
+    return table("key|type|default|meaning", cells)
+
+
+# -- the loop and its hooks --------------------------------------------------------------------------------------------
+
+
+def hooks() -> dict[str, Any]:
+    """Every hook's specification, in order."""
+    return {name: spec for name, spec in vars(hookspecs).items() if hasattr(spec, "fastloop_spec")}
+
+
+def annotated_loop() -> str:
+    """The module docstring of ``hookspecs``."""
+    return inspect.cleandoc(hookspecs.__doc__ or "") + "\n"
+
+
+def kind(name: str, spec: Any) -> str:
+    """How the results of several plugins are combined."""
+    if spec.fastloop_spec["firstresult"]:
+        return "first result wins" + (", the core's own last" if hasattr(defaults, name) else "")
+    return {"Draft": "draft", "Chain": "chain"}.get((spec.__doc__ or "").partition(".")[0], "every plugin, in order")
+
+
+def all_hooks() -> str:
+    """One section for each hook, grouped by phase."""
+    phases = re.split(r"(?m)^# -- (\w+) -+$", inspect.getsource(hookspecs))[1:]
+    text = []
+    for phase, source in zip(phases[::2], phases[1::2], strict=True):
+        text.append(f"## Phase: {phase}\n")
+        for name in re.findall(r"(?m)^def (\w+)", source):
+            spec = hooks()[name]
+            arguments = ", ".join(f"{key}: {argument.annotation}" for key, argument in inspect.signature(spec).parameters.items())
+            answered = [f"[`{plugin}`](plugins/{plugin}.md){how}" for plugin, how in implementers(name)]
+            text += [
+                f"### `{name}`\n",
+                f"    {name}({arguments}) -> {inspect.signature(spec).return_annotation}\n",
+                f"{re.sub(r'^(Draft|Chain|First)([.;] ?)', '', inspect.cleandoc(spec.__doc__))}\n",
+                f"Kind: {kind(name, spec)}. Our plugins that implement it: {', '.join(answered) or 'none'}.\n",
+            ]
+    return "\n".join(text)
+
+
+def implementers(hook: str) -> Iterator[tuple[str, str]]:
+    """Our plugins that implement a hook, and whether they wrap it."""
+    for name, cls in ours().items():
+        if marks := getattr(getattr(cls, hook, None), "fastloop_impl", None):
+            yield name, " (wraps it)" if marks["wrapper"] or marks["hookwrapper"] else ""
+
+
+# -- plugins -----------------------------------------------------------------------------------------------------------
+
+
+def plugin_tables() -> str:
+    """Our plugins by subpackage, one line each."""
+    groups: dict[str, list[tuple[str, ...]]] = {}
+    for name, cls in ours().items():
+        group = cls.__module__.split(".")[1]
+        groups.setdefault(group, []).append((f"[`{name}`]({name}.md)", cls.slot or "", cls.numerics, summary(cls)))
+    text = []
+    for group, rows in sorted(groups.items()):
+        about = inspect.cleandoc(importlib.import_module(f"fastloop_plugins.{group}").__doc__ or "").partition("\n")[0]
+        text += [f"## {group}\n", f"{about}\n", table("plugin|slot|numerics|summary", rows)]
+    return "\n".join(text)
+
+
+def plugin_page(name: str, cls: type[Plugin]) -> str:
+    """The page of a plugin: its module's docstring, its declarations, its options."""
+    module = inspect.getmodule(cls)
+    assert module is not None
+    answered = [f"[`{hook}`](../loop.md#{hook})" for hook in hooks() if hasattr(getattr(cls, hook, None), "fastloop_impl")]
+    default = name in {point.name for point in importlib.metadata.entry_points(group=DEFAULTS)}
+    file = f"plugins/{module.__name__.replace('.', '/')}.py"
+    facts = [
+        ("slot", f"`{cls.slot}`" if cls.slot else ""),
+        ("numerics", f"{cls.numerics}" if cls.slot != "task" else ""),
+        ("in a run", cls.description),
+        ("on by default", "when it applies; `fastloop plan` shows the reason" if default else ""),
+        ("hooks", ", ".join(answered)),
+        ("requires", references(cls.requires)),
+        ("conflicts with", "; ".join(f"{references((other,))}: {why}" for other, why in cls.conflicts.items())),
+        ("runs after", references(cls.runs_after)),
+        ("runs before", references(cls.runs_before)),
+        ("requirements", "; ".join(need(item) for item in cls.requirements if not isinstance(item, When))),
+        ("requirements of some options", "; ".join(dict.fromkeys(need(item.need) for item in cls.requirements if isinstance(item, When)))),
+        ("adds metrics", ", ".join(f"`{metric}`" for metric in cls.adds_metrics)),
+        ("source", f"`{file}`"),
+    ]
+    text = [WHOLE.format(file), f"# {name}\n", inspect.cleandoc(module.__doc__ or ""), ""]
+    text.append(table("|", [(key, value) for key, value in facts if value]))
+    options = describe(cls.Config) + (describe(Observer) if cls.read_only else [])
+    text += ["## Options\n", option_table(options) if options else "None.\n"]
+    for section, keys in cls.sections.items():
+        text += [f"## The section `{section}`\n", option_table(describe(keys))]
+    return "\n".join(text)
+
+
+def references(names: tuple[str, ...]) -> str:
+    """Links to the plugins, or the slots, that another plugin names."""
+    return ", ".join(f"[`{name}`]({name}.md)" if name in ours() else f"the slot `{name.removeprefix('slot:')}`" for name in names)
+
+
+def need(item: Any) -> str:
+    """A requirement in a few words."""
+    match item:
+        case Package():
+            extra = f": `pip install '{item.of}[{item.extra}]'`" if item.extra else ""
+            return f"the package `{item.distribution}{item.version}`{extra}"
+        case Device():
+            return f"a device of type {' or '.join(item.kinds)}"
+        case Dtype():
+            return f"a device that computes in {item.name}"
+    return inspect.cleandoc(type(item).__doc__ or "").partition("\n")[0].rstrip(".")
+
+
+# -- recipes and commands ----------------------------------------------------------------------------------------------
+
+
+def recipe_keys() -> str:
+    """The keys of every section of a recipe."""
+    made, problems = recipe_schema()
+    assert not problems, problems
+    text = []
+    for name, section in made["properties"].items():
+        text.append(f"## `{name}`\n")
+        text.append((section.get("description") or made["$defs"][name]["description"]) + "\n")
+        if name == "train":
+            text.append(option_table(describe(Train)))
+        readers: dict[type, list[str]] = {}
+        for task, cls in ours().items():
+            if name in cls.sections:
+                readers.setdefault(cls.sections[name], []).append(f"[`{task}`](plugins/{task}.md)")
+        for keys, tasks in readers.items():
+            text += [f"For {' and '.join(tasks)}:\n", option_table(describe(keys))]
+    return "\n".join(text)
+
+
+def leaves(group: Any = None, name: str = "fastloop") -> Iterator[tuple[str, Any]]:
+    """Every command by its full name, also those of groups."""
+    group = group or typer.main.get_command(app)
+    for word in group.ours() if isinstance(group, Commands) else group.commands:
+        command = group.get_command(None, word)
+        if hasattr(command, "commands"):
+            yield from leaves(command, f"{name} {word}")
+        else:
+            yield f"{name} {word}", command
+
+
+def argument(parameter: Any) -> str:
+    """The form of an argument or an option on the command line."""
+    if parameter.param_type_name == "argument":
+        shown: str = parameter.metavar or parameter.name.upper()
+        return shown if parameter.required or shown.startswith("[") else f"[{shown}]"
+    return f"{', '.join(parameter.opts)} {parameter.metavar or ''}".rstrip()
+
+
+def commands() -> str:
+    """Every command with its arguments and options."""
+    text = []
+    for name, command in leaves():
+        rows = []
+        for parameter in command.params:
+            default = "" if parameter.default in (None, "", False) else f"`{parameter.default}`"
+            rows.append((f"`{argument(parameter)}`", default, parameter.help or ""))
+        usage = [argument(parameter) for parameter in command.params if parameter.param_type_name == "argument"]
+        text += [f"## {name}\n", f"    {' '.join([name, '[OPTIONS]', *usage])}\n", f"{inspect.cleandoc(command.help or '')}\n"]
+        text.append(table("argument|default|meaning", rows))
+    return "\n".join(text)
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "annotated-loop": annotated_loop,
+    "hooks": all_hooks,
+    "plugins": plugin_tables,
+    "recipe": recipe_keys,
+    "commands": commands,
+    "api": api_reference,
+}
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+def sources() -> dict[Path, str]:
+    """Page -> its text as the code has it: the pages that hold a part, and those of plugins."""
+    pages = {DOCS / "plugins" / f"{name}.md": plugin_page(name, cls) for name, cls in ours().items()}
+    for path in sorted(DOCS.rglob("*.md")):
+        text = path.read_text(encoding="utf-8")
+        if path not in pages and PART.search(text):
+            pages[path] = PART.sub(lambda part: f"{part[1]}\n{PARTS[part[2]]().strip()}\n\n{part[3]}", text)
+    return pages
+
+
+def outdated() -> dict[Path, str | None]:
+    """Page that differs from the code -> its new text; None: the page of a plugin that there is no more."""
+    expected = sources()
+    changes: dict[Path, str | None] = {
+        path: text for path, text in expected.items() if not path.exists() or path.read_text(encoding="utf-8") != text
+    }
+    return changes | {path: None for path in (DOCS / "plugins").glob("*.md") if path not in expected}
+
+
+def main() -> int:
+    """Write the pages, or check them; returns the exit code."""
+    parser = argparse.ArgumentParser(description="Write the reference parts of docs/ from the code.")
+    parser.add_argument("--check", action="store_true", help="Write nothing; exit with 1 if a part is out of date.")
+    check = parser.parse_args().check
+    changes = outdated()
+    for path, text in sorted(changes.items()):
+        name = path.relative_to(DOCS.parent).as_posix()
+        if check:
+            print(f"{name}: differs from the code that it is made from. Run `make docs-sources`, and commit the result.")
+        elif text is None:
+            path.unlink()
+        else:
+            path.write_text(text, encoding="utf-8")
+    if not check:
+        print(f"{len(changes)} pages written")
+    return int(check and bool(changes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""The core's own answers to *first* hooks: asked last, so any plugin's answer comes before."""
+"""The core's implementations of *first* hooks. They run last, so any plugin's result takes precedence."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ core_default = hookimpl(trylast=True)
 
 
 def optimizer_class(recipe: Recipe) -> Callable[..., torch.optim.Optimizer]:
-    """The class that ``train.optimizer`` names: of torch.optim, or ``package.module:name`` or ``file.py:name``.
+    """The class that ``train.optimizer`` names: in torch.optim, or ``package.module:name`` or ``file.py:name``.
 
     Raises:
-        RecipeError: There is no such class, or it is not one of an optimizer.
+        RecipeError: The class does not exist, or is not an optimizer.
     """
     name, where = recipe.train.optimizer, f"{recipe.where}: train.optimizer"
     if ":" in name:
-        found = import_object(name, recipe, "train.optimizer")
-        if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+        cls = import_object(name, recipe, "train.optimizer")
+        if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
             raise RecipeError(f"{where}: {name} is no subclass of torch.optim.Optimizer.")
-        return found
+        return cls
     known = {name: cls for name, cls in vars(torch.optim).items() if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)}
     del known["Optimizer"]
     if name not in known:
@@ -47,26 +47,22 @@ def optimizer_class(recipe: Recipe) -> Callable[..., torch.optim.Optimizer]:
 
 @core_default
 def check_recipe(recipe: Recipe) -> None:
-    """``train.optimizer`` must name an optimizer.
-
-    Raises:
-        RecipeError: As ``optimizer_class``.
-    """
+    """Check that ``train.optimizer`` names an optimizer."""
     optimizer_class(recipe)
 
 
 @core_default
 def build_collator(run: Run) -> Any:
-    """Torch's default: stacks tensors and numbers."""
+    """Torch's ``default_collate``, which stacks tensors and numbers."""
     return torch.utils.data.default_collate
 
 
 @core_default
 def build_optimizer(run: Run, model: torch.nn.Module) -> torch.optim.Optimizer:
-    """The recipe's ``train.optimizer`` over the parameters that are trained.
+    """The recipe's ``train.optimizer`` for the trainable parameters.
 
     Raises:
-        RecipeError: It takes other arguments.
+        RecipeError: The optimizer does not take these arguments.
     """
     train = run.recipe.train
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -79,16 +75,16 @@ def build_optimizer(run: Run, model: torch.nn.Module) -> torch.optim.Optimizer:
 
 @core_default
 def prepare(run: Run, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[torch.nn.Module, Any]:
-    """Accelerate's: onto the device, autocast, loss scaling, and DDP over several processes."""
+    """Prepare with Accelerate: device, autocast, loss scaling, and DDP for several processes."""
     model, prepared = run.accelerator.prepare(model, optimizer)
     if type(prepared) is AcceleratedOptimizer and run.accelerator.scaler is None:
-        return model, prepared.optimizer  # the wrapper adds loss scaling only, and costs a package look-up each step
+        return model, prepared.optimizer  # the wrapper only adds loss scaling, and looks up a package in each step
     return model, prepared
 
 
 @core_default
 def backward(run: Run, loss: torch.Tensor) -> bool:
-    """Accelerate's, which scales the loss in fp16."""
+    """Accelerate's backward, which scales the loss in fp16."""
     run.accelerator.backward(loss)
     return True
 
@@ -112,7 +108,7 @@ def model_state(run: Run) -> dict[str, Any]:
 
 @core_default
 def load_model_state(run: Run, state: dict[str, torch.Tensor]) -> bool:
-    """Whole tensors are sharded as the model's are."""
+    """Load a state dict. Full tensors are sharded like the model's."""
     model = run.unwrap_model()
     own = model.state_dict()
     model.load_state_dict({name: shard_like(tensor, own.get(name)) for name, tensor in state.items()})
@@ -128,7 +124,7 @@ def optimizer_state(run: Run) -> dict[str, Any]:
 
 @core_default
 def load_optimizer_state(run: Run, state: dict[str, Any]) -> bool:
-    """Whole tensors are sharded as their parameters are."""
+    """Load a state dict. Full tensors are sharded like their parameters."""
     parameters = [parameter for group in run.optimizer.param_groups for parameter in group["params"]]
     sharded = {
         index: {name: shard_like(value, parameters[index]) if index < len(parameters) else value for name, value in values.items()}
@@ -140,14 +136,14 @@ def load_optimizer_state(run: Run, state: dict[str, Any]) -> bool:
 
 @core_default
 def write_checkpoint(run: Run, folder: Path, model: dict[str, torch.Tensor], state: dict[str, Any]) -> Future[None]:
-    """Written before training goes on."""
-    written: Future[None] = Future()
+    """Write before training continues."""
+    future: Future[None] = Future()
     try:
         resume.write(run, folder, model, state)
-        written.set_result(None)
+        future.set_result(None)
     except SaveError as error:
-        written.set_exception(error)
-    return written
+        future.set_exception(error)
+    return future
 
 
 @core_default
@@ -158,5 +154,5 @@ def evaluate(run: Run, split: str) -> dict[str, float]:
 
 @core_default
 def export_model(run: Run, folder: Path) -> Path:
-    """By the model's own ``save_pretrained``, or the weights as ``model.safetensors``."""
+    """Export with the model's ``save_pretrained``, or write ``model.safetensors``."""
     return save_model(run, folder)

@@ -1,6 +1,6 @@
-"""The few errors a user can get, and how they are worded.
+"""The errors that users see.
 
-A message says where (file, key or plugin), what was found, what was expected, and what to do.
+A message states where the problem is (file, key or plugin), what was found, what was expected, and what to do.
 """
 
 from __future__ import annotations
@@ -10,23 +10,23 @@ from collections.abc import Iterable
 
 
 class FastloopError(Exception):
-    """The run cannot go on. ``exit_code`` is what the command line returns."""
+    """The run cannot continue. ``exit_code`` is the exit code of the command line."""
 
     exit_code = 1
 
 
 class UsageError(FastloopError):
-    """What was asked is wrong: a recipe, a plugin, an option, a path. WarningCollector before training starts."""
+    """A recipe, plugin, option or path is wrong. Raised before training starts."""
 
     exit_code = 2
 
 
 class RecipeError(UsageError):
-    """A recipe or an override holds something that cannot be."""
+    """A recipe or an override is invalid."""
 
 
 class PluginError(UsageError):
-    """A plugin is missing, is written wrongly, or cannot be used with what else was asked."""
+    """A plugin is missing, has an invalid declaration, or does not work with the rest of the recipe."""
 
 
 class CheckpointError(UsageError):
@@ -34,23 +34,23 @@ class CheckpointError(UsageError):
 
 
 class NoCheckpoint(CheckpointError):
-    """There is no checkpoint where one was looked for, not even a damaged one."""
+    """The path holds no checkpoint, not even a damaged one."""
 
 
 class SaveError(FastloopError):
-    """Something could not be written: the disk is full, a quota is used up, the folder is read-only. What was there before is whole."""
+    """A file could not be written (full disk, quota, read-only folder). Earlier files are intact."""
 
 
 class DataError(FastloopError):
-    """A batch could not be read while training. ``__cause__`` is what the dataset, the collator or a worker raised."""
+    """A batch could not be read. ``__cause__`` is the exception of the dataset, the collator or a worker."""
 
 
 class ProcessLost(FastloopError):
-    """Another process of the run is gone, and with it the run. That process knows why."""
+    """The connection to another process of the run broke. The log of that process has the reason."""
 
 
 class PluginCrash(FastloopError):
-    """A plugin raised while it ran; names the plugin, its distribution and the hook. ``__cause__`` is the exception.
+    """A plugin's hook raised. Names the plugin, its distribution and the hook; ``__cause__`` is the exception.
 
     Attributes:
         plugin: The plugin's name.
@@ -62,13 +62,13 @@ class PluginCrash(FastloopError):
 
 
 class UserCodeError(FastloopError):
-    """Code of the user's own raised: a model, a loss, a metric, a dataset. Names the file and line; ``__cause__`` is the exception."""
+    """User code raised: a model, loss, metric or dataset. Names the file and line; ``__cause__`` is the exception."""
 
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:
-    """' Did you mean 'lr'?' when a choice is near ``name``, else the sorted choices when few, else ''."""
-    known = sorted(choices)
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    if near:
-        return f" Did you mean {near[0]!r}?"
-    return f" Expected one of: {', '.join(known)}." if 0 < len(known) <= 24 else ""
+    """A suggestion such as ``" Did you mean 'lr'?"``. Without a close match: all choices if there are at most 24, else an empty string."""
+    choices = sorted(choices)
+    close = difflib.get_close_matches(name, choices, n=1, cutoff=0.6)
+    if close:
+        return f" Did you mean {close[0]!r}?"
+    return f" Expected one of: {', '.join(choices)}." if 0 < len(choices) <= 24 else ""

@@ -1,4 +1,4 @@
-"""What was seen of a run, and what a plugin makes of it. Plain values: they are written as JSON, and no torch is imported."""
+"""The profile of a run's steps, and the speedups that plugins estimate from it. Plain values for JSON, without torch."""
 
 from __future__ import annotations
 
@@ -11,44 +11,44 @@ MULTIPLYING = (
     "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::addbmm", "aten::linear", "aten::mkldnn_linear",
     "mkldnn::_linear_pointwise", "aten::convolution", "aten::mkldnn_convolution", "aten::_convolution", "aten::convolution_backward",
 )  # fmt: skip
-"""Operations that multiply matrices, as torch's profiler calls them."""
+"""Names of matrix products in torch's profiler."""
 
 
 @dataclass(kw_only=True)
 class StepProfile:
-    """A window of steps. All seconds, counts and operations are those of one step on the main process.
+    """Averages over a window of steps: times, counts and operations are per step, on the main process.
 
     Attributes:
         device: ``cpu``, ``cuda``, ...
-        precision: ``fp32``, or what autocast computes in: ``bf16``, ``fp16``.
+        precision: ``fp32``, or the dtype of autocast: ``bf16``, ``fp16``.
         cores: Processors that this process may use.
-        threads: That torch computes with.
-        world_size: Processes.
-        steps: In the window that was timed.
-        seconds: Of a step, while nothing looked on.
-        samples: Trained on, over all processes.
-        tokens: Real ones, over all processes; 0 where the task counts none.
-        padded: Tokens that were computed on this process, padding included; 0 where inputs have no ``input_ids``.
-        longest: What they would be if batches were padded to their longest sample.
-        real: Real ones among them.
-        reading: Seconds of a processor that this process took for its batches; little where it only waits for them.
-        regions: Region of the loop -> its own seconds, without those of inner regions. Their sum is ``seconds``. On an accelerator: seconds
-            in which the device ran kernels of the region, ``data`` while it waited for batches, ``launch`` while it waited for the host.
+        threads: Threads of torch.
+        world_size: Number of processes.
+        steps: Steps in the timed window.
+        seconds: Wall time of a step without a profiler.
+        samples: Samples trained on, over all processes.
+        tokens: Tokens without padding, over all processes; 0 if the task does not count tokens.
+        padded: Tokens computed on this process, including padding; 0 if inputs have no ``input_ids``.
+        longest: ``padded``, if batches were padded to their longest sample.
+        real: Tokens of ``padded`` that are not padding.
+        reading: CPU seconds that this process spent on reading batches; small if it only waits for workers.
+        regions: Region of the loop -> seconds without nested regions. They add up to ``seconds``. On an accelerator: seconds in which the
+            device ran kernels of the region; ``data`` is time spent waiting for batches, ``launch`` waiting for the host.
         hooks: ``PLUGIN.hook`` -> seconds.
-        operations: Operation -> seconds of its own, on the device that computes.
+        operations: Operation -> seconds on the device, without nested operations.
         counts: Operation -> calls.
         flops: Floating-point operations of matrix products.
-        peaks: Dtype -> floating-point operations a second that matrix products of this device reach.
-        idle: Share of the profiled time in which an accelerator ran no kernel; None on a CPU.
-        page_faults: Pages that the system handed out.
-        fault_seconds: What one of them costs.
-        reserved: Bytes that CUDA's allocator held after each step; flat is good.
-        retries: How often it freed everything to go on.
-        layers: Length of the longest list of like modules in the model: a transformer's depth.
-        graph_breaks: ``{"where": "file:line", "reason": ..., "count": n}`` for every place where compilation was cut.
-        recompiles: The same for functions that were compiled again, for other shapes or values.
-        total_steps: Of the recipe as it stands; None: nobody knows.
-        ranks: For each process, its regions.
+        peaks: Dtype -> measured peak of matrix products on this device, in floating-point operations per second.
+        idle: Fraction of the profiled time in which an accelerator ran no kernel; None on a CPU.
+        page_faults: Minor page faults.
+        fault_seconds: Seconds per page fault.
+        reserved: Bytes that CUDA's allocator reserved after each step; should be constant.
+        retries: Times that CUDA's allocator freed its cache and retried.
+        layers: Length of the longest list of equal modules in the model: a transformer's depth.
+        graph_breaks: ``{"where": "file:line", "reason": ..., "count": n}`` for each graph break of ``torch.compile``.
+        recompiles: The same for recompiled functions.
+        total_steps: Steps of the recipe; None: unknown.
+        ranks: The regions of each process.
     """
 
     device: str
@@ -82,7 +82,7 @@ class StepProfile:
     ranks: list[dict[str, float]] = field(default_factory=list)
 
     def region(self, *names: str) -> float:
-        """Seconds of some regions."""
+        """Total seconds of the given regions."""
         return sum(self.regions.get(name, 0.0) for name in names)
 
     @property
@@ -92,11 +92,11 @@ class StepProfile:
 
     @property
     def padding(self) -> float:
-        """Share of the computed tokens that are padding."""
+        """Fraction of the computed tokens that are padding."""
         return 1 - self.real / self.padded if self.padded else 0.0
 
     def spent(self, names: Iterable[str]) -> float:
-        """Seconds of some operations, as shares of their sum that the timed steps took."""
+        """Total seconds of the given operations."""
         return sum(self.operations.get(name, 0.0) for name in names)
 
     def multiplying(self) -> float:
@@ -104,20 +104,20 @@ class StepProfile:
         return self.spent(MULTIPLYING)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON values."""
+        """The fields as JSON values."""
         return dataclasses.asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedupEstimate:
-    """A plugin's estimate.
+    """A plugin's estimate of its speedup.
 
     Attributes:
-        seconds: Of each step that it would win back. A estimate: `fastloop tune` measures.
-        why: What was seen that says so, in a few words with figures.
-        options: What to set in the plugin's options.
-        overrides: What to set in the recipe instead of adding the plugin, such as ``{"data.padding": "longest"}``.
-        once: Seconds that it costs once in a run, such as those of compilation.
+        seconds: Seconds saved per step.
+        why: The reason in a few words, with figures from the profile.
+        options: Options to set for the plugin.
+        overrides: Recipe keys to set instead of adding the plugin, such as ``{"data.padding": "longest"}``.
+        once: One-time cost in seconds, such as compilation.
     """
 
     seconds: float

@@ -1,7 +1,7 @@
-"""The hooks of one run: which there are, who implements them, what they took, and who failed in one.
+"""The hooks of one run: their declarations and implementations, the time of each call, and the plugin that failed.
 
-pluggy calls them. ``PluginSet`` adds the calls that pluggy does not know (drafts, chains); ``Hooks`` adds other packages' hooks, and a
-watch over every call of a plugin's hook. ``plugin_checks`` refuses plugins that are written wrongly.
+pluggy calls the hooks. ``Hooks`` adds hooks that plugins declare, and times every call. ``PluginSet`` adds the kinds of calls that pluggy
+does not have: drafts and chains. ``plugin_checks`` validates the declarations of plugins.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ Span = Callable[[str], AbstractContextManager[Any]]
 
 
 @dataclass(slots=True)
-class Calls:
-    """What the calls of one plugin's hook came to.
+class HookCalls:
+    """Number and time of the calls of one plugin's hook.
 
     Attributes:
-        count: How many there were.
-        seconds: What they took on the host, without the hooks that were called from within. Nobody waits for a device.
-        first: When the first one began, on the clock of ``perf_counter``.
+        count: Number of calls.
+        seconds: Host time, without nested hooks and without waiting for the device.
+        first: Start of the first call, by ``perf_counter``.
     """
 
     plugin: str
@@ -50,19 +50,19 @@ class Calls:
 
 
 class Hooks(pluggy.PluginManager):
-    """pluggy's manager with exactly the plugins of one run, and the core's own answers as the last to be asked.
+    """pluggy's manager for the plugins of one run. The core's implementations are called last.
 
     Attributes:
-        known: Hook -> its arguments: ours, and those that the plugins of this run bring along.
-        first: The *first* hooks among them.
-        calls: (plugin, hook) -> what its calls came to.
+        known: Hook -> its arguments, for all hooks of this run.
+        first: Names of the *first* hooks.
+        calls: (plugin, hook) -> number and time of its calls.
         disabled: Plugin -> why its hooks are no longer called.
-        span: Put around each call of a plugin's hook, wrappers aside, with the name ``plugin.hook``; None: nothing.
-        inside: Seconds of the hooks that were called from within the one that is running.
-        failed: The newest error that left a plugin's hook, with the two.
+        span: ``span("PLUGIN.HOOK")`` surrounds each call of a plugin's hook, except wrappers; None: no span.
+        nested_seconds: Seconds of the hooks that the running hook has called.
+        failure: ``(error, plugin, hook)`` of the newest error that a plugin's hook raised.
 
     Raises:
-        PluginError: A plugin implements a hook that is not known, or with other arguments, or declares one that is taken.
+        PluginError: A plugin implements an unknown hook or takes unknown arguments, or two plugins declare the same hook.
     """
 
     def __init__(self, plugins: Iterable[Plugin]) -> None:
@@ -71,27 +71,27 @@ class Hooks(pluggy.PluginManager):
         plugins = list(plugins)
         self.known: dict[str, tuple[str, ...]] = {}
         self.first: set[str] = set()
-        self.calls: dict[tuple[str, str], Calls] = {}
+        self.calls: dict[tuple[str, str], HookCalls] = {}
         self.disabled: dict[str, str] = {}
         self.span: Span | None = None
-        self.inside = 0.0
-        self.failed: tuple[BaseException, Plugin, str] | None = None
-        self._declare(plugins)
+        self.nested_seconds = 0.0
+        self.failure: tuple[BaseException, Plugin, str] | None = None
+        self._add_specs(plugins)
         for plugin in reversed(plugins):  # pluggy calls the last registered first
             plugin_checks.check_hooks(plugin, self.known, self.first)
             try:
                 self.register(plugin, plugin.name)
             except pluggy.PluginValidationError as error:
                 raise PluginError(f"plugin {plugin.name!r}: {error}") from None
-        self.register(defaults, "fastloop")  # marked trylast: after the fallbacks of plugins
+        self.register(defaults, "fastloop")  # its implementations are trylast, so they run after plugins' fallback_hooks
         for plugin in plugins:
-            for impl, hook in self._impls(plugin):
-                impl.function = self._watched(plugin, hook, impl.function, impl.wrapper)
+            for impl, hook in self._implementations(plugin):
+                impl.function = self._instrument(plugin, hook, impl.function, impl.wrapper)
 
-    # -- which hooks there are -----------------------------------------------------------------------------------------
+    # -- declarations --------------------------------------------------------------------------------------------------
 
-    def _declare(self, plugins: Iterable[Plugin]) -> None:
-        """Our hooks, and those of the plugins: a class or a module of them that several share counts once."""
+    def _add_specs(self, plugins: Iterable[Plugin]) -> None:
+        """Add the core's hooks and those of plugins. Several plugins may share one class or module of hooks."""
         owners: dict[str, tuple[Any, str]] = {}
         for namespace, owner in [(hookspecs, "fastloop"), *((plugin.hookspecs, f"plugin {plugin.name!r}") for plugin in plugins)]:
             if namespace is None or any(namespace is other for other, _ in owners.values()):
@@ -111,100 +111,100 @@ class Hooks(pluggy.PluginManager):
                 self.first.add(name)
 
     def parse_hookimpl_opts(self, plugin: Any, name: str) -> Any:
-        """The marks of an implementation; one that its plugin lists in ``fallback_hooks`` is asked after those of other plugins."""
+        """The marks of an implementation. Adds ``trylast`` to the hooks in ``fallback_hooks``."""
         marks = super().parse_hookimpl_opts(plugin, name)
         if marks and (marks["specname"] or name) in getattr(plugin, "fallback_hooks", ()):
             return {**marks, "trylast": True}
         return marks
 
-    # -- every call ----------------------------------------------------------------------------------------------------
+    # -- calls ---------------------------------------------------------------------------------------------------------
 
-    def _impls(self, plugin: Plugin) -> Iterator[tuple[Any, str]]:
-        """A plugin's implementations, each with its hook."""
+    def _implementations(self, plugin: Plugin) -> Iterator[tuple[Any, str]]:
+        """``(implementation, hook)`` for each hook of a plugin."""
         for caller in self.get_hookcallers(plugin) or ():
             for impl in caller.get_hookimpls():
                 if impl.plugin is plugin:
                     yield impl, caller.name
 
-    def _watched(self, plugin: Plugin, hook: str, function: Callable[..., Any], wrapper: bool) -> Callable[..., Any]:
-        """The same implementation; its calls are counted and timed, and its errors kept."""
-        calls = self.calls[plugin.name, hook] = Calls(plugin.name, hook)
+    def _instrument(self, plugin: Plugin, hook: str, function: Callable[..., Any], wrapper: bool) -> Callable[..., Any]:
+        """Count and time the calls of an implementation, and record its errors."""
+        calls = self.calls[plugin.name, hook] = HookCalls(plugin.name, hook)
 
         @functools.wraps(function)
-        def called(*arguments: Any) -> Any:
-            outside, self.inside, started = self.inside, 0.0, perf_counter()
+        def call(*arguments: Any) -> Any:
+            outer_seconds, self.nested_seconds, started = self.nested_seconds, 0.0, perf_counter()
             try:
                 if self.span is None:
                     return function(*arguments)
                 with self.span(f"{plugin.name}.{hook}"):
                     return function(*arguments)
             except Exception as error:
-                if self._goes_on(plugin, hook, error):
+                if self._disable(plugin, hook, error):
                     return None
-                self._keep(error, plugin, hook)
+                self._record_failure(error, plugin, hook)
                 raise
-            finally:  # written out, since a call more would cost as much as this
+            finally:  # repeated in timed(): another function call would double the overhead
                 seconds = perf_counter() - started
                 calls.count += 1
-                calls.seconds += seconds - self.inside
+                calls.seconds += seconds - self.nested_seconds
                 calls.first = calls.first or started
-                self.inside = outside + seconds
+                self.nested_seconds = outer_seconds + seconds
 
-        def part(call: Callable[..., Any], *arguments: Any) -> Any:
-            outside, self.inside, started = self.inside, 0.0, perf_counter()
+        def timed(function: Callable[..., Any], *arguments: Any) -> Any:
+            outer_seconds, self.nested_seconds, started = self.nested_seconds, 0.0, perf_counter()
             try:
-                return call(*arguments)
+                return function(*arguments)
             finally:
                 seconds = perf_counter() - started
-                calls.seconds += seconds - self.inside
+                calls.seconds += seconds - self.nested_seconds
                 calls.first = calls.first or started
-                self.inside = outside + seconds
+                self.nested_seconds = outer_seconds + seconds
 
         @functools.wraps(function)
-        def around(*arguments: Any) -> Generator[None, Any, Any]:
+        def call_wrapper(*arguments: Any) -> Generator[None, Any, Any]:
             calls.count += 1
             generator = function(*arguments)
-            passed: Any = None
+            inner_result: Any = None
             try:
-                part(next, generator)
+                timed(next, generator)
                 try:
-                    passed, resume = (yield), generator.send
-                except BaseException as error:  # from within: the wrapper may handle it, and is not to blame when it lets it pass
-                    passed, resume = error, generator.throw
-                part(resume, passed)
+                    inner_result, resume = (yield), generator.send
+                except BaseException as error:  # raised inside the wrapper; not the wrapper's failure if it re-raises
+                    inner_result, resume = error, generator.throw
+                timed(resume, inner_result)
             except StopIteration as done:
                 return done.value
             except Exception as error:
-                if error is not passed:
-                    self._keep(error, plugin, hook)
+                if error is not inner_result:
+                    self._record_failure(error, plugin, hook)
                 raise
-            yield  # a second time, which pluggy refuses
+            yield  # a second yield, for which pluggy raises an error
             return None
 
-        return around if wrapper else called
+        return call_wrapper if wrapper else call
 
-    def _keep(self, error: Exception, plugin: Plugin, hook: str) -> None:
-        within = self.failed is not None and self.failed[0] is error  # it came out of another hook first
-        if not within and not isinstance(error, FastloopError):  # those go to the user as they are
-            self.failed = error, plugin, hook
+    def _record_failure(self, error: Exception, plugin: Plugin, hook: str) -> None:
+        is_recorded = self.failure is not None and self.failure[0] is error  # by a nested hook
+        if not is_recorded and not isinstance(error, FastloopError):
+            self.failure = error, plugin, hook
 
-    def _goes_on(self, plugin: Plugin, hook: str, error: Exception) -> bool:
-        """Whether the run goes on without the plugin: it only looks on, and was asked to be disabled."""
+    def _disable(self, plugin: Plugin, hook: str, error: Exception) -> bool:
+        """Disable a failed plugin if its ``on_error`` is ``disable``. Returns whether it did."""
         if plugin.on_error != "disable" or (isinstance(error, UsageError) and hook in ("check_recipe", "check_run")):
             return False
-        why = str(crash(plugin, hook, error))
-        self.disabled[plugin.name] = why
-        for impl, _ in self._impls(plugin):
+        reason = str(make_crash(plugin, hook, error))
+        self.disabled[plugin.name] = reason
+        for impl, _ in self._implementations(plugin):
             impl.function = lambda *arguments: None
-        log.warning("%s. It is disabled, and the run goes on", why)
+        log.warning("%s. The plugin is disabled, and the run continues", reason)
         return True
 
 
-def crash(plugin: Plugin, hook: str, error: BaseException) -> PluginCrash:
-    """The error of a plugin that failed in a hook."""
-    found = PluginCrash(f"plugin {plugin.name!r} ({origin(type(plugin))}) failed in {hook}: {type(error).__name__}: {error}", plugin.name)
-    found.__cause__ = error
-    return found
+def make_crash(plugin: Plugin, hook: str, error: BaseException) -> PluginCrash:
+    """The error to raise for a plugin that failed in a hook."""
+    crash = PluginCrash(f"plugin {plugin.name!r} ({origin(type(plugin))}) failed in {hook}: {type(error).__name__}: {error}", plugin.name)
+    crash.__cause__ = error
+    return crash
 
 
 def distribution_of(cls: type[Plugin]) -> importlib.metadata.Distribution | None:
@@ -212,12 +212,12 @@ def distribution_of(cls: type[Plugin]) -> importlib.metadata.Distribution | None
     for point in entry_points(GROUP):
         if point.value == f"{cls.__module__}:{cls.__qualname__}":
             return point.dist
-    found = importlib.metadata.packages_distributions().get(cls.__module__.partition(".")[0], [])
-    return importlib.metadata.distribution(found[0]) if len(found) == 1 else None
+    names = importlib.metadata.packages_distributions().get(cls.__module__.partition(".")[0], [])
+    return importlib.metadata.distribution(names[0]) if len(names) == 1 else None
 
 
 def origin(cls: type[Plugin]) -> str:
-    """Where a plugin's code comes from: distribution and version, else the recipe's file, else the module."""
+    """The source of a plugin's code: distribution and version, else the recipe's file, else the module."""
     if (distribution := distribution_of(cls)) is not None:
         return f"{distribution.name} {distribution.version}"
     file = getattr(sys.modules.get(cls.__module__), "__file__", None)
@@ -229,8 +229,8 @@ class PluginSet:
     """The plugins of one run.
 
     Attributes:
-        plugins: In the order in which their hooks are called.
-        reasons: Plugin name -> why it is there, and what moved it.
+        plugins: In call order.
+        reasons: Plugin name -> why it is in the run, and what moved it.
     """
 
     plugins: list[Plugin]
@@ -240,7 +240,7 @@ class PluginSet:
         return iter(self.plugins)
 
     def in_slot(self, slot: str) -> str | None:
-        """The name of the plugin in a slot; None: there is none."""
+        """The name of the plugin in a slot, or None."""
         return next((plugin.name for plugin in self.plugins if plugin.slot == slot), None)
 
     def names(self) -> list[str]:
@@ -249,7 +249,7 @@ class PluginSet:
 
     @cached_property
     def manager(self) -> Hooks:
-        """The hooks of exactly these plugins."""
+        """The hooks of these plugins."""
         return Hooks(self.plugins)
 
     @property
@@ -258,20 +258,20 @@ class PluginSet:
         return self.manager.hook
 
     def each(self, hook: str) -> Iterator[tuple[Plugin, Callable[..., Any]]]:
-        """Every plugin that implements a hook with its own bound method, in call order."""
+        """Each plugin that implements a hook, with its bound method, in call order."""
         for impl in reversed(getattr(self.hooks, hook).get_hookimpls()):
             if isinstance(impl.plugin, Plugin):
                 yield impl.plugin, lambda _impl=impl, **arguments: _impl.function(*(arguments[name] for name in _impl.argnames))
 
     def draft(self, hook: str, draft: Draft) -> Any:
-        """Have every plugin fill in a draft; returns it."""
+        """Pass a draft to every plugin, and return it."""
         for plugin, call in self.each(hook):
             draft.__dict__["_writer"] = plugin.name
             call(draft=draft)
         return draft
 
     def chain(self, hook: str, model: Any, check: Callable[[str, Any], None] | None = None, /, **arguments: Any) -> Any:
-        """Pass the model through every plugin; a result that is not None replaces it. ``check(plugin, model)`` is called after each."""
+        """Pass the model through every plugin. A result that is not None replaces it. ``check(plugin, model)`` is called after each."""
         for plugin, call in self.each(hook):
             replacement = call(model=model, **arguments)
             model = model if replacement is None else replacement
@@ -280,37 +280,37 @@ class PluginSet:
         return model
 
     def environment(self, recipe: Recipe) -> dict[str, str]:
-        """What plugins want the process to have from its start.
+        """The environment variables that plugins need at process start.
 
         Raises:
-            PluginError: Two plugins want different values.
+            PluginError: Two plugins need different values.
         """
-        wanted: dict[str, tuple[str, str]] = {}
+        values: dict[str, tuple[str, str]] = {}
         for plugin, call in self.each("environment"):
             for name, value in (call(recipe=recipe) or {}).items():
-                other, before = wanted.setdefault(name, (plugin.name, value))
-                if before != value:
+                other, first = values.setdefault(name, (plugin.name, value))
+                if first != value:
                     raise PluginError(
-                        f"{recipe.where}: plugins {plugin.name!r} and {other!r} want different values of {name}: {value!r} and {before!r}. "
+                        f"{recipe.where}: plugins {plugin.name!r} and {other!r} want different values of {name}: {value!r} and {first!r}. "
                         "Remove one of them."
                     )
-        return {name: value for name, (_, value) in wanted.items()}
+        return {name: value for name, (_, value) in values.items()}
 
     @contextmanager
     def around(self, span: Span) -> Iterator[None]:
-        """While inside, each call of a plugin's hook is within ``span("NAME.hook")``. Wrappers, which others run inside of, are not."""
-        before, self.manager.span = self.manager.span, span
+        """Inside the block, surround each call of a plugin's hook with ``span("PLUGIN.HOOK")``. Wrappers get no span."""
+        previous, self.manager.span = self.manager.span, span
         try:
             yield
         finally:
-            self.manager.span = before
+            self.manager.span = previous
 
-    def calls(self) -> list[Calls]:
-        """What the calls of each plugin's hooks came to, in the order of the first ones. Those that were never called are left out."""
+    def calls(self) -> list[HookCalls]:
+        """Number and time of the calls of each hook that was called, in the order of the first calls."""
         return sorted((calls for calls in self.manager.calls.values() if calls.count), key=lambda calls: calls.first)
 
     def plugin_seconds(self) -> dict[str, float]:
-        """Each plugin's own seconds in its hooks, in this process and since it began."""
+        """Seconds that each plugin spent in its hooks, in this process."""
         seconds = dict.fromkeys(self.names(), 0.0)
         for calls in self.calls():
             seconds[calls.plugin] += calls.seconds
@@ -318,16 +318,16 @@ class PluginSet:
 
     @property
     def disabled(self) -> dict[str, str]:
-        """Plugins that were disabled -> why."""
+        """Disabled plugin -> reason."""
         return self.manager.disabled
 
     @contextmanager
     def attributing_errors(self) -> Iterator[None]:
-        """An error that comes out of a plugin's hook inside is raised as one that names both.
+        """Raise an error of a plugin or of user code as one that names its source. Other errors pass through unchanged.
 
         Raises:
-            PluginCrash: With the error as its cause. Errors for the user go through as they are, and so do those of the core.
-            UserCodeError: With the error as its cause, where it came out of the user's code.
+            PluginCrash: A plugin's hook raised; the error is its cause.
+            UserCodeError: User code raised; the error is its cause.
         """
         try:
             yield
@@ -339,12 +339,13 @@ class PluginSet:
             raise
 
     def attribute_error(self, error: BaseException) -> PluginCrash | UserCodeError | None:
-        """The line of the user's code that an error came out of, where a task or the core called it; else the plugin and its hook. None:
-        it came out of neither."""
-        failed, self.manager.failed = self.manager.failed, None
-        plugin, hook = (failed[1], failed[2]) if failed is not None and failed[0] is error else (None, "")
+        """An error that names the line of user code or the plugin that raised ``error``; None for errors of the core.
+
+        User code counts only if the core or a task called it."""
+        failure, self.manager.failure = self.manager.failure, None
+        plugin, hook = (failure[1], failure[2]) if failure is not None and failure[0] is error else (None, "")
         if plugin is None or plugin.slot == "task":
             bundled = [type(other) for other in self.plugins if origin(type(other)) == origin(Plugin)]
             if place := user_line(error, bundled if plugin is None else [*bundled, type(plugin)]):
                 return UserCodeError(f"{place}: {type(error).__name__}: {error}")
-        return None if plugin is None else crash(plugin, hook, error)
+        return None if plugin is None else make_crash(plugin, hook, error)

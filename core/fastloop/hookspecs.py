@@ -1,7 +1,7 @@
 """Every hook, in the order in which it fires. This is the contract between the loop and plugins.
 
-    environment                                     # on the command line, before the process really starts
-    check_recipe                                    # everything here is also done by `fastloop plan`
+    environment                                     # command line only, before the training process starts
+    check_recipe                                    # `fastloop plan` calls this and the next line, too
     configure_accelerator, configure_dataloader, configure_optimizer
 
     build_datasets
@@ -9,16 +9,16 @@
     build_model
     before_prepare                                  # the model as built, on the CPU
     build_optimizer, build_scheduler
-    prepare                                         # the model and the optimizer onto the device, into the strategy
-    after_prepare                                   # the model as trained, on its device
+    prepare                                         # move to the device, apply the strategy
+    after_prepare                                   # the prepared model, on its device
     build_metrics
-    check_run                                       # all is built, nothing is written yet
+    check_run                                       # everything is built, nothing is written yet
     load_model_state, load_optimizer_state, load_state   # only with --resume
 
     before_fit
-    for each split that is evaluated:               # only with metrics, to try them on one batch; not for iterable datasets
+    for each evaluated split:                       # tries the metrics on one batch; map-style datasets only
         compute_loss
-    when a signal cut one off: the evaluation that is due
+    when resuming from an interrupted evaluation: evaluate again
     for each epoch:
         before_epoch
         for each optimizer step:
@@ -34,28 +34,29 @@
             when saving is due:     optimizer_state, save_state, model_state, write_checkpoint
         after_epoch
         when due at the epoch's end: the same evaluation and saving
-    when the last weights are not evaluated yet: the same evaluation
-    after_fit                                       # a plugin may put other weights in place here
+    when the final weights are not evaluated yet: the same evaluation
+    after_fit                                       # a plugin may replace the weights here
     before_evaluate, evaluate, after_evaluate       # on the test split
     export_model, model_state                       # into the run folder's model/
     write_summary
 
     recover                                         # when training or an evaluation raises
-    on_exception                                    # instead of the rest, when anything above raises
+    on_exception                                    # when the run fails; no other hook follows
 
-Kinds. *Draft* hooks change the draft they get; two plugins that write one field is an error. *First* hooks return the first result
-that is not None, asked in the run's plugin order. Two plugins that answer the same one is an error, unless one wraps the other or leaves
-the hook to it (``Plugin.fallback_hooks``). *Chain* hooks may return a replacement, which the next plugin gets. The others are called on
-every plugin, in order. An implementation takes only the arguments it needs.
+Kinds of hooks:
 
-With several processes every hook fires on each of them, with the same counters, metrics and requests: a request of one process
-(``run.state.request_stop``) is a request of all. Every process must call collective operations (``run.full_state_dict()``,
-``run.processes.all_reduce_sum``). Only ``run.is_main`` writes files. Of the results of ``save_state``, the main process's is kept.
+* *Draft* hooks modify the draft they receive. Two plugins must not set the same field.
+* *First* hooks return the first result that is not None, in the run's plugin order. Two plugins must not implement the same one, unless
+  one wraps the other or lists the hook in ``Plugin.fallback_hooks``.
+* *Chain* hooks may return a replacement, which is passed to the next plugin.
+* All other hooks are called on every plugin, in order.
 
-What goes around something is a wrapper:
-``@hookimpl(wrapper=True)`` on that hook (not on draft and chain hooks, ``save_state`` and ``load_state``).
+An implementation takes only the arguments it needs. To run code around a hook, mark the implementation ``@hookimpl(wrapper=True)``.
+Draft and chain hooks, ``save_state`` and ``load_state`` cannot be wrapped. Plugins can declare more hooks: ``Plugin.hookspecs``.
 
-Plugins may bring along hooks of their own: ``Plugin.hookspecs``.
+With several processes, every hook fires on each process with the same counters, metrics and requests. A request of one process
+(``run.state.request_stop``) applies to all. Every process must call collective operations (``run.full_state_dict()``,
+``run.processes.all_reduce_sum``). Only ``run.is_main`` writes files, and checkpoints hold only its result of ``save_state``.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ if TYPE_CHECKING:
 hookspec = pluggy.HookspecMarker("fastloop")
 first = hookspec(firstresult=True)
 
-CHANGE = (
+CHANGING_HOOKS = (
     "environment",
     "configure_accelerator",
     "configure_dataloader",
@@ -90,13 +91,13 @@ CHANGE = (
     "before_prepare",
     "after_prepare",
 )
-"""Draft and chain hooks, and what is like them: beside the *first* hooks, those that are there to change a run."""
+"""Hooks that change a run, beside the *first* hooks."""
 
-ONE_BY_ONE = (*CHANGE, "save_state", "load_state")
-"""Called on each plugin by itself, so that there is nothing to wrap."""
+UNWRAPPABLE_HOOKS = (*CHANGING_HOOKS, "save_state", "load_state")
+"""Hooks that are called on each plugin separately, so a wrapper has nothing to wrap."""
 
-ASKED_IN_TURN = ("recover",)
-"""*First* hooks that any number of plugins of a run may answer: each returns None for what it has no remedy for."""
+SHARED_FIRST_HOOKS = ("recover",)
+"""*First* hooks that several plugins of a run may implement. Each returns None for errors that it cannot handle."""
 
 
 # -- configure ---------------------------------------------------------------------------------------------------------
@@ -104,13 +105,13 @@ ASKED_IN_TURN = ("recover",)
 
 @hookspec
 def environment(recipe: Recipe) -> dict[str, str] | None:
-    """Environment variables that count only when a process has them from its start, such as LD_PRELOAD: `fastloop train` starts itself
-    again with those that are not set yet. Torch is not loaded here, and must not be. In Python nothing is started again."""
+    """Environment variables that must be set before a process starts, such as LD_PRELOAD. `fastloop train` restarts itself with the
+    variables that are not set yet. The Python API does not call this hook. Implementations must not import torch."""
 
 
 @hookspec
 def check_recipe(recipe: Recipe) -> None:
-    """Refuse what is wrong with ``model``, ``data`` or a path by raising ``RecipeError``, before anything is loaded."""
+    """Check ``model``, ``data`` and paths before anything is loaded. Raise ``RecipeError`` if one is wrong."""
 
 
 @hookspec
@@ -125,7 +126,7 @@ def configure_dataloader(draft: DataLoaderDraft) -> None:
 
 @hookspec
 def configure_optimizer(draft: OptimizerDraft) -> None:
-    """Draft. Further arguments of the optimizer."""
+    """Draft. Additional arguments of the optimizer."""
 
 
 # -- build -------------------------------------------------------------------------------------------------------------
@@ -139,14 +140,16 @@ def build_datasets(run: Run) -> Mapping[str, Any] | None:
 
 @first
 def build_sampler(run: Run, split: str) -> BatchSampler | None:
-    """First. The order of a map-style dataset: torch's ``BatchSampler`` around any sampler with a length. Its ``drop_last`` leaves out an
-    epoch's last samples that do not fill a batch: to train, one of ``train.batch_size``; to evaluate, one of its own ``batch_size``.
-    Without a sampler, an epoch takes all samples: to train, in an order drawn by seed and epoch; to evaluate, in the dataset's order."""
+    """First. The order of a map-style dataset: torch's ``BatchSampler`` around any sampler with a length.
+
+    Its ``drop_last`` drops the samples at an epoch's end that do not fill a batch. The batch has ``train.batch_size`` samples in training,
+    and the sampler's own ``batch_size`` in evaluation. Without a sampler, training shuffles all samples by seed and epoch, and evaluation
+    keeps the dataset's order."""
 
 
 @first
 def build_collator(run: Run, split: str) -> Callable[[list[Any]], Batch | Any] | None:
-    """First. Makes a batch of a list of samples of a split; returns a ``Batch``, or just its inputs."""
+    """First. A function that turns a list of samples into a ``Batch``, or just its inputs."""
 
 
 @first
@@ -156,42 +159,43 @@ def build_model(run: Run) -> nn.Module | None:
 
 @hookspec
 def before_prepare(run: Run, model: nn.Module) -> nn.Module | None:
-    """Chain. Change or replace the model before there is an optimizer: adapters, sharding."""
+    """Chain. Change or replace the model before the optimizer is built, for example to add adapters or to shard it."""
 
 
 @first
 def build_optimizer(run: Run, model: nn.Module) -> Optimizer | None:
-    """First. Without one, the recipe's ``train.optimizer`` is built. What plugins ask of it is in ``run.optimizer_arguments``."""
+    """First. The core builds the recipe's ``train.optimizer``. ``run.optimizer_arguments`` holds the arguments that plugins set."""
 
 
 @first
 def build_scheduler(run: Run, optimizer: Optimizer) -> LRScheduler | None:
-    """First. Stepped once an optimizer step. Without one, the learning rate is constant."""
+    """First. The loop steps it once per optimizer step. Without a scheduler, the learning rate is constant."""
 
 
 @first
 def prepare(run: Run, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Any] | None:
-    """First; the core lets Accelerate do it. The model and the optimizer as the loop uses them. For strategies that Accelerate is not asked
-    for: the optimizer needs ``step``, ``zero_grad`` and ``param_groups``, the model's forward must keep its arguments. The optimizer must
-    step each parameter that the model trains, or the run ends with an error. Where ``param_groups`` hold other tensors, such as flat
-    shards, its ``model_parameters()`` returns the parameters that it steps."""
+    """First; by default, Accelerate prepares both. Returns the model and the optimizer that the loop uses.
+
+    Implement it for a strategy without Accelerate. The optimizer needs ``step``, ``zero_grad`` and ``param_groups``; the model's forward
+    must keep its arguments. The optimizer must step every trained parameter, or the run ends with an error. If ``param_groups`` hold other
+    tensors, such as flat shards, the optimizer's ``model_parameters()`` must return the parameters that it steps."""
 
 
 @hookspec
 def after_prepare(run: Run, model: nn.Module) -> nn.Module | None:
-    """Chain. Change or replace the model when it is prepared: compilation. Its parameters stay those that the optimizer steps: replace
-    parameters in ``before_prepare``."""
+    """Chain. Change or replace the prepared model, for example to compile it. Its parameters must stay the ones that the optimizer steps;
+    use ``before_prepare`` to replace parameters."""
 
 
 @first
 def build_metrics(run: Run) -> MetricCollection | None:
-    """First. Torchmetrics that evaluation updates with ``Output.predictions`` and ``Output.targets``, those of many batches put together.
-    ``loss`` is always there."""
+    """First. Torchmetrics that evaluation updates with ``Output.predictions`` and ``Output.targets``, concatenated over several batches.
+    ``loss`` is always computed."""
 
 
 @hookspec
 def check_run(run: Run) -> None:
-    """Refuse what only the built run can tell, by raising ``UsageError``, before anything is written."""
+    """Check the built run before anything is written. Raise ``UsageError`` if it cannot train."""
 
 
 # -- train -------------------------------------------------------------------------------------------------------------
@@ -199,12 +203,12 @@ def check_run(run: Run) -> None:
 
 @hookspec
 def before_fit(run: Run) -> None:
-    """All is built and, with --resume, loaded."""
+    """Everything is built and, with --resume, loaded."""
 
 
 @hookspec
 def before_epoch(run: Run) -> None:
-    """``run.state.epoch`` is the epoch's index from 0. Fires again for an epoch that a resumed run goes on with."""
+    """``run.state.epoch`` is the epoch's index from 0. Fires again when a run resumes within an epoch."""
 
 
 @hookspec
@@ -214,17 +218,18 @@ def before_step(run: Run, batches: list[Batch]) -> None:
 
 @first
 def compute_loss(run: Run, model: nn.Module, batch: Any) -> Output | None:
-    """First. Forward and loss of one micro-batch; ``batch`` is ``Batch.inputs`` on the device. Serves evaluation too."""
+    """First. Forward and loss of one micro-batch, in training and evaluation. ``batch`` is ``Batch.inputs`` on the device."""
 
 
 @first
 def backward(run: Run, loss: Tensor) -> bool | None:
-    """First; the core lets Accelerate do it. Gradients of one micro-batch; its ``loss`` is already scaled to its share of the step."""
+    """First; by default, Accelerate does it. Compute the gradients of one micro-batch. ``loss`` is already scaled to its share of the
+    step."""
 
 
 @hookspec
 def after_backward(run: Run, loss: Tensor) -> None:
-    """Gradients of the whole step are there, before clipping. ``loss``: 0-dim, detached, the step's mean over all processes."""
+    """All gradients of the step are computed, but not clipped. ``loss``: 0-dim, detached, the step's mean over all processes."""
 
 
 @first
@@ -241,17 +246,17 @@ def before_optimizer_step(run: Run, grad_norm: Tensor | None) -> None:
 
 @hookspec
 def after_step(run: Run, loss: Tensor) -> None:
-    """An optimizer step is done and counted. Reading ``loss`` on the host waits for the device: do it rarely."""
+    """An optimizer step is done and counted. Reading ``loss`` on the host waits for the device, so read it rarely."""
 
 
 @hookspec
 def after_epoch(run: Run) -> None:
-    """``run.state.epoch`` counts the completed epochs, this one included. The epoch's evaluation comes after."""
+    """``run.state.epoch`` counts the completed epochs, including this one. The epoch's evaluation follows."""
 
 
 @hookspec
 def after_fit(run: Run) -> None:
-    """Training is over, completed or stopped. The test split and the exported model see the weights as left here."""
+    """Training has completed or stopped. The test split and the export use the weights as they are after this hook."""
 
 
 # -- evaluate ----------------------------------------------------------------------------------------------------------
@@ -259,20 +264,21 @@ def after_fit(run: Run) -> None:
 
 @hookspec
 def before_evaluate(run: Run, split: str) -> None:
-    """An evaluation of ``evaluate`` or ``test`` begins."""
+    """An evaluation of ``validation`` or ``test`` begins."""
 
 
 @first
 def evaluate(run: Run, split: str) -> dict[str, float] | None:
-    """First; the core answers. Wrap it to evaluate other weights than those in training; innermost (``trylast=True``), to add metrics.
+    """First; the core implements it. Wrap it to evaluate other weights than the trained ones. A wrapper that adds metrics needs
+    ``trylast=True``.
 
-    An exception that passes through cuts an evaluation off when the run is asked to end, and the run is saved after it: put back what
-    you changed in a ``finally``."""
+    When a signal stops the run, an exception passes through wrappers, and the run is saved afterwards. Restore what you changed in a
+    ``finally`` block."""
 
 
 @hookspec
 def after_evaluate(run: Run, split: str, metrics: dict[str, float]) -> None:
-    """An evaluation is done. The place to stop training."""
+    """An evaluation is done. Call ``run.state.request_stop`` here to stop training."""
 
 
 # -- state -------------------------------------------------------------------------------------------------------------
@@ -280,44 +286,46 @@ def after_evaluate(run: Run, split: str, metrics: dict[str, float]) -> None:
 
 @first
 def model_state(run: Run) -> dict[str, Tensor] | None:
-    """First; the core answers. The weights under the model's own names: whole, sharded as ``DTensor``, or on the main process alone."""
+    """First; the core implements it. The weights under the model's own names: full tensors, ``DTensor`` shards, or on the main process
+    only."""
 
 
 @first
 def load_model_state(run: Run, state: dict[str, Tensor]) -> bool | None:
-    """First; the core answers. Take over weights, whole or sharded alike; returns True."""
+    """First; the core implements it. Load weights, full or with the model's sharding; returns True."""
 
 
 @first
 def optimizer_state(run: Run) -> dict[str, Any] | None:
-    """First; the core answers. In the form of torch's ``Optimizer.state_dict()``, whatever the strategy: so runs go on under another."""
+    """First; the core implements it. Every strategy returns the format of torch's ``Optimizer.state_dict()``, so that a run can resume
+    with another strategy."""
 
 
 @first
 def load_optimizer_state(run: Run, state: dict[str, Any]) -> bool | None:
-    """First; the core answers. Take over what ``optimizer_state`` returned, maybe under another strategy; returns True."""
+    """First; the core implements it. Load the result of ``optimizer_state``, possibly from another strategy; returns True."""
 
 
 @hookspec
 def save_state(run: Run) -> dict[str, Any] | None:
-    """What this plugin needs to go on: tensors, numbers, strings, lists, tuples and dicts of them. Kept by plugin name."""
+    """State that this plugin needs to resume: tensors, numbers, strings, and lists, tuples and dicts of them."""
 
 
 @first
 def write_checkpoint(run: Run, folder: Path, model: dict[str, Tensor], state: dict[str, Any]) -> Future[None] | None:
-    """First; the core does it at once. Write both to ``folder`` with ``resume.write``, now or while training goes on: then from a copy,
-    since the tensors are those in training. The future is waited for before the next save, before the run goes back to a checkpoint, and
-    at its end."""
+    """First; the core writes before training continues. Write both to ``folder`` with ``resume.write``. To write while training continues,
+    copy the tensors first: training changes them. The run waits for the future before the next save, before it rolls back to a checkpoint,
+    and at its end."""
 
 
 @hookspec
 def load_state(run: Run, state: dict[str, Any]) -> None:
-    """What this plugin's ``save_state`` returned, on the CPU. Also while a run trains, when a plugin has it go back to a checkpoint."""
+    """Restore the result of this plugin's ``save_state``; tensors are on the CPU. Also called when a run rolls back to a checkpoint."""
 
 
 @first
 def export_model(run: Run, folder: Path) -> Path | None:
-    """First. Write ``run.full_state_dict()`` for use outside fastloop: every process asks for them, the main one writes."""
+    """First. Write ``run.full_state_dict()`` for use outside fastloop. Every process must call that method; the main process writes."""
 
 
 @hookspec
@@ -327,11 +335,11 @@ def write_summary(run: Run, summary: dict[str, Any]) -> None:
 
 @first
 def recover(run: Run, error: Exception, split: str | None) -> bool | None:
-    """First. Training, or the evaluation of ``split``, raised. Returns True where the run can go on: training then does so from where
-    ``run.state`` stands, reading the epoch under way from there, and an evaluation begins again. The step's gradients are dropped then.
-    With several processes all must come to the same answer, and none may be inside an exchange with the others."""
+    """First. Training, or the evaluation of ``split``, raised. Return True to continue: fastloop drops the step's gradients, and training
+    continues from the counters of ``run.state``, or the evaluation starts again. All processes must return the same answer, and none may
+    be inside a collective operation."""
 
 
 @hookspec
 def on_exception(run: Run, error: BaseException) -> None:
-    """The run failed; the error goes on to the caller after this."""
+    """The run failed. The error is raised to the caller after this hook."""

@@ -1,4 +1,4 @@
-"""The life of a run: build it in the order of ``hookspecs``, train, test, export, summarize, close."""
+"""The life cycle of a run: build in the order of ``hookspecs``, train, test, export, summarize, close."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ log = logging.getLogger("fastloop")
 
 
 def build(recipe: Recipe, plugins: PluginSet, resume_from: Path | None = None) -> Run:
-    """Build a run. Nothing is written.
+    """Build a run, without writing anything.
 
     Args:
         resume_from: A run folder or checkpoint to resume from; None: start from the beginning.
@@ -57,16 +57,16 @@ def build(recipe: Recipe, plugins: PluginSet, resume_from: Path | None = None) -
         if run.metrics is not None:
             run.metrics.to(run.device)
         run.hooks.check_run(run=run)
-    set_seed(recipe.train.seed + run.rank)  # training draws the same numbers however the model was made
+    set_seed(recipe.train.seed + run.rank)  # training draws the same numbers however the model was built
     run.clock.seconds["startup"] = perf_counter() - started
     return run
 
 
 def execute(run: Run) -> dict[str, Any]:
-    """Train, test, export. Returns the summary, which is also in the run folder.
+    """Train, test and export. Returns the summary, which is also in the run folder.
 
     Raises:
-        FastloopError: The run failed; the summary says so too.
+        FastloopError: The run failed; the summary contains the error.
     """
     lock = None
     try:
@@ -83,7 +83,7 @@ def execute(run: Run) -> dict[str, Any]:
 
 @contextmanager
 def explain_errors(run: Run) -> Iterator[None]:
-    """Raise errors of plugins, of the user's code and of lost connections as errors that name them."""
+    """Raise errors of plugins, of user code and of lost connections as errors that name their source."""
     with run.plugins.attributing_errors(), run.processes.explain_lost_connection():
         yield
 
@@ -96,7 +96,7 @@ def _build_accelerator(run: Run) -> None:
     run.accelerator = build_accelerator(recipe, plugins)
     run.processes = Processes(run.accelerator)
     device = run.accelerator.device
-    run.device = device if device.type != "cpu" else torch.device("cpu")  # which has no index
+    run.device = device if device.type != "cpu" else torch.device("cpu")  # drop the index
     run.clock = Clock(torch.accelerator.synchronize if device.type != "cpu" else lambda: None)
     draft = DataLoaderDraft(pin_memory=device.type == "cuda", pad_to_multiple_of=recipe.data.get("pad_to_multiple_of"))
     settings: DataLoaderDraft = plugins.draft("configure_dataloader", draft)
@@ -111,7 +111,7 @@ def _build_loaders(run: Run) -> None:
         raise PluginError(
             f"{run.recipe.where}: no plugin built a training dataset. The task in use: {run.plugins.in_slot('task') or 'none'}."
         )
-    for split in sorted(loaders.datasets, key=lambda split: split != "train"):  # train first: plugins adapt the others to it
+    for split in sorted(loaders.datasets, key=lambda split: split != "train"):  # train first: plugins fit the other splits to it
         loaders.samplers[split] = run.hooks.build_sampler(run=run, split=split)
         loaders.collators[split] = run.hooks.build_collator(run=run, split=split)
     loaders.build()
@@ -140,8 +140,8 @@ def _build_model(run: Run) -> None:
 
 
 def _set_train_mode(model: nn.Module) -> None:
-    """Put a model in train mode. Parts that a model in train mode holds in eval mode (frozen ones) stay so, and are logged."""
-    if not model.training:  # as from_pretrained leaves it
+    """Put a model in train mode. If it already is, keep and log the modules in eval mode (frozen ones)."""
+    if not model.training:  # from_pretrained returns models in eval mode
         model.train()
     frozen = [name for name, module in model.named_modules() if not module.training]
     if frozen:
@@ -160,16 +160,16 @@ def _train_and_summarize(run: Run) -> dict[str, Any]:
                 if "test" in run.eval_loaders:
                     loop.evaluate(run, "test")
                 _export(run)
-            _share_disabled(run)  # no process ends while another still needs it
+            _share_disabled(run)  # also a barrier: no process exits while another still needs it
     except BaseException as error:
         stopped = isinstance(error, KeyboardInterrupt | SystemExit)
         if not stopped:
-            run.saver.finish()  # the run can resume from it
+            run.saver.finish()  # so that the run can resume from this checkpoint
         run.hooks.on_exception(run=run, error=error)
         try:
             folder.summarize(run, "stopped" if stopped else "failed", str(error) or type(error).__name__)
-        except SaveError as another:
-            log.error("%s", another)  # the first error counts for more
+        except SaveError as save_error:
+            log.error("%s", save_error)  # raise the original error instead
         raise
     finally:
         run.loaders.close()
@@ -190,4 +190,4 @@ def _export(run: Run) -> None:
     try:
         run.hooks.export_model(run=run, folder=run.folder / "model")
     except (OSError, SafetensorError) as error:
-        raise SaveError(f"{run.folder / 'model'} was not written: {error}. Make room, and go on with --resume.") from error
+        raise SaveError(f"{run.folder / 'model'} was not written: {error}. Free disk space, then continue with --resume.") from error

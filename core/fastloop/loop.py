@@ -1,4 +1,4 @@
-"""The loop. There is one, for every plugin and strategy.
+"""The training loop, for every plugin and strategy.
 
 for each epoch:
     for the micro-batches of each step:
@@ -8,8 +8,8 @@ for each epoch:
         evaluate and save when due
     evaluate and save when due
 
-A signal that asks the run to end counts at a step's end, and within an evaluation, which is then done again by the run that goes on.
-Where training or an evaluation raises and a plugin recovers from it, training goes on from the run's counters, an evaluation begins again.
+A stop signal takes effect at the end of a step or within an evaluation; the resumed run repeats that evaluation.
+If training or an evaluation raises and a plugin recovers, training continues from the run's counters, or the evaluation starts again.
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ log = logging.getLogger("fastloop")
 T = TypeVar("T")
 
 POLL_EVERY = 8
-"""Batches of an evaluation between two exchanges of requests, with several processes."""
+"""Evaluation batches between two calls of ``run.sync_requests``, with several processes."""
 
 
 class EvaluationInterrupted(Exception):
-    """A signal asked the run to end during an evaluation."""
+    """A signal stopped the run during an evaluation."""
 
 
 def fit(run: Run) -> None:
-    """Train until the epochs or ``max_steps`` are done, or a plugin asks to stop; then evaluate what is not yet evaluated."""
+    """Train until the epochs or ``max_steps`` are done, or a plugin requests a stop. Then evaluate the final weights."""
     with preserve_random_states(run.resume_point is not None):
         run.hooks.before_fit(run=run)
     with run.clock("startup"):
         metric_checks.check(run)
     with run.clock("train"):
-        if run.schedule.evaluation_due():  # an interrupted run was saved before it
+        if run.schedule.evaluation_due():  # the run resumes from an interrupted evaluation
             evaluate(run, "validation")
-        recovering(run, lambda: train(run))
+        retry_after_recovery(run, lambda: train(run))
     if run.schedule.needs_evaluation():
         evaluate(run, "validation")
-    if run.interrupted and run.state.save_requested:  # the signal came in that evaluation
+    if run.interrupted and run.state.save_requested:  # by a signal during that evaluation
         resume.save(run)
-    run.signals.finish()  # from here on there is nothing to save: a signal lets the run end
+    run.signals.finish()  # nothing is left to save: from here on, a signal lets the run end
     resume.wait_for_save(run)
     run.sync_requests()
     if run.interrupted:
@@ -66,7 +66,7 @@ def fit(run: Run) -> None:
 
 
 def train(run: Run) -> None:
-    """Train the remaining epochs, from the run's counters on."""
+    """Train the remaining epochs, starting at the run's counters."""
     state, hooks, schedule = run.state, run.hooks, run.schedule
     while state.epoch < run.recipe.train.epochs and not schedule.should_stop():
         with preserve_random_states(state.epoch_samples > 0):
@@ -94,22 +94,22 @@ def train(run: Run) -> None:
             resume.save(run)
 
 
-def recovering(run: Run, part: Callable[[], T], split: str | None = None) -> T:
-    """Do a part of the run, again when a plugin has recovered from what it raised. ``split``: what is evaluated; None: training."""
+def retry_after_recovery(run: Run, function: Callable[[], T], split: str | None = None) -> T:
+    """Call ``function``, and call it again after a plugin recovered from its error. ``split``: the split to evaluate; None: training."""
     while True:
         try:
-            return part()
+            return function()
         except Exception as error:
             if not run.hooks.recover(run=run, error=error, split=split):
                 raise
-        run.optimizer.zero_grad()  # of the step that failed
+        run.optimizer.zero_grad()  # drop the gradients of the failed step
 
 
 def train_step(run: Run, batches: list[Batch]) -> Tensor:
-    """One optimizer step over its micro-batches, which are on the device.
+    """Do one optimizer step over its micro-batches, which are on the device.
 
-    Each micro-batch's mean loss counts by its weight (samples, or target tokens), so the step's gradient is that of the mean over the
-    whole step, however it was split.
+    Each micro-batch's mean loss is weighted by its samples or target tokens. The step's gradient is that of the mean over the full step,
+    however it is split.
 
     Returns:
         The step's mean loss over all processes: 0-dim, detached, on the device.
@@ -117,7 +117,7 @@ def train_step(run: Run, batches: list[Batch]) -> Tensor:
     hooks, optimizer = run.hooks, run.optimizer
     hooks.before_step(run=run, batches=batches)
     totals = run.totals(batches)
-    total = (totals.weight or 1) / run.world_size  # gradients are averaged over processes, whose shares may differ
+    total = (totals.weight or 1) / run.world_size  # processes average gradients, and their shares may differ
     step_loss: Tensor | None = None
     for index, batch in enumerate(batches):
         with run.gradient_sync(last=index == len(batches) - 1):
@@ -144,14 +144,14 @@ def train_step(run: Run, batches: list[Batch]) -> Tensor:
 
 
 def evaluate(run: Run, split: str) -> None:
-    """Evaluate a split with all that plugins wrap around it. Cut off by a signal, it is due again, and drew no random numbers."""
+    """Evaluate a split through the ``evaluate`` hook. If a signal interrupts it, it stays due, and the random states are restored."""
     with run.clock("evaluate"), region("evaluate"):
         if split == "validation":
             run.state.evaluate_requested = False
         states = random_states()
         run.hooks.before_evaluate(run=run, split=split)
         try:
-            metrics: dict[str, float] = recovering(run, lambda: run.hooks.evaluate(run=run, split=split), split)
+            metrics: dict[str, float] = retry_after_recovery(run, lambda: run.hooks.evaluate(run=run, split=split), split)
         except EvaluationInterrupted:
             restore_random_states(states)
             run.state.request_evaluate()
@@ -166,12 +166,12 @@ def evaluate(run: Run, split: str) -> None:
 
 @torch.no_grad()
 def evaluation_loop(run: Run, split: str) -> dict[str, float]:
-    """Mean loss and the task's metrics over every sample of a split, each once, over all processes.
+    """Mean loss and the task's metrics over all processes, counting every sample of the split once.
 
-    No batch waits for the one before: the device is read after the last.
+    The host reads the device only after the last batch.
 
     Raises:
-        EvaluationInterrupted: The run was asked to end meanwhile, on every process.
+        EvaluationInterrupted: A signal stopped the run; raised on every process.
     """
     results, loader = EvaluationResults(run.metrics, partial(metric_checks.check_number, run, split)), run.eval_loaders[split]
     output = None
@@ -183,9 +183,9 @@ def evaluation_loop(run: Run, split: str) -> dict[str, float]:
                     raise EvaluationInterrupted
             with region("loss"):
                 output = run.hooks.compute_loss(run=run, model=run.model, batch=batch.inputs)
-            with metric_checks.explained(run, split, output):
+            with metric_checks.explain_failures(run, split, output):
                 results.add(output, batch.loss_weight, batch.samples)
-        with metric_checks.explained(run, split, output):
+        with metric_checks.explain_failures(run, split, output):
             *sums, metrics = results.read()
     total, weight = run.processes.all_reduce_sum(torch.tensor(sums, dtype=torch.float64)).tolist()
     return {"loss": total / weight if weight else float("nan"), **metrics}

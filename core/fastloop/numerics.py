@@ -1,4 +1,4 @@
-"""Compare losses step by step with those of a control, and hold plugins to the numerics class that they declare."""
+"""Compare the losses of a run with those of a control run, step by step, to verify the numerics class of a plugin."""
 
 from __future__ import annotations
 
@@ -10,23 +10,26 @@ if TYPE_CHECKING:
     from torch import nn
 
 BOUNDS = {"bitwise": 0.0, "reassociated": 1e-5, "reduced-precision": 0.1}
-"""Largest relative difference of a step's loss that a class allows. What changes the training is not compared."""
+"""Largest relative difference of a step's loss that a class allows. ``changes-training`` has no bound."""
 HOLDS, BROKEN, FAILED, NOT_COMPARED = "holds", "broken", "failed", "not compared"
 
 
 def compare(promise: str, ours: dict[str, Any], control: dict[str, Any], again: dict[str, Any]) -> dict[str, Any]:
-    """Losses against those of a control that was trained twice.
+    """Compare losses with those of a control run, and with the noise between two control runs.
 
     Args:
         promise: A numerics class that has a bound.
+        ours: Result of the run with the plugin: ``losses``, or ``error``.
+        control: Result of the first control run.
+        again: Result of the second control run.
     """
     bound = BOUNDS[promise]
-    found: dict[str, Any] = {"class": promise, "bound": bound, "difference": None, "why": None}
-    if failed := [result["error"] for result in (ours, control, again) if "error" in result]:
-        return found | {"verdict": FAILED, "why": failed[0]}
+    result: dict[str, Any] = {"class": promise, "bound": bound, "difference": None, "why": None}
+    if errors := [run["error"] for run in (ours, control, again) if "error" in run]:
+        return result | {"verdict": FAILED, "why": errors[0]}
     noise = largest_difference(again["losses"], control["losses"])
     difference = largest_difference(ours["losses"], control["losses"])
-    return found | {
+    return result | {
         "verdict": HOLDS if difference <= max(bound, 2 * noise) else BROKEN,
         "difference": difference,
         "noise": noise,
@@ -36,7 +39,7 @@ def compare(promise: str, ours: dict[str, Any], control: dict[str, Any], again: 
 
 
 def largest_difference(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """The largest relative difference of two loss curves; infinite where only one is a number."""
+    """The largest relative difference between two loss curves; infinite if only one of two values is finite."""
     largest = 0.0
     for a, b in zip(ours, theirs, strict=True):
         if a == b or (math.isnan(a) and math.isnan(b)):
@@ -47,7 +50,7 @@ def largest_difference(ours: Sequence[float], theirs: Sequence[float]) -> float:
 
 
 def switch_dropout_off(model: nn.Module) -> None:
-    """Set every rate of dropout to 0: of torch's modules, and in the configuration and the attributes of transformers' models."""
+    """Set every dropout rate to 0: in torch's modules, and in the configurations and attributes of transformers' models."""
     from torch import nn
 
     for module in model.modules():

@@ -1,10 +1,10 @@
-"""Options: a plain dataclass describes them, pydantic checks them, and our own words say what is wrong.
+"""Options: a dataclass describes them, pydantic validates them, and errors name the option and the expected value.
 
     @dataclass(kw_only=True)
     class Config:
         num_workers: Annotated[int | Literal["auto"], option("Worker processes.", ge=0)] = "auto"
 
-One dataclass serves the recipe, plain Python arguments, `fastloop plugins NAME`, `fastloop schema` and the docs.
+Recipes, Python arguments, `fastloop plugins NAME`, `fastloop schema` and the docs use the same dataclass.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ T = TypeVar("T")
 
 
 def option(help: str, **bounds: Any) -> FieldInfo:
-    """Metadata for an annotated option: what it does, and bounds as pydantic knows them (``ge``, ``gt``, ``le``, ...).
+    """Metadata for an annotated option: a help text, and pydantic's bounds (``ge``, ``gt``, ``le``, ...).
 
-    Bounds are for options of one type or null; in a union bound the member: ``PositiveInt | Literal["auto"]``.
+    Use bounds for options of one type or null. In a union, use a bounded type: ``PositiveInt | Literal["auto"]``.
     """
     info: FieldInfo = Field(description=help, **bounds)
     return info
@@ -44,7 +44,7 @@ class OptionInfo:
 
 
 @cache
-def _checker(cls: Any) -> type[BaseModel]:
+def _model(cls: Any) -> type[BaseModel]:
     hints = typing.get_type_hints(cls, include_extras=True)
     fields: dict[str, Any] = {}
     for field in dataclasses.fields(cls):
@@ -54,51 +54,51 @@ def _checker(cls: Any) -> type[BaseModel]:
             default = Field(default_factory=field.default_factory, alias=field.name)
         else:
             default = Field(alias=field.name)
-        fields[f"option_{field.name}"] = (hints[field.name], default)  # an option may be called like a method of pydantic's models
+        fields[f"option_{field.name}"] = (hints[field.name], default)  # avoid clashes with methods of BaseModel
     return create_model(cls.__name__, __config__=ConfigDict(extra="forbid", strict=True, allow_inf_nan=False), **fields)
 
 
-def check_options(cls: Any, what: str) -> None:
-    """Refuse a class that cannot describe options.
+def check_options(cls: Any, label: str) -> None:
+    """Check that a class can describe options.
 
     Raises:
-        PluginError: It is no dataclass, or pydantic cannot check one of its types.
+        PluginError: It is not a dataclass, or pydantic does not support one of its types.
     """
     if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
-        raise PluginError(f"{what} is {cls!r}, expected a dataclass: @dataclass(kw_only=True).")
+        raise PluginError(f"{label} is {cls!r}, expected a dataclass: @dataclass(kw_only=True).")
     try:
-        _checker(cls)
+        _model(cls)
     except Exception as error:
-        raise PluginError(f"{what} cannot be checked: {type(error).__name__}: {str(error).splitlines()[0]}") from error
+        raise PluginError(f"{label} cannot be checked: {type(error).__name__}: {str(error).splitlines()[0]}") from error
 
 
 def parse(cls: type[T], values: Mapping[str, Any] | None, where: str) -> T:
-    """Check ``values`` against the dataclass ``cls`` and return an instance of it.
+    """Validate ``values`` and return an instance of the dataclass ``cls``.
 
     Args:
-        where: What the message starts with, such as ``recipes/x.yaml: train``.
+        where: Start of error messages, such as ``recipes/x.yaml: train``.
 
     Raises:
-        RecipeError: An unknown key (with the nearest known one), a wrong type, a value out of range.
+        RecipeError: A key is unknown (suggests the nearest one), has the wrong type, or is out of range.
     """
     if values is None:
         values = {}
     if not isinstance(values, Mapping):
-        raise RecipeError(f"{where}: found {_show(values)}, expected a mapping of options.")
-    checker = _checker(cls)  # type: ignore[arg-type]
+        raise RecipeError(f"{where}: found {_format(values)}, expected a mapping of options.")
+    model = _model(cls)  # type: ignore[arg-type]
     try:
-        checked = checker.model_validate({str(key): value for key, value in values.items()})
+        valid = model.model_validate({str(key): value for key, value in values.items()})
     except ValidationError as error:
         raise RecipeError("\n".join(_explain(cls, error, where))) from None
     try:
-        return cls(**{field.alias or name: getattr(checked, name) for name, field in checker.model_fields.items()})
-    except ValueError as error:  # the dataclass's own __post_init__, which checks options against each other
+        return cls(**{field.alias or name: getattr(valid, name) for name, field in model.model_fields.items()})
+    except ValueError as error:  # from __post_init__, which validates combinations of options
         raise RecipeError(f"{where}: {error}") from None
 
 
 def _explain(cls: type, error: ValidationError, where: str) -> Iterator[str]:
     names = [field.name for field in dataclasses.fields(cls)]
-    wrong: dict[str, list[Any]] = {}
+    invalid: dict[str, list[Any]] = {}
     for item in error.errors():
         if item["type"] == "extra_forbidden":
             name = str(item["loc"][0])
@@ -106,12 +106,11 @@ def _explain(cls: type, error: ValidationError, where: str) -> Iterator[str]:
         elif item["type"] == "missing":
             yield f"{where}.{item['loc'][0]}: missing. {_expected(cls, str(item['loc'][0]))}"
         else:
-            wrong.setdefault(str(item["loc"][0]), []).append(item)
-    for name, items in wrong.items():  # a union reports once for each member: say it once
-        value = items[0]["input"] if len(items) == 1 else items[-1]["input"]
+            invalid.setdefault(str(item["loc"][0]), []).append(item)
+    for name, items in invalid.items():  # pydantic reports each member of a union; report the option once
         bounds = [item["msg"] for item in items if "than" in item["msg"] or "finite" in item["msg"]]
         detail = f" ({bounds[0].removeprefix('Input ')})" if bounds else ""
-        yield f"{where}.{name}: found {_show(value)}{detail}. {_expected(cls, name)}"
+        yield f"{where}.{name}: found {_format(items[-1]['input'])}{detail}. {_expected(cls, name)}"
 
 
 def _expected(cls: type, name: str) -> str:
@@ -119,12 +118,12 @@ def _expected(cls: type, name: str) -> str:
     return f"Expected {info.type}: {info.help}" if info.help else f"Expected {info.type}."
 
 
-def _show(value: Any) -> str:
+def _format(value: Any) -> str:
     return f"{value!r:.300} ({type(value).__name__})"
 
 
 def describe(cls: type) -> list[OptionInfo]:
-    """The options of a dataclass, in order, as the tables of `fastloop plugins NAME` and the docs show them."""
+    """The options of a dataclass, in order, for the tables of `fastloop plugins NAME` and the docs."""
     hints = typing.get_type_hints(cls, include_extras=True)
     rows = []
     for field in dataclasses.fields(cls):
@@ -143,20 +142,20 @@ def describe(cls: type) -> list[OptionInfo]:
     return rows
 
 
-class _Untitled(GenerateJsonSchema):
-    """Without the titles that pydantic makes of names."""
+class _UntitledSchema(GenerateJsonSchema):
+    """Omits the titles that pydantic derives from names."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False
 
 
 def json_schema(cls: type, pointer: str) -> dict[str, Any]:
-    """A JSON Schema of the mappings that ``parse`` takes for the dataclass ``cls``.
+    """A JSON Schema of the mappings that ``parse`` accepts for the dataclass ``cls``.
 
     Args:
-        pointer: Where in a larger schema it will stand, such as ``#/$defs/train``.
+        pointer: Location in the enclosing schema, such as ``#/$defs/train``.
     """
-    schema = _checker(cls).model_json_schema(ref_template=f"{pointer}/$defs/{{model}}", schema_generator=_Untitled)
+    schema = _model(cls).model_json_schema(ref_template=f"{pointer}/$defs/{{model}}", schema_generator=_UntitledSchema)
     for field in dataclasses.fields(cls):
         if field.default_factory is not dataclasses.MISSING:
             schema["properties"][field.name]["default"] = field.default_factory()

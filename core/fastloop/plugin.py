@@ -1,4 +1,4 @@
-"""What a plugin is.
+"""The base class of plugins, and the declarations that the resolver reads.
 
     class Warmth(Plugin):
         name = "warmth"
@@ -12,8 +12,8 @@
         def before_fit(self, run): ...
 
 Register it with an entry point: ``[project.entry-points."fastloop.plugins"]  warmth = "my_package:Warmth"``, or list its file in a
-recipe: ``- ./warmth.py``. The versions of fastloop that a package works with are those of its own dependency on fastloop.
-Everything the resolver needs is declared on the class, so a plugin of yours is resolved like one of ours.
+recipe: ``- ./warmth.py``. A package's own dependency on fastloop states which versions of fastloop it supports.
+The resolver reads only declarations on the class, so it treats third-party plugins and bundled ones alike.
 """
 
 from __future__ import annotations
@@ -38,30 +38,31 @@ if TYPE_CHECKING:
     from fastloop.runtime.hardware import Machine
 
 GROUP = "fastloop.plugins"
-"""The entry points by which plugins are found."""
+"""Entry-point group of plugins."""
 
 DEFAULTS = "fastloop.defaults"
-"""Plugins that fastloop's own distribution turns on by itself. Other distributions' entries are not read: installed is not active."""
+"""Entry-point group of plugins that fastloop enables by default. Entries of other distributions are ignored: an installed plugin is not
+active until a recipe names it."""
 
 hookimpl = pluggy.HookimplMarker("fastloop")
 
 Numerics = Literal["bitwise", "reassociated", "reduced-precision", "changes-training"]
-"""What a plugin does to the numbers: the same bits; the same mathematics in another summation order; fewer bits;
-another training. A promise that tests, `bench` and `tune` hold it to."""
+"""How a plugin affects the numbers: same bits; same mathematics in another summation order; fewer bits; different training.
+Tests, `bench` and `tune` verify it."""
 
 
 class Need(Protocol):
-    """A predicate on the machine or on what is installed. Anything with this method is one."""
+    """A requirement on the machine or on installed packages: any object with this method."""
 
     def missing(self, plugin: Plugin, machine: Machine) -> str | None:
-        """None when the need is met, else what is missing and what to do, as one or two sentences."""
+        """None if the requirement is met; otherwise one or two sentences: what is missing, and what to do."""
 
 
 @dataclass(frozen=True)
 class Package:
-    """Needs an installed distribution, at a version when given: ``Package("peft", ">=0.10", extra="lora")``.
+    """Requires an installed distribution, optionally of some version: ``Package("peft", ">=0.10", extra="lora")``.
 
-    ``extra`` is one of the distribution ``of``, which the message tells to install.
+    The message suggests to install ``of[extra]``, if ``extra`` is given.
     """
 
     distribution: str
@@ -72,20 +73,20 @@ class Package:
     def missing(self, plugin: Plugin, machine: Machine) -> str | None:
         from packaging.specifiers import SpecifierSet
 
-        wanted = f"{self.distribution}{self.version}"
-        install = f"{self.of}[{self.extra}]" if self.extra else wanted
+        required = f"{self.distribution}{self.version}"
+        target = f"{self.of}[{self.extra}]" if self.extra else required
         try:
-            found = importlib.metadata.version(self.distribution)
+            installed = importlib.metadata.version(self.distribution)
         except importlib.metadata.PackageNotFoundError:
-            return f"needs {wanted}, which is not installed. Install it: pip install '{install}'"
-        if self.version and not SpecifierSet(self.version).contains(found, prereleases=True):
-            return f"needs {wanted}, but {found} is installed. Upgrade it: pip install -U '{install}'"
+            return f"needs {required}, which is not installed. Install it: pip install '{target}'"
+        if self.version and not SpecifierSet(self.version).contains(installed, prereleases=True):
+            return f"needs {required}, but {installed} is installed. Upgrade it: pip install -U '{target}'"
         return None
 
 
 @dataclass(frozen=True)
 class Device:
-    """Needs one of these device types: ``Device("cuda", "xpu")``."""
+    """Requires one of these device types: ``Device("cuda", "xpu")``."""
 
     kinds: tuple[str, ...]
 
@@ -100,7 +101,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Dtype:
-    """Needs a dtype that the device computes in: ``Dtype("bf16")``."""
+    """Requires a dtype that the device can compute in: ``Dtype("bf16")``."""
 
     name: str
 
@@ -112,7 +113,7 @@ class Dtype:
 
 @dataclass(frozen=True)
 class When:
-    """A need that holds for some options only: ``When(lambda config: config.dtype == "fp8", Device("cuda"))``."""
+    """A requirement that depends on options: ``When(lambda config: config.dtype == "fp8", Device("cuda"))``."""
 
     condition: Callable[[Any], bool]
     need: Need
@@ -123,20 +124,20 @@ class When:
 
 @dataclass(kw_only=True)
 class Observer:
-    """The option that a plugin which only looks on (``read_only``) takes beside its own."""
+    """The additional option of read-only plugins (``read_only``)."""
 
     on_error: Annotated[
-        Literal["raise", "disable"], option("When it fails: the run fails too, or goes on without its hooks and says so in the summary.")
+        Literal["raise", "disable"], option("If the plugin fails: fail the run, or disable the plugin and record it in the summary.")
     ] = "raise"
 
 
 class Plugin:
     """Base of every plugin: declarations on the class, options in ``config``, hooks as ``@hookimpl`` methods.
 
-    Plugins take plain arguments, so that Python users need no recipe: ``Amp(dtype="bf16")``.
+    Options are keyword arguments, so a plugin also works without a recipe: ``Amp(dtype="bf16")``.
 
-    A plugin may have hooks of its own, for other plugins to implement: a class or a module of functions marked with ``fastloop.hookspec``.
-    It calls them on the run's plugins, and only runs with it know them::
+    A plugin may declare hooks for other plugins to implement, in a class or module of functions marked with ``fastloop.hookspec``. These
+    hooks exist only in runs with that plugin, and the plugin itself calls them::
 
         class Hooks:
             @hookspec
@@ -149,7 +150,8 @@ class Plugin:
             def after_step(self, run):
                 run.hooks.after_warmth(run=run, degrees=20.0)
 
-    A plugin that implements one and can do without its owner marks it ``@hookimpl(optionalhook=True)``; else it ``requires`` the owner.
+    Mark an implementation ``@hookimpl(optionalhook=True)`` if it also works without the plugin that declares the hook. Otherwise, list
+    that plugin in ``requires``.
 
     Attributes:
         config: The options: an instance of the nested dataclass ``Config``.
@@ -160,36 +162,35 @@ class Plugin:
     """
 
     name: ClassVar[str] = ""
-    """What recipes call it. Lower case with hyphens."""
+    """Name in recipes, in lower case with hyphens."""
     slot: ClassVar[str | None] = None
     """A role that only one plugin of a run may fill, such as ``task``, ``strategy`` or ``precision``."""
     requires: ClassVar[tuple[str, ...]] = ()
-    """Names (or ``slot:NAME``) that must be in the same run."""
+    """Names (or ``slot:NAME``) of plugins that must be in the same run."""
     conflicts: ClassVar[Mapping[str, str]] = {}
-    """Names (or ``slot:NAME``) that must not be in the same run -> why."""
+    """Names (or ``slot:NAME``) of plugins that must not be in the same run -> reason."""
     runs_after: ClassVar[tuple[str, ...]] = ()
-    """Names (or ``slot:NAME``) whose hooks are called before this plugin's, when they are there."""
+    """Names (or ``slot:NAME``) of plugins whose hooks must be called before this plugin's."""
     runs_before: ClassVar[tuple[str, ...]] = ()
-    """Names (or ``slot:NAME``) whose hooks are called after this plugin's, when they are there."""
+    """Names (or ``slot:NAME``) of plugins whose hooks must be called after this plugin's."""
     requirements: ClassVar[tuple[Need, ...]] = ()
-    """Predicates on device, dtypes and installed versions."""
+    """Requirements on the device, dtypes and installed versions."""
     adds_metrics: ClassVar[tuple[str, ...]] = ()
-    """Metrics that its wrapper of ``evaluate`` adds, beside ``loss`` and what ``build_metrics`` gives."""
+    """Metrics that its wrapper of ``evaluate`` adds to ``loss`` and those of ``build_metrics``."""
     sections: ClassVar[Mapping[str, type]] = {}
-    """For a task: ``model`` and ``data`` -> the dataclass of the keys that it takes there. `fastloop schema` and the docs show them."""
+    """For a task: ``model`` and ``data`` -> the dataclass of their keys. `fastloop schema` and the docs show them."""
     numerics: ClassVar[Numerics] = "bitwise"
-    """What it does to the numbers."""
+    """How the plugin affects the numbers."""
     description: ClassVar[str] = ""
-    """What it changes in a run, in a few words, for `fastloop plan`."""
+    """The plugin's effect on a run in a few words, for `fastloop plan`."""
     read_only: ClassVar[bool] = False
-    """Whether it only looks on, so that a run without it has the same numbers. It then wraps no hook, implements none that changes or
-    decides something, and asks for nothing that processes do together (``run.wait``, ``run.gather``, ``run.weights``): when it fails on
-    one process, the others go on. Its users may have it disabled when it fails: ``on_error: disable``."""
+    """Whether the plugin only observes: a run without it computes the same numbers. It must not wrap hooks, implement hooks that change a
+    run, or call collective operations (``run.processes.barrier``, ``run.full_state_dict``), so that a failure on one process does not
+    block the others. Users can set ``on_error: disable`` to disable it when it fails."""
     fallback_hooks: tuple[str, ...] = ()
-    """*First* hooks that it leaves to another plugin of the run, if one answers them: it is asked after the others. ``__init__`` may set
-    it by options."""
+    """*First* hooks that it implements only for runs in which no other plugin does. ``__init__`` may set it from options."""
     hookspecs: ClassVar[Any] = None
-    """A class or module of hooks that it brings along."""
+    """A class or module of hooks that the plugin declares."""
 
     on_error: Literal["raise", "disable"] = "raise"
     """For a ``read_only`` plugin, what an error in a hook does: fail the run, or disable the plugin."""
@@ -205,13 +206,13 @@ class Plugin:
         check_options(type(self).Config, f"{where}: its Config")
         if "on_error" in options and "on_error" not in [field.name for field in fields(type(self).Config)]:
             raise RecipeError(
-                f"{where}.on_error: for plugins that only look on. A run without {self.name!r} would be another one. Leave it out."
+                f"{where}.on_error: only read-only plugins can be disabled, and {self.name!r} changes the run. Remove the option."
             )
         self.config: Any = parse(type(self).Config, options, where)
 
     @classmethod
     def auto_enable(cls, recipe: Recipe) -> str | None:
-        """For the plugins that fastloop itself turns on by default: why this recipe gets it, or None."""
+        """For plugins in the group ``fastloop.defaults``: the reason to enable the plugin for this recipe, or None."""
         return None
 
     @classmethod

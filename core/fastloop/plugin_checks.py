@@ -1,6 +1,6 @@
-"""Checks of what plugins declare against what they implement, and of plugins against each other. Torch is not imported.
+"""Checks of plugins' declarations and hooks. Does not import torch.
 
-``check_together`` runs when a recipe is resolved, ``check_hooks`` when the hooks of a run are put together: `fastloop plan` does both.
+``check_together`` runs when a recipe is resolved, ``check_hooks`` when the plugins of a run are registered; `fastloop plan` does both.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ log = logging.getLogger("fastloop")
 REFERENCES = ("requires", "conflicts", "runs_after", "runs_before")
 """Declarations that name other plugins or ``slot:NAME``."""
 CLOSE = 0.8
-"""Similarity in [0, 1] (difflib's ratio) from which an unknown name in a declaration counts as misspelled. It may also be the name of an
-optional plugin that is not installed, which is no mistake: hence higher than the 0.6 of messages about names that must exist."""
+"""Similarity in [0, 1] (difflib's ratio) at which an unknown name in a declaration counts as misspelled. Higher than the 0.6 for names that
+must exist, because the name may belong to an optional plugin that is not installed."""
 
 
-def answered_hooks() -> list[str]:
-    """Our *first* hooks that one plugin of a run answers."""
+def exclusive_hooks() -> list[str]:
+    """The core's *first* hooks that only one plugin of a run may implement."""
     marks = {name: getattr(spec, "fastloop_spec", None) for name, spec in vars(hookspecs).items()}
-    return [name for name, mark in marks.items() if mark and mark["firstresult"] and name not in hookspecs.ASKED_IN_TURN]
+    return [name for name, mark in marks.items() if mark and mark["firstresult"] and name not in hookspecs.SHARED_FIRST_HOOKS]
 
 
 def implementations(plugin: Plugin) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
-    """Hook, method and the marks of ``@hookimpl``, for each hook that a plugin implements."""
+    """``(hook, method, marks of @hookimpl)`` for each hook that a plugin implements."""
     for attribute in dir(type(plugin)):
         method = getattr(plugin, attribute)
         marks = getattr(method, "fastloop_impl", None)
@@ -40,7 +40,7 @@ def implementations(plugin: Plugin) -> Iterator[tuple[str, Any, Mapping[str, Any
             yield marks["specname"] or attribute, method, marks
 
 
-# -- together ----------------------------------------------------------------------------------------------------------
+# -- plugins of a run --------------------------------------------------------------------------------------------------
 
 
 def check_together(plugins: Sequence[Plugin], installed: Collection[str], reasons: dict[str, str], where: str) -> None:
@@ -49,11 +49,11 @@ def check_together(plugins: Sequence[Plugin], installed: Collection[str], reason
     Args:
         plugins: In call order.
         installed: Names of the installed plugins.
-        reasons: Plugin name -> why it is in the run. A plugin that leaves a hook to another gets a remark.
+        reasons: Plugin name -> why it is in the run. Updated for plugins that leave a hook to another.
         where: The recipe, for messages.
 
     Raises:
-        PluginError: A numerics class does not exist, or two plugins answer one hook.
+        PluginError: A numerics class does not exist, or two plugins implement one *first* hook.
     """
     names = {*installed, *(plugin.name for plugin in plugins)}
     slots = {plugin.slot for plugin in plugins if plugin.slot}
@@ -65,11 +65,11 @@ def check_together(plugins: Sequence[Plugin], installed: Collection[str], reason
             )
         for message in misspelled(plugin, names, slots):
             _warn_once(f"{where}: {message}")
-    _check_answers(plugins, reasons, where)
+    _check_exclusive_hooks(plugins, reasons, where)
 
 
 def misspelled(plugin: Plugin | type[Plugin], names: Collection[str], slots: Collection[str]) -> Iterator[str]:
-    """A sentence for each reference of a plugin that matches no name and no slot, but is close to one."""
+    """A message for each reference of a plugin that matches no name or slot, but is close to one."""
     for declaration in REFERENCES:
         for reference in getattr(plugin, declaration):
             kind, colon, rest = reference.partition(":")
@@ -83,89 +83,86 @@ def misspelled(plugin: Plugin | type[Plugin], names: Collection[str], slots: Col
             else:
                 close = difflib.get_close_matches(reference, list(names), n=1, cutoff=CLOSE)
             if close:
-                what = "no plugin of this run is in this slot" if slot else "no plugin has this name"
-                yield f"plugin {plugin.name!r}: {declaration} names {reference!r}, and {what}. Did you mean {close[0]!r}?"
+                problem = "no plugin of this run is in this slot" if slot else "no plugin has this name"
+                yield f"plugin {plugin.name!r}: {declaration} names {reference!r}, and {problem}. Did you mean {close[0]!r}?"
 
 
 @functools.cache
 def _warn_once(message: str) -> None:
-    """Plugins are resolved several times in one command: a message appears once in a process."""
+    """Log a message once per process: one command may resolve plugins several times."""
     log.warning("%s", message)
 
 
-def _check_answers(plugins: Sequence[Plugin], reasons: dict[str, str], where: str) -> None:
-    """Refuse two plugins that answer one *first* hook: only the first one would be asked."""
-    answers: dict[str, list[Plugin]] = {hook: [] for hook in answered_hooks()}
-    leaves: dict[str, list[Plugin]] = {hook: [] for hook in answers}
+def _check_exclusive_hooks(plugins: Sequence[Plugin], reasons: dict[str, str], where: str) -> None:
+    """Refuse two plugins that implement one *first* hook: only one would be called."""
+    main: dict[str, list[Plugin]] = {hook: [] for hook in exclusive_hooks()}
+    fallbacks: dict[str, list[Plugin]] = {hook: [] for hook in main}
     for plugin in plugins:
         for hook, _, marks in implementations(plugin):
-            if hook in answers and not marks["wrapper"]:
-                (leaves if marks["trylast"] or hook in plugin.fallback_hooks else answers)[hook].append(plugin)
-    for hook, several in answers.items():
-        if len(several) > 1:
-            *some, last = (repr(plugin.name) for plugin in several)
-            keep = [f"--without {','.join(other.name for other in several if other is not plugin)}" for plugin in several]
+            if hook in main and not marks["wrapper"]:
+                (fallbacks if marks["trylast"] or hook in plugin.fallback_hooks else main)[hook].append(plugin)
+    for hook, rivals in main.items():
+        if len(rivals) > 1:
+            *others, last = (repr(plugin.name) for plugin in rivals)
+            fixes = [f"--without {','.join(other.name for other in rivals if other is not plugin)}" for plugin in rivals]
             raise PluginError(
-                f"{where}: plugins {', '.join(some)} and {last} answer {hook}, and the answer of the first would hide the others. "
-                f"Keep one: {' or '.join(keep)}. An author can wrap the other plugin's answer (@hookimpl(wrapper=True)) or leave the hook "
+                f"{where}: plugins {', '.join(others)} and {last} both implement {hook}, but only the first would be called. "
+                f"Keep one: {' or '.join(fixes)}. An author can wrap the other implementation (@hookimpl(wrapper=True)) or leave the hook "
                 f'to it (fallback_hooks = ("{hook}",)).'
             )
-        for plugin in leaves[hook] if several else ():
+        for plugin in fallbacks[hook] if rivals else ():
             if plugin.name in reasons:
-                reasons[plugin.name] += f"; leaves {hook} to {several[0].name!r}"
+                reasons[plugin.name] += f"; leaves {hook} to {rivals[0].name!r}"
 
 
-# -- one by one --------------------------------------------------------------------------------------------------------
+# -- one plugin --------------------------------------------------------------------------------------------------------
 
 
 def check_hooks(plugin: Plugin, known: Mapping[str, Sequence[str]], first: Collection[str]) -> None:
-    """Check that every hook of a plugin exists and takes arguments that it gets, and that none is left without ``@hookimpl``.
+    """Check that every hook of a plugin exists, takes valid arguments and is marked with ``@hookimpl``.
 
     Args:
         known: Hook -> its arguments, for every hook of the run.
-        first: The *first* hooks among them.
+        first: Names of the *first* hooks.
 
     Raises:
-        PluginError: Says what is wrong, and how to repair it.
+        PluginError: A hook is wrong; the message states how to fix it.
     """
     if plugin.read_only and plugin.numerics != "bitwise":
-        raise PluginError(
-            f"plugin {plugin.name!r} says that it only looks on (`read_only`): its numerics is bitwise, not {plugin.numerics}."
-        )
+        raise PluginError(f"plugin {plugin.name!r} is declared read_only: its numerics must be bitwise, not {plugin.numerics}.")
     _check_unmarked(plugin, known)
-    answers = []
+    implemented = []
     for hook, method, marks in implementations(plugin):
         where = f"plugin {plugin.name!r}: {hook}"
         if not marks["wrapper"]:
-            answers.append(hook)
+            implemented.append(hook)
         if marks["hookwrapper"]:
             raise PluginError(f"{where} is marked hookwrapper=True, an older form. Mark it wrapper=True.")
         if hook not in known:
             if marks["optionalhook"]:
                 continue
             hint = did_you_mean(hook, known) or (
-                " Another plugin's hook is known when that plugin is in the run. Marked optionalhook=True, it may be missing."
+                " A hook of another plugin exists only if that plugin is in the run; mark it optionalhook=True if it may be missing."
             )
             raise PluginError(f"plugin {plugin.name!r}: there is no hook {hook!r}.{hint}")
-        if hook in hookspecs.ONE_BY_ONE and marks["wrapper"]:
-            raise PluginError(f"{where} cannot be a wrapper: it is called on each plugin by itself.")
-        decides = hook in hookspecs.CHANGE or hook in first
-        if plugin.read_only and (decides or marks["wrapper"]):
-            how = "changes or decides something" if decides else "is a wrapper here"
-            raise PluginError(f"{where} {how}, and the plugin says that it only looks on (`read_only`). Leave one of the two out.")
+        if hook in hookspecs.UNWRAPPABLE_HOOKS and marks["wrapper"]:
+            raise PluginError(f"{where} cannot be a wrapper: it is called on each plugin separately.")
+        changes_run = hook in hookspecs.CHANGING_HOOKS or hook in first
+        if plugin.read_only and (changes_run or marks["wrapper"]):
+            problem = "changes the run" if changes_run else "is a wrapper"
+            raise PluginError(f"{where} {problem}, but the plugin is declared read_only. Remove one of the two.")
         for parameter in inspect.signature(method).parameters.values():
             _check_argument(where, known[hook], parameter)
     for hook in plugin.fallback_hooks:
-        if hook not in answers or (hook in known and hook not in first):
-            possible = [name for name in answers if name in first]
+        if hook not in implemented or (hook in known and hook not in first):
             raise PluginError(
-                f"plugin {plugin.name!r}: fallback_hooks names {hook!r}. Expected *first* hooks that the plugin answers itself."
-                f"{did_you_mean(hook, possible)}"
+                f"plugin {plugin.name!r}: fallback_hooks names {hook!r}. Expected *first* hooks that the plugin implements."
+                f"{did_you_mean(hook, [name for name in implemented if name in first])}"
             )
 
 
 def _check_unmarked(plugin: Plugin, known: Mapping[str, Sequence[str]]) -> None:
-    """Refuse a method that has a hook's name and no ``@hookimpl``: pluggy would never call it."""
+    """Refuse a method that has a hook's name but no ``@hookimpl``: pluggy would never call it."""
     for hook in known:
         method = getattr(type(plugin), hook, None)
         if not inspect.isroutine(method) or hasattr(method, "fastloop_impl"):
@@ -173,16 +170,16 @@ def _check_unmarked(plugin: Plugin, known: Mapping[str, Sequence[str]]) -> None:
         code = getattr(inspect.unwrap(method), "__code__", None)
         place = f" ({code.co_filename}, line {code.co_firstlineno})" if code else ""
         raise PluginError(
-            f"plugin {plugin.name!r}: the method {hook}{place} has the name of a hook and no @hookimpl, so the hook would never call it. "
+            f"plugin {plugin.name!r}: the method {hook}{place} has the name of a hook but no @hookimpl, so it would never be called. "
             f"Mark it with @hookimpl, or rename it: _{hook}."
         )
 
 
-def _check_argument(where: str, gets: Sequence[str], parameter: inspect.Parameter) -> None:
-    name, given = parameter.name, parameter.default is not parameter.empty
-    if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or (given and name not in gets):
+def _check_argument(where: str, known: Sequence[str], parameter: inspect.Parameter) -> None:
+    name, has_default = parameter.name, parameter.default is not parameter.empty
+    if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or (has_default and name not in known):
         return
-    if name not in gets:
-        raise PluginError(f"{where} gets no argument {name!r}.{did_you_mean(name, gets)}")
-    if given or parameter.kind is parameter.KEYWORD_ONLY:
+    if name not in known:
+        raise PluginError(f"{where} gets no argument {name!r}.{did_you_mean(name, known)}")
+    if has_default or parameter.kind is parameter.KEYWORD_ONLY:
         raise PluginError(f"{where}: the argument {name!r} must be positional and without a default, else it is not passed.")

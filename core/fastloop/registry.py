@@ -1,8 +1,4 @@
-"""Plugins: found by entry point or in a file, loaded when named, checked together, ordered once.
-
-``resolve`` turns a recipe into a ``PluginSet``: the plugin objects in the order in which their hooks are called, and why each is
-there. Nothing here knows a plugin by name.
-"""
+"""Find plugins by entry point or file, and resolve a recipe into a ``PluginSet``: its plugins in call order, with reasons."""
 
 from __future__ import annotations
 
@@ -26,18 +22,18 @@ from fastloop.runtime.hardware import Machine
 
 
 def installed(group: str = GROUP, taken: Iterable[str] = ()) -> dict[str, importlib.metadata.EntryPoint]:
-    """Name -> entry point of every installed plugin, from metadata alone: nothing is imported.
+    """Name -> entry point of every installed plugin, from package metadata; imports nothing.
 
-    Two distributions that claim one name leave it reachable only as ``distribution:name``.
+    If several distributions use a name, the keys are ``distribution:name``.
 
     Args:
-        taken: Names that no distribution can have.
+        taken: Reserved names.
     """
-    found: dict[str, list[importlib.metadata.EntryPoint]] = {}
+    by_name: dict[str, list[importlib.metadata.EntryPoint]] = {}
     for point in entry_points(group):
-        found.setdefault(point.name, []).append(point)
+        by_name.setdefault(point.name, []).append(point)
     table = {}
-    for name, points in sorted(found.items()):
+    for name, points in sorted(by_name.items()):
         for point in points:
             table[name if len(points) == 1 and name not in taken else f"{_distribution(point)}:{name}"] = point
     return table
@@ -48,31 +44,35 @@ def _distribution(point: importlib.metadata.EntryPoint) -> str:
 
 
 def load(reference: str, where: str = "plugins") -> type[Plugin]:
-    """The class of an installed plugin: by its name, or as ``package:name``.
+    """Import the class of an installed plugin.
+
+    Args:
+        reference: ``name`` or ``package:name``.
 
     Raises:
-        PluginError: No such plugin (with the nearest name), it is made for another fastloop, it does not import, or it is not a plugin.
+        PluginError: The plugin is not installed (suggests the nearest name), needs another fastloop, cannot be imported, or is no plugin.
     """
     point = find(reference, where)
-    origin = f"{point.value} of {_distribution(point)} {point.dist.version if point.dist else ''}".rstrip()
-    what = f"{where}: plugin {reference!r} ({origin})"
-    if unfit := unsupported(point):
-        raise PluginError(f"{what} {unfit}")
+    source = f"{point.value} of {_distribution(point)} {point.dist.version if point.dist else ''}".rstrip()
+    label = f"{where}: plugin {reference!r} ({source})"
+    if problem := unsupported(point):
+        raise PluginError(f"{label} {problem}")
     try:
-        found = point.load()
+        cls = point.load()
     except (Exception, SystemExit) as error:
-        raise PluginError(f"{what} cannot be imported: {type(error).__name__}: {error}") from error
-    cls = _checked(found, what)
+        raise PluginError(f"{label} cannot be imported: {type(error).__name__}: {error}") from error
+    _check_class(cls, label)
     if cls.name != point.name:
-        raise PluginError(f"{what} calls itself {cls.name!r}. Its `name` and its entry point must be the same.")
-    return cls
+        raise PluginError(f"{label} calls itself {cls.name!r}. Its `name` and its entry point must be the same.")
+    plugin_class: type[Plugin] = cls
+    return plugin_class
 
 
 def find(reference: str, where: str) -> importlib.metadata.EntryPoint:
-    """The entry point of an installed plugin; nothing is imported.
+    """The entry point of an installed plugin; imports nothing.
 
     Raises:
-        PluginError: There is none, or there are several.
+        PluginError: No plugin, or more than one, has this name.
     """
     table = installed()
     package, _, name = reference.rpartition(":")
@@ -90,14 +90,14 @@ def find(reference: str, where: str) -> importlib.metadata.EntryPoint:
 
 
 def unsupported(point: importlib.metadata.EntryPoint) -> str:
-    """Why an installed package is not made for this fastloop, by its own Requires-Dist; empty when it is."""
+    """Why an installed package does not support this fastloop, by its Requires-Dist; empty if it does."""
     ours = importlib.metadata.version("fastloop")
     for text in (point.dist.requires if point.dist else None) or ():
         if "fastloop" not in text.lower():  # parsing takes long
             continue
         try:
             requirement = Requirement(text)
-        except InvalidRequirement:  # of something else, maybe: installers have read it already
+        except InvalidRequirement:
             continue
         if canonicalize_name(requirement.name) != "fastloop" or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
             continue
@@ -108,10 +108,10 @@ def unsupported(point: importlib.metadata.EntryPoint) -> str:
 
 
 def load_listed(recipe: Recipe, name: str) -> type[Plugin]:
-    """The class of a plugin that a recipe lists, by name: of an installed package, or of a file, whose code runs here.
+    """Import the class of a plugin that a recipe lists, from an installed package or a file.
 
     Raises:
-        PluginError: As ``load``.
+        PluginError: See ``load``.
         RecipeError: The file cannot be imported.
     """
     reference = recipe.references.get(name, name)
@@ -121,15 +121,15 @@ def load_listed(recipe: Recipe, name: str) -> type[Plugin]:
     module = import_file(parts[0], recipe, key)
     own = [cls for cls in vars(module).values() if getattr(cls, "__module__", "") == module.__name__ and getattr(cls, "name", "") == name]
     cls = getattr(module, parts[1], None) if parts[1] else next(iter(own), None)
-    return _checked(cls, f"{recipe.where}: {key}: {reference}")
+    return _check_class(cls, f"{recipe.where}: {key}: {reference}")
 
 
 def make(recipe: Recipe, name: str) -> Plugin:
-    """A plugin that a recipe lists, with the options that it has there.
+    """Create a plugin that a recipe lists, with its options.
 
     Raises:
-        PluginError: As ``load``; or its constructor fails.
-        RecipeError: An option cannot be.
+        PluginError: See ``load``; or its constructor fails.
+        RecipeError: An option is invalid.
     """
     cls, options = load_listed(recipe, name), recipe.plugins[name] or {}
     try:
@@ -138,31 +138,34 @@ def make(recipe: Recipe, name: str) -> Plugin:
         raise
     except Exception as error:
         raise PluginError(
-            f"{recipe.place(name)}: {cls.__qualname__} ({origin(cls)}) cannot be made: {type(error).__name__}: {error}"
+            f"{recipe.place(name)}: {cls.__qualname__} ({origin(cls)}) cannot be created: {type(error).__name__}: {error}"
         ) from error
 
 
-def _checked(cls: Any, what: str) -> type[Plugin]:
+def _check_class(cls: Any, label: str) -> type[Plugin]:
     if not (isinstance(cls, type) and issubclass(cls, Plugin)):
-        raise PluginError(f"{what} is not a subclass of fastloop.Plugin.")
-    check_options(cls.Config, f"{what}: its Config")
+        raise PluginError(f"{label} is not a subclass of fastloop.Plugin.")
+    check_options(cls.Config, f"{label}: its Config")
     return cls
 
 
 def resolve(recipe: Recipe, machine: Machine | None = None, objects: Iterable[Plugin] = ()) -> PluginSet:
-    """Load what the recipe names, add the defaults that it activates, check all together, and order them.
+    """Load the recipe's plugins, add the defaults, check them together, and order them.
 
     Args:
-        machine: What needs are checked against; None asks torch.
-        objects: Plugin objects given in Python, after the recipe's own.
+        machine: The machine to check requirements against; None: this one.
+        objects: Plugin objects from Python, which follow the recipe's plugins.
 
     Raises:
-        PluginError: No such plugin, two in one slot, a conflict, something required or needed is missing, a circle of constraints, two
-            plugins that answer one hook, an unknown numerics class.
-        RecipeError: A plugin's option cannot be.
+        PluginError: A plugin is unknown, conflicts with another, or lacks a requirement; two plugins fill one slot or implement one
+            *first* hook; the ordering constraints are circular; or a numerics class is unknown.
+        RecipeError: An option of a plugin is invalid.
     """
     resolution = select(recipe, objects)
-    machine = machine or _machine(recipe)
+    if machine is None:
+        from fastloop.runtime.hardware import this_machine
+
+        machine = this_machine(recipe.train.device)
     for plugin in resolution.plugins:
         for need in plugin.requirements:
             if missing := need.missing(plugin, machine):
@@ -173,7 +176,7 @@ def resolve(recipe: Recipe, machine: Machine | None = None, objects: Iterable[Pl
 
 
 def select(recipe: Recipe, objects: Iterable[Plugin] = ()) -> PluginSet:
-    """``resolve`` without what asks the machine: torch is not loaded."""
+    """``resolve`` without checking the requirements on the machine; does not import torch."""
     plugins: list[Plugin] = []
     reasons: dict[str, str] = {}
     for name, options in recipe.plugins.items():
@@ -192,11 +195,11 @@ def select(recipe: Recipe, objects: Iterable[Plugin] = ()) -> PluginSet:
         if name in reasons or recipe.plugins.get(name) is False:
             continue
         cls = point.load()
-        why = cls.auto_enable(recipe)
-        if why and (cls.slot is None or cls.slot not in filled):
+        reason = cls.auto_enable(recipe)
+        if reason and (cls.slot is None or cls.slot not in filled):
             plugins.append(cls())
             filled.add(cls.slot)
-            reasons[cls.name] = f"on by default: {why}"
+            reasons[cls.name] = f"on by default: {reason}"
     names = {point.name for point in installed().values()}
     _check(plugins, names, recipe.where)
     ordered = _order(plugins, reasons, recipe.where)
@@ -204,14 +207,8 @@ def select(recipe: Recipe, objects: Iterable[Plugin] = ()) -> PluginSet:
     return PluginSet(ordered, reasons)
 
 
-def _machine(recipe: Recipe) -> Machine:
-    from fastloop.runtime.hardware import this_machine
-
-    return this_machine(recipe.train.device)
-
-
 def _matching(reference: str, plugins: list[Plugin]) -> list[Plugin]:
-    """The plugins that a declaration means: a name, or ``slot:NAME``."""
+    """The plugins that a declaration refers to by name or by ``slot:NAME``."""
     kind, colon, slot = reference.partition(":")
     if colon and kind == "slot":
         return [plugin for plugin in plugins if plugin.slot == slot]
@@ -224,31 +221,31 @@ def _check(plugins: list[Plugin], names: Collection[str], where: str) -> None:
             raise PluginError(f"{where}: the plugin {type(plugin).__qualname__} has no name. Set `name` in its class.")
         for other in plugins[:index]:
             if other.name == plugin.name:
-                raise PluginError(f"{where}: plugin {plugin.name!r} is there twice. Remove one.")
+                raise PluginError(f"{where}: plugin {plugin.name!r} appears twice. Remove one.")
         rivals = [other.name for other in plugins if plugin.slot and other.slot == plugin.slot]
         if len(rivals) > 1:
-            *some, last = map(repr, rivals)
-            repairs = [f"--without {','.join(name for name in rivals if name != kept)}" for kept in rivals]
-            raise PluginError(f"{where}: {', '.join(some)} and {last} fill the slot {plugin.slot!r}. Keep one: {' or '.join(repairs)}.")
+            *others, last = map(repr, rivals)
+            fixes = [f"--without {','.join(name for name in rivals if name != kept)}" for kept in rivals]
+            raise PluginError(f"{where}: {', '.join(others)} and {last} fill the slot {plugin.slot!r}. Keep one: {' or '.join(fixes)}.")
     for plugin in plugins:
-        for reference, why in plugin.conflicts.items():
+        for reference, reason in plugin.conflicts.items():
             for other in _matching(reference, plugins):
-                raise PluginError(f"{where}: plugins {plugin.name!r} and {other.name!r} exclude each other: {why} Remove one of them.")
+                raise PluginError(f"{where}: plugins {plugin.name!r} and {other.name!r} exclude each other: {reason} Remove one of them.")
         for reference in plugin.requires:
             if not _matching(reference, plugins):
                 slot = reference.removeprefix("slot:")
                 if slot != reference:
-                    repair = f"a plugin in the slot {slot!r}, which the recipe does not list. `fastloop plugins` shows who fills it."
+                    fix = f"a plugin in the slot {slot!r}, which the recipe does not list. `fastloop plugins` shows who fills it."
                 elif reference in names:
-                    repair = f"{reference!r}, which the recipe does not list. Add it: --with {reference}."
+                    fix = f"{reference!r}, which the recipe does not list. Add it: --with {reference}."
                 else:
-                    repair = f"{reference!r}, and no plugin of this name is installed.{did_you_mean(reference, names)}"
-                raise PluginError(f"{where}: plugin {plugin.name!r} requires {repair}")
+                    fix = f"{reference!r}, and no plugin of this name is installed.{did_you_mean(reference, names)}"
+                raise PluginError(f"{where}: plugin {plugin.name!r} requires {fix}")
 
 
 def _order(plugins: list[Plugin], reasons: dict[str, str], where: str) -> list[Plugin]:
-    """Recipe order, moved only as far as ``runs_after`` and ``runs_before`` ask (Kahn's algorithm, earliest index first)."""
-    place = {plugin.name: index for index, plugin in enumerate(plugins)}
+    """Recipe order with the fewest moves for ``runs_after`` and ``runs_before`` (Kahn's algorithm, earliest index first)."""
+    position = {plugin.name: index for index, plugin in enumerate(plugins)}
     before: dict[str, set[str]] = {plugin.name: set() for plugin in plugins}
     for plugin in plugins:
         for reference in plugin.runs_after:
@@ -257,7 +254,7 @@ def _order(plugins: list[Plugin], reasons: dict[str, str], where: str) -> list[P
             for other in _matching(reference, plugins):
                 if other is not plugin:
                     before[other.name].add(plugin.name)
-    ready = [index for name, index in place.items() if not before[name]]
+    ready = [index for name, index in position.items() if not before[name]]
     heapq.heapify(ready)
     ordered: list[Plugin] = []
     waiting = {name: set(names) for name, names in before.items() if names}
@@ -268,14 +265,12 @@ def _order(plugins: list[Plugin], reasons: dict[str, str], where: str) -> list[P
             waiting[name].discard(plugin.name)
             if not waiting[name]:
                 del waiting[name]
-                heapq.heappush(ready, place[name])
-                if place[name] < place[plugin.name]:
+                heapq.heappush(ready, position[name])
+                if position[name] < position[plugin.name]:
                     reasons[name] += f"; moved behind {plugin.name!r}"
     while behind := [name for name in waiting if not any(name in names for names in waiting.values())]:
-        for name in behind:  # waits for the circle, and is no part of it
+        for name in behind:  # waits for the cycle, but is not part of it
             del waiting[name]
     if waiting:
-        raise PluginError(
-            f"{where}: the order of plugins {', '.join(map(repr, waiting))} goes round in a circle of runs_after and runs_before."
-        )
+        raise PluginError(f"{where}: runs_after and runs_before of plugins {', '.join(map(repr, waiting))} form a cycle.")
     return ordered

@@ -1,4 +1,4 @@
-"""The run as hooks get it: the parts of one execution of a recipe. ``lifecycle`` builds it; nobody else writes its fields."""
+"""The context that hooks receive: the parts of one execution of a recipe. Only ``lifecycle`` sets its fields."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ NO_CONTEXT: AbstractContextManager[Any] = nullcontext()
 
 
 class Run:
-    """The argument ``run`` of hooks. Fields exist from the point on at which ``hookspecs`` shows that they are built.
+    """The argument ``run`` of hooks. A field exists once its build step in ``hookspecs`` is done.
 
     Attributes:
         recipe: The resolved recipe.
-        plugins: The plugins of the run, and calls of their hooks. Iterate over it for the plugins.
+        plugins: The plugins of the run, in call order.
         hooks: Call a hook on all plugins: ``run.hooks.after_step(run=run, loss=loss)``.
         state: Counters, metrics and requests.
         folder: The run folder.
-        processes: Rank, world size and collective operations; ``rank``, ``world_size`` and ``is_main`` are passed through.
+        processes: Rank, world size and collective operations.
         accelerator: Accelerate's ``Accelerator``.
         device: The device of this process.
         clock: Seconds by phase.
@@ -59,10 +59,9 @@ class Run:
         metrics: The task's metrics, or None.
         schedule: When to evaluate, save and stop.
         saver: The pending checkpoint, and the step of the newest complete one.
-        signals: The signal that asked this process to stop.
-        resume_point: ``(checkpoint folder, warnings)`` that the run resumes from; None: it starts from the beginning.
-        finished_training: Whether training is over, and plugins may put other weights in place.
-        skipped_steps: Which optimizer steps fp16's loss scaling skipped.
+        signals: The stop signal that this process received.
+        resume_point: ``(checkpoint folder, warnings)`` to resume from; None: start from the beginning.
+        skipped_steps: The optimizer steps that fp16's loss scaling skipped.
         update_check: Examines the first optimizer steps.
     """
 
@@ -87,7 +86,7 @@ class Run:
         self._gradients_final = False
         self._gradient_norm: Tensor | None = None
 
-    # -- parts, passed through -------------------------------------------------------------------------------------------
+    # -- shortcuts to parts ----------------------------------------------------------------------------------------------
 
     @property
     def rank(self) -> int:
@@ -116,58 +115,58 @@ class Run:
 
     @property
     def train_loader(self) -> Loader:
-        """The loader of the training split."""
+        """Loader of the training split."""
         return self.loaders.train
 
     @property
     def eval_loaders(self) -> dict[str, Loader]:
-        """Split -> loader, for ``evaluate`` and ``test``."""
+        """Split -> loader, for ``validation`` and ``test``."""
         return self.loaders.evaluation
 
     @property
     def total_steps(self) -> int | None:
-        """Optimizer steps of the whole run; None for data of unknown length without ``max_steps``."""
+        """Optimizer steps of the complete run; None for data of unknown length without ``max_steps``."""
         return self.schedule.total_steps
 
     @property
     def finished_training(self) -> bool:
-        """Whether training is over, and plugins may put other weights in place."""
+        """Whether training is over. Plugins may have replaced the weights."""
         return self.signals.finishing
 
     # -- model -----------------------------------------------------------------------------------------------------------
 
     def unwrap_model(self) -> nn.Module:
-        """The model as built, without what Accelerate, a strategy or a compiler put around it."""
+        """The model as built, without the wrappers of Accelerate, a strategy or a compiler."""
         return self.built_model
 
     @contextmanager
     def substitute_model(self, model: nn.Module) -> Iterator[None]:
-        """Inside, ``unwrap_model()`` returns another model, such as one with merged adapters, to export it."""
-        before, self.built_model = self.built_model, model
+        """Make ``unwrap_model()`` return another model inside the block, such as one with merged adapters to export."""
+        original, self.built_model = self.built_model, model
         try:
             yield
         finally:
-            self.built_model = before
+            self.built_model = original
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The model's full weights on the CPU, for the main process to write; empty on the others. Every process must call it."""
         state: dict[str, Tensor] = self.hooks.model_state(run=self)
         weights = {}
         for name, tensor in state.items():
-            full = gather_full(tensor)  # one at a time: the device never holds two
+            full = gather_full(tensor)  # one at a time, to keep at most one full tensor on the device
             if self.is_main:
                 weights[name] = full.cpu()
         return weights
 
     def metric_names(self) -> list[str]:
         """Names of the metrics that an evaluation returns."""
-        added = [name for plugin in self.plugins for name in plugin.adds_metrics]
-        return ["loss", *(map(str, self.metrics) if self.metrics is not None else ()), *added]
+        added = (name for plugin in self.plugins for name in plugin.adds_metrics)
+        return ["loss", *map(str, self.metrics or ()), *added]
 
     # -- steps -----------------------------------------------------------------------------------------------------------
 
     def to_device(self, steps: Iterable[list[Batch]]) -> Iterable[list[Batch]]:
-        """The micro-batches of each step with their inputs on the device."""
+        """Move the micro-batches of each step to the device."""
         steps = each("data", steps)
         placing = self.loader_settings.placing
         return map(self._to_device, steps) if placing is None else placing(steps, self._to_device)
@@ -180,22 +179,22 @@ class Run:
         return batches
 
     def totals(self, batches: list[Batch]) -> BatchTotals:
-        """The sums of a step's micro-batches, over all processes."""
+        """Sums over the micro-batches of a step, on all processes."""
         totals = BatchTotals.of(batches)
         if self.world_size == 1:
             return totals
         return BatchTotals(*map(int, self.processes.all_reduce_sum(torch.tensor(totals, dtype=torch.int64)).tolist()))
 
     def should_skip_step(self, batches: list[Batch]) -> bool:
-        """Whether the step that begins here failed before and is not trained again."""
+        """Whether the step that begins at the current counters failed before, and must not be trained again."""
         return [self.state.epoch, self.state.epoch_samples] in self.state.left_out
 
     def gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
-        """Holds back the all-reduce of gradients until the last micro-batch of a step."""
+        """Delay the all-reduce of gradients until the last micro-batch of a step."""
         if self.world_size == 1 or last:
             return NO_CONTEXT
-        held: AbstractContextManager[Any] = self.accelerator.no_sync(self.model)
-        return held
+        no_sync: AbstractContextManager[Any] = self.accelerator.no_sync(self.model)
+        return no_sync
 
     @contextmanager
     def clipped_gradients(self) -> Iterator[Tensor | None]:
@@ -234,21 +233,19 @@ class Run:
         return self._gradient_norm.to(self.device, non_blocking=True)
 
     def step_was_skipped(self) -> bool:
-        """Whether fp16's loss scaling found an overflow and skipped the newest optimizer step. The step and its samples count all the
-        same. With a fused optimizer the first call after a step waits for the device."""
+        """Whether fp16's loss scaling found an overflow and skipped the newest optimizer step. The counters include a skipped step and
+        its samples. With a fused optimizer, the first call after a step waits for the device."""
         return self.skipped_steps.newest()
 
     # -- processes -------------------------------------------------------------------------------------------------------
 
     @property
     def interrupted(self) -> str | None:
-        """The signal that asked the run to end: no further evaluation, no export. None: there was none."""
+        """Name of the signal that stopped the run, or None. An interrupted run does not evaluate or export."""
         return self.schedule.interrupted
 
     def sync_requests(self) -> None:
-        """Make requests the same on all processes: a request of one is a request of all. Signals and failed saves count from here on.
-
-        Every process must call it.
+        """Share requests, signals and failed saves between processes: those of one process apply to all. Every process must call it.
 
         Raises:
             SaveError: A save failed on any process, and ``train.on_save_error`` is ``stop``.
@@ -266,8 +263,8 @@ class Run:
         if failure is not None:
             self.saver.count_error()
             if self.recipe.train.on_save_error == "stop":
-                raise SaveError(f"{failure}. Make room, and go on with --resume.")
-            log.warning("%s. Training goes on; what was saved before is whole", failure)
+                raise SaveError(f"{failure}. Free disk space, then continue with --resume.")
+            log.warning("%s. Training continues; earlier checkpoints are intact", failure)
         if signal_name is not None and not self.finished_training:
             self.signals.wait_until_logged()
             state.stop_reason = f"{INTERRUPTED} by {signal_name}"

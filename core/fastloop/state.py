@@ -1,4 +1,4 @@
-"""What changes while a run goes on, and what passes between task, loop and plugins."""
+"""The state of a run, and the data that tasks, the loop and plugins exchange."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ if TYPE_CHECKING:
     from torch import Generator, Tensor
 
 INTERRUPTED = "interrupted"
-"""What the ``stop_reason`` of a run begins with that is to go on later; the signal's name follows."""
+"""Start of the ``stop_reason`` of a run that a signal stopped; the signal's name follows."""
 
 
 @dataclass
 class State:
-    """Counters, metrics and requests. A checkpoint holds all but the request to save.
+    """Counters, metrics and requests. A checkpoint holds everything except the request to save.
 
     Attributes:
         step: Optimizer steps done.
         epoch: Epochs completed.
-        epoch_samples: Samples drawn in the epoch under way, over all processes.
+        epoch_samples: Samples drawn in the current epoch, over all processes.
         samples: Samples trained on so far, over all processes.
         tokens: Real tokens trained on so far (padding not counted), over all processes; 0 where the task counts none.
         metrics: Split (``evaluate``, ``test``) -> the newest metrics of it.
@@ -51,7 +51,7 @@ class State:
         self.save_requested = False
 
     def request_stop(self, reason: str) -> None:
-        """End training after this step. The first reason given stands in ``summary.json``."""
+        """Stop training after this step. ``summary.json`` contains the first reason given."""
         self.stop_reason = self.stop_reason or reason
 
     def request_evaluate(self) -> None:
@@ -75,11 +75,11 @@ class State:
         self.epoch_samples += totals.samples + totals.unreadable
 
     def to_dict(self) -> dict[str, Any]:
-        """The values that a checkpoint holds, as JSON values."""
+        """The fields as JSON values, for a checkpoint."""
         return asdict(self)
 
     def restore(self, values: Mapping[str, Any]) -> None:
-        """Take over the values of ``to_dict`` from a checkpoint. Requests to save are dropped."""
+        """Restore the values of ``to_dict`` from a checkpoint, and drop a request to save."""
         vars(self).update(vars(State(**values)))
 
 
@@ -135,7 +135,7 @@ class BatchTotals(NamedTuple):
 
     @classmethod
     def of(cls, batches: Iterable[Batch]) -> BatchTotals:
-        """The sums of some micro-batches, on this process."""
+        """Sum the given micro-batches, on this process."""
         weight = samples = tokens = unreadable = 0
         for batch in batches:
             weight, samples, tokens = weight + batch.loss_weight, samples + batch.samples, tokens + batch.tokens
@@ -145,13 +145,13 @@ class BatchTotals(NamedTuple):
 
 @dataclass(slots=True)
 class Output:
-    """What a task computes for one batch.
+    """The result of a task for one batch.
 
     Attributes:
         loss: 0-dim tensor: the mean over the batch's ``loss_weight``.
-        predictions: What metrics are updated with, first argument; None when there are no metrics. Of shape (N, ...): evaluation puts
-            those of many batches together before an update.
-        targets: Second argument, of shape (N, ...) too.
+        predictions: First argument of the metrics, of shape (N, ...): evaluation concatenates several batches along the first dimension
+            before it updates a metric. None without metrics.
+        targets: Second argument of the metrics, of shape (N, ...).
     """
 
     loss: Tensor
@@ -160,7 +160,7 @@ class Output:
 
 
 class Draft:
-    """A typed draft that plugins fill in before the real thing is built. Two plugins that write one field is an error.
+    """Typed settings that plugins fill in before the core builds the real object. Two plugins must not set the same field.
 
     Args:
         defaults: Values of fields that the core derives from the machine, before any plugin writes.
@@ -185,7 +185,7 @@ class Draft:
         self.__dict__[name] = value
 
     def written_by(self, plugin: str) -> dict[str, Any]:
-        """Field -> value of what one plugin has set."""
+        """Field -> value, for the fields that one plugin set."""
         return {name: getattr(self, name) for name, writer in self.writers.items() if writer == plugin}
 
     _writer: str
@@ -193,7 +193,7 @@ class Draft:
 
 
 class AcceleratorDraft(Draft):
-    """Arguments of Accelerate's ``Accelerator``; its handlers under the names that it keeps them by."""
+    """Arguments of Accelerate's ``Accelerator``. Handlers have the names of its attributes."""
 
     mixed_precision: str = "no"
     """``no``, ``bf16`` or ``fp16``."""
@@ -205,7 +205,7 @@ class AcceleratorDraft(Draft):
     """``InitProcessGroupKwargs``."""
 
     def handlers(self) -> list[Any]:
-        """Those that are set."""
+        """The handlers that are set."""
         return [value for name, value in vars(self).items() if name.endswith("_handler")]
 
 
@@ -219,9 +219,9 @@ class DataLoaderDraft(Draft):
     prefetch_factor: int | None = None
     """Batches that a worker reads ahead; None: torch's default."""
     pin_memory: bool = False
-    """Put batches into page-locked memory, with and without workers, so that copies to the device do not block. True on CUDA."""
+    """Put batches into page-locked memory, so that copies to the device do not block. Works without workers, too. True on CUDA."""
     timeout: float = 0.0
-    """Seconds a batch may take before the run ends with an error; 0 waits for ever."""
+    """Seconds to wait for a batch before the run ends with an error; 0: no limit."""
     multiprocessing_context: str | None = None
     """``fork``, ``spawn`` or ``forkserver``; None: the platform's default."""
     worker_init_fn: Callable[[int], None] | None = None
@@ -230,16 +230,19 @@ class DataLoaderDraft(Draft):
     """Tokens: tasks pad lengths to a multiple of this, so that shapes are few. The recipe's ``data.pad_to_multiple_of``; a plugin
     may set a default where that is unset. None: lengths are not padded further."""
     arrange: Callable[[Any, list[int], int, Generator | None], list[int]] | None = None
-    """``arrange(dataset, ids, batch_size, generator)``: the order in which a map-style dataset's samples come. To train, ``ids`` are the
-    epoch's in random order and the generator is for further draws: the same on all processes. To evaluate, they count up and there is
-    none. An optimizer step takes the next ``batch_size`` samples, and its processes and micro-steps consecutive shares of them."""
+    """``arrange(dataset, ids, batch_size, generator)`` returns the order of a map-style dataset's samples, the same on all processes. In
+    training, ``ids`` are the epoch's in random order, and ``generator`` supplies more random numbers. In evaluation, ``ids`` are sorted
+    and ``generator`` is None. Each optimizer step takes the next ``batch_size`` samples; its processes and micro-steps take consecutive
+    shares of them."""
     skip_unreadable: bool = False
-    """Leave a sample of a map-style dataset that cannot be read out of its batch, instead of ending the run."""
+    """Leave an unreadable sample of a map-style dataset out of its batch, instead of ending the run."""
     placing: Callable[[Iterable[list[Batch]], Callable[[list[Batch]], list[Batch]]], Iterable[list[Batch]]] | None = None
-    """``placing(steps, place)``: steps of batches on the host -> on the device; ``place`` takes one step there. None: each in its turn."""
+    """``placing(steps, place)`` yields the batches of ``steps`` on the device; ``place`` moves one step. None: move each step when the
+    loop needs it."""
     split: Callable[[Any, list[int], int], list[list[int]]] | None = None
-    """``split(dataset, ids, processes)``: a step's sample ids as micro-batches, instead of shares of ``micro_batch_size``. Processes take
-    them in turn, one each micro-step. Every id once; the same on all processes. Evaluation is split likewise."""
+    """``split(dataset, ids, processes)`` returns a step's sample ids as micro-batches, instead of shares of ``micro_batch_size``. It must
+    return every id once, and the same result on all processes. In each micro-step, every process takes the next micro-batch. Evaluation
+    splits its batches the same way."""
 
     READING = (
         "num_workers",
@@ -257,23 +260,23 @@ class DataLoaderDraft(Draft):
         self.__dict__["suggested"] = {}
 
     def suggest(self, split: str, **values: Any) -> None:
-        """Set ``READING`` fields for one split, such as those of a ``DataLoader`` that the user gave. A plugin that assigns such a field
-        overrides it for every split, whichever comes first. The draft's own fields show those of ``train``."""
+        """Suggest ``READING`` fields for one split, such as those of the user's ``DataLoader``. A plugin that sets such a field overrides
+        it for every split, in any order. The draft's own fields show the values for ``train``."""
         self.suggested[split] = values
         if split == "train":
             self.__dict__.update({name: value for name, value in values.items() if name not in self.writers})
 
     def of(self, split: str) -> dict[str, Any]:
-        """The ``READING`` fields as they hold for one split."""
-        own = {name: value for name, value in self.suggested.get(split, {}).items() if name not in self.writers}
-        return {name: getattr(self, name) for name in self.READING} | own
+        """The final ``READING`` fields of one split."""
+        suggested = {name: value for name, value in self.suggested.get(split, {}).items() if name not in self.writers}
+        return {name: getattr(self, name) for name in self.READING} | suggested
 
     suggested: dict[str, dict[str, Any]]
     """Split -> the values that ``suggest`` set for it."""
 
 
 class OptimizerDraft(Draft):
-    """Arguments of the optimizer, beside the recipe's ``lr`` and ``weight_decay``."""
+    """Arguments of the optimizer, in addition to the recipe's ``lr`` and ``weight_decay``."""
 
-    arguments: Mapping[str, Any] = MappingProxyType({})  # read-only: a change in place would be every run's
-    """Further keyword arguments of the optimizer's class, such as ``fused``."""
+    arguments: Mapping[str, Any] = MappingProxyType({})  # read-only, because all runs share this default
+    """Additional keyword arguments of the optimizer's class, such as ``fused``."""

@@ -1,4 +1,4 @@
-"""The Python API, for someone who has a model and loaders already.
+"""The Python API, for code that already has a model and data loaders.
 
 from fastloop import Trainer
 summary = Trainer(model, train_loader, eval_loader, plugins=["amp", {"ema": {"decay": 0.99}}], epochs=3).fit()
@@ -32,7 +32,7 @@ log = logging.getLogger("fastloop")
 
 
 class TrainerTask(Plugin):
-    """The task of ``Trainer``: the model, data, loss and metrics that it was given."""
+    """The task of ``Trainer``: the user's model, data, loss and metrics."""
 
     name = "trainer"
     slot = "task"
@@ -48,10 +48,10 @@ class TrainerTask(Plugin):
     ) -> None:
         super().__init__()
         self.model, self.splits, self.loss, self.metrics, self.processing_class = model, splits, loss, metrics, processing_class
-        self.warned = False
+        self.has_warned = False
         if not metrics:
             self.fallback_hooks = (*self.fallback_hooks, "build_metrics")
-        if all(settings.sampler is None for settings in splits.values()):  # datasets alone
+        if all(settings.sampler is None for settings in splits.values()):  # no loaders, only datasets
             self.fallback_hooks = (*self.fallback_hooks, "build_sampler", "build_collator")
 
     @hookimpl
@@ -89,17 +89,17 @@ class TrainerTask(Plugin):
                 plugin, used = run.loader_settings.writers.get(name), getattr(run.loader_settings, name)
                 if plugin is not None and used != value and settings.reading["num_workers"]:
                     log.info("%s: the loader's %s=%r is overridden by plugin %r: %r", split, name, value, plugin, used)
-        given, used = self.splits["train"].sampler, run.train_loader.sampler
-        if given is not None and used is not None and used.arrange is not None:
+        sampler = run.train_loader.sampler
+        if sampler is not None and sampler.arrange is not None and self.splits["train"].sampler is not None:
             log.info("train: plugin %r arranges the samples: the loader's order is not kept", run.loader_settings.writers["arrange"])
-        elif used is not None and used.draw is not None:
-            log.info("train: samples come in the order of the loader's %s", used.draw.name)
+        elif sampler is not None and sampler.draw is not None:
+            log.info("train: samples come in the order of the loader's %s", sampler.draw.name)
 
     @hookimpl
     def compute_loss(self, model: nn.Module, batch: Any) -> Output:
         output = forward(model, batch, self.loss)
-        if self.loss is not None and not self.warned and isinstance(batch, Mapping):
-            self.warned = True
+        if self.loss is not None and not self.has_warned and isinstance(batch, Mapping):
+            self.has_warned = True
             log.warning(
                 "loss= is not used: batches are mappings, and %s returns its own loss. Leave loss out, or let the collator return "
                 "(inputs, targets)",
@@ -116,13 +116,13 @@ class TrainerTask(Plugin):
 
 
 def forward(model: nn.Module, batch: Any, loss: Callable[[Any, Any], Tensor] | None) -> Output:
-    """The two common shapes of a batch.
+    """Compute the loss of a batch in one of two common forms.
 
-    * a mapping: ``model(**batch)`` returns an object with ``.loss`` (and ``.logits``), as Hugging Face models do;
+    * a mapping: ``model(**batch)`` returns an object with ``.loss`` (and ``.logits``), like Hugging Face models;
     * ``(inputs, targets)``: ``loss(model(inputs), targets)``.
 
     Raises:
-        UsageError: Neither; says what was found.
+        UsageError: The batch has another form, or the model returned no loss.
     """
     if isinstance(batch, Mapping):
         try:
@@ -130,14 +130,14 @@ def forward(model: nn.Module, batch: Any, loss: Callable[[Any, Any], Tensor] | N
         except TypeError as error:
             _check_arguments(model, batch, error)
             raise
-        found = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
-        if found is None:
+        batch_loss = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
+        if batch_loss is None:
             raise UsageError(
                 f"the model returned no loss for a batch with the keys {', '.join(map(str, batch))}.{_label_hint(batch)} "
                 "Put the labels into the batch, or return an object with .loss."
             )
         logits = result.get("logits") if isinstance(result, Mapping) else getattr(result, "logits", None)
-        return Output(found, logits, batch.get("labels"))
+        return Output(batch_loss, logits, batch.get("labels"))
     if isinstance(batch, Sequence) and len(batch) == 2 and loss is not None:
         inputs, targets = batch
         predictions = model(inputs)
@@ -149,18 +149,18 @@ def forward(model: nn.Module, batch: Any, loss: Callable[[Any, Any], Tensor] | N
 
 
 def _label_hint(batch: Mapping[str, Any]) -> str:
-    """What to do about labels under a name that Hugging Face models do not read."""
-    near = [name for name in ("label", "label_ids", "target", "targets") if name in batch]
-    if "labels" in batch or not near:
+    """Advice to rename labels whose name Hugging Face models do not read."""
+    similar = [name for name in ("label", "label_ids", "target", "targets") if name in batch]
+    if "labels" in batch or not similar:
         return ""
-    return f" Hugging Face models compute a loss from 'labels': rename {near[0]!r} to 'labels' in the dataset or the collator."
+    return f" Hugging Face models compute a loss from 'labels': rename {similar[0]!r} to 'labels' in the dataset or the collator."
 
 
 def _check_arguments(model: nn.Module, batch: Mapping[str, Any], error: TypeError) -> None:
-    """Say so where a batch's keys are not the arguments of the model's ``forward``.
+    """Raise a clearer error if the batch's keys do not match the arguments of the model's ``forward``.
 
     Raises:
-        UsageError: They are not; names them.
+        UsageError: They do not match.
     """
     signature = inspect.signature(extract_model_from_parallel(model).forward)
     try:
@@ -172,28 +172,28 @@ def _check_arguments(model: nn.Module, batch: Mapping[str, Any], error: TypeErro
 
 
 class Trainer:
-    """Train a model of your own, with plugins.
+    """Train your own model, with plugins.
 
     Args:
-        model: Any module. With a mapping as batch it returns an object with ``.loss``; with ``(inputs, targets)`` give ``loss``.
-        train_loader: A ``DataLoader``, or a dataset, with ``batch_size=`` in ``train``. Of a loader, everything is kept or refused by name:
-            its dataset, collator, batch size (that of an optimizer step, over all processes), order (``shuffle=False`` or a sampler),
-            ``drop_last`` and workers. ``shuffle=True`` without a generator draws the order from ``seed`` and the epoch. Where a plugin
-            sets the workers, its options count instead of the loader's. The table is in docs/checks/python.md.
-        eval_loader: Likewise; evaluated as ``train.evaluate_every`` says. A dataset is collated as ``train_loader`` is.
+        model: Any module. For batches that are mappings, it must return an object with ``.loss``. For ``(inputs, targets)``, pass ``loss``.
+        train_loader: A ``DataLoader``, or a dataset together with ``batch_size=``. fastloop keeps the loader's dataset, collator, batch
+            size (of an optimizer step, over all processes), order (``shuffle=False`` or a sampler), ``drop_last`` and workers, and refuses
+            settings that it cannot keep. ``shuffle=True`` without a generator shuffles by ``seed`` and epoch. A plugin that sets the
+            workers overrides the loader's. docs/checks/python.md has a table.
+        eval_loader: Likewise; evaluated according to ``train.evaluate_every``. A dataset uses the collator of ``train_loader``.
         test_loader: Likewise; evaluated once, at the end.
-        plugins: As a recipe lists them: names, files, one-key mappings; or plugin objects. ``{"progress": False}`` leaves one out.
+        plugins: Names, files or one-key mappings as in a recipe, or plugin objects. ``{"progress": False}`` disables a default plugin.
         loss: ``loss(predictions, targets)``, such as ``torch.nn.functional.cross_entropy``.
         metrics: Name -> torchmetrics metric, updated with ``(predictions, targets)``.
         processing_class: A tokenizer, image processor or the like, written beside the model by its ``save_pretrained``. A model that has
             ``save_pretrained`` is exported by it, so that ``from_pretrained`` loads the run folder's ``model/``.
         pad_to_multiple_of: Tokens: the collator pads lengths to a multiple of this. Plugins that count tokens need to know.
         output: The run folder.
-        resume: A run folder or checkpoint to go on from; True means ``output``, and the beginning where that holds no checkpoint yet.
-        train: Any key of a recipe's ``train``: ``epochs``, ``lr``, ``seed``, ``max_grad_norm``, ...
+        resume: A run folder or checkpoint to resume from. True: resume from ``output`` if it holds a checkpoint, else start a new run.
+        train: Keys of a recipe's ``train``: ``epochs``, ``lr``, ``seed``, ``max_grad_norm``, ...
 
     Raises:
-        UsageError: Anything wrong with what was asked.
+        UsageError: An argument is wrong.
     """
 
     def __init__(
@@ -217,7 +217,7 @@ class Trainer:
         splits = {split: read_loader(names[split], loader) for split, loader in loaders.items() if loader is not None}
         if processing_class is not None and not hasattr(processing_class, "save_pretrained"):
             raise UsageError(
-                f"processing_class: {type(processing_class).__name__} has no save_pretrained. Expected a tokenizer or the like."
+                f"processing_class: {type(processing_class).__name__} has no save_pretrained. Expected a tokenizer or image processor."
             )
         if (sampler := splits["train"].sampler) is not None:
             train.setdefault("batch_size", sampler.batch_size)
@@ -231,11 +231,11 @@ class Trainer:
         self.resume = Path(output) if resume is True else Path(resume) if resume else None
 
     def fit(self) -> dict[str, Any]:
-        """Train, test, export. Returns the summary, which is also ``summary.json`` in the run folder.
+        """Train, test and export. Returns the summary, which is also ``summary.json`` in the run folder.
 
         Raises:
             FastloopError: The run failed.
-            Exception: What the model, the loss, a metric or other code of the user's raised, as it was raised.
+            Exception: The original exception of the model, the loss, a metric or other user code.
         """
         try:
             self.run = build(self.recipe, self.resolution, self.resume)

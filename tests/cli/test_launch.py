@@ -146,7 +146,7 @@ def test_a_killed_process_ends_all_and_the_run_goes_on_to_the_same_bits():
     assert killed.returncode == 128 + signal.SIGKILL
     (line,) = [line for line in killed.stderr.splitlines() if line.startswith("error: ")]
     assert line.startswith(
-        f"error: process 1 of 2 (pid {Path('pid1').read_text()}) was ended by SIGKILL. Go on from its newest checkpoint with: fast"
+        f"error: process 1 of 2 (pid {Path('pid1').read_text()}) was ended by SIGKILL. Continue from its newest checkpoint with: fast"
     )
     assert line.endswith("--nproc 2 --resume")
     Path("code.py").write_text(CODE.replace("self.fault and", "False and"))

@@ -197,7 +197,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_newest_whole_one_and_said(h
     assert found == whole
     (line,) = skipped
     assert line.startswith(f"{harmed}: damaged ({said}")
-    with pytest.raises(CheckpointError, match="No checkpoint to resume from is whole"):
+    with pytest.raises(CheckpointError, match="No checkpoint to resume from is intact"):
         find(harmed)  # named outright, nothing takes its place
 
 
@@ -212,7 +212,7 @@ def test_where_there_is_no_checkpoint_it_is_said_what_was_expected():
     with pytest.raises(CheckpointError, match=r"^nowhere: no checkpoint to resume from\. Expected a run folder, or one of its checkpoints"):
         find(Path("nowhere"))
     truncate(save(1))
-    with pytest.raises(CheckpointError, match=r"(?s)No checkpoint to resume from is whole:.*step-00000001: damaged"):
+    with pytest.raises(CheckpointError, match=r"(?s)No checkpoint to resume from is intact:.*step-00000001: damaged"):
         find(Path("run"))
 
 

@@ -44,7 +44,7 @@ def samplers(size: int, split: tuple[int, int, int], epoch: int = 0, start: int 
 
 def ledger(draws: list[list[Any]]) -> list[int]:
     """All ids that count, in the order in which the run uses them: micro-step by micro-step, process by process."""
-    return [index for micro_step in zip(*draws, strict=True) for draw in micro_step if not draw.fills for index in draw]
+    return [index for micro_step in zip(*draws, strict=True) for draw in micro_step if not draw.is_filler for index in draw]
 
 
 @pytest.mark.parametrize("split", SPLITS, ids=str)

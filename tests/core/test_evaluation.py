@@ -77,7 +77,7 @@ def test_a_batch_without_samples_counts_in_no_metric():
 def test_batches_are_put_together_until_so_many_bytes_wait(monkeypatch):
     outputs = classified()
     assert updates(outputs) == [27]
-    monkeypatch.setattr(results, "HELD", 2 * 8 * (5 * 4 + 8))
+    monkeypatch.setattr(results, "BUFFER_BYTES", 2 * 8 * (5 * 4 + 8))
     assert updates(outputs) == [16, 11]
 
 

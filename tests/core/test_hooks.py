@@ -32,7 +32,7 @@ def test_every_hook_stands_in_the_annotated_loop_and_says_what_it_is():
         name for name, spec in SPECS.items() if spec.fastloop_spec["firstresult"]
     }
     assert {name for name, kind in kinds.items() if kind in ("Draft", "Chain")} | {"environment", "save_state", "load_state"} == set(
-        hookspecs.ONE_BY_ONE
+        hookspecs.UNWRAPPABLE_HOOKS
     )
 
 

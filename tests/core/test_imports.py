@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import fastloop
-from fastloop.recipe.importing import MANY, libraries
+from fastloop.recipe.importing import GC_THRESHOLD, reduced_gc
 from fastloop.registry import installed
 
 CORE = Path(fastloop.__file__).parent
@@ -111,12 +111,12 @@ def test_every_public_name_is_there():
 
 def test_garbage_is_looked_for_seldom_while_libraries_are_imported_and_a_plugins_choice_stays():
     before = gc.get_threshold()
-    with libraries():
-        assert gc.get_threshold()[0] == MANY
+    with reduced_gc():
+        assert gc.get_threshold()[0] == GC_THRESHOLD
     assert gc.get_threshold() == before
     assert gc.get_freeze_count() > 10_000
     try:
-        with libraries():
+        with reduced_gc():
             gc.set_threshold(1234)
         assert gc.get_threshold()[0] == 1234
     finally:

@@ -55,7 +55,7 @@ def test_the_output_is_named_after_the_file_when_it_is_not_given():
 UNREADABLE = {
     "indentation": ("train:\n  epochs: 2\n lr: 1\n", "r.yaml, line 3: not valid YAML: "),
     "a tab": ("train:\n\tepochs: 2\n", "r.yaml, line 2: not valid YAML: "),
-    "a key twice": ("train: {epochs: 2}\ntrain: {lr: 1}\n", "r.yaml, line 2: the key 'train' is there twice, first in line 1."),
+    "a key twice": ("train: {epochs: 2}\ntrain: {lr: 1}\n", "r.yaml, line 2: the key 'train' appears twice, first in line 1."),
     "code": ("model: {name: !!python/object/apply:os.getcwd []}", "r.yaml, line 1: found the tag !!python/object/apply:os.getcwd."),
     "nothing": ("", "r.yaml: expected a mapping with the sections model, data, train, plugins, output."),
     "a list": ("- train", "r.yaml: expected a mapping with the sections"),

@@ -197,7 +197,7 @@ def test_a_circle_is_refused_with_its_members_only():
         make("c", runs_after=("a",)),
         make("late", runs_after=("a",)),
     )
-    assert message == "recipe: the order of plugins 'a', 'b', 'c' goes round in a circle of runs_after and runs_before."
+    assert message == "recipe: runs_after and runs_before of plugins 'a', 'b', 'c' form a cycle."
 
 
 # -- together --------------------------------------------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ def test_two_plugins_in_one_slot_are_refused():
 
 
 def test_a_plugin_that_is_there_twice_is_refused():
-    assert refusal("ema", make("ema")) == "recipe: plugin 'ema' is there twice. Remove one."
+    assert refusal("ema", make("ema")) == "recipe: plugin 'ema' appears twice. Remove one."
 
 
 def test_a_plugin_without_a_name_is_refused():
@@ -333,7 +333,7 @@ def test_a_wrapper_is_refused_where_nothing_can_be_wrapped_and_when_it_does_not_
         def after_fit(self) -> None:
             return None
 
-    assert refusal(Chain()) == "plugin 'chain': before_prepare cannot be a wrapper: it is called on each plugin by itself."
+    assert refusal(Chain()) == "plugin 'chain': before_prepare cannot be a wrapper: it is called on each plugin separately."
     assert "not a generator function" in refusal(Silent())
 
 

@@ -297,7 +297,7 @@ def test_saved_and_evaluated_by_epoch(train):
 def test_killed_before_the_first_checkpoint_it_begins_again(train, caplog):
     train("run", [], Dies("in a step", 2))
     assert len(train("run", [], resume=True).losses) == 27
-    assert "run: no checkpoint yet: the run begins at the beginning" in caplog.text
+    assert "run: no checkpoint yet: the run starts from the beginning" in caplog.text
 
 
 # -- Ctrl-C ---------------------------------------------------------------------------------------------------------------
@@ -451,7 +451,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_aloud(train, caplog):
 def test_when_every_checkpoint_is_damaged_the_run_does_not_start_anew(train):
     train("run", [], Dies("in a step", 14))
     damage_newest("run")
-    with pytest.raises(CheckpointError, match="No checkpoint to resume from is whole"):
+    with pytest.raises(CheckpointError, match="No checkpoint to resume from is intact"):
         train("run", [], resume=True)
 
 
@@ -643,7 +643,7 @@ def test_going_on_from_an_older_checkpoint_gives_up_the_later_ones(train):
 def test_a_plugin_that_left_is_said(train, caplog):
     train("run", [{"ema": {"decay": 0.9}}], epochs=1)
     train("run", [], epochs=2, resume=True)
-    assert "plugin 'ema' is in the checkpoint, and this run is without it" in caplog.text
+    assert "plugin 'ema' is in the checkpoint, but not in this run" in caplog.text
 
 
 def test_other_trained_parameters_are_refused(train):

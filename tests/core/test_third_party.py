@@ -267,7 +267,7 @@ def test_a_file_that_is_no_plugin_is_refused_when_the_recipe_is_read(code, said)
         ("from fastloop import Plugin\nclass Warm(Plugin):\n    name = 'warm'\n    Config = 3", "its Config is 3, expected a dataclass"),
         (
             "from fastloop import Plugin\nclass Warm(Plugin):\n    name = 'warm'\n    def __init__(self): super().__init__()",
-            r"plugins\.p\.py: Warm \(.*p\.py\) cannot be made: TypeError: ",
+            r"plugins\.p\.py: Warm \(.*p\.py\) cannot be created: TypeError: ",
         ),
     ],
     ids=["error", "exit", "no plugin", "config", "constructor"],
@@ -380,7 +380,7 @@ def test_a_plugin_implements_the_hooks_of_another(tiny_run):
 
 
 def test_hooks_of_a_package_are_known_only_with_their_owner():
-    hint = "Another plugin's hook is known when that plugin is in the run. Marked optionalhook=True, it may be missing."
+    hint = "A hook of another plugin exists only if that plugin is in the run; mark it optionalhook=True if it may be missing."
 
     class Odd(Plugin):
         name = "odd"
@@ -462,7 +462,7 @@ def test_an_error_in_a_hook_of_a_third_party_names_who_failed_in_it(tiny_run):
         tiny_run([type("Cool", (Oven,), {"after_epoch": hookimpl(lambda self, run: None + 1)})()])
 
 
-# -- plugins that only look on ------------------------------------------------------------------------------------------------
+# -- read-only plugins --------------------------------------------------------------------------------------------------------
 
 
 class Watcher(Plugin):
@@ -501,7 +501,7 @@ def test_an_observer_that_fails_is_disabled_when_asked_and_the_numbers_are_those
     assert result.summary["status"] == "completed"
     assert plain.summary["disabled"] == {}
     assert [record.getMessage() for record in caplog.records if "watcher" in record.getMessage()] == [
-        f"{why}. It is disabled, and the run goes on"
+        f"{why}. The plugin is disabled, and the run continues"
     ]
     with pytest.raises(PluginCrash, match="failed in after_step: OSError: disk is full"):
         tiny_run([Watcher()])
@@ -532,7 +532,10 @@ def test_a_recipe_asks_for_it_only_where_it_can_be(install):
     assert (plugin.on_error, plugin.config.degrees) == ("disable", 1.0)
     for options, said in [
         ({"watcher": {"on_error": "ignore"}}, r"plugins\.watcher\.on_error: found 'ignore' .* Expected raise \| disable"),
-        ({"warmth": {"on_error": "disable"}}, r"plugins\.warmth\.on_error: for plugins that only look on\. A run without 'warmth' would"),
+        (
+            {"warmth": {"on_error": "disable"}},
+            r"plugins\.warmth\.on_error: only read-only plugins can be disabled, and 'warmth' changes the run\.",
+        ),
     ]:
         with pytest.raises(RecipeError, match=said):
             resolve(make_recipe({"plugins": [options]}))
@@ -541,14 +544,14 @@ def test_a_recipe_asks_for_it_only_where_it_can_be(install):
 @pytest.mark.parametrize(
     ("members", "said"),
     [
-        ({"numerics": "reassociated"}, r"plugin 'watcher' says that it only looks on .* its numerics is bitwise, not reassociated"),
+        ({"numerics": "reassociated"}, r"plugin 'watcher' is declared read_only: its numerics must be bitwise, not reassociated"),
         (
             {"build_model": hookimpl(lambda self: None)},
-            "build_model changes or decides something, and the plugin says that it only looks on",
+            "build_model changes the run, but the plugin is declared read_only",
         ),
-        ({"before_prepare": hookimpl(lambda self: None)}, "before_prepare changes or decides something"),
-        ({"configure_dataloader": hookimpl(lambda self, draft: None)}, "configure_dataloader changes or decides something"),
-        ({"after_fit": hookimpl(wrapper=True)(lambda self: (yield))}, "after_fit is a wrapper here, and the plugin says"),
+        ({"before_prepare": hookimpl(lambda self: None)}, "before_prepare changes the run"),
+        ({"configure_dataloader": hookimpl(lambda self, draft: None)}, "configure_dataloader changes the run"),
+        ({"after_fit": hookimpl(wrapper=True)(lambda self: (yield))}, "after_fit is a wrapper, but the plugin is declared read_only"),
     ],
 )
 def test_a_plugin_that_changes_a_run_cannot_say_that_it_looks_on(members, said):

@@ -12,7 +12,7 @@ import pytest
 from torch import nn
 
 from fastloop import Output, Plugin, PluginError, RecipeError, hookimpl, hookspecs
-from fastloop.plugin_checks import answered_hooks, check_hooks, check_together, misspelled
+from fastloop.plugin_checks import check_hooks, check_together, exclusive_hooks, misspelled
 from fastloop.recipe import load_recipe, make_recipe
 from fastloop.registry import PluginSet, installed, load, resolve
 
@@ -94,16 +94,16 @@ def test_plan_refuses_two_plugins_that_build_the_optimizer():
     assert code == 2
     assert "1. " not in out
     assert err == (
-        "error: r.yaml: plugins 'lion' and 'muon' answer build_optimizer, and the answer of the first would hide the others. "
-        "Keep one: --without muon or --without lion. An author can wrap the other plugin's answer (@hookimpl(wrapper=True)) or leave the "
+        "error: r.yaml: plugins 'lion' and 'muon' both implement build_optimizer, but only the first would be called. "
+        "Keep one: --without muon or --without lion. An author can wrap the other implementation (@hookimpl(wrapper=True)) or leave the "
         'hook to it (fallback_hooks = ("build_optimizer",)).\n'
     )
     assert resolve(load_recipe("r.yaml", without_plugins=["muon"])).names() == ["module", "lion", "log", "progress"]
 
 
-@pytest.mark.parametrize("hook", answered_hooks())
+@pytest.mark.parametrize("hook", exclusive_hooks())
 def test_every_hook_with_one_answer_is_checked(hook):
-    with pytest.raises(PluginError, match=rf"plugins 'a' and 'c' answer {hook}, "):
+    with pytest.raises(PluginError, match=rf"plugins 'a' and 'c' both implement {hook}, "):
         resolved(make("a", **{hook: answer()}), make("b"), make("c", **{hook: answer(tryfirst=True)}))
 
     def around(self: Plugin) -> Any:
@@ -114,7 +114,7 @@ def test_every_hook_with_one_answer_is_checked(hook):
 
 def test_the_checked_hooks_are_the_first_hooks_that_nobody_passes_on():
     first = {name for name, spec in vars(hookspecs).items() if getattr(spec, "fastloop_spec", {}).get("firstresult")}
-    assert set(answered_hooks()) == first - {"recover"}
+    assert set(exclusive_hooks()) == first - {"recover"}
     assert resolved(make("a", recover=answer()), make("b", recover=answer())).names() == ["a", "b"]
 
 
@@ -171,11 +171,11 @@ def test_options_decide_whether_a_plugin_answers():
     batches = file_plugin("batches", "    @hookimpl\n    def build_collator(self):\n        return list\n")
     recipe(batches)
     assert resolve(load_recipe("r.yaml")).names()[:2] == ["module", "batches"]
-    with pytest.raises(PluginError, match="plugins 'module' and 'batches' answer build_collator"):
+    with pytest.raises(PluginError, match="plugins 'module' and 'batches' both implement build_collator"):
         resolve(load_recipe("r.yaml", ["plugins.module.collate=code_of_test.py:data"]))
     own = make("own", build_optimizer=answer())
     assert resolve(make_recipe({"plugins": ["fused-optimizer", *QUIET]}), objects=[own]).names() == ["fused-optimizer", "own"]
-    with pytest.raises(PluginError, match="plugins 'fused-optimizer' and 'own' answer build_optimizer"):
+    with pytest.raises(PluginError, match="plugins 'fused-optimizer' and 'own' both implement build_optimizer"):
         check_together([load("fused-optimizer")(implementation="8bit"), own], (), {}, "recipe")
 
 
@@ -188,7 +188,7 @@ def test_options_decide_whether_a_plugin_answers():
         ),
         (
             {"fallback_hooks": ("build_model",)},
-            r"fallback_hooks names 'build_model'\. Expected \*first\* hooks that the plugin answers itself\.",
+            r"fallback_hooks names 'build_model'\. Expected \*first\* hooks that the plugin implements\.",
         ),
         ({"fallback_hooks": ("after_fit",), "after_fit": answer()}, "fallback_hooks names 'after_fit'"),
     ],
@@ -219,8 +219,8 @@ def test_a_hook_without_its_mark_is_refused_with_its_line():
     with pytest.raises(PluginError) as refused:
         _ = resolve(load_recipe("r.yaml")).hooks
     assert str(refused.value) == (
-        f"plugin 'silent': the method after_step ({Path('silent.py').resolve()}, line 7) has the name of a hook and no @hookimpl, so the "
-        "hook would never call it. Mark it with @hookimpl, or rename it: _after_step."
+        f"plugin 'silent': the method after_step ({Path('silent.py').resolve()}, line 7) has the name of a hook but no @hookimpl, so it "
+        "would never be called. Mark it with @hookimpl, or rename it: _after_step."
     )
     code, _, err = fastloop("plan", "r.yaml")
     assert (code, err) == (2, f"error: {refused.value}\n")

@@ -118,8 +118,8 @@ def test_a_package_whose_texts_were_changed_with_its_code_passes(project):
 def test_a_description_of_the_template_is_found(project):
     project(code=DOUBLES, readme=README)
     assert verdict() == (
-        "plugin 'night-watch' promises to say what it does. Found: the text of `fastloop new plugin` in the description in pyproject.toml. "
-        "Describe this plugin there."
+        "plugin 'night-watch' promises to describe what it does. Found: the text of `fastloop new plugin` in the description in "
+        "pyproject.toml. Describe this plugin there."
     )
 
 

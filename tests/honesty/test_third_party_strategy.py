@@ -115,6 +115,6 @@ def test_a_strategy_that_exchanges_nothing_is_found_out(outcomes):
 def test_a_strategy_whose_checkpoint_lacks_a_process_is_found_out(outcomes):
     outcome, message = outcomes["local-sgd"]["test_processes[local-sgd]"]
     assert outcome == "failure"
-    promised = "that a run which was interrupted after step 10 and went on ends as one that was not, on two processes with 'local-sgd'"
+    promised = "the same result from a run that was interrupted after step 10 and resumed, on two processes with 'local-sgd'"
     assert promised in message
     assert "other losses from step 11 on" in message or "other weights" in message

@@ -206,7 +206,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "not to be copied": (
         lambda: DataLoader(tiny_data(SIZE), 4, sampler=Locked()),
-        r"sampler \(Locked\) cannot be copied, .* Keep open files",
+        r"sampler \(Locked\) cannot be copied, .* must not hold open files",
     ),
 }
 

@@ -103,7 +103,7 @@ def test_a_dataset_that_shards_itself_is_resumed_at_an_epochs_end_only(tiny_run)
     stream = Stream(shares=True)
     stream.shards_itself = True
     tiny_run([workers(2)], data=stream, epochs=1, output="run", max_steps=3)
-    with pytest.raises(CheckpointError, match="Stream shards itself, so a run cannot go on 24 samples into its epoch"):
+    with pytest.raises(CheckpointError, match="Stream shards itself, so a run cannot resume 24 samples into its epoch"):
         tiny_run([workers(2)], data=stream, epochs=2, output="run", resume=True)
     tiny_run([workers(2)], data=stream, epochs=1, output="other")
     assert tiny_run([workers(2)], data=stream, epochs=2, output="other", resume=True).summary["epochs"] == 2

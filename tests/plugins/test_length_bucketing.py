@@ -122,7 +122,7 @@ def test_a_step_has_the_same_samples_on_any_number_of_processes(world_size):
             return plugin.arrange(rows, *arguments)
 
         readers = [list(StepSampler(len(rows), 24, 24 // processes, rank, processes, 0, True, arrange)) for rank in range(processes)]
-        return [set().union(*(draw for draw in draws if not draw.fills)) for draws in zip(*readers, strict=True)]
+        return [set().union(*(draw for draw in draws if not draw.is_filler)) for draws in zip(*readers, strict=True)]
 
     assert steps(world_size) == steps(1)
 

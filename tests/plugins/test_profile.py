@@ -92,7 +92,7 @@ def test_a_failing_run_ends_the_profiler(tiny_run):
 
 
 def test_a_region_is_nothing_while_no_profiler_looks_on():
-    assert regions.region("data") is regions.UNSEEN
+    assert regions.region("data") is regions.NO_REGION
     assert list(regions.each("data", iter([1, 2]))) == [1, 2]
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         assert list(regions.each("data", [1, 2])) == [1, 2]

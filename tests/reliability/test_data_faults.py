@@ -93,7 +93,7 @@ def test_a_killed_worker_is_named_with_its_signal_and_what_to_do(tiny_run, recor
         message = str(raised.value)
         assert message.startswith(f"worker {worker} of the 2 that read data (pid "), message
         assert f"was ended by {signal.Signals(signum).name}." in message
-        assert "Go on from the newest checkpoint with --resume." in message
+        assert "Continue from the newest checkpoint with --resume." in message
         if signum == signal.SIGKILL:
             assert "when memory runs out" in message
     assert lost == 0

@@ -234,7 +234,7 @@ def test_with_nothing_to_go_back_to_it_says_so(tiny_run, caplog):
     """NaN before the first checkpoint with action rollback: the run stops, and says why it does not go back"""
     with pytest.raises(NotFinite, match="step 3"):
         tiny_run([{"nan-guard": {"action": "rollback"}}], data=Rows((order()[20],)))
-    assert "there is nothing to go back to" in caplog.text
+    assert "there is nothing to roll back to" in caplog.text
 
 
 def test_a_sample_audit_of_a_run_that_may_go_back_is_refused(tiny_run):

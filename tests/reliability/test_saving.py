@@ -223,7 +223,7 @@ def test_a_full_disk_is_said_and_training_goes_on(disk, tiny_run, plugins, caplo
     assert run.summary["save_errors"] >= 3
     assert run.summary["best"] is not None
     assert "step-00000006 was not saved" in caplog.text
-    assert "Training goes on; what was saved before is whole" in caplog.text
+    assert "Training continues; earlier checkpoints are intact" in caplog.text
     assert verify(find(disk / "run")[0]) is None
     assert [path.name for path in (disk / "run" / "checkpoints").glob(".*")] == []
     lines = [json.loads(line) for line in (disk / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -234,7 +234,9 @@ def test_a_full_disk_stops_the_run_when_that_is_chosen(disk, tiny_run):
     """a full disk, on_save_error=stop: the run fails at once, and with room again goes on to the same numbers"""
     arguments: dict[str, Any] = {"save_every": 4, "on_save_error": "stop"}
     undisturbed = tiny_run(["checkpoint-best"], **arguments)
-    with pytest.raises(SaveError, match=r"step-00000008 was not saved: .*No space left on device.* Make room, and go on with --resume"):
+    with pytest.raises(
+        SaveError, match=r"step-00000008 was not saved: .*No space left on device.* Free disk space, then continue with --resume"
+    ):
         tiny_run(["checkpoint-best", Fills(disk, 6, 99)], output=disk / "run", model=tiny_model(), **arguments)
     assert steps(str(disk / "run")) == [4]
     (disk / "filler").unlink()

@@ -69,7 +69,7 @@ def test_a_signal_saves_and_stops(moment, name):
     state = json.loads(Path(f"run/checkpoints/step-{step:08d}/state.json").read_text())["state"]
     assert not evaluates or state["evaluated_at"] < step
     assert f"interrupted by {name}: saving at the end of this step" in said()
-    assert f"Stopped and saved at step {step}. Go on with: fastloop train recipe.yaml output=run --resume" in said()
+    assert f"Stopped and saved at step {step}. Continue with: fastloop train recipe.yaml output=run --resume" in said()
     assert not Path("run/model").exists()
     assert train("output=run", "--resume") == 0
     assert record() == record("whole")
@@ -256,7 +256,7 @@ def test_a_process_that_hangs_does_not_keep_the_launcher(whole):
         run.send_signal(signal.SIGTERM)
         time.sleep(1.5)
         run.send_signal(signal.SIGTERM)
-        assert run.wait(launch.PATIENCE + 10) == STOPPED, said()
+        assert run.wait(launch.GRACE_SECONDS + 10) == STOPPED, said()
     assert "not all processes stopped in time" in said()
     assert steps() == [12]
 
@@ -306,7 +306,7 @@ def test_resume_begins_where_the_runs_own_folder_holds_no_checkpoint_yet():
     write_recipe()
     assert train("output=whole") == 0
     assert train("output=run", "--resume", environment={"FAULT": "step 3 0 me('SIGKILL')"}) == -signal.SIGKILL
-    assert "run: no checkpoint yet: the run begins at the beginning" in said()
+    assert "run: no checkpoint yet: the run starts from the beginning" in said()
     assert train("output=run", "--resume") == 0
     assert record() == record("whole")
     assert Path("run.1/recipe.yaml").is_file(), "what was there is not lost"

@@ -223,6 +223,6 @@ def test_a_sharded_checkpoint_holds_no_pickle(folder, results):
 
 
 def test_nothing_is_said_that_the_user_need_not_know(ended):
-    said = [line for process in ended[1:3] for line in process.said.splitlines()]
+    said = [line for process in ended[1:3] for line in process.output.splitlines()]
     (warning,) = [line for line in said if "profiler_st" not in line]
     assert warning == "ddp: batch norm uses only the samples of its own process, so results depend on the number of processes"

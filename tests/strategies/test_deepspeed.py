@@ -205,4 +205,4 @@ def test_no_variable_is_left_in_the_environment(result, name):
 
 
 def test_nothing_is_said_that_the_user_need_not_know(ended):
-    assert ended[1].said == ""
+    assert ended[1].output == ""

@@ -1,4 +1,4 @@
-"""The trained model in the run folder, for use outside fastloop."""
+"""Export the trained model for use outside fastloop."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 
 def save_model(run: Run, folder: Path) -> Path:
-    """Write the model: by its own ``save_pretrained`` where it has one, so that ``from_pretrained`` loads it, else as
-    ``model.safetensors``. Every process must call it; the main one writes.
+    """Write the model with its ``save_pretrained``, so that ``from_pretrained`` can load it. Without that method, write
+    ``model.safetensors``. Every process must call it; the main process writes.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The model cannot be written.
     """
     weights, model = run.full_state_dict(), run.unwrap_model()
     if not run.is_main:

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a run, and how a run goes on from one."""
+"""Save the state of a run in a checkpoint, and resume from one."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
 log = logging.getLogger("fastloop")
 
 FIXED_ON_RESUME = ("seed", "batch_size", "lr", "optimizer", "weight_decay", "max_grad_norm")
-"""Keys of ``train`` that a resumed run cannot change: its checkpoint's numbers come from them."""
+"""Keys of ``train`` that a resumed run cannot change, because the checkpoint's weights depend on them."""
 
 
 def save(run: Run) -> None:
-    """Write a checkpoint of everything that going on needs, and remove the oldest beyond ``train.keep_checkpoints``.
+    """Write a checkpoint, and remove the oldest ones beyond ``train.keep_checkpoints``.
 
     Raises:
-        PluginError: A plugin's state holds what cannot be saved.
-        SaveError: It cannot be written, and ``train.on_save_error`` says stop.
+        PluginError: A plugin's state contains a value that cannot be saved.
+        SaveError: The checkpoint cannot be written, and ``train.on_save_error`` is ``stop``.
     """
     wait_for_save(run)
-    run.sync_requests()  # on what became of the last one, before this one can fail too
+    run.sync_requests()  # handle a failure of the previous save first
     accelerator, scheduler = run.accelerator, run.scheduler
     with run.clock("save"), region("save"):
         state = {
@@ -59,15 +59,15 @@ def save(run: Run) -> None:
             raise PluginError(f"save_state: {error}") from error
         run.saver.start(pending, run.state.step)
     run.sync_requests()
-    run.state.save_requested = False  # also when a signal came meanwhile: it is done
+    run.state.save_requested = False  # also covers a signal that arrived during the save
 
 
 def write(run: Run, path: Path, model: dict[str, Tensor], state: dict[str, Any]) -> None:
-    """Write a checkpoint, and then remove the oldest.
+    """Write a checkpoint, then remove the oldest ones.
 
     Raises:
-        SaveError: It cannot be written; the oldest stay.
-        TypeError: ``state`` holds what cannot be saved.
+        SaveError: The checkpoint cannot be written; the old ones are kept.
+        TypeError: ``state`` contains a value that cannot be saved.
     """
     checkpoint.write(path, model, state, run.is_main)
     if run.is_main and (step := checkpoint.step_of(path)) is not None:
@@ -75,17 +75,17 @@ def write(run: Run, path: Path, model: dict[str, Tensor], state: dict[str, Any])
 
 
 def wait_for_save(run: Run) -> None:
-    """Wait for the checkpoint that this process is writing; ``run.sync_requests`` acts on a failure."""
+    """Wait for the checkpoint that this process is writing. ``run.sync_requests`` handles a failure."""
     if run.saver.is_pending:
         with run.clock("save"):
             run.saver.wait()
 
 
 def find(folder: Path, path: Path) -> tuple[Path, list[str]] | None:
-    """The checkpoint that ``--resume PATH`` means, and warnings about damaged ones. None: the run's own folder holds none yet.
+    """The checkpoint for ``--resume PATH``, and warnings about damaged ones. None: the run's own folder has no checkpoint yet.
 
     Raises:
-        CheckpointError: ``PATH`` is another folder and holds none; none is whole; or the run is over and kept none.
+        CheckpointError: Another folder has no checkpoint; all checkpoints are damaged; or the run is complete and kept none.
     """
     try:
         return checkpoint.find(path)
@@ -93,27 +93,30 @@ def find(folder: Path, path: Path) -> tuple[Path, list[str]] | None:
         if path.resolve() != folder.resolve():
             raise
         try:
-            over = json.loads((path / "summary.json").read_text())["status"] == "completed"
+            is_complete = json.loads((path / "summary.json").read_text())["status"] == "completed"
         except (OSError, ValueError, KeyError, TypeError):
-            over = False
-        if over:
+            is_complete = False
+        if is_complete:
             raise CheckpointError(f"{path}: no checkpoint, and the run is complete. Train it anew without --resume.") from None
-    log.warning("%s: no checkpoint yet: the run begins at the beginning", path)
+    log.warning("%s: no checkpoint yet: the run starts from the beginning", path)
     return None
 
 
 def load(run: Run, path: Path, skipped: list[str]) -> None:
-    """Go on from the checkpoint ``path``; ``skipped`` is said aloud.
+    """Restore a run from the checkpoint ``path``.
+
+    Args:
+        skipped: Warnings to log.
 
     Raises:
-        CheckpointError: It belongs to another run: other weights, or settings that its numbers depend on.
+        CheckpointError: The checkpoint has other weights, or other settings that its weights depend on.
     """
     for line in skipped:
         log.warning("%s", line)
-    model, saved = checkpoint.read(path, _sharded_now(run))
+    model, saved = checkpoint.read(path, _sharded_target(run))
     recipe = secrets.hidden(run.recipe.to_dict())
     check_same(path, saved["recipe"], recipe)
-    if "data" in saved:  # else written before there were fingerprints
+    if "data" in saved:  # checkpoints of early versions have no fingerprints
         check_data(run, path, saved["data"])
     try:
         run.hooks.load_model_state(run=run, state=model)
@@ -133,91 +136,91 @@ def load(run: Run, path: Path, skipped: list[str]) -> None:
             part.load_state_dict(saved[name])
     run.state.restore(saved["state"])
     if run.interrupted or any(saved["recipe"][key] != recipe[key] for key in ("train", "plugins")):
-        run.state.stop_reason = None  # other epochs or plugins: what stopped it then may not stop it now
+        run.state.stop_reason = None  # it may not apply to other epochs or plugins
     run.saver.resumed(run.state.step)
     run.clock.seconds |= saved["clock"] | {"startup": run.clock.seconds["startup"]}
     for plugin, call in run.plugins.each("load_state"):
         if plugin.name not in saved["plugins"]:
             log.warning("plugin %r is not in the checkpoint: it starts anew at step %d", plugin.name, run.state.step)
-        elif (state := saved["plugins"][plugin.name]) is not None:  # None: it had nothing to keep
+        elif (state := saved["plugins"][plugin.name]) is not None:
             call(run=run, state=state)
     for name in sorted(name for name, state in saved["plugins"].items() if state is not None and name not in run.plugins.names()):
-        log.warning("plugin %r is in the checkpoint, and this run is without it", name)
+        log.warning("plugin %r is in the checkpoint, but not in this run", name)
     log.info("resumed from %s at step %d", path, run.state.step)
     if len(saved["random"]) == run.world_size:
         restore_random_states(saved["random"][run.rank])
     else:
-        log.info("saved by %d processes, resumed on %d: dropout goes on with other random numbers", len(saved["random"]), run.world_size)
+        log.info("saved by %d processes, resumed on %d: dropout uses other random numbers", len(saved["random"]), run.world_size)
         set_seed(run.recipe.train.seed + run.state.step * run.world_size + run.rank)
 
 
-def go_back(run: Run, leave_out: list[int]) -> bool:
-    """Load the newest checkpoint while the run trains. The step at ``leave_out`` (epoch, samples of it before) is not done again.
+def roll_back(run: Run, skip: list[int]) -> bool:
+    """Load the newest checkpoint during training, and skip the step that begins at ``skip`` (``[epoch, epoch_samples]``).
 
     Returns:
-        Whether there was a checkpoint to go back to.
+        Whether the run has a checkpoint to load.
     """
     wait_for_save(run)
     newest: Any = None
-    if run.is_main:  # which may be writing one: all must take the same
+    if run.is_main:  # the main process may have just written one, and all processes must load the same
         try:
             newest = checkpoint.find(run.folder)
-        except CheckpointError as nothing:
-            log.warning("there is nothing to go back to: %s", nothing)
+        except CheckpointError as error:
+            log.warning("there is nothing to roll back to: %s", error)
     newest = run.processes.all_gather_object(newest)[0]
     if newest is None:
         return False
-    given_up = [*run.state.left_out, leave_out]
+    left_out = [*run.state.left_out, skip]
     load(run, *newest)
-    run.state.left_out = given_up
-    log.warning("went back to step %d: goes on without the step that failed", run.state.step)
+    run.state.left_out = left_out
+    log.warning("rolled back to step %d: training continues without the step that failed", run.state.step)
     return True
 
 
 def check_data(run: Run, path: Path, saved: dict[str, str]) -> None:
-    """Refuse to go on with other data than the checkpoint's, or say so, as ``train.on_data_change`` has it.
+    """Compare the data with the checkpoint's. If they differ, raise or log, as ``train.on_data_change`` specifies.
 
     Raises:
-        CheckpointError: Names the splits that changed, and how.
+        CheckpointError: Names the splits that changed, and their fingerprints.
     """
-    now = run.loaders.fingerprints
-    changed = [split for split in {**saved, **now} if saved.get(split) != now.get(split)]
+    current = run.loaders.fingerprints
+    changed = [split for split in {**saved, **current} if saved.get(split) != current.get(split)]
     if not changed:
         return
-    listed = "; ".join(f"{split}: {saved.get(split, 'none')}, now {now.get(split, 'none')}" for split in changed)
+    listed = "; ".join(f"{split}: {saved.get(split, 'none')}, now {current.get(split, 'none')}" for split in changed)
     message = f"{path}: was saved with other data ({listed})."
     if run.recipe.train.on_data_change == "stop":
         raise CheckpointError(
-            f"{message} Resume with the same data, start anew, or go on with what is there now: train.on_data_change=warn."
+            f"{message} Resume with the same data, start anew, or continue with the current data: train.on_data_change=warn."
         )
-    log.warning("%s The run goes on with what is there now: of this epoch, samples may come twice or not at all", message)
+    log.warning("%s The run continues with the current data: this epoch may repeat or miss samples", message)
 
 
-def _sharded_now(run: Run) -> Callable[[str, torch.Size], Tensor | None]:
-    """For ``checkpoint.read``: an empty tensor, sharded as this run shards the weight or the parameter that a name belongs to."""
+def _sharded_target(run: Run) -> Callable[[str, torch.Size], Tensor | None]:
+    """For ``checkpoint.read``: returns an empty tensor with this run's sharding of the named weight or optimizer state."""
     model = run.unwrap_model().state_dict()
     parameters = [parameter for group in run.optimizer.param_groups for parameter in group["params"]]
 
-    def like(name: str, shape: torch.Size) -> Tensor | None:
+    def target_like(name: str, shape: torch.Size) -> Tensor | None:
         target: Any = model.get(name.removeprefix("model."))
-        if found := re.match(r"state\.optimizer\.state\.(\d+)\.", name):
-            index = int(found[1])
+        if match := re.match(r"state\.optimizer\.state\.(\d+)\.", name):
+            index = int(match[1])
             target = parameters[index] if index < len(parameters) else None
         return torch.empty_like(target) if isinstance(target, DTensor) and target.shape == shape else None
 
-    return like
+    return target_like
 
 
-def check_same(path: Path, old: dict[str, Any], now: dict[str, Any]) -> None:
-    """Refuse to go on with other settings than those that the checkpoint's numbers come from.
+def check_same(path: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
+    """Refuse to resume with other settings, if the checkpoint's weights depend on them.
 
     Raises:
         CheckpointError: Names the key and both values.
     """
-    pairs = [(key, old[key], now[key]) for key in ("model", "data")]
-    pairs += [(f"train.{key}", old["train"][key], now["train"][key]) for key in FIXED_ON_RESUME]
-    for key, was, wanted in pairs:
-        if was != wanted:
+    pairs = [(key, old[key], new[key]) for key in ("model", "data")]
+    pairs += [(f"train.{key}", old["train"][key], new["train"][key]) for key in FIXED_ON_RESUME]
+    for key, before, now in pairs:
+        if before != now:
             raise CheckpointError(
-                f"{path}: was saved with {key} = {was!r}, and this run has {wanted!r}. Resume with the same, or start anew."
+                f"{path}: was saved with {key} = {before!r}, and this run has {now!r}. Resume with the same, or start anew."
             )

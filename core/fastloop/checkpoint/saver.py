@@ -1,4 +1,4 @@
-"""The checkpoint that is being written, and the outcome of the saves before it."""
+"""The pending checkpoint, and the outcome of earlier saves."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ class CheckpointSaver:
     """The pending save of this process.
 
     Attributes:
-        last_saved_step: Step of the newest checkpoint that is known to be complete; None: there is none.
-        errors: How many saves failed, on any process.
+        last_saved_step: Step of the newest checkpoint that is known to be complete, or None.
+        errors: Number of failed saves, on any process.
     """
 
     def __init__(self) -> None:
@@ -23,11 +23,11 @@ class CheckpointSaver:
         self._failure: str | None = None
 
     def start(self, pending: futures.Future[None], step: int) -> None:
-        """Keep the future of a save at ``step`` until it is done."""
+        """Set the future of a save at ``step``."""
         self._pending, self._pending_step = pending, step
 
     def resumed(self, step: int) -> None:
-        """The run resumed from a checkpoint at ``step``, which is therefore complete."""
+        """Record that the run resumed from a complete checkpoint at ``step``."""
         self.last_saved_step = step
 
     def wait(self) -> None:
@@ -44,7 +44,7 @@ class CheckpointSaver:
         """Record the outcome of the pending save, if it is done.
 
         Raises:
-            Exception: The save failed otherwise than with ``SaveError``.
+            Exception: The save failed with another error than ``SaveError``.
         """
         if self._pending is None or not self._pending.done():
             return
@@ -58,18 +58,18 @@ class CheckpointSaver:
 
     @property
     def is_pending(self) -> bool:
-        """Whether a save is under way."""
+        """Whether a save is pending."""
         return self._pending is not None
 
     def report_failure(self, message: str) -> None:
-        """Report a save that failed, for ``Run.sync_requests`` to act on. Plugins that write weights of their own call it."""
+        """Report a failed save to ``Run.sync_requests``. Plugins that write weights themselves call it, too."""
         self._failure = message
 
     def take_failure(self) -> str | None:
-        """The message of a save that failed since the last call, or None."""
+        """Return and clear the message of a failed save, or None."""
         failure, self._failure = self._failure, None
         return failure
 
     def count_error(self) -> None:
-        """Count a save that failed on any process."""
+        """Count a failed save of any process."""
         self.errors += 1

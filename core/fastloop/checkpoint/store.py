@@ -1,16 +1,16 @@
-"""Checkpoints: written aside, synced, checksummed, renamed. Tensors in safetensors, the rest in JSON; no pickle anywhere.
+"""Atomic checkpoints: written to a temporary folder, checksummed, synced, renamed. Tensors in safetensors, the rest in JSON; no pickle.
 
     checkpoints/step-00000120/
         model.safetensors    the weights under the model's own names
         state.safetensors    every other tensor (optimizer, plugins, random states)
-        state.json           counters and structure; tensors stand in it by name
-        sharded/             tensors that processes hold in parts, each process's in a safetensors file of its own
-        manifest.json        size and SHA-256 of the others: written last, so a folder without it is not a checkpoint
+        state.json           counters and structure; refers to tensors by name
+        sharded/             sharded tensors, one safetensors file per process
+        manifest.json        size and SHA-256 of the other files; written last, so a folder without it is not a checkpoint
 
-Sharded tensors go through torch.distributed.checkpoint, in its safetensors form: any number of processes, or one, reads them back.
+Sharded tensors are written with torch.distributed.checkpoint in safetensors format, so any number of processes can read them.
 
-The newest checkpoint is found by looking, not by a pointer that could name a half-written one. What cannot be written (a full disk)
-leaves what was there before, and nothing of its own.
+To find the newest checkpoint, list the folders and verify them: no pointer file can name an incomplete one. A save that fails (full disk)
+removes its files and keeps the earlier checkpoints.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ MANIFEST = "manifest.json"
 def pack(tree: Any, tensors: dict[str, Tensor], name: str) -> Any:
     """Turn a tree of state into JSON values, moving its tensors into ``tensors`` under path-like names.
 
-    Takes dicts with any packable keys, lists, tuples, tensors, numpy arrays and scalars, numbers, strings, None.
+    Accepts dicts with any packable keys, lists, tuples, tensors, numpy arrays and scalars, numbers, strings, None.
 
     Raises:
-        TypeError: Anything else; names where it stands.
+        TypeError: Any other value; names its place in the tree.
     """
     if tree is None or isinstance(tree, bool | int | float | str):
         return tree
     if isinstance(tree, Tensor):
-        return {"__tensor__": _keep(tree.detach(), tensors, name)}
+        return {"__tensor__": _add_tensor(tree.detach(), tensors, name)}
     if isinstance(tree, np.ndarray) and tree.dtype.kind in "biufc":
-        return {"__array__": _keep(torch.from_numpy(tree.astype(tree.dtype.newbyteorder("="))), tensors, name)}
+        return {"__array__": _add_tensor(torch.from_numpy(tree.astype(tree.dtype.newbyteorder("="))), tensors, name)}
     if isinstance(tree, np.generic):
         return tree.item()
     if isinstance(tree, tuple):
@@ -68,8 +68,8 @@ def pack(tree: Any, tensors: dict[str, Tensor], name: str) -> Any:
     raise TypeError(f"{name}: a {type(tree).__name__} cannot be saved. Save tensors, numbers, strings, lists, tuples and dicts of them.")
 
 
-def _keep(tensor: Tensor, tensors: dict[str, Tensor], name: str) -> str:
-    while name in tensors:  # the keys {"a": {"b": ...}, "a.b": ...} make one path
+def _add_tensor(tensor: Tensor, tensors: dict[str, Tensor], name: str) -> str:
+    while name in tensors:  # {"a": {"b": ...}, "a.b": ...} has the path "a.b" twice
         name += "'"
     tensors[name] = tensor
     return name
@@ -93,22 +93,22 @@ def unpack(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write a safetensors file. Names that share memory (tied weights) are written each with its own copy."""
-    seen: set[int] = set()
-    plain = {}
+    """Write a safetensors file. Tensors that share memory (tied weights) are written as copies."""
+    storages: set[int] = set()
+    separate = {}
     for name, tensor in tensors.items():
         tensor = tensor.detach().cpu().contiguous()
         storage = tensor.untyped_storage().data_ptr()
-        plain[name] = tensor.clone() if storage in seen or tensor.untyped_storage().nbytes() != tensor.nbytes else tensor
-        seen.add(storage)
-    save_file(plain, path)
+        separate[name] = tensor.clone() if storage in storages or tensor.untyped_storage().nbytes() != tensor.nbytes else tensor
+        storages.add(storage)
+    save_file(separate, path)
 
 
 def snapshot(model: Mapping[str, Tensor], state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """A copy of both on the CPU, which later steps do not change.
+    """Copy both to the CPU, so that later steps do not change them.
 
     Raises:
-        TypeError: ``state`` holds what cannot be saved.
+        TypeError: ``state`` contains a value that cannot be saved.
     """
     tensors: dict[str, Tensor] = {}
     packed = pack(state, tensors, "state")
@@ -117,17 +117,17 @@ def snapshot(model: Mapping[str, Tensor], state: Mapping[str, Any]) -> tuple[dic
 
 
 def write(folder: Path, model: Mapping[str, Tensor], state: Mapping[str, Any], is_main: bool = True) -> Path:
-    """Write a checkpoint at ``folder``; whenever the process is killed, ``find`` finds the new one or what was there before.
+    """Write a checkpoint at ``folder``. If the process is killed at any time, ``find`` returns the new checkpoint or the one before.
 
-    Every process that holds shards must come by; the main one writes the rest.
+    Every process that holds shards must call it; the main process writes the rest.
 
     Args:
         model: The model's state dict.
-        state: Anything ``pack`` takes.
+        state: Any value that ``pack`` accepts.
 
     Raises:
-        TypeError: ``state`` holds what cannot be saved.
-        SaveError: The files cannot be written. Where there are shards, on every process; else on the main one.
+        TypeError: ``state`` contains a value that cannot be saved.
+        SaveError: The files cannot be written. Raised on every process if tensors are sharded, else on the main process.
     """
     aside = folder.with_name(f".{folder.name}.partial")
     tensors: dict[str, Tensor] = {}
@@ -137,7 +137,7 @@ def write(folder: Path, model: Mapping[str, Tensor], state: Mapping[str, Any], i
     try:
         if is_main:
             shutil.rmtree(aside, ignore_errors=True)
-        if sharded:  # first: what fails on one process fails here on all
+        if sharded:  # first, because a failure on one process raises on all
             _write_shards(sharded, aside / "sharded")
         if is_main:
             aside.mkdir(parents=True, exist_ok=True)
@@ -147,7 +147,7 @@ def write(folder: Path, model: Mapping[str, Tensor], state: Mapping[str, Any], i
             _finish(aside, folder)
     except (OSError, SafetensorError, CheckpointException) as error:
         if is_main:
-            shutil.rmtree(aside, ignore_errors=True)  # on a full disk its room is needed
+            shutil.rmtree(aside, ignore_errors=True)  # free the space on a full disk
         why = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
         if not isinstance(why, OSError | SafetensorError):
             raise
@@ -159,15 +159,15 @@ def _write_shards(sharded: dict[str, Any], folder: Path) -> None:
     places = set()
     for name, tensor in sharded.items():
         place = tensor.to_local().data_ptr()
-        if place in places:  # tied weights: safetensors refuses two names for one
+        if place in places:  # tied weights: safetensors does not support shared memory
             sharded[name] = tensor.clone()
         places.add(place)
-    torch.distributed.barrier()  # what a cut-off save left there is gone
+    torch.distributed.barrier()  # the main process has removed leftovers of an interrupted save
     state_dict_saver.save(sharded, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
 
 
 def _finish(aside: Path, folder: Path) -> None:
-    """Seal a written checkpoint with its manifest, and put it in its place."""
+    """Write the manifest of a checkpoint, sync all files, and rename the folder."""
     written = sorted(path for path in aside.rglob("*") if path.is_file())
     files = {str(path.relative_to(aside)): {"bytes": path.stat().st_size, "sha256": _digest(path)} for path in written}
     (aside / MANIFEST).write_text(json.dumps({"format": 1, "files": files}, indent=1))
@@ -191,20 +191,20 @@ def _digest(path: Path) -> str:
 
 
 def verify(folder: Path) -> str | None:
-    """What is wrong with a checkpoint folder, or None when it is whole: every file of its manifest, to the byte."""
+    """Check every file of a checkpoint against the manifest. Returns the first problem, or None."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
         if missing := {"model.safetensors", "state.safetensors", "state.json"} - set(manifest["files"]):
             return f"{MANIFEST} does not list {', '.join(sorted(missing))}"
-        for name, facts in manifest["files"].items():
+        for name, entry in manifest["files"].items():
             path = folder / name
             if path.parent not in (folder, folder / "sharded") or not path.is_file():
                 return f"{name} is missing"
             if path.is_symlink() or (path.parent != folder and path.parent.is_symlink()):
                 return f"{name} is a link, which may lead out of the checkpoint"
-            if path.stat().st_size != facts["bytes"] or _digest(path) != facts["sha256"]:
+            if path.stat().st_size != entry["bytes"] or _digest(path) != entry["sha256"]:
                 return f"{name} is not what was written"
-        for path in (folder / "sharded").glob("*"):  # all of them would be read
+        for path in (folder / "sharded").glob("*"):  # read() would read all of them
             if f"sharded/{path.name}" not in manifest["files"]:
                 return f"{MANIFEST} does not list sharded/{path.name}"
     except FileNotFoundError:
@@ -215,31 +215,31 @@ def verify(folder: Path) -> str | None:
 
 
 def find(path: Path) -> tuple[Path, list[str]]:
-    """The checkpoint that ``--resume PATH`` means: a checkpoint folder itself, or a run folder's newest whole one.
+    """The checkpoint for ``--resume PATH``: a checkpoint folder itself, or the newest valid checkpoint of a run folder.
 
     Returns:
-        The folder, and what was passed over on the way, to be said aloud.
+        The folder, and warnings about damaged checkpoints that were skipped.
 
     Raises:
-        NoCheckpoint: There is none.
-        CheckpointError: None is whole.
+        NoCheckpoint: There is no checkpoint.
+        CheckpointError: All checkpoints are damaged.
     """
     candidates = [path] if (path / MANIFEST).exists() or step_of(path) is not None else _newest_first(path)
     skipped: list[str] = []
     for candidate in candidates:
-        wrong = verify(candidate)
-        if wrong is None:
+        problem = verify(candidate)
+        if problem is None:
             return candidate, skipped
-        if not candidate.name.startswith("."):  # a save that was cut off is no loss
-            skipped.append(f"{candidate}: damaged ({wrong})")
+        if not candidate.name.startswith("."):  # not a leftover of an interrupted save
+            skipped.append(f"{candidate}: damaged ({problem})")
     if skipped:
         listed = "\n  ".join(skipped)
-        raise CheckpointError(f"No checkpoint to resume from is whole:\n  {listed}")
+        raise CheckpointError(f"No checkpoint to resume from is intact:\n  {listed}")
     raise NoCheckpoint(f"{path}: no checkpoint to resume from. Expected a run folder, or one of its checkpoints/step-*.")
 
 
 def _newest_first(folder: Path) -> list[Path]:
-    """A run's checkpoints, and behind each what was left when one of its step took its place: that may be whole, and it may not."""
+    """A run's checkpoints, each followed by leftovers of its step: after an interrupted replacement, these may be complete."""
 
     def age(path: Path) -> tuple[Any, bool, bool]:
         return step_of(path), not path.name.startswith("."), ".old." not in path.name
@@ -250,11 +250,11 @@ def _newest_first(folder: Path) -> list[Path]:
 def read(
     folder: Path, like: Callable[[str, torch.Size], Tensor | None] = lambda name, shape: None
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """``(model, state)`` of a checkpoint, on the CPU.
+    """Read ``(model, state)`` of a checkpoint to the CPU.
 
     Args:
-        like: Name (``model.NAME`` or ``state....``) and shape of a tensor that was saved in shards -> the sharded tensor to read it into,
-            each process its own part; None: it is read whole. Every process must come by then.
+        like: ``like(name, shape)`` returns the ``DTensor`` to read a sharded tensor into, or None to read the full tensor. Names are
+            ``model.NAME`` or ``state....``. Every process must call ``read`` if any result is a ``DTensor``.
 
     Raises:
         CheckpointError: The files cannot be read.
@@ -273,22 +273,22 @@ def read(
 
 
 def _read_shards(folder: Path, like: Callable[[str, torch.Size], Tensor | None]) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for name, facts in HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata.items():
-        assert isinstance(facts, TensorStorageMetadata)
-        target = like(name, facts.size)
-        found[name] = torch.empty(facts.size, dtype=facts.properties.dtype) if target is None else target
-    together = any(isinstance(tensor, DTensor) for tensor in found.values())
+    tensors: dict[str, Tensor] = {}
+    for name, metadata in HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata.items():
+        assert isinstance(metadata, TensorStorageMetadata)
+        target = like(name, metadata.size)
+        tensors[name] = torch.empty(metadata.size, dtype=metadata.properties.dtype) if target is None else target
+    is_sharded = any(isinstance(tensor, DTensor) for tensor in tensors.values())
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it is meant
-        state_dict_loader.load(found, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=not together)
-    return found
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        state_dict_loader.load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=not is_sharded)
+    return tensors
 
 
 def rotate(folder: Path, keep: int, step: int) -> None:
-    """After a save at ``step``, remove a run's oldest checkpoints down to ``keep``, and what a cut-off save left.
+    """After a save at ``step``, keep the newest ``keep`` checkpoints, and remove the others and leftovers of interrupted saves.
 
-    Later steps go too: the run went on from an earlier checkpoint, so they are of a course that was given up. Other names are not touched.
+    Also removes later steps: after a resume from an earlier checkpoint, they do not belong to the current run. Other files stay.
     """
     found = {path: at for path in checkpoints(folder) if (at := step_of(path)) is not None}
     course = [path for path, at in found.items() if at <= step]

@@ -1,4 +1,4 @@
-"""The command line: one file a command. Nothing here imports torch until a command needs it."""
+"""The command line, with one file per command. Only commands that need torch import it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from fastloop.distributed import launch, signals
 from fastloop.errors import DataError, FastloopError, PluginCrash, ProcessLost, UsageError, UserCodeError
 from fastloop.recipe import secrets
 
-LATE = 5.0
-"""Seconds that a process waits before it says what another process is likely to say."""
+ERROR_DELAY = 5.0
+"""Seconds to wait before reporting an error that another process probably reports first."""
 
 app = typer.Typer(
     name="fastloop",
@@ -30,9 +30,9 @@ app = typer.Typer(
 )
 
 
-def show_version(asked: bool) -> None:
-    """Print the version and end."""
-    if asked:
+def show_version(requested: bool) -> None:
+    """Print the version and exit."""
+    if requested:
         typer.echo(f"fastloop {__version__}")
         raise typer.Exit
 
@@ -50,13 +50,13 @@ for module in (train, plan, plugins, recipes, schema, doctor):
 
 
 def main() -> None:
-    """Run the command line. Exit codes: 0 done, 1 the run failed, 2 what was asked is wrong, 75 stopped by a signal, 130 interrupted."""
+    """Run the command line. Exit codes: 0 done, 1 the run failed, 2 usage error, 75 stopped by a signal, 130 interrupted."""
     arguments = train.with_resume_value(sys.argv[1:])
     try:
         app(arguments)
     except FastloopError as error:
         if isinstance(error, ProcessLost) or (launch.rank() and isinstance(error, UsageError)):
-            time.sleep(LATE)  # another process was the first to fail, or says the same: its end ends this one
+            time.sleep(ERROR_DELAY)  # another process failed first or reports the same error, and its exit ends this process
         if isinstance(error, PluginCrash | UserCodeError | DataError) and error.__cause__ is not None:
             print(secrets.hide("".join(traceback.format_exception(error.__cause__))), end="", file=sys.stderr)
         print(f"error: {secrets.hide(str(error))}", file=sys.stderr)
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def process() -> None:
-    """``main`` in a process of its own, which once torch is loaded ends like ``launch.leave``: after a short run torch may abort else."""
+    """Run ``main`` as the entry point of a process. If torch is imported, exit with ``launch.leave``, so that torch does not abort."""
     code = 0
     try:
         main()
@@ -80,11 +80,11 @@ def process() -> None:
         if "torch" not in sys.modules or not isinstance(stop.code, int | None):
             raise
         code = stop.code or 0
-    except Exception:  # a bug of ours
+    except Exception:  # a bug in fastloop
         if "torch" not in sys.modules:
             raise
         print(secrets.hide(traceback.format_exc()), end="", file=sys.stderr)
         code = 1
-    if launch.world_size() == 1:  # else a thread may wait for another process
-        threading._shutdown()  # type: ignore[attr-defined] # threads that are no daemons have their time, as when the interpreter ends
+    if launch.world_size() == 1:  # with more processes, a thread may wait for another process
+        threading._shutdown()  # type: ignore[attr-defined] # join non-daemon threads
     launch.leave(code)

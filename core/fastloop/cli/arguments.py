@@ -20,7 +20,7 @@ Without = Annotated[
 
 
 def names(listed: str | Sequence[str] | None) -> list[str]:
-    """``"a, b"`` -> ``["a", "b"]``; an option that was given several times -> the names of all, in order and once each."""
+    """Split ``"a, b"`` into ``["a", "b"]``. A repeated option gives the names of all values, in order and without duplicates."""
     texts = [listed] if isinstance(listed, str) else listed or ()
     return list(dict.fromkeys(name.strip() for text in texts for name in text.split(",") if name.strip()))
 
@@ -30,10 +30,10 @@ ACCEPTED = "bitwise,reassociated,reduced-precision"
 
 
 def numerics_classes(listed: str) -> list[str]:
-    """The numerics classes that are listed.
+    """Parse a list of numerics classes.
 
     Raises:
-        UsageError: There is no such class.
+        UsageError: The list is empty, or a class does not exist.
     """
     from typing import get_args
 

@@ -1,8 +1,7 @@
-"""Commands that are plugins: ``[project.entry-points."fastloop.commands"]  warm = "my_package.cli:warm"``.
+"""Commands of other packages: ``[project.entry-points."fastloop.commands"]  warm = "my_package.cli:warm"``.
 
-``warm`` is a function that typer takes, or a ``typer.Typer``. fastloop's own distribution registers its tools this way. A command of
-another package is imported when it is called; help lists it by its package's metadata. If its name is one of fastloop's own, or
-several packages have it, call it as ``package:name``.
+``warm`` is a function for typer, or a ``typer.Typer``. fastloop's own tools are registered this way. Calling a command imports it; the help
+only reads the package's metadata. If fastloop or several packages use the name, call the command as ``package:name``.
 """
 
 from __future__ import annotations
@@ -24,34 +23,34 @@ class Commands(TyperGroup):
     """The core's commands, fastloop's tools, and commands of other packages."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Names, fastloop's own first."""
-        return [*self.commands, *tools(), *found(self.ours())]
+        """Names of all commands, fastloop's first."""
+        return [*self.commands, *tools(), *third_party(self.reserved())]
 
-    def ours(self) -> list[str]:
-        """Names that no other package can take."""
+    def reserved(self) -> list[str]:
+        """Names of fastloop's own commands."""
         return [*self.commands, *tools()]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """For the help: other packages are not imported."""
+        """A command for the help. Does not import other packages."""
         if cmd_name in self.commands:
             return self.commands[cmd_name]
         if point := tools().get(cmd_name):
             return load(cmd_name, point)
-        point = found(self.ours()).get(cmd_name)
+        point = third_party(self.reserved()).get(cmd_name)
         if point is None:
             return None
         dist = point.dist
-        says = f"Of {dist.name} {dist.version}." if dist else "Of an installed package."
-        if point.name in self.ours():
-            says += f" `{point.name}` alone is fastloop's own."
-        return typer.main.get_command(_app(cmd_name, lambda: None, says))
+        help_text = f"Of {dist.name} {dist.version}." if dist else "Of an installed package."
+        if point.name in self.reserved():
+            help_text += f" `{point.name}` alone is fastloop's own."
+        return typer.main.get_command(_app(cmd_name, lambda: None, help_text))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The command that is called: one of a package is imported here."""
+        """The command to call. Imports it if it belongs to another package."""
         name = args[0]
         if name in self.commands or name.startswith("-"):
             return super().resolve_command(ctx, args)
-        points = tools() | found(self.ours())
+        points = tools() | third_party(self.reserved())
         if name in points:
             return name, load(name, points[name]), args[1:]
         if rivals := [key for key in points if key.endswith(f":{name}")]:
@@ -66,26 +65,25 @@ def tools() -> dict[str, EntryPoint]:
     return {point.name: point for point in points if point.dist is not None and point.dist.name == "fastloop"}
 
 
-def found(ours: Iterable[str]) -> dict[str, EntryPoint]:
+def third_party(reserved: Iterable[str]) -> dict[str, EntryPoint]:
     """Name -> entry point of other packages' commands."""
     from fastloop.registry import installed
 
-    ours = set(ours)
-    return {name: point for name, point in installed(GROUP, taken=ours).items() if point not in tools().values()}
+    return {name: point for name, point in installed(GROUP, taken=set(reserved)).items() if point not in tools().values()}
 
 
 def load(name: str, point: EntryPoint) -> Any:
     """Import a command.
 
     Raises:
-        UsageError: It does not import, or is not a function that typer takes; names the package and the reference.
+        UsageError: The import fails, or typer does not accept the function; names the package and the reference.
     """
     from fastloop.registry import unsupported
 
     origin = f"{point.value} of {point.dist.name} {point.dist.version}" if point.dist else point.value
-    what = f"command {name!r} ({origin})"
-    if unfit := unsupported(point):
-        raise UsageError(f"{what} {unfit}")
+    label = f"command {name!r} ({origin})"
+    if problem := unsupported(point):
+        raise UsageError(f"{label} {problem}")
     try:
         function = point.load()
         if isinstance(function, typer.Typer):
@@ -96,11 +94,11 @@ def load(name: str, point: EntryPoint) -> Any:
             raise TypeError(f"expected a function or a typer.Typer, found a {type(function).__name__}")
         command = typer.main.get_command(_app(name, function))
     except (Exception, SystemExit) as error:
-        raise UsageError(f"{what} cannot be imported: {type(error).__name__}: {error}") from error
+        raise UsageError(f"{label} cannot be imported: {type(error).__name__}: {error}") from error
     return command
 
 
-def _app(name: str, function: Any, says: str | None = None) -> typer.Typer:
+def _app(name: str, function: Any, help_text: str | None = None) -> typer.Typer:
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command(name, help=says)(function)
+    app.command(name, help=help_text)(function)
     return app

@@ -1,4 +1,4 @@
-"""``fastloop doctor``: what this machine can do."""
+"""``fastloop doctor``: the capabilities of this machine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import typer
 
 
 def doctor() -> None:
-    """Print what this machine can do: devices, dtypes, compilers, installed extras."""
+    """Print the capabilities of this machine: devices, dtypes, compilers, installed extras."""
     import importlib.metadata
     import platform
 
@@ -35,13 +35,13 @@ def doctor() -> None:
         if requirement.marker is None:
             line(requirement.name, _installed(requirement.name) or "missing")
     for extra in importlib.metadata.metadata("fastloop").get_all("Provides-Extra") or []:
-        needs = [
+        required = [
             item.name
             for item in requirements
             if item.marker and item.marker.evaluate({"extra": extra}) and not item.marker.evaluate({"extra": ""})
         ]
-        absent = [name for name in needs if name != "fastloop" and _installed(name) is None]
-        line(f"[{extra}]", f"not installed ({', '.join(absent)}): pip install 'fastloop[{extra}]'" if absent else "installed")
+        missing = [name for name in required if name != "fastloop" and _installed(name) is None]
+        line(f"[{extra}]", f"not installed ({', '.join(missing)}): pip install 'fastloop[{extra}]'" if missing else "installed")
 
 
 def _installed(distribution: str) -> str | None:

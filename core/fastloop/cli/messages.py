@@ -1,4 +1,4 @@
-"""What the core and plugins say through ``logging.getLogger("fastloop")``, on the console."""
+"""Show log messages of the logger ``fastloop`` on the console."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from fastloop.recipe import secrets
 
 
 class Messages(logging.Handler):
-    """Prints through rich's console, so that a live display stays below."""
+    """Prints to rich's console, above a live display."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print one message; warnings say that they are."""
+        """Print a message. Warnings have a prefix."""
         import rich
 
         prefix = "warning: " if record.levelno >= logging.WARNING else ""
@@ -20,7 +20,7 @@ class Messages(logging.Handler):
 
 
 def show_messages() -> None:
-    """Show what the core and plugins say from here on; once is enough. Of several processes, the main one shows it."""
+    """Show log messages from now on. With several processes, only the main process shows them. Repeated calls have no effect."""
     logger = logging.getLogger("fastloop")
     if launch.rank():
         logger.addHandler(logging.NullHandler())

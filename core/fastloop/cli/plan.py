@@ -1,4 +1,4 @@
-"""``fastloop plan``: what would run, and why; trains nothing and loads no data."""
+"""``fastloop plan``: resolve a recipe and show the plugins with reasons, without training or loading data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def plan(
     without: Without = None,
     nproc: Annotated[int | None, typer.Option(min=1, metavar="N", help="For N processes.")] = None,
 ) -> None:
-    """Resolve a recipe and print what would run: files with code, plugins in order, what each changes, device, effective batch."""
+    """Resolve a recipe and print what would run: files with code, plugins in order with their effects, device, effective batch."""
     from fastloop.cli.messages import show_messages
     from fastloop.options import describe
     from fastloop.recipe import load_recipe
@@ -49,19 +49,19 @@ def plan(
 
     for number, plugin in enumerate(resolution.plugins, start=1):
         reference = loaded.references.get(plugin.name)
-        why = resolution.reasons[plugin.name] + (f" as {reference}" if reference else "")
-        facts = ", ".join(filter(None, (plugin.slot and f"slot {plugin.slot}", plugin.numerics, why)))
-        typer.echo(f"{number:>2}. {plugin.name}  ({facts})")
-        chosen = [
+        reason = resolution.reasons[plugin.name] + (f" as {reference}" if reference else "")
+        details = ", ".join(filter(None, (plugin.slot and f"slot {plugin.slot}", plugin.numerics, reason)))
+        typer.echo(f"{number:>2}. {plugin.name}  ({details})")
+        options = [
             f"{field.name}={secrets.hidden({field.name: value})[field.name]}"
             for field, default in zip(dataclasses.fields(plugin.config), describe(type(plugin).Config), strict=True)
             if (value := getattr(plugin.config, field.name)) is not None and str(value) != default.default
         ]
-        chosen += [f"on_error={plugin.on_error}"] * (plugin.on_error != "raise")
+        options += [f"on_error={plugin.on_error}"] * (plugin.on_error != "raise")
         changes = [
             name if callable(value) else f"{name}={value}" for draft in drafts for name, value in draft.written_by(plugin.name).items()
         ]
-        for line in (plugin.description, ", ".join(chosen), ", ".join(changes) and "sets " + ", ".join(changes)):
+        for line in (plugin.description, ", ".join(options), ", ".join(changes) and "sets " + ", ".join(changes)):
             if line:
                 typer.echo(f"      {secrets.hide(line)}")
     typer.echo()

@@ -1,4 +1,4 @@
-"""``fastloop plugins``: what is installed, read from metadata and source text: listing imports no plugin."""
+"""``fastloop plugins``: list the installed plugins from package metadata and source text, without importing them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def plugins(
 
 
 def listing(name: str, point: EntryPoint) -> dict[str, Any]:
-    """A plugin's row, without importing it: distribution from metadata, the rest from the text of its source."""
+    """The row of a plugin, from package metadata and source text, without importing it."""
     facts = {"slot": None, "numerics": None, "summary": "", **_declared(point)}
     return {
         "name": name,
@@ -76,14 +76,14 @@ def _declared(point: EntryPoint) -> dict[str, Any]:
 
 
 def _locate(file: str) -> Path | None:
-    """A module's file on the import path, found without importing its package."""
+    """Find the file of a module on the import path, without importing its package."""
     import sys
 
     return next((path for folder in sys.path if (path := Path(folder or ".") / file).is_file()), None)
 
 
 def show(name: str, as_json: bool) -> None:
-    """One plugin, imported: its options with types and defaults, its hooks, its documentation."""
+    """Import a plugin and print its documentation, hooks, and options with types and defaults."""
     import inspect
 
     import rich

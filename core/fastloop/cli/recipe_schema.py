@@ -1,8 +1,8 @@
-"""A JSON Schema of recipes, from what declares their keys: the ``train`` section, every plugin's ``Config``, every task's ``sections``.
+"""Build a JSON Schema of recipes from the ``train`` section, every plugin's ``Config`` and every task's ``sections``.
 
-Editors complete and check recipes by it, and the docs are made from it. It describes one file as it is written: ``extends`` and the
-command line may give what the file leaves out, so no key is required, and ``${another.key}`` may stand for any value. What options ask of
-each other, and of files and the machine, `fastloop plan` checks.
+Editors use it to complete and check recipes, and the docs are built from it. The schema describes a single file. No key is required,
+because ``extends`` or the command line may set it, and ``${another.key}`` is valid for any value. `fastloop plan` checks combinations of
+options, files and the machine.
 """
 
 from __future__ import annotations
@@ -16,24 +16,28 @@ from fastloop.recipe import Train
 from fastloop.registry import installed, load
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
-ELSEWHERE = r"^(.+\.py(:\w+)?|[\w.-]+:[\w.-]+)$"
-"""How a recipe lists a plugin that is not known here by name: ``./file.py``, ``./file.py:Class``, ``package:name``."""
-_STANDS_FOR = {"type": "string", "pattern": r"^(\$\{[^${}:]+\}|\?\?\?)$", "description": "${another.key}, or ??? for what is to be given."}
+REFERENCE = r"^(.+\.py(:\w+)?|[\w.-]+:[\w.-]+)$"
+"""References to plugins that are not listed by name: ``./file.py``, ``./file.py:Class``, ``package:name``."""
+_INTERPOLATION = {
+    "type": "string",
+    "pattern": r"^(\$\{[^${}:]+\}|\?\?\?)$",
+    "description": "${another.key}, or ??? for a value that must be set.",
+}
 
 
 def recipe_schema(every: bool = False) -> tuple[dict[str, Any], list[str]]:
-    """The schema, and why plugins were left out of it, a line each.
+    """Returns the schema, and a message for each plugin that was left out.
 
     Args:
-        every: Import other distributions' plugins too. Otherwise their names are known, and their options may be anything.
+        every: Import plugins of other distributions, too. Otherwise the schema has only their names and accepts any options.
     """
-    definitions: dict[str, Any] = {"stands-for": _STANDS_FOR, "train": _mapping(Train, "train", "How to train.")}
-    about: dict[str, str] = {}
+    definitions: dict[str, Any] = {"interpolation": _INTERPOLATION, "train": _mapping(Train, "train", "How to train.")}
+    descriptions: dict[str, str] = {}
     sections: dict[str, dict[type, list[str]]] = {"model": {}, "data": {}}
     opaque, problems = [], []
     for name, point in installed().items():
         if not every and (point.dist is None or point.dist.name != "fastloop"):
-            about[name] = f"{point.dist.name} {point.dist.version}" if point.dist else ""
+            descriptions[name] = f"{point.dist.name} {point.dist.version}" if point.dist else ""
             definitions[f"plugins.{name}"] = {"type": ["object", "null"]}
             opaque.append(name)
             continue
@@ -47,27 +51,27 @@ def recipe_schema(every: bool = False) -> tuple[dict[str, Any], list[str]]:
         except Exception as error:
             problems.append(f"{name} is left out: {type(error).__name__}: {error}")
             continue
-        about[name] = summary(cls)
+        descriptions[name] = summary(cls)
         if cls.slot == "task" and not cls.sections:
             opaque.append(name)
-    return _whole(definitions, about, sections, opaque), problems
+    return _assemble(definitions, descriptions, sections, opaque), problems
 
 
 def summary(cls: type[Plugin]) -> str:
-    """What a plugin is, in the first line of its module's or its class's docstring."""
+    """First line of the docstring of a plugin's module or class."""
     return inspect.cleandoc(getattr(inspect.getmodule(cls), "__doc__", None) or cls.__doc__ or "").partition("\n")[0]
 
 
 def _mapping(cls: type, name: str, description: str) -> dict[str, Any]:
-    """A definition for a section or a plugin's options: nothing or a mapping, whose values may stand elsewhere in the recipe."""
+    """Define a section or the options of a plugin: null, or a mapping whose values may be interpolations."""
     schema = json_schema(cls, f"#/$defs/{name}")
     properties = {}
     for key, value in schema["properties"].items():
-        shown = {word: value.pop(word) for word in ("description", "default") if word in value}
+        annotations = {word: value.pop(word) for word in ("description", "default") if word in value}
         members = value.get("anyOf", [value]) if value else []
         if all(_refuses_some_text(member) for member in members):
-            members = [*members, {"$ref": "#/$defs/stands-for"}]
-        properties[key] = {**shown, **(members[0] if len(members) == 1 else {"anyOf": members} if members else {})}
+            members = [*members, {"$ref": "#/$defs/interpolation"}]
+        properties[key] = {**annotations, **(members[0] if len(members) == 1 else {"anyOf": members} if members else {})}
     schema.pop("required", None)
     return {**schema, "type": ["object", "null"], "description": description, "properties": properties}
 
@@ -76,8 +80,8 @@ def _refuses_some_text(schema: dict[str, Any]) -> bool:
     return schema.get("type") != "string" or bool({"enum", "const", "pattern"} & schema.keys())
 
 
-def _whole(
-    definitions: dict[str, Any], about: dict[str, str], sections: dict[str, dict[type, list[str]]], opaque: list[str]
+def _assemble(
+    definitions: dict[str, Any], descriptions: dict[str, str], sections: dict[str, dict[type, list[str]]], opaque: list[str]
 ) -> dict[str, Any]:
     known: dict[str, list[dict[str, Any]]] = {}
     for section, owners in sections.items():
@@ -85,44 +89,44 @@ def _whole(
             definitions[f"{section}.{names[0]}"] = _mapping(cls, f"{section}.{names[0]}", f"For {' and '.join(names)}.")
         known[section] = [{"$ref": f"#/$defs/{section}.{names[0]}"} for names in owners.values()]
     by_name = {
-        name: {"description": text, "anyOf": [{"$ref": f"#/$defs/plugins.{name}"}, {"const": False}]} for name, text in about.items()
+        name: {"description": text, "anyOf": [{"$ref": f"#/$defs/plugins.{name}"}, {"const": False}]} for name, text in descriptions.items()
     }
     options = {"type": "object", "minProperties": 1, "maxProperties": 1}
-    elsewhere = {"type": "string", "pattern": ELSEWHERE, "description": "A plugin of a file beside the recipe, or of the package named."}
+    reference = {"type": "string", "pattern": REFERENCE, "description": "A plugin in a file next to the recipe, or in the named package."}
     item = {
         "anyOf": [
-            *({"const": name, "description": text} for name, text in about.items()),
-            elsewhere,
+            *({"const": name, "description": text} for name, text in descriptions.items()),
+            reference,
             {
                 **options,
                 "properties": by_name,
-                "patternProperties": {ELSEWHERE: {"anyOf": [{"type": ["object", "null"]}, {"const": False}]}},
+                "patternProperties": {REFERENCE: {"anyOf": [{"type": ["object", "null"]}, {"const": False}]}},
                 "additionalProperties": False,
             },
         ]
     }
-    not_known = {  # a plugin that may be a task with keys of its own
+    unknown = {  # a plugin that may be a task with other keys
         "anyOf": [
             {"enum": opaque},
-            elsewhere,
-            {**options, "propertyNames": {"anyOf": [{"enum": opaque}, elsewhere]}},
+            reference,
+            {**options, "propertyNames": {"anyOf": [{"enum": opaque}, reference]}},
         ]
     }
-    open_sections = {"anyOf": [{"required": ["extends"]}, {"required": ["plugins"], "properties": {"plugins": {"contains": not_known}}}]}
+    open_sections = {"anyOf": [{"required": ["extends"]}, {"required": ["plugins"], "properties": {"plugins": {"contains": unknown}}}]}
     return {
         "$schema": DIALECT,
         "title": "A recipe of fastloop",
         "type": "object",
         "minProperties": 1,
         "properties": {
-            "extends": {"type": "string", "description": "A recipe that this one changes: a path from here, or a shipped one's name."},
-            "model": {"description": "What is trained. The task has its keys.", "anyOf": [*known["model"], {"type": ["object", "null"]}]},
+            "extends": {"type": "string", "description": "The recipe to extend: a relative path, or the name of a shipped recipe."},
+            "model": {"description": "The model. The task defines the keys.", "anyOf": [*known["model"], {"type": ["object", "null"]}]},
             "data": {
-                "description": "What it is trained on. The task has its keys.",
+                "description": "The data. The task defines the keys.",
                 "anyOf": [*known["data"], {"type": ["object", "null"]}],
             },
             "train": {"$ref": "#/$defs/train"},
-            "plugins": {"description": "Plugins by name, in the order in which they are called.", "type": ["array", "null"], "items": item},
+            "plugins": {"description": "Plugins by name, in call order.", "type": ["array", "null"], "items": item},
             "output": {"type": ["string", "null"], "description": "The run folder; null: runs/ and the recipe's name."},
         },
         "additionalProperties": False,

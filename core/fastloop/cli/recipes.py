@@ -14,8 +14,8 @@ def recipes(name: Annotated[str | None, typer.Argument(help="Print this recipe, 
     if name is not None:
         typer.echo(find_recipe(name).read_text(encoding="utf-8"), nl=False)
         return
-    found = shipped_recipes()
-    width = max(map(len, found), default=0)
-    for key, path in found.items():
+    shipped = shipped_recipes()
+    width = max(map(len, shipped), default=0)
+    for key, path in shipped.items():
         first = path.read_text(encoding="utf-8").partition("\n")[0]
         typer.echo(f"{key:{width}}  {first.removeprefix('#').strip()}")

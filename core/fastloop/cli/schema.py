@@ -17,10 +17,10 @@ def schema(
     from fastloop.cli.recipe_schema import recipe_schema
     from fastloop.errors import UsageError
 
-    made, problems = recipe_schema(every)
+    result, problems = recipe_schema(every)
     for line in problems:
         typer.echo(line, err=True)
-    text = json.dumps(made, indent=2)
+    text = json.dumps(result, indent=2)
     if output is None:
         typer.echo(text)
         return

@@ -1,4 +1,4 @@
-"""``fastloop train``: trains a recipe and shows what came of it."""
+"""``fastloop train``: train a recipe and print its summary."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def with_resume_value(arguments: list[str]) -> list[str]:
-    """``--resume`` takes an optional path: give the bare option an empty one, so that what follows is not taken for it."""
+    """``--resume`` has an optional value. Add an empty value to the bare option, so that the next argument is not parsed as its value."""
     result = []
     for argument, following in zip(arguments, [*arguments[1:], None], strict=True):
         bare = argument == "--resume" and (
@@ -35,26 +35,26 @@ def train(
         str | None,
         typer.Option(
             metavar="[PATH]",
-            help="Go on from the newest checkpoint of PATH, or from PATH itself. Without PATH: of the output folder, "
-            "and from the beginning where that has none yet.",
+            help="Resume from the newest checkpoint in PATH, or from the checkpoint PATH. Without PATH: from the output folder; "
+            "start a new run if it has no checkpoint.",
         ),
     ] = None,
     nproc: Annotated[int | None, typer.Option(min=1, metavar="N", help="Start N processes on this machine.")] = None,
     nnodes: Annotated[int, typer.Option(min=1, metavar="K", help="Machines that start N processes each.")] = 1,
-    node_rank: Annotated[int, typer.Option(min=0, metavar="I", help="Which of them this is, from 0.")] = 0,
-    master: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Where machine 0 is reached.")] = None,
+    node_rank: Annotated[int, typer.Option(min=0, metavar="I", help="Index of this machine, from 0.")] = 0,
+    master: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Address of machine 0.")] = None,
     trace_hooks: Annotated[
-        bool, typer.Option("--trace-hooks", help="Print which plugin did what, how often, and how long it took.")
+        bool, typer.Option("--trace-hooks", help="Print the number and time of the calls of each plugin's hooks.")
     ] = False,
 ) -> None:
-    """Train a recipe: writes the run folder and prints its summary.
+    """Train a recipe: write the run folder and print its summary.
 
     SIGTERM, SIGUSR1 and Ctrl-C save at the end of the step and stop; a second one stops at once. Exit codes: 0 done; 1 the run failed;
-    2 what was asked is wrong; 75 stopped by SIGTERM or SIGUSR1, to be started again with --resume; 130 stopped by Ctrl-C.
+    2 usage error; 75 stopped by SIGTERM or SIGUSR1, continue with --resume; 130 stopped by Ctrl-C.
     """
     from fastloop.cli.messages import show_messages
     from fastloop.recipe import load_recipe
-    from fastloop.recipe.importing import libraries
+    from fastloop.recipe.importing import reduced_gc
     from fastloop.registry import resolve, select
 
     loaded = load_recipe(recipe, overrides or (), names(with_), names(without))
@@ -68,10 +68,10 @@ def train(
     launch.end_with_launcher()
     with signals.on_signals(signals.stop_now):
         show_messages()
-        with libraries():
+        with reduced_gc():
             launch.start_again(select(loaded).environment(loaded))
             resolution = resolve(loaded)
-            from fastloop.lifecycle import build, execute  # here, so that errors of the recipe are shown before torch is loaded
+            from fastloop.lifecycle import build, execute  # after resolve, to report errors of the recipe before importing torch
 
             run = build(loaded, resolution, launch.resume_from(resume, Path(loaded.output)))
         with run.signals.handled(run.rank, run.world_size):
@@ -81,12 +81,12 @@ def train(
                     show_calls(resolution)
                 show_summary(summary, run.folder)
                 if run.interrupted:
-                    again = " ".join(filter(None, ["fastloop", *command, launch.options(), "--resume"]))
+                    resume_command = " ".join(filter(None, ["fastloop", *command, launch.options(), "--resume"]))
                     saved = (
                         "and saved" if run.saver.last_saved_step == run.state.step else f"(newest checkpoint: {run.saver.last_saved_step})"
                     )
-                    typer.echo(secrets.hide(f"Stopped {saved} at step {run.state.step}. Go on with: {again}"))
-            run.processes.barrier()  # launchers end the others when the first leaves with a code other than 0
+                    typer.echo(secrets.hide(f"Stopped {saved} at step {run.state.step}. Continue with: {resume_command}"))
+            run.processes.barrier()  # launchers end the other processes when one exits with a code other than 0
             run.processes.close()
             code = signals.exit_code(run.interrupted) if run.interrupted else 0
             if run.world_size > 1:
@@ -95,7 +95,7 @@ def train(
 
 
 def show_calls(resolution: PluginSet) -> None:
-    """What plugins' hooks did in this process, in the order of their first calls."""
+    """Print the number and time of the calls of plugins' hooks in this process, in the order of their first calls."""
     import rich
     from rich.table import Table
 
@@ -105,14 +105,14 @@ def show_calls(resolution: PluginSet) -> None:
     for column in ("calls", "seconds", "us a call"):
         table.add_column(column, justify="right", no_wrap=True)
     for calls in resolution.calls():
-        each = 1e6 * calls.seconds / calls.count
-        table.add_row(calls.plugin, calls.hook, str(calls.count), f"{calls.seconds:.3f}", f"{each:,.1f}")
+        microseconds = 1e6 * calls.seconds / calls.count
+        table.add_row(calls.plugin, calls.hook, str(calls.count), f"{calls.seconds:.3f}", f"{microseconds:,.1f}")
     rich.print(table)
-    typer.echo("Seconds on the host, and a hook's own: without what a wrapper goes around, and without the hooks called from within.\n")
+    typer.echo("Seconds on the host, without nested hooks.\n")
 
 
 def show_summary(summary: dict[str, Any], folder: Path) -> None:
-    """The table at a run's end."""
+    """Print the table at a run's end."""
     import rich
     from rich.table import Table
 

@@ -1,10 +1,10 @@
-"""Several processes: starting them on this machine, and where this one stands among them. Nothing here imports torch.
+"""Start the processes of a run on this machine, and read rank and world size from the environment. Does not import torch.
 
     fastloop train recipe.yaml --nproc 2
     fastloop train recipe.yaml --nproc 2 --nnodes 2 --node-rank 0 --master 10.0.0.1:29500    # and --node-rank 1 on the other machine
 
-``torchrun``, ``accelerate launch`` and MPI start processes just as well; here a failing process ends the others at once, and what is
-shown is its own error.
+``torchrun``, ``accelerate launch`` and MPI work, too. With this launcher, a failing process ends the others at once, and only its own error
+is shown.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from fastloop.runtime import platform_support
 from fastloop.runtime.step_folders import checkpoints
 
 LAUNCHER = "FASTLOOP_LAUNCHER"
-"""The variable that tells a process who started it, and how: pid and options."""
-PATIENCE = 10.0
-"""Seconds that processes get to end by themselves when another has stopped, or when they are to stop at once."""
+"""Environment variable with the pid and the options of the launcher."""
+GRACE_SECONDS = 10.0
+"""Seconds until processes are killed, after another process has stopped or a signal was repeated."""
 
 
 def _from_environment(*names: str) -> int | None:
@@ -38,34 +38,34 @@ def _from_environment(*names: str) -> int | None:
 
 
 def world_size() -> int:
-    """How many processes this one was started among: by torchrun, accelerate, Intel MPI, Open MPI or MVAPICH, as Accelerate reads them."""
+    """Number of processes, from the variables of torchrun, accelerate, Intel MPI, Open MPI or MVAPICH that Accelerate reads."""
     return _from_environment("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE") or 1
 
 
 def rank() -> int:
-    """Which of them it is."""
+    """Index of this process, from 0."""
     return _from_environment("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK") or 0
 
 
 def options() -> str:
-    """The launcher's options, as part of a command line; empty where it was another one."""
+    """The options of ``launch`` as part of a command line; empty for other launchers."""
     return os.environ.get(LAUNCHER, "").partition(" ")[2]
 
 
 def launch(arguments: Sequence[str], nproc: int, nnodes: int, node_rank: int, master: str | None, output: Path) -> int:
-    """Run ``fastloop ARGUMENTS`` in ``nproc`` processes and wait for all.
+    """Run ``fastloop ARGUMENTS`` in ``nproc`` processes and wait for all of them.
 
     Args:
-        nnodes: Machines that do the same.
-        node_rank: Which of them this is.
-        master: HOST:PORT on the machine 0; None: this machine is the only one.
-        output: The run folder: with a checkpoint in it, a killed run is told how to go on.
+        nnodes: Number of machines.
+        node_rank: Index of this machine.
+        master: HOST:PORT on machine 0; None: there is only this machine.
+        output: The run folder. If it contains a checkpoint, the message about a killed process includes the command to resume.
 
     Returns:
         0, or the exit code of the process that failed first; 128 + n for signal n.
 
     Raises:
-        UsageError: It was started by a launcher already, or there is no master.
+        UsageError: Another launcher started this process, or an option is wrong.
     """
     if world_size() > 1 or "LOCAL_RANK" in os.environ:
         raise UsageError(f"--nproc {nproc}: another launcher started this process, one of {world_size()}. Leave one of the two out.")
@@ -76,13 +76,13 @@ def launch(arguments: Sequence[str], nproc: int, nnodes: int, node_rank: int, ma
     host, _, port = (master or f"127.0.0.1:{free_port()}").rpartition(":")
     if not host or not port.isdecimal():
         raise UsageError(f"--master {master}: expected HOST:PORT, such as 10.0.0.1:29500.")
-    given = f"--nproc {nproc}"
+    launch_options = f"--nproc {nproc}"
     if nnodes > 1:
-        given += f" --nnodes {nnodes} --node-rank {node_rank} --master {master}"
+        launch_options += f" --nnodes {nnodes} --node-rank {node_rank} --master {master}"
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", "fastloop", *arguments],
-            env=os.environ | member(local, nproc, host, port, nnodes, node_rank) | {LAUNCHER: f"{os.getpid()} {given}"},
+            env=os.environ | member(local, nproc, host, port, nnodes, node_rank) | {LAUNCHER: f"{os.getpid()} {launch_options}"},
         )
         for local in range(nproc)
     ]
@@ -91,18 +91,18 @@ def launch(arguments: Sequence[str], nproc: int, nnodes: int, node_rank: int, ma
         codes = [process.returncode for process in processes]
         return EXIT_INTERRUPTED if EXIT_INTERRUPTED in codes else EXIT_STOPPED if any(codes) else 0
     failed = processes[index]
-    if failed.returncode > 0:  # it has said why
+    if failed.returncode > 0:  # the process has printed its error
         return int(failed.returncode)
     name = signal.Signals(-failed.returncode).name
-    said = f"process {node_rank * nproc + index} of {nproc * nnodes} (pid {failed.pid}) was ended by {name}."
+    message = f"process {node_rank * nproc + index} of {nproc * nnodes} (pid {failed.pid}) was ended by {name}."
     if checkpoints(output):
-        said += f" Go on from its newest checkpoint with: fastloop {' '.join(arguments)} {given} --resume"
-    print(f"error: {secrets.hide(said)}", file=sys.stderr)
+        message += f" Continue from its newest checkpoint with: fastloop {' '.join(arguments)} {launch_options} --resume"
+    print(f"error: {secrets.hide(message)}", file=sys.stderr)
     return 128 - int(failed.returncode)
 
 
 def member(local: int, nproc: int, host: str, port: str, nnodes: int = 1, node_rank: int = 0) -> dict[str, str]:
-    """What tells a process where it stands: ``local`` of ``nproc`` on this machine. They share its processors out."""
+    """Environment variables of process ``local`` of ``nproc`` on this machine. The processes share its processors equally."""
     return {
         "WORLD_SIZE": str(nproc * nnodes),
         "LOCAL_WORLD_SIZE": str(nproc),
@@ -120,84 +120,84 @@ def cores() -> int:
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
+    """A free port of this machine."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
     return port
 
 
 def _wait(processes: list[subprocess.Popen[bytes]]) -> int | None:
-    """Wait for all; the first that fails ends the others. Returns its index, None when none did. Those that are stopped end together."""
-    asked: set[int] = set()
+    """Wait for all processes, and forward signals to them. If one fails, kill the others and return its index; otherwise return None."""
+    received: set[int] = set()
     deadline = float("inf")
 
-    def pass_on(signum: int, frame: Any) -> None:
+    def forward(signum: int, frame: Any) -> None:
         nonlocal deadline
-        deadline = min(deadline, time.monotonic() + (PATIENCE if signum in asked else STOP_TIMEOUT))
-        asked.add(signum)
+        deadline = min(deadline, time.monotonic() + (GRACE_SECONDS if signum in received else STOP_TIMEOUT))
+        received.add(signum)
         for process in processes:
             if process.poll() is None:
                 process.send_signal(signum)
 
     try:
-        with on_signals(pass_on):
+        with on_signals(forward):
             while True:
                 codes = [process.poll() for process in processes]
                 failed = next((index for index, code in enumerate(codes) if code not in (None, 0, EXIT_INTERRUPTED, EXIT_STOPPED)), None)
                 if failed is not None or None not in codes:
                     return failed
-                if EXIT_INTERRUPTED in codes or EXIT_STOPPED in codes:  # they stop together
-                    deadline = min(deadline, time.monotonic() + PATIENCE)
+                if EXIT_INTERRUPTED in codes or EXIT_STOPPED in codes:  # the other processes must stop, too
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
                 if time.monotonic() > deadline:
-                    print("error: not all processes stopped in time: the others are ended.", file=sys.stderr)
+                    print("error: not all processes stopped in time: the others are killed.", file=sys.stderr)
                     return None
                 time.sleep(0.05)
     finally:
         for process in processes:
             if process.poll() is None:
-                process.kill()  # alone it has nothing to do; asked to stop, it would wait for the others
+                process.kill()  # on SIGTERM, it would wait for the other processes
                 process.wait()
 
 
 def restarts() -> int:
-    """How often torchrun has started these processes again (``--max-restarts``). 0 on several machines, each of which counts its own."""
-    alone = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) if alone else 0
+    """Number of restarts by torchrun (``--max-restarts``). 0 on several machines, because each of them counts separately."""
+    is_one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) if is_one_machine else 0
 
 
-def resume_from(asked: str | None, output: Path) -> Path | None:
-    """What to go on from: ``asked`` is the value of ``--resume``, None without it.
+def resume_from(value: str | None, output: Path) -> Path | None:
+    """The path to resume from. ``value`` is the value of ``--resume``, None without that option.
 
-    torchrun on one machine with ``--max-restarts`` starts all processes again when one has failed, with the same arguments: from then on it
-    is the run folder's newest checkpoint, if there is one yet. On several machines ``--resume`` says so from the beginning.
+    If a process fails, torchrun with ``--max-restarts`` restarts all processes with the same arguments. On one machine, a restarted run
+    resumes from its run folder. On several machines, pass ``--resume`` from the start.
     """
-    if restarts() and _made_by_an_attempt(output):
+    if restarts() and _is_from_this_job(output):
         return output
-    return None if asked is None else Path(asked or output)
+    return None if value is None else Path(value or output)
 
 
-def _made_by_an_attempt(output: Path) -> bool:
-    """Whether the run folder is of this start of torchrun. When processes die before they make it, an older run may still be there."""
-    told = os.environ.get("TORCHELASTIC_ERROR_FILE")  # .../attempt_1/0/error.json
+def _is_from_this_job(output: Path) -> bool:
+    """Whether this torchrun job created the run folder. If processes fail early, the folder may belong to an older run."""
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")  # .../attempt_1/0/error.json
     try:
-        first = Path(told).parents[1].with_name("attempt_0").stat().st_mtime if told else 0.0
-        return (output / "recipe.yaml").stat().st_mtime >= first
+        started = Path(error_file).parents[1].with_name("attempt_0").stat().st_mtime if error_file else 0.0
+        return (output / "recipe.yaml").stat().st_mtime >= started
     except OSError:
         return False
 
 
 def start_again(environment: Mapping[str, str]) -> None:
-    """Where this process lacks variables of ``environment``: start it again with them. One that is set stays as it is."""
-    own = sys.orig_argv[len(sys.orig_argv) - len(sys.argv) + 1 :] == sys.argv[1:]  # else the command line is called from within a program
-    if own and environment.keys() - os.environ.keys():
+    """Restart this process if variables of ``environment`` are not set. Variables that are set keep their values."""
+    is_command = sys.orig_argv[len(sys.orig_argv) - len(sys.argv) + 1 :] == sys.argv[1:]  # False if a program calls the command line
+    if is_command and environment.keys() - os.environ.keys():
         sys.stdout.flush()
         sys.stderr.flush()
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**environment, **os.environ})
 
 
 def end_with_launcher() -> None:
-    """In a process that ``launch`` started: let it not outlive the launcher, however that ends."""
+    """End this process with the launcher, even if the launcher is killed. Does nothing if ``launch`` did not start this process."""
     parent = os.environ.get(LAUNCHER)
     if parent is None or not sys.platform.startswith("linux"):
         return
@@ -208,7 +208,7 @@ def end_with_launcher() -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process without tearing the interpreter down: threads of torch's may still wait for it then, and abort."""
+    """Exit without finalizing the interpreter, because threads of torch may abort the process then."""
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""The processes of a run: who this one is among them, and the collective operations that work with any number, one included."""
+"""Rank, world size and collective operations. They also work with one process."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 class Processes:
     """The processes of a run. With one process, every collective operation returns at once.
 
-    Every process must call a collective operation (``barrier`` and all that begin with ``all_``), in the same order.
+    Every process must call the collective operations (``barrier``, ``all_...``) in the same order.
 
     Attributes:
         rank: Index of this process, from 0.
         world_size: Number of processes.
         is_main: Whether this process writes files and logs: rank 0.
-        host_group: The process group for CPU tensors and objects; None: the default group, or there is one process.
+        host_group: The process group for CPU tensors and objects; None: the default group, or one process.
     """
 
     def __init__(self, accelerator: Accelerator | None = None) -> None:
@@ -35,26 +35,26 @@ class Processes:
         self.host_group: torch.distributed.ProcessGroup | None = torch.distributed.new_group(backend="gloo") if needs_group else None
 
     def barrier(self) -> None:
-        """Wait until every process is here."""
+        """Wait until every process has called this."""
         if self.world_size > 1:
             torch.distributed.barrier(group=self.host_group)
 
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
-        """The sum of a CPU tensor over all processes, as a new tensor. It does not wait for the device."""
+        """Sum a CPU tensor over all processes into a new tensor, without waiting for the device."""
         if self.world_size > 1:
             tensor = tensor.clone()
             torch.distributed.all_reduce(tensor, group=self.host_group)
         return tensor
 
     def all_reduce_mean(self, tensor: Tensor) -> Tensor:
-        """The mean of a tensor on the device over all processes, in place. The host does not wait for it."""
+        """Average a device tensor over all processes, in place. The host does not wait."""
         if self.world_size > 1:
             torch.distributed.all_reduce(tensor)
             tensor /= self.world_size
         return tensor
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """The value of each process, by rank, on every process. Values are pickled."""
+        """Gather the value of each process on every process, in order of rank. Values are pickled."""
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
@@ -62,17 +62,13 @@ class Processes:
         return values
 
     def close(self) -> None:
-        """Leave the process group, when nothing is to be run in it any more."""
+        """Destroy the process group."""
         if self.world_size > 1:
             torch.distributed.destroy_process_group()
 
     @contextmanager
     def explain_lost_connection(self) -> Iterator[None]:
-        """Raise an error of a broken connection as one that points to the process that ended first.
-
-        Raises:
-            ProcessLost: The connection to another process broke.
-        """
+        """Raise ``ProcessLost`` if the connection to another process breaks, so that users look at the log of that process."""
         try:
             yield
         except (RuntimeError, torch.distributed.DistError) as error:

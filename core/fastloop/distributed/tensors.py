@@ -1,4 +1,4 @@
-"""Tensors that processes hold in shards."""
+"""Convert between full and sharded tensors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def total_norm(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def shard_like(value: Any, target: Any) -> Any:
-    """A full tensor sharded as ``target`` is, without communication; anything else as it is."""
+    """Shard a full tensor like ``target``, without communication. Returns other values unchanged."""
     if not isinstance(target, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor) or value.shape != target.shape:
         return value
     return distribute_tensor(value.to(target.device), target.device_mesh, target.placements, src_data_rank=None)

@@ -1,4 +1,4 @@
-"""Recipes: YAML and overrides to typed values."""
+"""Recipes: typed settings from YAML files and overrides."""
 
 from fastloop.recipe.paths import anchored, find_recipe, shipped_recipes
 from fastloop.recipe.recipe import SECTIONS, Recipe, Train, load_recipe, make_recipe

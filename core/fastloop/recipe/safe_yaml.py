@@ -1,8 +1,8 @@
-"""YAML as plain data: mappings, lists, text, numbers, and nothing that runs, grows or is read two ways.
+"""Read YAML as plain data: mappings, lists, text and numbers, without tags, duplicate keys or expanding aliases.
 
     check(text, "recipe.yaml")     # raises a RecipeError that names the line
 
-The checks go over the parser's tokens one by one, before anything is made of them: nesting costs no stack, and an alias no memory.
+The checks process the parser's events one by one before any object is created, so nesting needs no stack, and aliases no memory.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import Any
 
 from fastloop.errors import RecipeError
 
-DEEPEST = 32
-"""Levels of nesting."""
-LARGEST = 10_000
-"""Values in a file, those that aliases repeat counted each time."""
+MAX_DEPTH = 32
+"""Maximum levels of nesting."""
+MAX_VALUES = 10_000
+"""Maximum number of values in a file, with expanded aliases."""
 TAGS = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool", "null", "seq", "map"))
 
 
 @dataclass
 class _Open:
-    """A list or mapping that the parser is inside of; ``keys`` (key -> its line) is None for a list."""
+    """A list or mapping that is not closed yet. ``keys`` (key -> line) is None for a list."""
 
     anchor: str | None
     before: int
@@ -30,10 +30,10 @@ class _Open:
 
 
 def check(text: str, where: str) -> None:
-    """Refuse YAML that is more than plain data.
+    """Check that a text is plain data.
 
     Raises:
-        RecipeError: A tag that asks for an object, a key that stands twice, too deep a nesting, or aliases that stand for too much.
+        RecipeError: It has a tag for an object, a duplicate key, too many levels, or too many values.
         yaml.YAMLError: It is not YAML.
     """
     import yaml
@@ -53,33 +53,31 @@ def check(text: str, where: str) -> None:
         if not isinstance(token, yaml.NodeEvent):
             continue
         count += sizes.get(str(token.anchor), 1) if isinstance(token, yaml.AliasEvent) else 1
-        if count > LARGEST:
-            raise RecipeError(
-                f"{place}: more than {LARGEST:,} values, with what aliases stand for. Write ${{key}} for another key's value."
-            )
+        if count > MAX_VALUES:
+            raise RecipeError(f"{place}: more than {MAX_VALUES:,} values, with expanded aliases. Write ${{key}} for another key's value.")
         if inside and (keys := inside[-1].keys) is not None:
             inside[-1].parts += 1
             if inside[-1].parts % 2 and isinstance(token, yaml.ScalarEvent) and token.value != "<<":
                 if token.value in keys:
-                    raise RecipeError(f"{place}: the key {token.value!r} is there twice, first in line {keys[token.value]}. Remove one.")
+                    raise RecipeError(f"{place}: the key {token.value!r} appears twice, first in line {keys[token.value]}. Remove one.")
                 keys[token.value] = line
         tag = getattr(token, "tag", None)
         if tag and tag not in TAGS:
             shown = tag.replace("tag:yaml.org,2002:", "!!")
-            raise RecipeError(f"{place}: found the tag {shown}. A recipe is data, and makes no objects: text, numbers, lists and mappings.")
+            raise RecipeError(f"{place}: found the tag {shown}. A recipe contains only text, numbers, lists and mappings.")
         if isinstance(token, yaml.CollectionStartEvent):
             inside.append(_Open(token.anchor, count, {} if isinstance(token, yaml.MappingStartEvent) else None))
-            if len(inside) > DEEPEST:
-                raise RecipeError(f"{place}: nested deeper than {DEEPEST} levels.")
+            if len(inside) > MAX_DEPTH:
+                raise RecipeError(f"{place}: nested deeper than {MAX_DEPTH} levels.")
         elif isinstance(token, yaml.ScalarEvent) and token.anchor:
             sizes[token.anchor] = 1
 
 
 def load(text: str, where: str) -> Any:
-    """The mapping or list that a text holds, as OmegaConf reads YAML (``1e-4`` is a number, a date is text; ``${...}`` stays); or None.
+    """Load a mapping or list with OmegaConf's rules: ``1e-4`` is a number, a date is text, ``${...}`` is kept. None: another value.
 
     Raises:
-        RecipeError: It is not YAML, or more than plain data; names the line.
+        RecipeError: The text is not YAML, or not plain data; names the line.
     """
     import io
 
@@ -89,8 +87,8 @@ def load(text: str, where: str) -> Any:
 
     try:
         check(text, where)
-        return OmegaConf.to_container(OmegaConf.load(io.StringIO(text), max_yaml_expanded_nodes=LARGEST), resolve=False)
-    except OSError:  # a lone number, which OmegaConf does not take
+        return OmegaConf.to_container(OmegaConf.load(io.StringIO(text), max_yaml_expanded_nodes=MAX_VALUES), resolve=False)
+    except OSError:  # a single number, which OmegaConf does not accept
         return None
     except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
         mark = getattr(error, "problem_mark", None)

@@ -1,8 +1,8 @@
-"""Secrets: what is called a token, a key or a password is in nothing that fastloop writes or shows.
+"""Hide secrets (tokens, keys, passwords) in everything that fastloop writes or prints.
 
-Names decide which values these are: of environment variables (``HF_TOKEN``, ``AWS_SECRET_ACCESS_KEY``), and of a recipe's keys
-(``data.arguments.api_key``). ``(hidden)`` stands in their place in the log, the console, the summary, the saved recipe and checkpoints. A
-saved recipe that had one asks for it again.
+The names of environment variables (``HF_TOKEN``, ``AWS_SECRET_ACCESS_KEY``) and of recipe keys (``data.arguments.api_key``) decide which
+values are secret. ``(hidden)`` replaces them in the log, the console, the summary, the saved recipe and checkpoints. To use a saved recipe,
+set its secrets again.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from typing import Any
 from fastloop.errors import RecipeError
 
 HIDDEN = "(hidden)"
-SHORTEST = 6
-"""Characters of a value that is looked for inside text: a shorter one would be found in words that mean something else."""
+MIN_LENGTH = 6
+"""Minimum characters of a value to hide inside text. Shorter values could match parts of ordinary words."""
 _VARIABLE = re.compile(r"(^|_)(TOKEN|SECRET|(API)?KEY|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?)$", re.IGNORECASE)
 _KEY = re.compile(
     r"(^|[_-])(token|secret|password|passwd|passphrase|credentials?|(api|access|secret|private|auth)[_-]?key)$", re.IGNORECASE
 )
-_OF_TEXTS = re.compile(r"(pad|bos|eos|unk|sep|cls|mask|start|end|special)[_-]token$", re.IGNORECASE)
-"""Keys of tokenizers, which hold no secret."""
+_TOKENIZER_KEY = re.compile(r"(pad|bos|eos|unk|sep|cls|mask|start|end|special)[_-]token$", re.IGNORECASE)
+"""Keys of tokenizers, which are not secret."""
 _remembered: set[str] = set()
 
 
 def is_secret(key: Any) -> bool:
-    """Whether a recipe's key is called like something that holds a secret."""
-    return isinstance(key, str) and bool(_KEY.search(key)) and not _OF_TEXTS.search(key)
+    """Whether the name of a recipe's key suggests a secret."""
+    return isinstance(key, str) and bool(_KEY.search(key)) and not _TOKENIZER_KEY.search(key)
 
 
 def remember(tree: Any, where: str, secret: bool = False) -> None:
-    """Keep the secret values of a recipe, so that they are hidden in text too.
+    """Remember the secret values of a recipe, to hide them inside text, too.
 
     Raises:
-        RecipeError: One was hidden when the recipe was written.
+        RecipeError: A value is ``(hidden)``, because this is a saved recipe.
     """
     if isinstance(tree, Mapping):
         for key, value in tree.items():
@@ -52,17 +52,17 @@ def remember(tree: Any, where: str, secret: bool = False) -> None:
 
 
 def hide(text: str) -> str:
-    """A text without secret values."""
+    """Replace secret values in a text."""
     variables = {value for name, value in os.environ.items() if _VARIABLE.search(name)}
     for value in sorted(variables | _remembered, key=len, reverse=True):
-        if len(value) >= SHORTEST:
+        if len(value) >= MIN_LENGTH:
             for shown in (value, repr(value)[1:-1], json.dumps(value)[1:-1]):
                 text = text.replace(shown, HIDDEN)
     return text
 
 
 def hidden(tree: Any, secret: bool = False) -> Any:
-    """A tree of mappings, lists and values without secrets: by their keys, and wherever else they occur."""
+    """Replace secrets in a tree of mappings, lists and values: values of secret keys, and secret values inside other text."""
     if isinstance(tree, Mapping):
         return {hide(key) if isinstance(key, str) else key: hidden(value, is_secret(key)) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
@@ -73,7 +73,7 @@ def hidden(tree: Any, secret: bool = False) -> Any:
 
 
 class Formatter(logging.Formatter):
-    """A log's lines, tracebacks included, without secrets."""
+    """Hides secrets in log messages and tracebacks."""
 
     def format(self, record: logging.LogRecord) -> str:
         return hide(super().format(record))

@@ -1,4 +1,4 @@
-"""Files that are whole or as they were, and folders that are moved aside before something takes their place."""
+"""Write files atomically, and rename folders to make room."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from fastloop.recipe import secrets
 
 
 def write(path: Path, text: str) -> None:
-    """Write a file whole or not at all, without secrets. Several processes may write the same one: the last has it.
+    """Write a file atomically, with secrets hidden. If several processes write the same file, the last one wins.
 
     Raises:
-        OSError: It cannot be written; what was there is as it was.
+        OSError: The file cannot be written; an existing file is unchanged.
     """
     aside = path.with_name(f".{path.name}.{launch.rank()}.partial")
     aside.write_text(secrets.hide(text), encoding="utf-8")
@@ -20,12 +20,12 @@ def write(path: Path, text: str) -> None:
 
 
 def move_aside(folder: Path) -> Path:
-    """Give a folder the first free name with a number behind it, and return that.
+    """Rename a folder to the first free ``NAME.NUMBER``, and return the new path.
 
     Raises:
-        OSError: It cannot be renamed.
+        OSError: The folder cannot be renamed.
     """
     number = 1
-    while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
+    while (target := folder.with_name(f"{folder.name}.{number}")).exists():
         number += 1
-    return folder.rename(aside)
+    return folder.rename(target)

@@ -1,4 +1,4 @@
-"""What this machine can do: the facts that plugins' needs are checked against and that `fastloop doctor` prints."""
+"""The capabilities of this machine, for the requirements of plugins and for `fastloop doctor`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from functools import cache
 
 @dataclass(frozen=True)
 class Machine:
-    """A device type and what it computes in.
+    """A device type and its dtypes.
 
     Attributes:
         device: ``cpu``, ``cuda``, ``mps``, ``xpu``, ...
-        name: The device's own name.
-        dtypes: Of ``fp32``, ``bf16``, ``fp16``, ``fp8``: those it multiplies matrices in, without emulation where that can be told.
+        name: Name of the device.
+        dtypes: The dtypes of matrix products: a subset of ``fp32``, ``bf16``, ``fp16``, ``fp8``. On CUDA, without emulated ones.
     """
 
     device: str
@@ -23,7 +23,7 @@ class Machine:
 
 @cache
 def this_machine(device: str = "auto") -> Machine:
-    """The machine as torch sees it; ``device`` "cpu" leaves accelerators aside. Imports torch."""
+    """Query torch for the device and its dtypes. ``device="cpu"`` ignores accelerators."""
     import torch
 
     kind = "cpu"

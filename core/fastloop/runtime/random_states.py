@@ -1,4 +1,4 @@
-"""The random states that training draws from: Python's, NumPy's and torch's."""
+"""Save and restore the random states of Python, NumPy and torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 
 def random_states() -> dict[str, Any]:
-    """Every random state that training draws from, on this process."""
+    """The random states of this process."""
     states: dict[str, Any] = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state_all()
@@ -20,7 +20,7 @@ def random_states() -> dict[str, Any]:
 
 
 def restore_random_states(states: Mapping[str, Any]) -> None:
-    """The inverse of ``random_states``. Call it before the first batch is fetched."""
+    """Restore the result of ``random_states``. Call it before the first batch is fetched."""
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])
@@ -29,9 +29,9 @@ def restore_random_states(states: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def preserve_random_states(wanted: bool = True) -> Iterator[None]:
-    """Restore the random states at the end, if ``wanted``. A resumed run repeats such a part, and it must not count twice."""
-    states = random_states() if wanted else None
+def preserve_random_states(enabled: bool = True) -> Iterator[None]:
+    """Restore the random states at the end of the block. For code that a resumed run repeats."""
+    states = random_states() if enabled else None
     yield
     if states is not None:
         restore_random_states(states)

@@ -1,4 +1,4 @@
-"""Which line of the user's own code an error came out of."""
+"""Find the line of user code that raised an error."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ import traceback
 from collections.abc import Iterable
 from pathlib import Path
 
-CORE = Path(__file__).parents[1]
+CORE = Path(__file__).parent.parent
 STANDARD = tuple({Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")})
 INSTALLED = {"site-packages", "dist-packages"}
-"""Folders that packages are installed into. Code of a package in development lies elsewhere, and counts as the user's."""
-_IN_TEXT = re.compile(r'^ *File "(?P<file>.+)", line (?P<line>\d+), in (?P<name>.+)$', re.MULTILINE)
-"""A frame, as a worker process prints its traceback into the error's message."""
+"""Folders of installed packages. Packages in development are elsewhere, and count as user code."""
+_FRAME = re.compile(r'^ *File "(?P<file>.+)", line (?P<line>\d+), in (?P<name>.+)$', re.MULTILINE)
+"""A frame of a worker's traceback, which is part of the error's message."""
 
 
 def user_line(error: BaseException, ours: Iterable[type] = ()) -> str | None:
-    """Where in the user's code, called by ours, an error arose: ``file.py:12 in forward``. None: nowhere in it.
+    """The line of user code that raised an error: ``file.py:12 in forward``. None: the error has another source.
 
-    The innermost frame that is in no library decides: it is the user's, or ours.
+    The innermost frame outside of libraries decides whether user code or fastloop raised the error.
 
     Args:
-        ours: Classes whose files, or packages, are not the user's: a plugin's.
+        ours: Classes of plugins, whose files and packages are not user code.
     """
-    own = [CORE, *filter(None, map(_home, (base for cls in ours for base in cls.__mro__)))]
+    own = [CORE, *filter(None, map(_source, (base for cls in ours for base in cls.__mro__)))]
     frames = [(frame.filename, frame.lineno, frame.name) for frame in traceback.extract_tb(error.__traceback__)]
-    frames += [(found["file"], int(found["line"]), found["name"]) for found in _IN_TEXT.finditer(str(error))]
+    frames += [(match["file"], int(match["line"]), match["name"]) for match in _FRAME.finditer(str(error))]
     if not any(_within(Path(file), own) for file, _, _ in frames):
         return None
     for file, line, name in reversed(frames):
@@ -39,24 +39,24 @@ def user_line(error: BaseException, ours: Iterable[type] = ()) -> str | None:
     return None
 
 
-def _within(file: Path, places: Iterable[Path]) -> bool:
-    return any(file == place or place in file.parents for place in places)
+def _within(file: Path, paths: Iterable[Path]) -> bool:
+    return any(file == path or path in file.parents for path in paths)
 
 
 def _is_library(file: str) -> bool:
-    """Whether a file is of Python, of an installed package, or generated."""
+    """Whether a file belongs to Python or an installed package, or is generated."""
     if file.startswith("<"):
         return not file.startswith(("<stdin>", "<ipython"))
     path = Path(file)
     return _within(path, STANDARD) or bool(INSTALLED & set(path.parts)) or any("torchinductor" in part for part in path.parts)
 
 
-def _home(cls: type) -> Path | None:
-    """The folder of a class's package, or its file where that is a module by itself."""
+def _source(cls: type) -> Path | None:
+    """The folder of a class's package, or the file of its module."""
     top = sys.modules.get(cls.__module__.partition(".")[0])
     if hasattr(top, "__path__") and (file := getattr(top, "__file__", None)):
         return Path(file).parent
     try:
         return Path(inspect.getfile(cls))
-    except (TypeError, OSError):  # built in, or typed in
+    except (TypeError, OSError):  # built in, or defined interactively
         return None

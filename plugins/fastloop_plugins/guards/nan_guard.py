@@ -140,7 +140,7 @@ class NanGuard(Plugin):
 
         logger.warning("%s", error)
         counts = self.counts
-        if not resume.go_back(run, leave_out=error.place):
+        if not resume.roll_back(run, skip=error.place):
             return None
         self.counts = counts | {"acted": counts["acted"] + 1}
         self.pending.clear()

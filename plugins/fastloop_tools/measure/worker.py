@@ -221,11 +221,11 @@ def start(spec: Spec, meter: StepMeter, own: bool) -> Run:
     from fastloop.hooks import PluginSet
     from fastloop.lifecycle import build
     from fastloop.recipe import make_recipe
-    from fastloop.recipe.importing import libraries
+    from fastloop.recipe.importing import reduced_gc
     from fastloop.registry import resolve, select
 
     recipe = make_recipe(spec.recipe, Path(spec.source) if spec.source else None)
-    with libraries():
+    with reduced_gc():
         if own:
             launch.start_again(select(recipe).environment(recipe))
         resolution = resolve(recipe)

@@ -188,7 +188,7 @@ def recipe_keys() -> str:
 def leaves(group: Any = None, name: str = "fastloop") -> Iterator[tuple[str, Any]]:
     """Every command by its full name, also those of groups."""
     group = group or typer.main.get_command(app)
-    for word in group.ours() if isinstance(group, Commands) else group.commands:
+    for word in group.reserved() if isinstance(group, Commands) else group.commands:
         command = group.get_command(None, word)
         if hasattr(command, "commands"):
             yield from leaves(command, f"{name} {word}")

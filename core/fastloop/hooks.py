@@ -1,7 +1,6 @@
 """The hooks of one run: their declarations and implementations, the time of each call, and the plugin that failed.
 
-pluggy calls the hooks. ``Hooks`` adds hooks that plugins declare, and times every call. ``PluginSet`` adds the kinds of calls that pluggy
-does not have: drafts and chains. ``plugin_checks`` validates the declarations of plugins.
+pluggy calls the hooks. ``Hooks`` adds hooks that plugins declare, and times every call. ``PluginSet`` adds drafts and chains.
 """
 
 from __future__ import annotations

@@ -225,7 +225,7 @@ class Plugin:
 
 
 def defaults() -> dict[str, importlib.metadata.EntryPoint]:
-    """Name -> entry point of the plugins that are on by themselves where their ``auto_enable`` says so."""
+    """Name -> entry point of the plugins that are enabled by default if their ``auto_enable`` returns a reason."""
     points = sorted(entry_points(DEFAULTS), key=lambda point: point.name)
     return {point.name: point for point in points if point.dist is not None and point.dist.name == "fastloop"}
 

@@ -24,13 +24,13 @@ class State:
         epoch_samples: Samples drawn in the current epoch, over all processes.
         samples: Samples trained on so far, over all processes.
         tokens: Real tokens trained on so far (padding not counted), over all processes; 0 where the task counts none.
-        metrics: Split (``evaluate``, ``test``) -> the newest metrics of it.
-        evaluated_at: Step of the newest evaluation on ``evaluate``; -1 before the first.
+        metrics: Split (``validation``, ``test``) -> its newest metrics.
+        evaluated_at: Step of the newest evaluation on ``validation``; -1 before the first.
         best: ``{"step", "value", "path"}`` of the best checkpoint, when a plugin keeps one.
-        evaluate_requested: Whether an evaluation is asked for and not yet done.
+        evaluate_requested: Whether an evaluation is requested and not yet done.
         save_requested: Whether a save is requested and not yet done.
-        stop_reason: Why training ends before its time; None while it goes on.
-        left_out: ``[epoch, epoch_samples]`` where steps begin that are not to be trained: the run failed there and went back.
+        stop_reason: Why training ends early; None while it continues.
+        left_out: ``[epoch, epoch_samples]`` of the beginnings of steps that are skipped, because the run failed there and was rolled back.
         unreadable: Samples so far that could not be read and were left out of their batches, over all processes.
     """
 
@@ -88,7 +88,7 @@ class Batch:
     """One micro-batch as the loop sees it. A collator may return one to set ``loss_weight`` and ``tokens``.
 
     Attributes:
-        inputs: What the task's ``compute_loss`` gets: any nesting of tensors. Set by the collator.
+        inputs: The argument ``batch`` of ``compute_loss``: any nesting of tensors. Set by the collator.
         loss_weight: The number of samples or target tokens that the loss is the mean over. Accumulated micro-batches are weighted by it.
             Set by the task's collator; where that leaves it 0, the loader sets it to ``samples``.
         samples: Number of samples. Set by the loader.

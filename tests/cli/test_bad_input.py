@@ -88,7 +88,7 @@ RECIPES: dict[str, tuple[list[tuple[str, Any]], list[str], list[str]]] = {
     "a monitor without evaluation": (
         [("plugins", [{"checkpoint-best": {"monitor": "accuracy"}}]), ("data.files.validation", ...), ("data.validation_fraction", 0)],
         [],
-        ["checkpoint-best", "evaluat"],
+        ["checkpoint-best", "validation split"],
     ),
     "model with an unknown key": ([("model.nme", "x")], [], ["model.nme", "Did you mean 'name'?"]),
     "no model": ([("model", {})], [], ["model", "name", "config"]),

@@ -378,7 +378,7 @@ def test_a_folder_with_other_files_is_left_alone_and_an_earlier_ladder_is_moved_
     Path("ablation/thesis.txt").write_text("years")
     code, out, _ = bench(recipe("honest"), *SHORT, "--no-numerics")
     assert code == 2
-    assert "holds other files" in out
+    assert "holds files other than" in out
     Path("ablation/thesis.txt").rename("ablation/bench.json")
     code, out, _ = bench(recipe("honest"), *SHORT, "--no-numerics")
     assert code == 0
@@ -441,7 +441,7 @@ def test_quality_compares_the_first_and_the_last_rung_over_three_seeds(recipe, b
     code, out, record = bench(recipe("lies"), *SHORT, "--no-numerics", "--quality-steps", "4")
     assert code == 0, out
     metrics = record["quality"]["metrics"]
-    assert [len(metrics[arm]["evaluate loss"]) for arm in ("baseline", "full")] == [3, 3]
+    assert [len(metrics[arm]["validation loss"]) for arm in ("baseline", "full")] == [3, 3]
     assert metrics["baseline"] != metrics["full"]
     assert "seeds' spread" in out
 

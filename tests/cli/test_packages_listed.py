@@ -81,7 +81,7 @@ def test_plugins_of_one_name_are_both_listed_planned_and_trained(cli, install):
     install("warm-pack", WARMTH, warmth="warm_pack:Warmth")
     install("hot-pack", WARMTH.replace("20.0", "90.0"), warmth="hot_pack:Warmth")
     _, out, _ = cli("plugins")
-    assert re.search(r"^warm-pack 1.2 *\nplugin.*\nwarm-pack:warmth +weather +exact +How warm it is", out, re.MULTILINE)
+    assert re.search(r"^warm-pack 1.2 *\nplugin.*\nwarm-pack:warmth +weather +bitwise +How warm it is", out, re.MULTILINE)
     assert re.search(r"^hot-pack 1.2 *\nplugin.*\nhot-pack:warmth +weather", out, re.MULTILINE)
     _, out, _ = cli("plugins", "--json")
     rows = {row["name"]: row for row in json.loads(out)}

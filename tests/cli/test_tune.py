@@ -257,7 +257,7 @@ def test_without_time_nothing_is_tried(recipe, command):
     ("arguments", "said"),
     [
         (["--budget", "soon"], "--budget soon: expected a time such as 90s, 10m or 1h."),
-        (["--accept", "exakt"], "--accept: there is no numerics class 'exakt'. Did you mean 'bitwise'?"),
+        (["--accept", "bitwize"], "--accept: there is no numerics class 'bitwize'. Did you mean 'bitwise'?"),
         (["--output", "tiny.yaml"], "--output tiny.yaml: this is the recipe itself."),
         (["--with", "nosuch"], "nosuch"),
     ],

@@ -558,7 +558,7 @@ def test_ctrl_c_on_the_command_line_exits_130_and_says_how_to_resume():
         command.send_signal(signal.SIGINT)
         assert command.wait(300) == 130, command.stderr
         assert "Traceback" not in command.stderr
-        assert "Go on with: fastloop train run.yaml train.epochs=100000 --resume" in command.stdout
+        assert "Continue with: fastloop train run.yaml train.epochs=100000 --resume" in command.stdout
     assert json.loads(Path("run/summary.json").read_text())["status"] == "stopped"
 
 

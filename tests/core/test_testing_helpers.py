@@ -92,8 +92,8 @@ def test_time_runs_out_and_nothing_is_left(tmp_path):
     (tmp_path / "pids").mkdir()
     (ended,) = start(1, group_of_sleepers, 60.0, folder=tmp_path, limit=3)
     assert ended.code is None
-    assert "group_of_sleepers" in ended.said
-    assert "3 seconds were over" in ended.said
+    assert "group_of_sleepers" in ended.output
+    assert "3 seconds were over" in ended.output
     pids = [int(path.name) for path in (tmp_path / "pids").iterdir()]
     assert len(pids) == 2
     patience = time.monotonic() + 120
@@ -104,7 +104,7 @@ def test_time_runs_out_and_nothing_is_left(tmp_path):
 def test_warnings_are_errors_where_they_are_in_the_test():
     (ended,) = start(1, warns)
     assert ended.code == 1
-    assert "DeprecationWarning: an old way" in ended.said
+    assert "DeprecationWarning: an old way" in ended.output
 
 
 def test_a_killed_process_is_told_by_its_signal():
@@ -250,7 +250,7 @@ BAD = {
     "forgets": (
         FORGETS,
         "saved_and_loaded",
-        "promises that a run which was interrupted after step 10 and went on ends as one that was not",
+        "promises the same result from a run that was interrupted after step 10 and resumed",
     ),
     "leaks": (LEAKS, "off", "promises to leave nothing behind when it is off. Found: torch.get_num_threads(): 1 before, 3 after"),
     "raises": (RAISES, "numerics", "the training 'ours' failed: PluginCrash: plugin 'raises' (raises 1.0) failed in after_step"),
@@ -262,7 +262,7 @@ BAD = {
     "undocumented": (UNDOCUMENTED, "options", "promises to document its option 'strength'. Found: no help"),
     "takes-anything": (TAKES_ANYTHING, "options", "promises to refuse an object() for its option 'strength'. Found: that it is taken"),
     "by-rank": (BY_RANK, "processes[ddp]", "promises the same weights on all processes on two processes with 'ddp'"),
-    "unsure": (UNSURE, "declared", "promises a numerics class. Found: 'about right'. Expected one of: exact, reassociated"),
+    "unsure": (UNSURE, "declared", "promises a numerics class. Found: 'about right'. Expected one of: bitwise, reassociated"),
     "unsaid": (GOOD, "documented", "promises a recipe to copy. Found: none in the docstring of unsaid"),
     "unshown": (GOOD, "documented", "promises a table of its options in the README. Found: no row for every"),
 }
@@ -356,7 +356,7 @@ class TestConformanceItself:
     def test_a_killed_run_that_forgets_fails_too(self, outcomes):
         outcome, message = outcomes["forgets"]["killed"]
         assert outcome == "failure"
-        assert "promises that a run which was killed in step 13 and went on ends as one that was not" in message
+        assert "promises the same result from a run that was killed in step 13 and resumed" in message
 
     def test_slow_checks_are_marked_without_a_marker_of_the_authors(self, outcomes):
         assert not {"cost", "killed"} & outcomes["draws"].keys()

@@ -175,7 +175,7 @@ def test_of_two_of_one_name_either_is_reached_by_its_package(venv, recipe):
     assert "amp  (slot precision, " in out
     code, out, _ = fastloop(venv, "plan", recipe, "--with", "bad-amp:amp")
     assert code == 0
-    assert "amp  (exact, listed in the recipe as bad-amp:amp)" in out
+    assert "amp  (bitwise, listed in the recipe as bad-amp:amp)" in out
 
 
 def test_commands_that_crash_or_take_a_name_of_ours(venv, recipe):

@@ -63,7 +63,7 @@ def test_with_compile_it_is_torchs(caplog):
 
 def test_a_model_that_is_not_transformers_is_left_alone(tiny_run, caplog):
     tiny_run([Attention()], epochs=1)
-    assert "Sequential is no transformers model" in caplog.text
+    assert "Sequential is not a transformers model" in caplog.text
 
 
 def test_flash_attention_is_refused_where_it_cannot_be():

@@ -343,7 +343,7 @@ def test_a_task_that_lets_sequences_see_each_other_is_refused(config):
 
 
 def test_a_model_that_is_not_transformers_is_refused(tiny_run):
-    with pytest.raises(PluginError, match="Sequential is no transformers model"):
+    with pytest.raises(PluginError, match="Sequential is not a transformers model"):
         tiny_run([Packing()], epochs=1)
 
 

@@ -64,10 +64,10 @@ def test_on_a_terminal_one_live_line_tells_step_loss_speed_and_time_left(monkeyp
 
 def test_elsewhere_plain_lines_come_at_intervals_without_control_characters():
     (ended,) = start(1, train_slowly)
-    assert ended.code == 0, ended.said
-    shown = ended.said.splitlines()
+    assert ended.code == 0, ended.output
+    shown = ended.output.splitlines()
     assert 2 <= len(shown) <= 10, "about one each 0.2 s of a second's run, not one a step"
-    assert all(re.fullmatch(LINE, line) for line in shown), ended.said
+    assert all(re.fullmatch(LINE, line) for line in shown), ended.output
 
 
 def test_progress_changes_no_number(tiny_run):

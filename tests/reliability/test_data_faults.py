@@ -360,6 +360,6 @@ def test_a_file_with_one_word_changed_is_found(change):
     checkpoint = next(Path("run/checkpoints").glob("step-*"))
     jsonl("train.jsonl", [*rows[:8], rows[8] | change, *rows[9:]])
     again = text_run(train="train.jsonl")
-    again.found = (checkpoint, [])
+    again.resume_point = (checkpoint, [])
     with pytest.raises(CheckpointError, match="was saved with other data"):
         execute(again)

@@ -136,7 +136,7 @@ def test_a_process_that_hangs_is_named_with_where_it_stands(rank):
     assert "stuck_here" in Path(f"run/watchdog/rank-{rank}.txt").read_text()
     other = Path(f"run/watchdog/rank-{1 - rank}.txt").read_text()
     assert "stuck_here" not in other
-    assert "sum_over_processes" in other, "it waits for the other"
+    assert "all_reduce_sum" in other, "it waits for the other"
 
 
 def test_a_process_that_is_stopped_is_named_and_all_end():

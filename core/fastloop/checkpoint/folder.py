@@ -174,12 +174,12 @@ def summarize(run: Run, status: str, reason: str | None) -> dict[str, Any]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """What is in a folder, but for a lock."""
+    """The entries of a folder, except a lock."""
     return [path for path in folder.iterdir() if path.name != ".lock"]
 
 
 def _writable(folder: Path) -> bool:
-    """Whether files can be made in a folder: tried, because permission bits do not tell (root, read-only mounts)."""
+    """Whether files can be created in a folder. It tries, because permission bits do not show it (root, read-only mounts)."""
     try:
         with tempfile.TemporaryFile(dir=folder):
             return True

@@ -1,4 +1,4 @@
-"""How a dataset is read: a draw at a time, or as a stream that is shared out. The same samples for any number of workers."""
+"""Read map-style datasets by sample ids, and iterable datasets as sharded streams. The number of workers does not change the samples."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from fastloop.data.sampler import MicroBatchIds
-from fastloop.data.seeding import Alone, seed_all
+from fastloop.data.seeding import IsolatedRandomState, seed_all
 from fastloop.errors import DataError
 
-NEARBY = 100
-"""Samples that are tried for one to compute along with, where a whole micro-batch cannot be read."""
+FILLER_ATTEMPTS = 100
+"""Samples to try as a filler if no sample of a micro-batch can be read."""
 
 
 class DatasetProtocol(Protocol):
@@ -47,8 +47,8 @@ class DatasetProtocol(Protocol):
         ...
 
 
-class Read(list[Any]):
-    """Samples of a micro-batch, with their ids, and whether it is its step's last on this process."""
+class Samples(list[Any]):
+    """The samples of a micro-batch, with the fields of ``Batch`` that the collator does not know."""
 
     ids: tuple[int, ...] = ()
     is_last_micro_batch: bool = False
@@ -56,43 +56,44 @@ class Read(list[Any]):
 
 
 class Numbered(tuple[int, Any]):
-    """A sample of an iterable dataset, behind its position."""
+    """``(position, sample)`` of an iterable dataset."""
 
 
 class Filler(list[Any]):
-    """A sample that counts for nothing. A process that has no share of an epoch's last micro-step gets one: it computes along, since the
+    """A sample with weight 0, for a process without a share of an epoch's last micro-step. That process must compute, too, because the
     others wait for its gradients."""
 
 
-class Samples(Dataset[Any]):
-    """A map-style dataset read a draw at a time. In a worker, each draw seeds the random state: it does not matter which worker."""
+class MapReader(Dataset[Any]):
+    """Reads a map-style dataset by micro-batch. A worker first seeds its random states with the micro-batch's seed, so that random numbers
+    do not depend on the worker."""
 
     def __init__(self, dataset: Any, skip_unreadable: bool = False) -> None:
         self.dataset, self.skip_unreadable = dataset, skip_unreadable
-        self.read: Callable[[list[int]], list[Any]] = getattr(dataset, "__getitems__", None) or self._one_by_one
+        self.read: Callable[[list[int]], list[Any]] = getattr(dataset, "__getitems__", None) or self._read_each
 
-    def _one_by_one(self, ids: list[int]) -> list[Any]:
+    def _read_each(self, ids: list[int]) -> list[Any]:
         return [self.dataset[index] for index in ids]
 
-    def __getitems__(self, draw: MicroBatchIds) -> list[Any]:
+    def __getitems__(self, micro_batch: MicroBatchIds) -> list[Any]:
         if get_worker_info() is not None:
-            seed_all(draw.seed)
-        samples = self._readable(draw) if self.skip_unreadable else Read(self.read(draw))
+            seed_all(micro_batch.seed)
+        samples = self._skip_unreadable(micro_batch) if self.skip_unreadable else Samples(self.read(micro_batch))
         if not samples.unreadable:
-            samples.ids = tuple(draw)
-        if draw.fills:
-            samples = Read([samples[0] if isinstance(samples[0], Filler) else Filler(samples)])
-        samples.is_last_micro_batch = draw.is_last_micro_batch
+            samples.ids = tuple(micro_batch)
+        if micro_batch.is_filler:
+            samples = Samples([samples[0] if isinstance(samples[0], Filler) else Filler(samples)])
+        samples.is_last_micro_batch = micro_batch.is_last_micro_batch
         return samples
 
-    def _readable(self, draw: MicroBatchIds) -> Read:
-        """The samples of a draw without those that cannot be read; where none is left, one that counts for nothing."""
+    def _skip_unreadable(self, micro_batch: MicroBatchIds) -> Samples:
+        """The readable samples of a micro-batch, or a filler if none is readable."""
         with suppress(Exception):
-            return Read(self.read(draw))
-        samples = Read()
-        ids: list[int] = []  # a draw may hold an id twice
+            return Samples(self.read(micro_batch))
+        samples = Samples()
+        ids: list[int] = []  # a micro-batch may hold an id twice
         unreadable: list[tuple[int, str]] = []
-        for index in draw:
+        for index in micro_batch:
             try:
                 (sample,) = self.read([index])
             except Exception as error:
@@ -101,29 +102,36 @@ class Samples(Dataset[Any]):
                 samples.append(sample)
                 ids.append(index)
         samples.ids, samples.unreadable = tuple(ids), tuple(unreadable)
-        for index in range(draw[0] + 1, draw[0] + NEARBY) if not ids else ():
+        for index in range(micro_batch[0] + 1, micro_batch[0] + FILLER_ATTEMPTS) if not ids else ():
             with suppress(Exception):
                 samples.append(Filler(self.read([index % len(self.dataset)])))
                 break
         if not samples:
-            raise DataError(f"none of {NEARBY} samples from {draw[0]} on can be read: {unreadable[0][1]}")
+            raise DataError(f"none of {FILLER_ATTEMPTS} samples from {micro_batch[0]} on can be read: {unreadable[0][1]}")
         return samples
 
 
 class Stream(IterableDataset[Any]):
-    """An iterable dataset shared out so that each sample comes once, in the same batches for any number of workers.
+    """An iterable dataset, sharded so that each sample is read once, in the same batches for any number of workers.
 
-    Micro-batch ``i`` is read by process ``i % world_size`` and, there, by the worker whose turn it is. The dataset itself is
-    iterated as if it were alone, unless it declares ``DatasetProtocol.shards_itself``. What it draws at random is the same for every
-    reader, with and without workers, and at every resume.
+    Process ``i % world_size`` reads micro-batch ``i``, and its workers take turns. The dataset sees no worker in ``get_worker_info()``, so
+    that it does not shard its samples again. If it declares ``DatasetProtocol.shards_itself``, fastloop takes everything that it yields.
+    Its random numbers are the same on every reader, with and without workers, and after each resume.
 
     Args:
-        batch: Samples a micro-batch.
-        whole: Micro-batches of a step, over all processes, to leave out a last step that is not full; 0: take what there is.
+        batch: Samples of a micro-batch.
+        batches_per_step: Micro-batches of a step, over all processes, to drop an incomplete last step; 0: keep it.
     """
 
-    def __init__(self, dataset: Any, batch: int, rank: int, world_size: int, seed: int, whole: int = 0) -> None:
-        self.dataset, self.batch, self.rank, self.world_size, self.seed, self.whole = dataset, batch, rank, world_size, seed, whole
+    def __init__(self, dataset: Any, batch: int, rank: int, world_size: int, seed: int, batches_per_step: int = 0) -> None:
+        self.dataset, self.batch, self.rank, self.world_size, self.seed, self.batches_per_step = (
+            dataset,
+            batch,
+            rank,
+            world_size,
+            seed,
+            batches_per_step,
+        )
         self.position: Tensor = torch.zeros(2, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call] # epoch, start: persistent workers see changes
 
     def __iter__(self) -> Iterator[Any]:
@@ -136,35 +144,35 @@ class Stream(IterableDataset[Any]):
                 seed_all(hash((self.seed, epoch, self.rank, info.id)) % 2**32)
             yield from self.dataset
             return
-        mine, readers = self.rank, self.world_size
+        reader, readers = self.rank, self.world_size
         if info is not None:
-            mine, readers = self.rank + self.world_size * info.id, self.world_size * info.num_workers
-        alone = Alone(hash((self.seed, epoch)) % 2**32)  # every reader's is the same: they must agree on the order
-        with alone:
+            reader, readers = self.rank + self.world_size * info.id, self.world_size * info.num_workers
+        isolated = IsolatedRandomState(hash((self.seed, epoch)) % 2**32)  # the same for all readers, which must agree on the order
+        with isolated:
             samples = iter(self.dataset)
             deque(islice(samples, start), maxlen=0)
-        held: list[tuple[int, list[Any]]] = []  # this reader's micro-batches of a step that may turn out not to be full
+        pending: list[tuple[int, list[Any]]] = []  # this reader's micro-batches of a step that may be incomplete
         for number in count():
-            with alone:
+            with isolated:
                 group = list(islice(samples, self.batch))
             if not group:
                 break
             last = group[-1]
-            if number % readers == mine:
-                held.append((start + number * self.batch, group))
-            if self.whole and ((number + 1) % self.whole or len(group) < self.batch):
+            if number % readers == reader:
+                pending.append((start + number * self.batch, group))
+            if self.batches_per_step and ((number + 1) % self.batches_per_step or len(group) < self.batch):
                 continue
-            for position, mine_now in held:
-                if info is not None:  # what the collator draws does not depend on the worker either
+            for position, micro_batch in pending:
+                if info is not None:  # make the collator's random numbers independent of the worker
                     seed_all(hash((self.seed, epoch, position)) % 2**32)
-                yield from (Numbered(pair) for pair in enumerate(mine_now, position))
-            held.clear()
-        if not self.whole and any(filler % readers == mine for filler in range(number, number + -number % self.world_size)):
+                yield from (Numbered(pair) for pair in enumerate(micro_batch, position))
+            pending.clear()
+        if not self.batches_per_step and any(filler % readers == reader for filler in range(number, number + -number % self.world_size)):
             yield Filler([last])
 
 
 def fingerprint(dataset: Any) -> str:
-    """What a resumed run compares: the number of samples, if the dataset has a length, and its ``DatasetProtocol.fingerprint``."""
+    """The string that a resumed run compares: the number of samples, if known, and the dataset's ``DatasetProtocol.fingerprint``."""
     size = f"{len(dataset)} samples" if hasattr(dataset, "__len__") else ""
     own = getattr(dataset, "fingerprint", None)
     return f"{size} {own()}".strip() if callable(own) else size

@@ -1,4 +1,4 @@
-"""Batches of one split, from a ``DataLoader`` whose workers are watched."""
+"""Batches of one split from a ``DataLoader``, with explained worker failures."""
 
 from __future__ import annotations
 
@@ -15,46 +15,46 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from fastloop.data import workers
 from fastloop.data.collate import Collate
-from fastloop.data.datasets import Samples, Stream
+from fastloop.data.datasets import MapReader, Stream
 from fastloop.data.sampler import StepSampler
-from fastloop.data.sampler_order import SamplerOrder, is_our_order
+from fastloop.data.sampler_order import SamplerOrder, is_default_order
 from fastloop.errors import CheckpointError, DataError, UsageError
 from fastloop.runtime.tracebacks import user_line
 from fastloop.state import Batch, DataLoaderDraft
 
 log = logging.getLogger("fastloop")
 
-ENDED = {
-    "SIGKILL": "The system does that when memory runs out (dmesg tells): use fewer workers, or let them read less ahead.",
+ADVICE = {
+    "SIGKILL": "The system does that when memory runs out (see dmesg): use fewer workers, or let them read less ahead.",
     "SIGBUS": "Shared memory is full: use fewer workers, or make /dev/shm larger.",
-    "": "To see what happens in it, read the data in the training process (no workers).",
+    "": "To debug it, read the data in the training process (no workers).",
 }
-"""Signal -> what to do about a worker that it ended; none: any other end."""
-LOOK = 5.0
-"""Seconds between two looks at whether workers live, while a batch is waited for."""
-ENDING = 5.0
-"""Seconds that a worker gets to be over, once its connections are broken."""
-SAID = 10
-"""Samples that could not be read which are named; the others are only counted."""
+"""Signal that ended a worker -> advice. The empty string stands for any other cause."""
+POLL_SECONDS = 5.0
+"""Seconds between checks for dead workers while waiting for a batch."""
+EXIT_SECONDS = 5.0
+"""Seconds to wait for a worker's exit code after its connections broke."""
+MAX_WARNINGS = 10
+"""Unreadable samples that are logged; further ones are only counted."""
 
 
 class Loader:
-    """Batches of one split on this process, still on the host.
+    """Batches of one split on this process, in host memory.
 
     Args:
         dataset: Map-style (``len`` and ``[]``) or iterable.
-        batch_size: Samples an optimizer step, over all processes; for evaluation, what all processes hold at once.
-        micro_batch_size: Samples a micro-batch of one process.
+        batch_size: Samples of an optimizer step over all processes; in evaluation, of one micro-batch of every process.
+        micro_batch_size: Samples of a micro-batch on one process.
         pieces: See ``StepSampler``.
-        split: Its name: how its workers are set up, and for messages.
-        sampler: The order of a map-style dataset, and whether an incomplete last batch is dropped. To train, a batch is an optimizer step
-            of ``batch_size``; to evaluate, one of the sampler's ``batch_size``. None: all samples in our own order.
+        split: Name of the split, for its worker settings and for messages.
+        sampler: The order of a map-style dataset, and whether to drop an incomplete last batch. A batch has ``batch_size`` samples in
+            training and the sampler's ``batch_size`` in evaluation. None: all samples in the default order.
 
     Raises:
-        UsageError: The sampler's order cannot be repeated, or it leaves no sample.
+        UsageError: The sampler's order cannot be repeated, or no sample is left.
 
     Attributes:
-        unreadable: Samples that could not be read so far, and are not in their batches.
+        unreadable: Number of samples that could not be read and were left out of their batches.
     """
 
     def __init__(
@@ -76,18 +76,18 @@ class Loader:
         self.dataset = dataset
         reading = draft.of(split)
         self.unreadable, self.timeout = 0, reading["timeout"]
-        self.workers: list[Any] = []  # of the newest pass
-        self.since = 0.0  # when a batch was asked for
+        self.workers: list[Any] = []
+        self.waiting_since = 0.0
         self.batch_size, self.micro_batch_size, self.world_size = batch_size, micro_batch_size, world_size
         self.micro_steps = batch_size // (micro_batch_size * world_size)
-        self.in_step = not getattr(dataset, "shards_itself", False)  # else processes may have different numbers of batches
+        self.in_step = not getattr(dataset, "shards_itself", False)  # False: processes may have different numbers of batches
         self.stream: Stream | None = None
         self.sampler: StepSampler | None = None
         arguments: dict[str, Any] = {
             "collate_fn": Collate(collator),
             "num_workers": reading["num_workers"],
             "pin_memory": reading["pin_memory"],
-            "generator": torch.Generator().manual_seed(seed),  # else each epoch would draw from the global state
+            "generator": torch.Generator().manual_seed(seed),  # keep epochs from using the global state
             "worker_init_fn": partial(workers.start_worker, init=reading["worker_init_fn"]),
         }
         if reading["num_workers"]:
@@ -95,17 +95,17 @@ class Loader:
         drop_last = sampler is not None and sampler.drop_last
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
             if drop_last and not (self.in_step and shuffle):
-                why = "is iterable and only evaluated" if self.in_step else "shards itself"
+                kind = "is iterable and only evaluated" if self.in_step else "shards itself"
                 raise UsageError(
-                    f"the {split} split: drop_last=True for {type(dataset).__name__}, which {why}: the samples dropped would depend on the "
-                    "number of processes. Set drop_last=False, or let the dataset end earlier."
+                    f"the {split} split: drop_last=True for {type(dataset).__name__}, which {kind}: the samples dropped would depend on "
+                    "the number of processes. Set drop_last=False, or let the dataset end earlier."
                 )
             self.stream = Stream(dataset, micro_batch_size, rank, world_size, seed, self.micro_steps * world_size if drop_last else 0)
             self.loader: DataLoader[Any] = DataLoader(self.stream, batch_size=micro_batch_size, **arguments)
             return
         draw = (
             None
-            if sampler is None or is_our_order(sampler.sampler, dataset, shuffle, draft.arrange is not None)
+            if sampler is None or is_default_order(sampler.sampler, dataset, shuffle, draft.arrange is not None)
             else SamplerOrder(sampler.sampler, split, seed)
         )
         self.sampler = StepSampler(
@@ -126,10 +126,10 @@ class Loader:
             raise UsageError(
                 f"the {split} split: drop_last=True leaves no batch of its {self.sampler.drawn} samples. Make the batch size smaller."
             )
-        self.loader = DataLoader(Samples(dataset, draft.skip_unreadable), batch_sampler=self.sampler, **arguments)
+        self.loader = DataLoader(MapReader(dataset, draft.skip_unreadable), batch_sampler=self.sampler, **arguments)
 
     def steps_per_epoch(self) -> int | None:
-        """Optimizer steps an epoch; None for a dataset of unknown length."""
+        """Optimizer steps per epoch; None for a dataset of unknown length."""
         return None if self.sampler is None else -(-self.sampler.size // self.batch_size)
 
     def batches(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
@@ -137,11 +137,11 @@ class Loader:
 
         Raises:
             DataError: A sample could not be read or collated, or a worker died or hangs.
-            CheckpointError: ``start`` is inside an epoch of a dataset that shards itself, whose order is its own.
+            CheckpointError: ``start`` is not 0, and the dataset shards itself, so fastloop does not know its order.
         """
         if start and getattr(self.dataset, "shards_itself", False):
             raise CheckpointError(
-                f"{type(self.dataset).__name__} shards itself, so a run cannot go on {start} samples into its epoch. "
+                f"{type(self.dataset).__name__} shards itself, so a run cannot resume {start} samples into its epoch. "
                 "Resume from a checkpoint of an epoch's end (train.save_every: epoch)."
             )
         if self.sampler is not None:
@@ -150,10 +150,10 @@ class Loader:
             self.stream.position[0], self.stream.position[1] = epoch, start
         batches: Iterator[Batch] | None = None
         while True:
-            self.since = monotonic()
+            self.waiting_since = monotonic()
             try:
                 if batches is None:
-                    batches = self._begin()
+                    batches = self._start_pass()
                 batch = workers.next_batch(batches, self.workers)
             except StopIteration:
                 return
@@ -161,42 +161,42 @@ class Loader:
                 raise
             except Exception as error:
                 raise self._explain(error) from error
-            for index, why in batch.unreadable:
+            for index, reason in batch.unreadable:
                 self.unreadable += 1
-                if self.unreadable <= SAID:
-                    log.warning("sample %d cannot be read and is left out: %s", index, why)
+                if self.unreadable <= MAX_WARNINGS:
+                    log.warning("sample %d cannot be read and is left out: %s", index, reason)
             yield batch
 
-    def _begin(self) -> Iterator[Batch]:
-        """A pass over the loader, which looks every few seconds whether its workers live: torch with a timeout does so at its end only."""
+    def _start_pass(self) -> Iterator[Batch]:
+        """Start a pass over the loader. With a timeout, torch notices a dead worker only at its end, so poll every ``POLL_SECONDS``."""
         batches: Any = iter(self.loader)
         self.workers = workers.watch(batches)
         if self.workers and self.timeout:
-            workers.wait_in_turns(batches, min(self.timeout, LOOK), self._check_timeout)
+            workers.wait_in_turns(batches, min(self.timeout, POLL_SECONDS), self._check_timeout)
         return iter(batches)
 
     def _check_timeout(self) -> None:
-        if monotonic() - self.since > self.timeout:
+        if monotonic() - self.waiting_since > self.timeout:
             raise DataError(f"no batch in {self.timeout:g} seconds: a worker that reads data hangs, or the limit is too low for it.")
 
     def _explain(self, error: Exception) -> DataError:
-        said = str(error).strip().splitlines() or [""]
-        if self.workers and isinstance(error, OSError | EOFError):  # one that ends breaks its connections, before it is over
-            ending = connection.wait([process.sentinel for process in self.workers], ENDING)
+        if self.workers and isinstance(error, OSError | EOFError):  # a worker's connections break before it has an exit code
+            ready = connection.wait([process.sentinel for process in self.workers], EXIT_SECONDS)
             for process in self.workers:
-                if process.sentinel in ending:
-                    process.join(ENDING)  # else it may have no exit code yet
+                if process.sentinel in ready:
+                    process.join(EXIT_SECONDS)
         ended = [(number, process) for number, process in enumerate(self.workers) if process.exitcode]
         if not ended:
-            why = said[-1].removeprefix(f"{type(error).__name__}: ")  # a worker's ends with its traceback's last line
+            lines = str(error).strip().splitlines() or [""]  # a worker's error contains its traceback
+            reason = lines[-1].removeprefix(f"{type(error).__name__}: ")
             place = user_line(error)
-            return DataError(f"reading a batch failed: {type(error).__name__}: {why}" + (f" ({place})" if place else ""))
+            return DataError(f"reading a batch failed: {type(error).__name__}: {reason}" + (f" ({place})" if place else ""))
         number, process = ended[0]
         name = signal.Signals(-process.exitcode).name if process.exitcode < 0 else ""
-        how = f"was ended by {name}" if name else f"ended with exit code {process.exitcode}"
+        cause = f"was ended by {name}" if name else f"ended with exit code {process.exitcode}"
         return DataError(
-            f"worker {number} of the {len(self.workers)} that read data (pid {process.pid}) {how}. "
-            f"{ENDED.get(name, ENDED[''])} Go on from the newest checkpoint with --resume."
+            f"worker {number} of the {len(self.workers)} that read data (pid {process.pid}) {cause}. "
+            f"{ADVICE.get(name, ADVICE[''])} Continue from the newest checkpoint with --resume."
         )
 
     def close(self) -> None:
@@ -204,10 +204,10 @@ class Loader:
         workers.shut_down(self.loader)
         for process in self.workers:
             if process.exitcode is None:
-                process.kill()  # it hangs, maybe in native code where it takes no signal: the interpreter's end would wait for it
+                process.kill()  # a hanging worker would block the exit of the interpreter
 
     def steps(self, epoch: int = 0, start: int = 0) -> Iterator[list[Batch]]:
-        """The same, grouped into the micro-batches of each optimizer step."""
+        """``batches``, grouped into the micro-batches of each optimizer step."""
         group: list[Batch] = []
         for batch in self.batches(epoch, start):
             group.append(batch)

@@ -1,4 +1,4 @@
-"""What a ``DataLoader`` of the user's says about its data, and which of it cannot be kept."""
+"""Read the settings of a user's ``DataLoader``, and refuse those that fastloop cannot keep."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 
-from fastloop.data.sampler_order import SeededWorkers
+from fastloop.data.sampler_order import SharedGeneratorSampler
 from fastloop.errors import UsageError
 
 
 @dataclass(frozen=True)
 class LoaderSettings:
-    """Attributes:
-    dataset: Map-style or iterable.
-    collate_fn: None: there was no loader.
-    sampler: Order of samples, batch size and ``drop_last``; None: there was no loader.
-    reading: ``DataLoaderDraft.READING`` fields.
+    """The settings of one split. Without a loader, only ``dataset`` is set.
+
+    Attributes:
+        dataset: Map-style or iterable.
+        collate_fn: The loader's collator.
+        sampler: Order of samples, batch size and ``drop_last``.
+        reading: ``DataLoaderDraft.READING`` fields.
     """
 
     dataset: Any
@@ -28,13 +30,13 @@ class LoaderSettings:
 
 
 def read_loader(name: str, loader: Any) -> LoaderSettings:
-    """Take over a loader, or a dataset.
+    """Read the settings of a loader or a dataset.
 
     Args:
-        name: What messages call it: ``train_loader``.
+        name: Name of the argument, for messages: ``train_loader``.
 
     Raises:
-        UsageError: It holds what cannot be kept; names it and what to do instead.
+        UsageError: fastloop cannot keep a setting; the message states what to do instead.
     """
     if not isinstance(loader, DataLoader):
         if not isinstance(loader, Dataset) and hasattr(loader, "dataset") and hasattr(loader, "batch_size"):
@@ -44,7 +46,7 @@ def read_loader(name: str, loader: Any) -> LoaderSettings:
     if kind.__iter__ is not DataLoader.__iter__:
         raise UsageError(
             f"{name}: {kind.__name__} has an __iter__ of its own, which fastloop would not call: it reads the dataset itself. "
-            "Give a torch.utils.data.DataLoader. One that Accelerate prepared: give it before it is prepared."
+            "Give a torch.utils.data.DataLoader. If Accelerate prepared it, give the loader before prepare()."
         )
     batches = loader.batch_sampler
     if batches is None:
@@ -71,12 +73,12 @@ def read_loader(name: str, loader: Any) -> LoaderSettings:
             "attribute shards_itself = True."
         )
     if loader.generator is not None and getattr(sampler, "generator", None) is loader.generator:
-        sampler = SeededWorkers(sampler, once=loader.persistent_workers)
+        sampler = SharedGeneratorSampler(sampler, once=loader.persistent_workers)
     return LoaderSettings(loader.dataset, loader.collate_fn, BatchSampler(sampler, batches.batch_size, batches.drop_last), _reading(loader))
 
 
 def _reading(loader: DataLoader[Any]) -> dict[str, Any]:
-    """How it reads, in the words of ``DataLoaderDraft``."""
+    """The loader's settings as ``DataLoaderDraft.READING`` fields."""
     fields: dict[str, Any] = {"num_workers": loader.num_workers}
     if loader.pin_memory:
         fields["pin_memory"] = True

@@ -19,19 +19,16 @@ if TYPE_CHECKING:
 
 
 class Loaders:
-    """What a run reads. The lifecycle fills ``samplers`` and ``collators``, and then calls ``build``.
-
-    Args:
-        micro_batch_size: Samples of a micro-batch on one process.
+    """Datasets and loaders by split. ``lifecycle`` fills ``samplers`` and ``collators``, and then calls ``build``.
 
     Attributes:
         settings: How batches are loaded: the finished ``DataLoaderDraft``.
         datasets: Split -> dataset.
-        samplers: Split -> its ``BatchSampler``, or None for fastloop's own order.
+        samplers: Split -> its ``BatchSampler``, or None for fastloop's default order.
         collators: Split -> collator.
-        train: The loader of the training split.
+        train: Loader of the training split.
         evaluation: Split -> loader, for all other splits.
-        micro_batch_size: Samples of a micro-batch on one process, to train.
+        micro_batch_size: Samples of a training micro-batch on one process.
         micro_steps: Micro-batches of an optimizer step on one process.
     """
 
@@ -45,7 +42,7 @@ class Loaders:
         self.evaluation: dict[str, Loader] = {}
 
     def set_datasets(self, datasets: Mapping[str, Any]) -> None:
-        """Take the datasets.
+        """Set the datasets of all splits.
 
         Raises:
             RecipeError: A split is empty.
@@ -59,28 +56,29 @@ class Loaders:
         """Build the loader of each split.
 
         Raises:
-            UsageError: A sampler's order cannot be repeated, or is another one on each process.
+            UsageError: A sampler's order cannot be repeated, or differs between processes.
         """
-        self.train = self._loader("train", self.micro_batch_size)
-        self.evaluation = {split: self._loader(split, self._evaluation_batch_size(split)) for split in self.datasets if split != "train"}
-        for split, orders in (
-            (split, {found[split] for found in self._processes.all_gather_object(self._orders)}) for split in self._orders
-        ):
-            if len(orders) > 1:
+        self.train = self._build_loader("train", self.micro_batch_size)
+        self.evaluation = {
+            split: self._build_loader(split, self._evaluation_batch_size(split)) for split in self.datasets if split != "train"
+        }
+        orders = self._processes.all_gather_object(self._orders)
+        for split in self._orders:
+            if len({order[split] for order in orders}) > 1:
                 raise UsageError(
                     f"the {split} split's sampler gives another order on each process. It must not depend on the process: not on its rank, "
                     "nor on the order of a set of strings (PYTHONHASHSEED)."
                 )
 
     def set_micro_batch_size(self, split: str, size: int, pieces: int = 1) -> None:
-        """Read a split in other micro-batches from now on. A step keeps its samples.
+        """Change the size of a split's micro-batches. The samples of each step stay the same.
 
         Args:
             size: Samples of a micro-batch on one process.
-            pieces: Further micro-batches into which those that a plugin splits are cut.
+            pieces: Number of micro-batches to cut each micro-batch of ``DataLoaderDraft.split`` into.
         """
         (self.train if split == "train" else self.evaluation[split]).close()
-        loader = self._loader(split, size, pieces)
+        loader = self._build_loader(split, size, pieces)
         if split == "train":
             self.train, self.micro_batch_size, self.micro_steps = loader, size, loader.micro_steps
         else:
@@ -98,7 +96,7 @@ class Loaders:
 
     @cached_property
     def _orders(self) -> dict[str, str]:
-        """Split -> a string that changes with the order of its samples; empty for fastloop's own order."""
+        """Split -> a string that changes with the order of its samples; empty for fastloop's default order."""
         loaders = {"train": self.train, **self.evaluation}
         return {split: loader.sampler.fingerprint() if loader.sampler is not None else "" for split, loader in loaders.items()}
 
@@ -106,7 +104,7 @@ class Loaders:
         sampler = self.samplers[split]
         return self._recipe.train.eval_batch_size or (sampler.batch_size if sampler is not None else self.micro_batch_size)
 
-    def _loader(self, split: str, size: int, pieces: int = 1) -> Loader:
+    def _build_loader(self, split: str, size: int, pieces: int = 1) -> Loader:
         train, processes = self._recipe.train, self._processes
         return Loader(
             self.datasets[split],

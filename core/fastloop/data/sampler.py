@@ -1,4 +1,4 @@
-"""Which samples the micro-batches of an epoch take."""
+"""The sample ids of each micro-batch of an epoch."""
 
 from __future__ import annotations
 
@@ -13,29 +13,34 @@ from fastloop.data.sampler_order import SamplerOrder
 
 
 class MicroBatchIds(list[int]):
-    """The sample ids of one micro-batch, and what random numbers drawn while they are read in a worker are seeded with."""
+    """The sample ids of one micro-batch.
+
+    Attributes:
+        seed: Seed of a worker's random numbers while it reads the samples.
+        is_filler: Whether the process has no share of this micro-step; see ``Filler``.
+    """
 
     seed: int = 0
-    fills: bool = False
+    is_filler: bool = False
     is_last_micro_batch: bool = False
 
 
 class StepSampler(Sampler[MicroBatchIds]):
-    """Sample ids of every micro-batch of this process, for the epoch ``epoch`` from ``start`` samples on.
+    """Sample ids of every micro-batch of this process in the epoch ``epoch``, without its first ``start`` samples.
 
     Args:
-        size: Samples of an epoch: of the dataset, or those that ``draw`` gives.
-        batch_size: Samples an optimizer step, over all processes.
-        micro_batch_size: Samples a micro-batch of one process.
-        shuffle: Whether to permute; otherwise the ids count up. ``arrange`` gets a generator if so.
-        arrange: Gives ids another order; see ``DataLoaderDraft``, less its first argument.
-        split: Makes micro-batches of a step's ids; see there too.
-        pieces: How many further ones each of those is cut into.
-        draw: Gives an epoch's ids, in place of the permutation.
-        drop_last: Leave out an epoch's last samples that do not fill a batch of this size; 0: take all.
+        size: Samples of an epoch: of the dataset or of ``draw``.
+        batch_size: Samples of an optimizer step, over all processes.
+        micro_batch_size: Samples of a micro-batch on one process.
+        shuffle: Whether to permute the ids and to pass a generator to ``arrange``. Otherwise the ids are sorted.
+        arrange: Reorders ids; see ``DataLoaderDraft``, without its first argument.
+        split: Splits a step's ids into micro-batches; see ``DataLoaderDraft``, without its first argument.
+        pieces: Number of micro-batches to cut each micro-batch of ``split`` into.
+        draw: Returns an epoch's ids, instead of a permutation.
+        drop_last: Drop the last samples of an epoch that do not fill a batch of this size; 0: keep all.
 
     Attributes:
-        size: Samples taken of an epoch: a multiple of ``drop_last``.
+        size: Samples used per epoch: a multiple of ``drop_last``.
     """
 
     def __init__(
@@ -73,15 +78,15 @@ class StepSampler(Sampler[MicroBatchIds]):
         return ids if self.arrange is None else self.arrange(ids, self.batch_size, generator)
 
     def fingerprint(self) -> str:
-        """A string that changes with the samples that epochs take and their order; empty for all samples in our own order."""
-        taken = f"{self.size} of an epoch's {self.drawn} taken" if self.size < self.drawn else ""
+        """A string that changes with an epoch's samples and their order; empty for all samples in the default order."""
+        used = f"{self.size} of an epoch's {self.drawn} taken" if self.size < self.drawn else ""
         if self.draw is None:
-            return taken
+            return used
         digest = hashlib.sha256(np.array(self.draw(0), np.int64).tobytes()).hexdigest()[:12]
-        return " ".join(filter(None, (taken, f"{self.drawn} drawn in the order {digest}")))
+        return " ".join(filter(None, (used, f"{self.drawn} drawn in the order {digest}")))
 
     def micro_batches(self, ids: list[int]) -> list[list[int]]:
-        """A step's ids as micro-batches of all processes."""
+        """Divide a step's ids into the micro-batches of all processes."""
         if self.split is not None:
             parts = [(part, -(-len(part) // self.pieces)) for part in self.split(ids, self.world_size)]
             return [part[first : first + size] for part, size in parts for first in range(0, len(part), size)]
@@ -92,8 +97,8 @@ class StepSampler(Sampler[MicroBatchIds]):
         for start in range(self.start, self.size, self.batch_size):
             parts = self.micro_batches(order[start : start + self.batch_size])
             for first in range(0, len(parts), self.world_size):
-                mine = first + self.rank
-                draw = MicroBatchIds(parts[mine] if mine < len(parts) else parts[first][:1])
-                draw.fills, draw.is_last_micro_batch = mine >= len(parts), first + self.world_size >= len(parts)
-                draw.seed = hash((self.seed, self.epoch, start + sum(map(len, parts[:mine])))) % 2**32
-                yield draw
+                own = first + self.rank
+                ids = MicroBatchIds(parts[own] if own < len(parts) else parts[first][:1])
+                ids.is_filler, ids.is_last_micro_batch = own >= len(parts), first + self.world_size >= len(parts)
+                ids.seed = hash((self.seed, self.epoch, start + sum(map(len, parts[:own])))) % 2**32
+                yield ids

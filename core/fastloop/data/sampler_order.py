@@ -1,4 +1,4 @@
-"""The order of a sampler that is not ours, as a function of seed and epoch: a run can resume in it, on any number of processes."""
+"""The order of a user's sampler as a function of seed and epoch, so that a run can resume in it on any number of processes."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 from torch.utils.data import RandomSampler, Sampler, SequentialSampler
 
-from fastloop.data.seeding import Alone
+from fastloop.data.seeding import IsolatedRandomState
 from fastloop.errors import DataError, UsageError
 
 CONTAINERS = (list, tuple, dict, set, str, range, Tensor, np.ndarray)
-"""Types of a sampler's own state, which is copied. Other attributes with a length and items are datasets, which are not."""
+"""Types of a sampler's own state, to copy with it. Other attributes with a length and items are datasets, which are not copied."""
 
 
-class SeededWorkers(Sampler[int]):
-    """A sampler that shares its generator with its loader, which draws a seed for its workers from it before an epoch's order.
+class SharedGeneratorSampler(Sampler[int]):
+    """A sampler that shares its generator with its loader. The loader draws a seed for its workers from it before an epoch's order.
 
     Args:
-        once: Whether the loader does so before its first epoch alone, as it does with persistent workers.
+        once: Whether the loader draws the seed only before its first epoch (persistent workers).
     """
 
     def __init__(self, sampler: Any, once: bool) -> None:
@@ -42,29 +42,29 @@ class SeededWorkers(Sampler[int]):
 
 
 class SamplerOrder:
-    """Sample ids that a sampler gives in an epoch.
+    """The sample ids that a sampler returns in each epoch.
 
-    Each epoch iterates a copy of the sampler once, as a ``DataLoader`` does, after ``set_epoch`` where it has one. An epoch that is behind
-    starts again from the sampler as it was given, so a generator of its own draws the same numbers. What the sampler draws from the global
-    generators of torch, numpy and ``random`` is seeded by the seed and the epoch.
+    Each epoch calls ``set_epoch``, if it exists, and iterates a copy of the sampler once, like a ``DataLoader``. To repeat an earlier
+    epoch, it starts again from the original sampler, so that the sampler's own generator draws the same numbers. The seed and the epoch
+    seed the global generators of torch, numpy and ``random``.
 
     Args:
         sampler: Iterable with a length.
-        split: For messages.
+        split: Name of the split, for messages.
 
     Attributes:
-        name: The sampler's class.
-        size: Samples an epoch.
+        name: Name of the sampler's class.
+        size: Samples per epoch.
 
     Raises:
-        UsageError: It has no length, cannot be copied, gives no ids, or does not give the same order twice.
+        UsageError: The sampler has no length, cannot be copied, returns no ids, or returns another order the second time.
     """
 
     def __init__(self, sampler: Any, split: str, seed: int) -> None:
-        inner = sampler.sampler if isinstance(sampler, SeededWorkers) else sampler
+        inner = sampler.sampler if isinstance(sampler, SharedGeneratorSampler) else sampler
         self.name = type(inner).__name__
         self.where = f"the {split} split's sampler ({self.name})"
-        self.seed, self.given = seed, sampler
+        self.seed, self.original = seed, sampler
         try:
             self.size = len(sampler)
         except (TypeError, NotImplementedError):
@@ -88,36 +88,36 @@ class SamplerOrder:
         """The ids of an epoch.
 
         Raises:
-            DataError: They are not as many as before, or the sampler that was given has changed since.
+            DataError: The number of ids differs from the sampler's length, or the original sampler was changed.
         """
         if epoch == self.newest[0]:
             return self.newest[1]
         if epoch < self.next:
             self.sampler, self.next = self._copy(self.start), 0
         while self.next <= epoch:
-            ids = self._draw(self.next)
+            ids = self._iterate(self.next)
             self.next += 1
         self.newest = epoch, ids
         return ids
 
-    def _draw(self, epoch: int) -> list[int]:
-        if changed := self._changed():
+    def _iterate(self, epoch: int) -> list[int]:
+        if attribute := self._changed_attribute():
             raise DataError(
-                f"{self.where}: its {changed} was changed during training, which a resumed run could not repeat. "
+                f"{self.where}: its {attribute} was changed during training, which a resumed run could not repeat. "
                 "Let the sampler's order follow from the epoch alone: give it a set_epoch(epoch)."
             )
-        with Alone(hash((self.seed, epoch)) % 2**32):
+        with IsolatedRandomState(hash((self.seed, epoch)) % 2**32):
             if hasattr(self.sampler, "set_epoch"):
                 self.sampler.set_epoch(epoch)
-            found = list(islice(iter(self.sampler), self.size + 1))
-        if len(found) != self.size:
-            count = f"more than {self.size}" if len(found) > self.size else str(len(found))
+            ids = list(islice(iter(self.sampler), self.size + 1))
+        if len(ids) != self.size:
+            count = f"more than {self.size}" if len(ids) > self.size else str(len(ids))
             raise DataError(f"{self.where} gave {count} samples in epoch {epoch}, and its length is {self.size}. Make them the same.")
         try:
-            return [operator.index(index) for index in found]
+            return [operator.index(index) for index in ids]
         except TypeError:
-            wrong = next(index for index in found if not hasattr(index, "__index__"))
-            raise UsageError(f"{self.where} gave {wrong!r}, expected indices of samples: whole numbers.") from None
+            wrong = next(index for index in ids if not hasattr(index, "__index__"))
+            raise UsageError(f"{self.where} gave {wrong!r}, expected indices of samples: integers.") from None
 
     def _copy(self, sampler: Any) -> Any:
         datasets = {id(value): value for value in _datasets(sampler)}
@@ -126,13 +126,13 @@ class SamplerOrder:
         except Exception as error:
             raise UsageError(
                 f"{self.where} cannot be copied, so a run could not resume in its order: {type(error).__name__}: {error}. "
-                "Keep open files, locks and the like out of it."
+                "It must not hold open files or locks."
             ) from error
 
-    def _changed(self) -> str:
-        """An attribute of the sampler that is no longer as it was given; that of ``set_epoch`` aside."""
-        given, start = (inner.sampler if isinstance(inner, SeededWorkers) else inner for inner in (self.given, self.start))
-        for name, value in getattr(given, "__dict__", {}).items():
+    def _changed_attribute(self) -> str:
+        """Name of an attribute that was changed on the original sampler, except ``epoch``; empty: none."""
+        original, start = (inner.sampler if isinstance(inner, SharedGeneratorSampler) else inner for inner in (self.original, self.start))
+        for name, value in getattr(original, "__dict__", {}).items():
             before: Any = getattr(start, name, None)
             if isinstance(value, Tensor):
                 same = isinstance(before, Tensor) and torch.equal(value, before)
@@ -145,22 +145,22 @@ class SamplerOrder:
         return ""
 
 
-def is_our_order(sampler: Any, dataset: Any, shuffle: bool, arranged: bool) -> bool:
-    """Whether a sampler asks for no more than our own order gives: to train, any permutation of the dataset; to evaluate, its own order.
+def is_default_order(sampler: Any, dataset: Any, shuffle: bool, arranged: bool) -> bool:
+    """Whether the default order can replace a sampler: any permutation of the dataset in training, the dataset's order in evaluation.
 
     Args:
-        arranged: A plugin arranges the samples, so to train the dataset's own order is not kept either way.
+        arranged: A plugin arranges the samples, so training does not keep the dataset's order in any case.
     """
     if not shuffle or arranged:
-        own = type(sampler) is SequentialSampler and len(sampler) == len(dataset)
-        if own or not shuffle:
-            return own
+        is_sequential = type(sampler) is SequentialSampler and len(sampler) == len(dataset)
+        if is_sequential or not shuffle:
+            return is_sequential
     plain = type(sampler) is RandomSampler and sampler.generator is None and not sampler.replacement
     return plain and len(sampler) == len(sampler.data_source) == len(dataset)
 
 
 def _datasets(sampler: Any) -> Iterator[Any]:
-    """What a sampler, and samplers inside it, refer to and do not own: it is not copied."""
+    """The datasets that a sampler and its inner samplers refer to."""
     for value in getattr(sampler, "__dict__", {}).values():
         if isinstance(value, Sampler):
             yield from _datasets(value)

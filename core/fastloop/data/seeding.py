@@ -1,4 +1,4 @@
-"""Random numbers that datasets and samplers draw: seeded apart from those of training."""
+"""Random states of datasets and samplers, independent of the training's."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from fastloop.data.workers import replace_worker_info
 
 
 def seed_all(seed: int) -> None:
-    """Seed what datasets draw from. The generators of other devices are left alone: they are the training's."""
+    """Seed the CPU generators, which datasets use. Generators of other devices belong to training and keep their states."""
     random.seed(seed)
     np.random.seed(seed)
     torch.default_generator.manual_seed(seed)
 
 
-class Alone:
-    """While inside, a stream sees no worker, and draws from random generators of its own, which go on where they were at the next entry.
+class IsolatedRandomState:
+    """A context with its own random states, in which ``get_worker_info()`` is None. Each entry continues with the states of the last exit.
 
-    So what it draws does not depend on what training drew, and is drawn again when a resumed run skips to its place.
+    The random numbers inside do not depend on training. They repeat when a resumed run skips to its position.
     """
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
-        self.inside: tuple[Any, Any, Tensor] | None = None
+        self.inner: tuple[Any, Any, Tensor] | None = None
 
     def __enter__(self) -> None:
         self.info = replace_worker_info(None)
-        self.outside = self._states()
-        if self.inside is None:
+        self.outer = self._states()
+        if self.inner is None:
             seed_all(self.seed)
         else:
-            self._restore(self.inside)
+            self._restore(self.inner)
 
     def __exit__(self, *error: object) -> None:
-        self.inside = self._states()
-        self._restore(self.outside)
+        self.inner = self._states()
+        self._restore(self.outer)
         replace_worker_info(self.info)
 
     @staticmethod

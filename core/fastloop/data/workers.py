@@ -1,6 +1,6 @@
-"""The worker processes that read data: how one is set up, and how the training process watches them.
+"""The worker processes that read data: their setup, and how the training process watches them.
 
-fastloop uses private names of torch's data loader, and they stand here alone. ``PRIVATE`` lists them for the test that looks for them.
+fastloop uses private names of torch's data loader only in this file. ``PRIVATE`` lists them for the test that looks for them.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ PRIVATE_OF_ITERATOR = ("_workers", "_worker_pids_set", "_try_get_data", "_shutdo
 
 
 def start_worker(number: int, init: Callable[[int], None] | None) -> None:
-    """Set up worker ``number``: its signals, the dataset that ``get_worker_info()`` shows, and what the user's ``init`` does."""
-    _leave_signals()
+    """Set up the signals of worker ``number``, show the user's dataset in ``get_worker_info()``, and call the user's ``init``."""
+    _ignore_signals()
     info = get_worker_info()
     assert info is not None
-    object.__setattr__(info, "dataset", info.dataset.dataset)  # type: ignore[attr-defined] # the user's, not what reads it; it is frozen
+    object.__setattr__(info, "dataset", info.dataset.dataset)  # type: ignore[attr-defined] # frozen
     if init is not None:
         init(number)
 
 
-def _leave_signals() -> None:
-    """What asks a run to end is for the process that it reads for, and often reaches a whole group or job of processes.
-    SIGTERM counts only from that process, which ends its workers by it."""
+def _ignore_signals() -> None:
+    """Leave stop signals, which often reach a complete process group, to the training process. Accept SIGTERM only from that process,
+    which ends its workers with it."""
     for number in existing_signals("SIGINT", "SIGUSR1"):
         signal.signal(number, signal.SIG_IGN)
     if hasattr(signal, "sigwaitinfo"):  # Linux

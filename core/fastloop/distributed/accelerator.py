@@ -59,7 +59,7 @@ def _own_store() -> dict[str, Any]:
 
 
 STRATEGIES = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_MEGATRON_LM")
-"""What ``accelerate launch`` can ask for beside plain processes; a plugin of that name does it here."""
+"""Strategies that ``accelerate launch`` can request; in fastloop, the plugin of that name implements each."""
 
 
 def _strategy(resolution: PluginSet) -> str | None:
@@ -70,8 +70,8 @@ def check_launcher(recipe: Recipe, resolution: PluginSet, precision: str, proces
     """Hold what ``accelerate launch`` and its configuration file ask for against the recipe.
 
     Args:
-        precision: Of the finished draft.
-        processes: How many there are.
+        precision: The mixed precision of the finished draft.
+        processes: Number of processes.
 
     Raises:
         PluginError: They contradict each other; names both sides. Or there are several processes and no plugin joins them.

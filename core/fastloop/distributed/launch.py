@@ -114,6 +114,12 @@ def member(local: int, nproc: int, host: str, port: str, nnodes: int = 1, node_r
     }
 
 
+def local_group(count: int) -> list[dict[str, str]]:
+    """The environment variables of each of ``count`` processes on a single machine; none for a single process."""
+    port = str(free_port())
+    return [member(rank, count, "127.0.0.1", port) for rank in range(count)] if count > 1 else [{}]
+
+
 def cores() -> int:
     """Processors that this process may use."""
     return len(platform_support.processors())

@@ -12,8 +12,8 @@ Order of precedence, low to high: what ``extends:`` names, the file, ``--with``,
 ``plugins.amp.dtype=fp16``), ``--without``. An override may also set an option of a plugin that is on by default (``plugins.log.every=1``).
 ``${train.lr}`` stands for another key's value; no resolver is called (``${oc.env:...}``).
 
-A recipe is data (``plain``): code runs only where it names a file or a module. What it calls a token, a key or a password is written
-nowhere (``secrets``).
+A recipe is data (``safe_yaml``): code runs only where it names a file or a module. Values of keys such as token, key or password are
+written nowhere (``secrets``).
 
 A plugin is listed by its name, or by where it comes from:
 

@@ -1,16 +1,16 @@
-"""The kit for plugin authors, for pytest. Opt in by a line in a ``conftest.py``:
+"""Test helpers for plugin authors. To use the fixtures, add to ``conftest.py``:
 
     pytest_plugins = ["fastloop.testing"]
 
-Fixtures: ``tiny_run`` trains a tiny model with given plugins; ``hook_calls`` lists the hooks that fired; ``processes`` calls a function
-in several real processes. And every promise that a plugin makes is held to by three lines:
+``tiny_run`` trains a tiny model with given plugins; ``hook_calls`` lists the hooks that fired; ``processes`` calls a function in several
+real processes. Three lines test a plugin's declarations:
 
     from fastloop.testing import Conformance
 
     class TestConformance(Conformance):
         plugin = "my-plugin"
 
-Nothing else of fastloop imports this. It needs pytest: ``pip install 'fastloop[testing]'``.
+Requires pytest: ``pip install 'fastloop[testing]'``.
 """
 
 from __future__ import annotations

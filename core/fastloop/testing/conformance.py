@@ -43,7 +43,7 @@ from fastloop.testing.studies import Findings, strategies_for
 from fastloop.testing.tasks import VECTORS
 
 SHOWN = 5
-"""So many differences are shown, and how many more there are."""
+"""Number of differences that a message shows, before it gives the total."""
 
 REPAIRS = {
     "bitwise": "Touch no number and draw no random one, or promise less: set `numerics`",
@@ -63,7 +63,7 @@ class Conformance:
     requires: ClassVar[Sequence[str | Mapping[str, Any]]] = ()
     """Further plugins, as a recipe lists them. They are there in the trainings that it is compared with, too."""
     task: ClassVar[Mapping[str, Any]] = VECTORS
-    """What is trained: a recipe's ``model``, ``data`` and, where wanted, ``plugins`` and ``train``."""
+    """The task to train: a recipe's ``model`` and ``data``, and optionally ``plugins`` and ``train``."""
     device: ClassVar[str] = os.environ.get("FASTLOOP_TEST_DEVICE", "cpu")
     """``auto`` for a plugin that needs an accelerator: it is then tried where there is one. FASTLOOP_TEST_DEVICE sets it for all others."""
     slow: ClassVar[Collection[str]] = ()
@@ -174,13 +174,13 @@ class Conformance:
                 self.broken(promised, f"a relative difference of {verdict['difference']:.2e}", REPAIRS[numerics])
 
     def test_saved_and_loaded(self, findings: Findings) -> None:
-        """A run that is interrupted and goes on ends as one that was not: the same bits, and the same state of the plugin."""
+        """A run that is interrupted and resumed ends with the same bits and the same plugin state as one without interruption."""
         findings.run("interrupted")
         whole, again = findings.run("whole"), findings.run("resumed")
         self._goes_on(whole, again, f"was interrupted after step {STOPS_AT}", STOPS_AT)
 
     def test_killed(self, findings: Findings) -> None:
-        """A process that is killed within a step, and a new one that goes on from its newest checkpoint, end as one that was not."""
+        """A new process that resumes from the newest checkpoint of a killed one ends with the same bits as one that was not killed."""
         findings.run("ours")
         if findings.killed.code != -KILL:
             ended = findings.killed.result
@@ -207,7 +207,7 @@ class Conformance:
             wrong.append(f"that save_state, right after load_state, gives another {few(names)}")
         if wrong:
             repair = "Return from save_state all that the numbers depend on, and take it back in load_state"
-            self.broken(f"that a run which {what} and went on ends as one that was not{where}", "; ".join(wrong), repair)
+            self.broken(f"the same result from a run that {what} and resumed{where}", "; ".join(wrong), repair)
 
     def test_processes(self, findings: Findings, strategy: str) -> None:
         """On two processes its numerics class holds as well, and both have the same weights. A strategy can save and resume there."""
@@ -287,7 +287,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def packed(state: Any) -> dict[str, Any]:
-    """What a plugin saves, as a checkpoint holds it: tensors by their places, and the rest."""
+    """The state of a plugin in the form of a checkpoint: tensors by their names, and the rest."""
     from fastloop.checkpoint import pack
 
     tensors: dict[str, Any] = {}

@@ -1,7 +1,7 @@
-"""Whether a package's README and metadata describe the plugin that its code declares, and not the one that it was made from.
+"""Check that a package's README and metadata match the plugin's code, and not the template of ``fastloop new plugin``.
 
-A package that is installed as a wheel is judged by its metadata, one that is installed with ``pip install -e`` by the files of its project:
-the metadata of an editable install is as old as the install.
+For a package that is installed as a wheel, the check reads its metadata. For an editable install, it reads the project's files, because
+the metadata may be outdated.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from fastloop.registry import load
 
 
 class Problem(NamedTuple):
-    """One contradiction: what the plugin promises, what was found instead, and what to do."""
+    """A contradiction between a plugin and its documents."""
 
     promised: str
     found: str
-    repair: str
+    fix: str
 
 
 @dataclass(frozen=True)
 class Documents:
-    """What a package shows of itself.
+    """The documents of a package.
 
     Attributes:
-        readme: Its text; empty where the package has none.
-        description: The one line of the package index.
+        readme: Text of the README; empty if the package has none.
+        description: The one-line summary in the metadata.
     """
 
     readme: str
@@ -53,27 +53,27 @@ class Documents:
     def of(cls, distribution: importlib.metadata.Distribution) -> Documents:
         """The documents of an installed package."""
         metadata = distribution.metadata.json
-        found = cls(str(metadata.get("description", "")), str(metadata.get("summary", "")))
-        home = json.loads(distribution.read_text("direct_url.json") or "{}")
-        if not home.get("dir_info", {}).get("editable"):
-            return found
-        project_file = Path(url2pathname(urlsplit(home["url"]).path), "pyproject.toml")
+        installed = cls(str(metadata.get("description", "")), str(metadata.get("summary", "")))
+        source = json.loads(distribution.read_text("direct_url.json") or "{}")
+        if not source.get("dir_info", {}).get("editable"):
+            return installed
+        project_file = Path(url2pathname(urlsplit(source["url"]).path), "pyproject.toml")
         if not project_file.is_file():
-            return found
+            return installed
         project = tomllib.loads(project_file.read_text(encoding="utf-8")).get("project", {})
-        listed = project.get("readme")
-        path = listed.get("file") if isinstance(listed, dict) else listed
+        entry = project.get("readme")
+        path = entry.get("file") if isinstance(entry, dict) else entry
         file = project_file.parent / str(path)
-        readme = file.read_text(encoding="utf-8") if path and file.is_file() else found.readme
-        return cls(readme, project.get("description", found.description))
+        readme = file.read_text(encoding="utf-8") if path and file.is_file() else installed.readme
+        return cls(readme, project.get("description", installed.description))
 
 
 def problems(cls: type[Plugin], distribution: importlib.metadata.Distribution) -> Iterator[Problem]:
     """Contradictions between a plugin and the documents of its package. A package without a README has no documents to check."""
     documents = Documents.of(distribution)
     if documents.readme:
-        yield from _options(cls, documents.readme, distribution)
-        if cls.slot != "task" and f"`{cls.numerics}`" not in documents.readme:  # without a task there is no training to compare with
+        yield from _option_problems(cls, documents.readme, distribution)
+        if cls.slot != "task" and f"`{cls.numerics}`" not in documents.readme:  # no run without a task to compare with
             yield Problem(
                 f"its numerics class in the README: `{cls.numerics}`",
                 "another one, or none",
@@ -85,31 +85,31 @@ def problems(cls: type[Plugin], distribution: importlib.metadata.Distribution) -
 # -- options -----------------------------------------------------------------------------------------------------------
 
 
-def _options(cls: type[Plugin], readme: str, distribution: importlib.metadata.Distribution) -> Iterator[Problem]:
+def _option_problems(cls: type[Plugin], readme: str, distribution: importlib.metadata.Distribution) -> Iterator[Problem]:
     rows, own = option_rows(readme), describe(cls.Config)
     if missing := [option.name for option in own if option.name not in rows]:
         yield Problem("a table of its options in the README", f"no row for {', '.join(missing)}", "Rows begin with: | `option` |")
     names = [point.name for point in distribution.entry_points if point.group == GROUP]
     known = {option.name for name in names for option in _options_of(name)}
     if unknown := [name for name in rows if name not in known]:
-        repair = f"Remove the row, or declare the option in {cls.__qualname__}.Config"
-        yield Problem("its own options in the README", f"a row for {', '.join(unknown)}, which is no option", repair)
+        fix = f"Remove the row, or declare the option in {cls.__qualname__}.Config"
+        yield Problem("its own options in the README", f"a row for {', '.join(unknown)}, which is no option", fix)
     for option in own if len(names) == 1 else ():
         shown = rows.get(option.name, {}).get("default", "")
         if shown and not _same_default(shown, option.default):
-            repair = f"Write {option.default} there, or change the default in {cls.__qualname__}.Config"
-            yield Problem(f"the default of its option {option.name!r} in the README: {option.default}", shown, repair)
+            fix = f"Write {option.default} there, or change the default in {cls.__qualname__}.Config"
+            yield Problem(f"the default of its option {option.name!r} in the README: {option.default}", shown, fix)
 
 
 def _options_of(name: str) -> list[OptionInfo]:
     try:
         return describe(load(name).Config)
-    except PluginError:  # it has its own tests
+    except PluginError:  # its own tests report it
         return []
 
 
 def option_rows(readme: str) -> dict[str, dict[str, str]]:
-    """Option -> column -> cell, of every table of a README whose first column is ``option``. Names of columns are in lower case."""
+    """Option -> column in lower case -> cell, from every table of a README whose first column is ``option``."""
     rows: dict[str, dict[str, str]] = {}
     columns: list[str] = []
     for line in readme.splitlines():
@@ -133,11 +133,11 @@ def _same_default(shown: str, default: str) -> bool:
         return False
 
 
-# -- what `fastloop new plugin` wrote ----------------------------------------------------------------------------------
+# -- template of `fastloop new plugin` ---------------------------------------------------------------------------------
 
 
 def _leftovers(cls: type[Plugin], documents: Documents) -> Iterator[Problem]:
-    """Texts of the template's plugin, in a package whose plugin is another one."""
+    """Texts of the template in a package whose plugin differs from the template's."""
     from fastloop_tools.new.command import render
 
     files = render(cls.name)
@@ -147,19 +147,18 @@ def _leftovers(cls: type[Plugin], documents: Documents) -> Iterator[Problem]:
         return
     purpose = (ast.get_docstring(example) or "").partition("\n")[0].rstrip(".")
     values = {target.id: node.value for node in template.body if isinstance(node, ast.Assign) for target in node.targets}  # type: ignore[attr-defined]
-    here = {
+    is_stale = {
         "the description in pyproject.toml": documents.description == tomllib.loads(files["pyproject.toml"])["project"]["description"],
         "README.md": purpose.lower() in " ".join(documents.readme.split()).lower(),
         f"the docstring of {cls.__module__}": purpose in (inspect.getdoc(sys.modules[cls.__module__]) or ""),
         "`description`": cls.description == ast.literal_eval(values["description"]),
         f"the docstring of {cls.__qualname__}": (cls.__doc__ or "") == ast.get_docstring(template),
     }
-    if places := [place for place, stale in here.items() if stale]:
-        repair = "Describe this plugin there"
-        yield Problem("to say what it does", f"the text of `fastloop new plugin` in {', '.join(places)}", repair)
+    if places := [place for place, stale in is_stale.items() if stale]:
+        yield Problem("to describe what it does", f"the text of `fastloop new plugin` in {', '.join(places)}", "Describe this plugin there")
 
 
 def _methods(cls: ast.AST) -> dict[str, str]:
-    """Method -> its arguments and body, without comments and layout."""
+    """Method -> its syntax tree as text."""
     body = cls.body if isinstance(cls, ast.ClassDef) else []
     return {node.name: ast.dump(node) for node in body if isinstance(node, ast.FunctionDef)}

@@ -1,6 +1,6 @@
-"""Training a recipe and keeping what tests compare; and the trainings of one plugin that its conformance is told from.
+"""Trains recipes and records the results that tests compare, and runs the trainings of a plugin for the conformance suite.
 
-``alone``, ``dies`` and ``together`` are called in processes of their own: what a plugin breaks there is gone with them.
+``alone``, ``dies`` and ``together`` run in separate processes, so that settings changed by a plugin end with them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fastloop.runtime.platform_support import KILL
 from fastloop.testing.settings import changes, snapshot
 
 STOPS_AT, SAVES_EVERY, DIES_AT = 10, 5, 13
-"""Steps of two epochs of nine: after which one run is interrupted; every so many another saves; and in which that is killed."""
+"""Steps, in two epochs of nine: interrupt one run after a step; let another save every n steps, and kill it in a step."""
 PATIENCE = 10.0
 """Seconds that a checkpoint gets to be there."""
 TRAIN: dict[str, Any] = {"epochs": 2, "batch_size": 8, "micro_batch_size": 4, "lr": 3e-3, "save_every": None, "seed": 1}
@@ -41,17 +41,17 @@ SEEDS = (2, 3, 4)
 
 @dataclass(kw_only=True)
 class Trained:
-    """What a training gave, on one process.
+    """The results of a training, on one process.
 
     Attributes:
-        losses: Of each step, the mean over all processes.
+        losses: The mean loss of each step over all processes.
         lrs: Learning rate of each step.
         metrics: Each evaluation's split and metrics.
         gradients: Name -> the gradient of the first step, whole; empty where a strategy does not show them.
         seconds: From the end of each step to that of the next.
         weights: Name -> tensor after training, on the CPU; on the main process only.
         replicas: A checksum of the weights that every process holds whole.
-        states: Where the run went on from a checkpoint: what the plugin in question had saved, and what it would save after loading that.
+        states: If the run resumed: the state that the plugin had saved, and the state that it saves after loading it.
         summary: As in ``summary.json``.
     """
 
@@ -72,7 +72,7 @@ class Failed:
 
     Attributes:
         error: Type and message.
-        refused: Whether what was asked was wrong (``UsageError``), and nothing broke.
+        refused: Whether the run was refused with a ``UsageError``.
         trace: The traceback.
     """
 
@@ -120,14 +120,14 @@ class RunRecorder(Plugin):
         self.found["metrics"].append((split, dict(metrics)))
 
     def result(self, run: Run, summary: dict[str, Any]) -> Trained:
-        """What was recorded. Every process must come by."""
+        """The recorded results. Every process must call it."""
         seconds = [after - before for before, after in zip(self.ends, self.ends[1:], strict=False)]
         weights = {name: tensor.clone() for name, tensor in run.full_state_dict().items()}
         return Trained(**self.found, seconds=seconds, weights=weights, replicas=_replicas(run), states=self.states, summary=summary)
 
 
 class DisableDropout(Plugin):
-    """Switches dropout off, as `fastloop bench` does where other numbers are to be told from other random ones."""
+    """Switches dropout off, as `fastloop bench` does to separate other numbers from other random numbers."""
 
     name = "still"
 
@@ -177,7 +177,7 @@ def train(recipe: Mapping[str, Any] | Recipe, *objects: Plugin, resume: Path | N
 
     Args:
         objects: Further plugins, given in Python.
-        resume: A run folder to go on from.
+        resume: A run folder to resume from.
         of: The plugin whose state is wanted in the result.
     """
     watch = RunRecorder(of)
@@ -200,7 +200,7 @@ class Study:
 
     Attributes:
         plugin: Its name; empty: nothing, which is what plugins are compared with.
-        without: What is trained without the plugin: the task, or another one where the plugin is the task.
+        without: The task without the plugin: the same, or another one where the plugin is the task.
         still: Whether with and without are compared with dropout switched off.
     """
 
@@ -213,7 +213,7 @@ class Study:
     still: bool
 
     def recipe(self, output: str, *, on: bool = True, strategy: str | None = None, **settings: Any) -> Recipe:
-        """The recipe with or without the plugin; nothing else is on by itself."""
+        """The recipe with or without the plugin, without default plugins."""
         task = dict(self.task if on else self.without)
         plugins: dict[str, Any] = {}
         for entry in (*task.pop("plugins", ()), *self.requires, *([strategy] if strategy else [])):

@@ -1,4 +1,4 @@
-"""What a process is set to, beside the run that it does: a plugin that changes any of it must put it back."""
+"""Record global settings of the process. A plugin that changes one must restore it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GRAPHS = ("flash_sdp_enabled", "mem_efficient_sdp_enabled", "math_sdp_enabled", 
 
 
 def snapshot() -> dict[str, str]:
-    """Setting -> its value, as text."""
+    """Setting -> value as text."""
     return {name: repr(value) for name, value in _settings()}
 
 
@@ -69,7 +69,7 @@ def _settings() -> Iterator[tuple[str, Any]]:
     yield "sys.excepthook", sys.excepthook
     yield "sys.stdout and sys.stderr", (sys.stdout, sys.stderr)
     yield "the garbage collector", (gc.isenabled(), gc.get_threshold(), gc.get_freeze_count())
-    yield "threads that run", sorted(thread.name for thread in threading.enumerate() if thread.name != "tqdm_monitor")  # one for all bars
+    yield "threads that run", sorted(thread.name for thread in threading.enumerate() if thread.name != "tqdm_monitor")  # shared by all bars
     children = []
     for process in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):
@@ -79,7 +79,7 @@ def _settings() -> Iterator[tuple[str, Any]]:
 
 
 def changes(before: dict[str, str], after: dict[str, str]) -> list[str]:
-    """What differs, a line each."""
+    """A message for each setting that differs."""
     return [
         f"{name}: {before.get(name, 'not set')} before, {after.get(name, 'not set')} after"
         for name in before | after

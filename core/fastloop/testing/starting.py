@@ -44,6 +44,8 @@ PRELOADED = [
 """Modules that every started process has imported, beside those of fastloop's own plugins. None may start a thread or open a device:
 neither survives a fork. Without an accelerator deepspeed opens none; Accelerate imports it where it is installed, for every model that it
 prepares or exports."""
+OPENS_DEVICE = ["deepspeed.accelerator"]
+"""Modules that are preloaded only without an accelerator, because they would open it."""
 PATIENCE = 10.0
 """Seconds that the others get when one has failed."""
 
@@ -54,13 +56,13 @@ class Ended:
 
     Attributes:
         code: Its exit code; -n when it was ended by signal n; None when its time ran out.
-        result: What its function returned.
-        said: What it wrote to stdout and stderr.
+        result: The return value of its function.
+        output: Its text on stdout and stderr.
     """
 
     code: int | None
     result: Any
-    said: str
+    output: str
 
 
 @cache
@@ -71,12 +73,12 @@ def _context() -> Any:
     import torch
 
     ours = [point.module for point in installed().values() if point.dist is not None and point.dist.name == "fastloop"]
-    context.set_forkserver_preload([*PRELOADED, *ours, *([] if torch.accelerator.is_available() else ["deepspeed"])])
+    context.set_forkserver_preload([*PRELOADED, *ours, *([] if torch.accelerator.is_available() else OPENS_DEVICE)])
     return context
 
 
 def start(count: int, function: Callable[..., Any], *arguments: Any, folder: Path | None = None, limit: float = 180.0) -> list[Ended]:
-    """Call a function in so many new processes at once, and wait for all; none is left when this returns.
+    """Call a function in ``count`` new processes at once, and wait for all. No process is left when this returns.
 
     With more than one they are ranks of one group: whatever fastloop runs in them, or Accelerate, finds the others over gloo. Each computes
     on one thread. Warnings are treated as the caller treats them.
@@ -89,12 +91,11 @@ def start(count: int, function: Callable[..., Any], *arguments: Any, folder: Pat
     Returns:
         How each ended, by rank.
     """
-    port, context, folder = str(launch.free_port()), _context(), Path(folder or Path.cwd())
+    context, folder = _context(), Path(folder or Path.cwd())
     with tempfile.TemporaryDirectory() as aside:
         processes = []
-        for rank in range(count):
-            environment = dict(os.environ) | (launch.member(rank, count, "127.0.0.1", port) if count > 1 else {})
-            given = (function, arguments, environment, folder, Path(aside, str(rank)), [*warnings.filters], limit)
+        for rank, member in enumerate(launch.local_group(count)):
+            given = (function, arguments, os.environ | member, folder, Path(aside, str(rank)), [*warnings.filters], limit)
             processes.append(context.Process(target=_work, args=given))
         try:
             for process in processes:
@@ -147,7 +148,7 @@ def _work(
     filters: list[Any],
     limit: float,
 ) -> None:
-    """What a started process does."""
+    """Run the function in a started process."""
     if hasattr(os, "setsid"):
         os.setsid()  # what it starts can be ended with it
         signal.alarm(int(limit + 2 * PATIENCE))  # should the one that waits for it be gone
@@ -192,5 +193,5 @@ def failure(ended: Sequence[Ended]) -> str:
     lines = []
     for rank, process in enumerate(ended):
         how = {0: "done", None: "out of time"}.get(process.code, f"exit code {process.code}")
-        lines.append(f"process {rank} of {len(ended)}: {how}\n{process.said[-3000:].strip()}")
+        lines.append(f"process {rank} of {len(ended)}: {how}\n{process.output[-3000:].strip()}")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""What a plugin is tried with, and what its trainings gave: what ``Conformance`` judges."""
+"""The setup of a plugin for the conformance suite, and the results of its trainings."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def strategies_for(plugin: str) -> list[str]:
 
 
 class Findings:
-    """What trainings of one study gave, each done when it is first asked for, and once.
+    """The results of the trainings of one study. Each training runs once, on first use.
 
     Args:
         where: A folder for them.
@@ -157,7 +157,7 @@ class Findings:
 
 
 _PLAIN: dict[str, Findings] = {}
-"""What is trained without a plugin -> its findings: plugins that are tried on the same are compared with the same."""
+"""Setup without a plugin -> its findings, shared by all plugins that are tested on the same setup."""
 
 
 @pytest.fixture(scope="class")

@@ -1,4 +1,4 @@
-"""What plugins are tried on: small problems that train in a blink, as recipe sections. All are made here: nothing is downloaded.
+"""Small tasks for tests, as recipe sections. They train quickly and download nothing.
 
 The text tasks read the files that ``write_texts`` writes into the current folder.
 """
@@ -15,19 +15,19 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-_TOLD = {"loss": "cross_entropy", "metrics": {"accuracy": {"type": "MulticlassAccuracy", "num_classes": 3}}}
+_MODULE_OPTIONS = {"loss": "cross_entropy", "metrics": {"accuracy": {"type": "MulticlassAccuracy", "num_classes": 3}}}
 
 VECTORS: Mapping[str, Any] = {
     "model": {"module": "fastloop.testing.tasks:Network"},
     "data": {"module": "fastloop.testing.tasks:vectors"},
-    "plugins": [{"module": _TOLD}],
+    "plugins": [{"module": _MODULE_OPTIONS}],
 }
 """Vectors of 8 numbers in three classes, and a network of two layers with layer norm and dropout; batches are ``(inputs, targets)``."""
 
 IMAGES: Mapping[str, Any] = {
     "model": {"module": "fastloop.testing.tasks:Convolutions"},
     "data": {"module": "fastloop.testing.tasks:images"},
-    "plugins": [{"module": _TOLD}],
+    "plugins": [{"module": _MODULE_OPTIONS}],
 }
 """Images of 3 x 8 x 8 in three classes, and two convolutions."""
 
@@ -72,7 +72,7 @@ SIZES = {"train": 67, "validation": 32}
 
 
 class Network(nn.Module):
-    """Two layers and a layer norm; the weights follow from the run's seed."""
+    """Two layers and a layer norm. The run's seed determines the weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,30 +100,28 @@ def _split(split: str) -> TensorDataset:
 
 
 def vectors() -> dict[str, TensorDataset]:
-    """Vectors (8, float32), of which the largest of the first three numbers tells the class (int64)."""
+    """Vectors (8, float32). The class (int64) is the index of the largest of the first three numbers."""
     return {"train": _split("train"), "validation": _split("validation")}
 
 
 def images() -> dict[str, TensorDataset]:
-    """Images (3, 8, 8, float32): each channel is one of a vector's first three numbers, with noise of the other five."""
-    found = {}
+    """Images (3, 8, 8, float32): each channel is one of a vector's first three numbers, with noise from all eight."""
+    splits = {}
     for name, dataset in vectors().items():
         inputs, targets = dataset.tensors
         noise = inputs.repeat(1, 24).unflatten(1, (3, 8, 8))  # type: ignore[no-untyped-call]
-        found[name] = TensorDataset((inputs[:, :3, None, None] + 0.1 * noise).contiguous(), targets)
-    return found
+        splits[name] = TensorDataset((inputs[:, :3, None, None] + 0.1 * noise).contiguous(), targets)
+    return splits
 
 
 def write_texts(folder: Path) -> None:
-    """Two kinds of text of 3 to 20 words, of which every third or so tells the label."""
+    """Write texts of 3 to 20 words with two labels. About every third word depends on the label."""
     (folder / "texts").mkdir(exist_ok=True)
     for split, size in SIZES.items():
-        chance, rows = random.Random(split), []
+        rng, rows = random.Random(split), []
         for index in range(size):
-            telling = (("fine", "lovely"), ("dull", "dreadful"))[index % 2]
-            words = [
-                chance.choice(telling) if chance.random() < 0.3 else f"word{chance.randrange(50)}" for _ in range(chance.randrange(2, 20))
-            ]
-            words.insert(chance.randrange(len(words) + 1), chance.choice(telling))
+            label_words = (("fine", "lovely"), ("dull", "dreadful"))[index % 2]
+            words = [rng.choice(label_words) if rng.random() < 0.3 else f"word{rng.randrange(50)}" for _ in range(rng.randrange(2, 20))]
+            words.insert(rng.randrange(len(words) + 1), rng.choice(label_words))
             rows.append({"text": " ".join(words), "label": index % 2})
         (folder / "texts" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

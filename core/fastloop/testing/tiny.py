@@ -1,4 +1,4 @@
-"""A tiny classification problem, trained for real in the test's own process, and recorders of what a run did."""
+"""A tiny classification task to train in the test's process, and plugins that record a run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fastloop import Plugin, Trainer, hookimpl, hookspecs
 
 
 class Recorder(Plugin):
-    """Keeps what passes by: ``losses`` (a float a step), ``lrs``, ``metrics`` (split, metrics)."""
+    """Records ``losses`` (a float per step), ``lrs`` and ``metrics`` (split, metrics)."""
 
     name = "recorder"
 
@@ -37,14 +37,14 @@ class Recorder(Plugin):
 
 
 class Call(NamedTuple):
-    """A hook that fired, and the names of the arguments that it gives."""
+    """A hook that fired, and the names of its arguments."""
 
     hook: str
     arguments: tuple[str, ...]
 
 
 class HookCalls(Plugin):
-    """Appends a ``Call`` to a list for every hook that fires. It changes nothing: where a hook asks for a result, it wraps the others."""
+    """Appends a ``Call`` to a list for every hook that fires. It wraps *first* hooks, so it does not change their results."""
 
     name = "hook-calls"
 
@@ -53,17 +53,17 @@ class HookCalls(Plugin):
         self.calls = calls
 
 
-def _note(hook: str, arguments: tuple[str, ...], wraps: bool) -> Any:
-    """A hook of ``HookCalls``. pluggy reads from a function's signature which arguments to pass."""
-    note = "self.calls.append(call)"
-    body = f"({note}, (yield))[1]" if wraps else note
+def _make_hook(hook: str, arguments: tuple[str, ...], wraps: bool) -> Any:
+    """An implementation for ``HookCalls``. pluggy passes the arguments in the function's signature."""
+    append = "self.calls.append(call)"
+    body = f"({append}, (yield))[1]" if wraps else append
     return hookimpl(wrapper=wraps)(eval(f"lambda self, {', '.join(arguments)}: {body}", {"call": Call(hook, arguments)}))
 
 
 for _name, _spec in vars(hookspecs).items():
     if hasattr(_spec, "fastloop_spec"):
         _arguments = tuple(inspect.signature(_spec).parameters)
-        setattr(HookCalls, _name, _note(_name, _arguments, wraps=_spec.fastloop_spec["firstresult"]))
+        setattr(HookCalls, _name, _make_hook(_name, _arguments, wraps=_spec.fastloop_spec["firstresult"]))
 
 
 def tiny_data(size: int = 67, seed: int = 0) -> TensorDataset:
@@ -74,21 +74,21 @@ def tiny_data(size: int = 67, seed: int = 0) -> TensorDataset:
 
 
 def tiny_model(dropout: float = 0.1) -> nn.Module:
-    """Two layers with dropout between: the same initial weights at every call."""
+    """Two layers with dropout in between, always with the same initial weights."""
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(dropout), nn.Linear(16, 3))
 
 
 class TinyResult:
-    """What ``tiny_run`` gives back.
+    """The result of ``tiny_run``.
 
     Attributes:
-        losses: Of each step, the mean over its samples.
+        losses: Mean loss of each step.
         weights: Name -> the model's tensor after training, on the CPU.
-        summary: As in ``summary.json``.
-        recorder: Learning rates and metrics: see ``Recorder``.
+        summary: Content of ``summary.json``.
+        recorder: Learning rates and metrics; see ``Recorder``.
         trainer: The trainer; ``trainer.run`` is its run.
-        model: The model that was trained.
+        model: The trained model.
     """
 
     def __init__(self, trainer: Trainer, summary: dict[str, Any], model: nn.Module, recorder: Recorder) -> None:
@@ -99,7 +99,7 @@ class TinyResult:
 
 @pytest.fixture
 def hook_calls() -> list[Call]:
-    """Every hook that fires in ``tiny_run``, in order. Other runs are recorded with ``HookCalls(hook_calls)`` among their plugins."""
+    """Every hook that fires in ``tiny_run``, in order. To record other runs, add ``HookCalls(hook_calls)`` to their plugins."""
     return []
 
 
@@ -107,17 +107,17 @@ def hook_calls() -> list[Call]:
 def tiny_run(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., TinyResult]:
     """Train the tiny model with given plugins: ``tiny_run(["my-plugin"], epochs=2).losses``. Batches of 8, AdamW, lr 1e-2, two epochs.
 
-    It trains on an accelerator where there is one; ``device="cpu"`` keeps a run on the CPU.
+    Uses an accelerator if one is available, unless you pass ``device="cpu"``.
     """
     count = iter(range(1000))
-    watching = [HookCalls(request.getfixturevalue("hook_calls"))] if "hook_calls" in request.fixturenames else []
+    observers = [HookCalls(request.getfixturevalue("hook_calls"))] if "hook_calls" in request.fixturenames else []
 
     def run(plugins: Any = (), *, model: nn.Module | None = None, data: Any = None, **arguments: Any) -> TinyResult:
         model = model or tiny_model()
         recorder = Recorder()
         data = data if data is not None else tiny_data()
         defaults = {"epochs": 2, "lr": 1e-2, "batch_size": 8, "loss": nn.functional.cross_entropy, "output": tmp_path / f"run{next(count)}"}
-        trainer = Trainer(model, data, tiny_data(32, seed=1), plugins=[*plugins, recorder, *watching], **{**defaults, **arguments})
+        trainer = Trainer(model, data, tiny_data(32, seed=1), plugins=[*plugins, recorder, *observers], **{**defaults, **arguments})
         return TinyResult(trainer, trainer.fit(), model, recorder)
 
     return run

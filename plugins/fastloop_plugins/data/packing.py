@@ -129,7 +129,7 @@ class Packing(Plugin):
                         return collator.first_position
         except Exception as error:  # whatever a model or a task that knows no rows may raise
             return str(error) if isinstance(error, PluginError) else f"{type(error).__name__}: {error}"
-        return "its results are others when sequences stand in one row"
+        return "its results change when sequences are packed in one row"
 
     @staticmethod
     def results(run: Run, model: nn.Module, inputs: Mapping[str, Any]) -> Output:
@@ -153,7 +153,7 @@ class Packing(Plugin):
         if share < 0.02:
             logger.warning("packing: batches have only %.1f%% of padding: there is little to remove", 100 * share)
         else:
-            logger.info("packing: %.0f%% of what would be computed is padding, and is left out", 100 * share)
+            logger.info("packing: removes padding, %.0f%% of the tokens of padded batches", 100 * share)
         if run.device.type == "cuda" and run.recipe.data.get("pad_to_multiple_of") is None:
             self.collator.multiple = multiple_for(rows, run.loader_settings.pad_to_multiple_of or MULTIPLE)
         widths = [self.collator.width(row) for row in rows]

@@ -1,4 +1,4 @@
-"""What the plugin ``nan-guard`` reads, writes and raises, how a step changes nothing, and which losses are spikes."""
+"""Helpers of ``nan-guard``: read and write its numbers, make a step change nothing, and detect loss spikes."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def read(numbers: list[Tensor]) -> list[list[float]]:
 
 
 def unchanged(run: Run, bad: Tensor, buffers: list[tuple[Tensor, Tensor]], by_itself: bool) -> None:
-    """Have the optimizer's step that comes change nothing, if it is ``bad``. With loss scaling it does so by itself.
+    """Make the next optimizer step change nothing, if it is ``bad``. With loss scaling, the scaler does that.
 
     Args:
         bad: 0-dim bool on the device; the host waits for it only where it must.

@@ -31,7 +31,7 @@ logger = logging.getLogger("fastloop")
 
 
 class _LogFile(logging.FileHandler):
-    """Stays quiet when the disk is full: that is said on the console."""
+    """Raises nothing when the disk is full: the console shows a warning."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         pass
@@ -70,7 +70,7 @@ class Log(Plugin):
 
     @classmethod
     def auto_enable(cls, recipe: Recipe) -> str:
-        return "a run is worth a record"
+        return "every run keeps its log"
 
     @hookimpl
     def before_fit(self, run: Run) -> None:

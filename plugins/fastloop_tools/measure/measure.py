@@ -67,20 +67,16 @@ def run_worker(
     with tempfile.TemporaryDirectory(prefix="fastloop-bench-") as folder:
         source = Path(folder) / "spec.json"
         source.write_text(json.dumps({**dataclasses.asdict(spec), "length": dict(length)}), encoding="utf-8")
-        background, started, port = BackgroundLoad(), time.monotonic(), str(launch.free_port())
+        background, started = BackgroundLoad(), time.monotonic()
         ranks = [Path(folder) / str(rank) for rank in range(nproc)]
         processes = []
         try:
-            for rank, place in enumerate(ranks):
+            for member, place in zip(launch.local_group(nproc), ranks, strict=True):
                 place.mkdir()
                 with (place / "stderr.txt").open("w") as stderr:
                     process = subprocess.Popen(
                         [sys.executable, "-m", "fastloop_tools.measure.worker", str(source), str(place / "result.json")],
-                        env={
-                            **environment,
-                            launch.LAUNCHER: f"{os.getpid()} ",
-                            **(launch.member(rank, nproc, "127.0.0.1", port) if nproc > 1 else {}),
-                        },
+                        env={**environment, launch.LAUNCHER: f"{os.getpid()} ", **member},
                         stdin=subprocess.DEVNULL,
                         stdout=subprocess.DEVNULL,
                         stderr=stderr,

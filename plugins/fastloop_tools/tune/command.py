@@ -33,8 +33,8 @@ def tune(
 ) -> None:
     """Find the fastest set of plugins for a recipe on this machine, and write it as a recipe.
 
-    Plugins estimate what they would win; the largest is tried next, in fresh processes, and kept when it is faster. What was found is
-    held against what was given at the end, in speed and in losses, and never written when it is slower.
+    Plugins estimate what they would win; the largest is tried next, in fresh processes, and kept when it is faster. At
+    the end the result is compared with the given recipe, in speed and in losses. A slower result is never written.
 
     With --stop-after suggestions it tries only what `fastloop profile` suggests, and keeps an edit only when it is faster beyond noise.
     """

@@ -4,9 +4,8 @@ measure the given recipe, and profile its steps
 while there is time:
     of the edits for which plugins estimate a speedup, try the largest that was not tried
     keep it if it is faster: a clear case needs one pair of measurements, a close one three
-try without each plugin that is listed for speed, and other micro-batch sizes
-compare the losses of the result with those of the given recipe
-measure the given recipe and the result, pair by pair; a slower result is not written
+try without each plugin listed for speed, and other micro-batch sizes
+measure the given recipe and the result pair by pair, and compare their losses; a slower result is not written
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class Attention(Plugin):
     def before_prepare(self, run: Run, model: nn.Module) -> None:
         found = transformers_model(model)
         if found is None:
-            logger.warning("attention: %s is no transformers model: its attention stays as it is", type(model).__name__)
+            logger.warning("attention: %s is not a transformers model: its attention stays as it is", type(model).__name__)
             return
         wanted, reason = self.config.implementation, "the recipe sets it"
         if wanted == "auto":

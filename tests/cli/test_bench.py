@@ -6,6 +6,7 @@ import json
 import math
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -248,13 +249,19 @@ def test_a_process_that_dies_or_hangs_is_a_row_of_the_table(recipe):
 @pytest.mark.slow
 def test_ctrl_c_ends_the_measured_process_and_keeps_what_is_there(recipe):
     given = (recipe("hangs"), *SHORT, "--output", "ablation", "--variants", "honest;hangs", "--with", "honest")
-    with forked.Command("-m", "fastloop", "bench", *given, output=Path("said.txt")) as command:
-        while "\nrepeat 1/2  + honest" not in command.stdout:
-            assert command.poll() is None, command.stdout
+    output = Path("said.txt")
+    with output.open("w") as file:  # not forked: SIGINT must arrive as in a shell
+        command = subprocess.Popen([sys.executable, "-u", "-m", "fastloop", "bench", *given], stdout=file, stderr=subprocess.STDOUT)
+    try:
+        while "\nrepeat 1/2  + honest" not in output.read_text():
+            assert command.poll() is None, output.read_text()
             time.sleep(0.02)
         command.send_signal(signal.SIGINT)
-        assert command.wait(300) == 130, command.stdout
-        assert "The results so far are in ablation." in command.stdout
+        assert command.wait(300) == 130, output.read_text()
+    finally:
+        command.kill()
+        command.wait()
+    assert "The results so far are in ablation." in output.read_text()
     record = json.loads(Path("ablation/bench.json").read_text())
     assert not record["complete"]
     assert variants(record)["+ honest"]["results"]["samples_per_second"]["median"] > 0

@@ -72,7 +72,7 @@ def train(run: Run) -> None:
         with preserve_random_states(state.epoch_samples > 0):
             hooks.before_epoch(run=run)
         for batches in run.to_device(run.train_loader.steps(state.epoch, state.epoch_samples)):
-            if run.should_skip_step(batches):
+            if run.should_skip_step():
                 state.skip_samples(run.totals(batches))
                 continue
             loss = train_step(run, batches)

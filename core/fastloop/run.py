@@ -185,7 +185,7 @@ class Run:
             return totals
         return BatchTotals(*map(int, self.processes.all_reduce_sum(torch.tensor(totals, dtype=torch.int64)).tolist()))
 
-    def should_skip_step(self, batches: list[Batch]) -> bool:
+    def should_skip_step(self) -> bool:
         """Whether the step that begins at the current counters failed before, and must not be trained again."""
         return [self.state.epoch, self.state.epoch_samples] in self.state.left_out
 

@@ -62,10 +62,6 @@ STRATEGIES = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE
 """Strategies that ``accelerate launch`` can request; in fastloop, the plugin of that name implements each."""
 
 
-def _strategy(resolution: PluginSet) -> str | None:
-    return next((plugin.name for plugin in resolution.plugins if plugin.slot == "strategy"), None)
-
-
 def check_launcher(recipe: Recipe, resolution: PluginSet, precision: str, processes: int) -> None:
     """Hold what ``accelerate launch`` and its configuration file ask for against the recipe.
 
@@ -76,7 +72,7 @@ def check_launcher(recipe: Recipe, resolution: PluginSet, precision: str, proces
     Raises:
         PluginError: They contradict each other; names both sides. Or there are several processes and no plugin joins them.
     """
-    strategy, environment = _strategy(resolution), os.environ
+    strategy, environment = resolution.in_slot("strategy"), os.environ
     given = environment.get("ACCELERATE_MIXED_PRECISION", "no")
     compiler = environment.get("ACCELERATE_DYNAMO_BACKEND", "NO")
     steps = environment.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")

@@ -80,7 +80,7 @@ class Train:
         option("When a checkpoint cannot be written (disk full, quota): say so, train on and try again at the next save, or end the run."),
     ] = "continue"
     on_data_change: Annotated[
-        Literal["stop", "warn"], option("With --resume, when the data is not the checkpoint's: stop, or warn and go on.")
+        Literal["stop", "warn"], option("With --resume, when the data is not the checkpoint's: stop, or warn and continue.")
     ] = "stop"
     device: Annotated[Literal["auto", "cpu"], option("'auto' takes the accelerator when there is one.")] = "auto"
 

@@ -6,20 +6,24 @@ import gc
 import logging
 import os
 import signal
+import sys
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job: what tests start would not mind Ctrl-C either
     signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may depend on a network
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from fastloop.cli import main
 from fastloop.cli.messages import Messages
 from fastloop.distributed import launch
+
+Cli = Callable[..., tuple[int, str, str]]
 
 pytest_plugins = ["fastloop.testing"]
 
@@ -44,3 +48,20 @@ def _in_its_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     logger.setLevel(level)
     for handler in [handler for handler in logger.handlers if isinstance(handler, Messages)]:
         logger.removeHandler(handler)
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Cli:
+    """Run the command line in this process: ``cli("plan", "quickstart")`` -> exit code, stdout, stderr."""
+    monkeypatch.setenv("COLUMNS", "300")  # a table's rows stay on their lines
+    monkeypatch.setattr("rich._console", None)  # else one that an earlier test made, with its width
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["fastloop", *arguments])
+        with pytest.raises(SystemExit) as exited:
+            main()
+        captured = capsys.readouterr()
+        assert "Traceback" not in captured.out + captured.err
+        return int(exited.value.code or 0), captured.out, captured.err
+
+    return call

@@ -3,8 +3,9 @@
     bash benchmarks/gpu/all.sh tests
 
 Each file of tests runs in its own process, a few at a time: an error that breaks a device's context breaks one file. Files with tests
-marked ``gpu`` come first, with these tests only; then all files in ``tests/plugins`` without their slow tests, where ``tiny_run`` and the
-conformance suite train on the device. Each test is a record. It may take ``--timeout`` seconds if pytest-timeout is installed.
+marked ``gpu`` come first, with these tests only. Then come the files of ``tests/plugins``, except those of strategies, without their slow
+tests: ``tiny_run`` and the conformance suite train on the device there. Each test is a record. It may take ``--timeout`` seconds if
+pytest-timeout is installed.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ FILE_SECONDS = 240.0
 """Seconds that a file of tests may take."""
 TINY = ("test_small_speedups.py", "test_device_prefetch.py")
 """Files of ``tests/plugins`` for ``--tiny``."""
-LAST = ("test_conformance.py", "test_all_plugins.py", "test_deepspeed_config.py")
+LAST = ("test_conformance.py", "test_all_plugins.py")
 """Files of ``tests/plugins`` that take longest and mostly need no GPU; they run last."""
 
 
@@ -86,7 +87,8 @@ def main() -> None:
     records.add("facts", **facts(device), tiny=settings.tiny)
     marked = [file for file in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in file.read_text()]
     names = settings.files or (TINY if settings.tiny else ())
-    plugins = [file for file in sorted((ROOT / "tests" / "plugins").glob("test_*.py")) if not names or file.name in names]
+    plugins = [file for file in sorted((ROOT / "tests" / "plugins").rglob("test_*.py")) if file.parent.name != "strategies"]
+    plugins = [file for file in plugins if not names or file.name in names]
     plugins.sort(key=lambda file: file.name in LAST)
     if names:
         marked = [file for file in marked if file.name in names]

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 from filelock import FileLock
-
-from .helpers import ROOT, CleanVenv, build_wheel
+from package_helpers import ROOT, CleanVenv, build_wheel
 
 
 @pytest.fixture(scope="session")

@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-
-from .helpers import CleanVenv, build_wheel
+from package_helpers import CleanVenv, build_wheel
 
 pytestmark = pytest.mark.slow
 

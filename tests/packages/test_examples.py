@@ -7,8 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-
-from .helpers import ROOT, CleanVenv, build_wheel
+from package_helpers import ROOT, CleanVenv, build_wheel
 
 pytestmark = pytest.mark.slow
 

@@ -8,8 +8,7 @@ import sys
 import zipfile
 
 import pytest
-
-from .helpers import build_wheel
+from package_helpers import build_wheel
 
 pytestmark = pytest.mark.slow
 

@@ -20,7 +20,6 @@ from fastloop.data import StepSampler
 from fastloop.testing import tiny_data
 from fastloop_plugins.data.sample_audit import AuditError, SampleAudit
 
-SCRIPT = Path(__file__).with_name("audit_runs.py")
 ALL = list(range(67))
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from runs import Deep, Stream, data
+from strategy_runs import Deep, Stream, data
 from torch import nn
 
 from fastloop import FastloopError, Plugin, Trainer, hookimpl

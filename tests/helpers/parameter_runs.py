@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from runs import Deep, data
+from strategy_runs import Deep, data
 from torch import nn
 
 from fastloop import FastloopError, Plugin, Trainer, hookimpl

@@ -3,26 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from recording_plugins import ScriptedScore
 from torch import nn
 
-from fastloop import Plugin, Trainer, UsageError, hookimpl
+from fastloop import Trainer, UsageError
 from fastloop.testing import tiny_data, tiny_model
-
-
-class Script(Plugin):
-    """Replaces the metric ``score`` of each evaluation by the next of a list."""
-
-    name = "script"
-    adds_metrics = ("score",)
-
-    def __init__(self, *values: float) -> None:
-        super().__init__()
-        self.values = iter(values)
-
-    @hookimpl(wrapper=True)
-    def evaluate(self):
-        metrics = yield
-        return {**metrics, "score": next(self.values)}
 
 
 @pytest.mark.parametrize(
@@ -38,7 +23,7 @@ class Script(Plugin):
     ],
 )
 def test_it_stops_when_the_metric_does_not_improve(tiny_run, options, values, epochs):
-    result = tiny_run([{"early-stopping": {"monitor": "score", **options}}, Script(*values)], epochs=5)
+    result = tiny_run([{"early-stopping": {"monitor": "score", **options}}, ScriptedScore(*values)], epochs=5)
     assert result.summary["epochs"] == epochs
     assert result.summary["status"] == ("completed" if epochs == 5 else "stopped")
     if epochs < 5:
@@ -47,9 +32,9 @@ def test_it_stops_when_the_metric_does_not_improve(tiny_run, options, values, ep
 
 def test_what_it_waited_is_kept_over_a_resume(tiny_run):
     values = (0.5, 0.4, 0.3, 0.2, 0.1)
-    first = tiny_run([{"early-stopping": {"monitor": "score"}}, Script(*values[:2])], epochs=2, output="run")
+    first = tiny_run([{"early-stopping": {"monitor": "score"}}, ScriptedScore(*values[:2])], epochs=2, output="run")
     assert first.summary["status"] == "completed"
-    again = tiny_run([{"early-stopping": {"monitor": "score"}}, Script(*values[2:])], epochs=5, output="run", resume=True)
+    again = tiny_run([{"early-stopping": {"monitor": "score"}}, ScriptedScore(*values[2:])], epochs=5, output="run", resume=True)
     assert again.summary["epochs"] == 4, "three evaluations without improvement, one of them before the resume"
 
 

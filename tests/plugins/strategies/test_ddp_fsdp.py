@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import COMPILER, logged_norms, same
-from runs import all_of
 from safetensors.torch import load_file
+from strategy_helpers import COMPILER, logged_norms, same
+from strategy_runs import all_of
 
 from fastloop import checkpoint
 from fastloop.testing import Ended
@@ -23,7 +23,7 @@ COMPILE = {"compile": {"backend": "aot_eager", "cache": False}}
 
 
 def run(name: str, *plugins: Any, resume: str | None = None, step: int = 4, **more: Any) -> dict[str, Any]:
-    """A run for ``runs.py``; ``resume`` names the run that it goes on from, at ``step``."""
+    """A run for ``strategy_runs.py``; ``resume`` names the run that it resumes from, at ``step``."""
     return {"name": name, "plugins": ["lr-scheduler", *plugins], "train": {}, "model": "deep", **more} | (
         {"resume": f"{resume}/checkpoints/step-{step:08d}"} if resume else {}
     )

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import COMPILER
 from parameter_runs import all_of
+from strategy_helpers import COMPILER
 
 pytestmark = [pytest.mark.slow, *COMPILER]
 

@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 
 from fastloop.testing import starting
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 PATH = [entry for entry in sys.path if entry and Path(entry) != TESTS.parent and not Path(entry).is_relative_to(TESTS)]
 """The import path of a new Python, without what pytest adds."""
 

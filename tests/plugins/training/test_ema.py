@@ -4,32 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from recording_plugins import WeightRecorder
 from safetensors.torch import load_file
 from torch import nn
 
 from fastloop import Plugin, hookimpl
 from fastloop.testing import tiny_data, tiny_model
-
-
-class Weights(Plugin):
-    """The weights after every step, and those in place while evaluating."""
-
-    name = "weights"
-    runs_after = ("ema",)  # inside its wrapper
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.steps: list[dict[str, torch.Tensor]] = []
-        self.evaluated: list[dict[str, torch.Tensor]] = []
-
-    @hookimpl
-    def after_step(self, run) -> None:
-        self.steps.append({name: weight.clone() for name, weight in run.model.state_dict().items()})
-
-    @hookimpl(wrapper=True)
-    def evaluate(self, run):
-        self.evaluated.append({name: weight.clone() for name, weight in run.model.state_dict().items()})
-        return (yield)
 
 
 def average(initial: dict[str, torch.Tensor], steps: list[dict[str, torch.Tensor]], decay: float, warmup: bool) -> dict[str, torch.Tensor]:
@@ -43,7 +23,7 @@ def average(initial: dict[str, torch.Tensor], steps: list[dict[str, torch.Tensor
 
 @pytest.mark.parametrize(("decay", "warmup"), [(0.9, False), (0.9, True), (0.5, True)])
 def test_evaluation_and_export_use_the_average_and_training_does_not(tiny_run, decay, warmup):
-    plain, weights = tiny_run(), Weights()
+    plain, weights = tiny_run(), WeightRecorder()
     result = tiny_run([{"ema": {"decay": decay, "warmup": warmup}}, weights])
     assert result.losses == plain.losses, "training sees the weights themselves"
     initial = tiny_model().state_dict()
@@ -55,7 +35,7 @@ def test_evaluation_and_export_use_the_average_and_training_does_not(tiny_run, d
 
 
 def test_update_every_averages_every_nth_step(tiny_run):
-    weights = Weights()
+    weights = WeightRecorder()
     tiny_run([{"ema": {"decay": 0.9, "warmup": False, "update_every": 3}}, weights])
     expected = average(tiny_model().state_dict(), weights.steps[2::3], 0.9, warmup=False)
     assert all(torch.allclose(weights.evaluated[1][name], expected[name], atol=1e-6) for name in expected)
@@ -71,7 +51,7 @@ def test_the_training_weights_are_back_when_an_evaluation_fails(tiny_run):
             yield
             raise RuntimeError("on purpose")
 
-    weights, model = Weights(), tiny_model()
+    weights, model = WeightRecorder(), tiny_model()
     with pytest.raises(Exception, match="on purpose"):
         tiny_run([{"ema": {"decay": 0.9}}, weights, Fails()], model=model)
     assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in weights.steps[-1].items())

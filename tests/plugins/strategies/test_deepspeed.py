@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import COMPILER, logged_norms, same
-from runs import all_of
 from safetensors.torch import load_file
+from strategy_helpers import COMPILER, logged_norms, same
+from strategy_runs import all_of
 
 from fastloop import checkpoint
 from fastloop.testing import Ended
@@ -32,7 +32,7 @@ TOO_HIGH = '{"fp16": {"initial_scale_power": 19}}'
 
 
 def deepspeed(name: str, stage: int, resume: str | None = None, train: dict[str, Any] = MICRO, **more: Any) -> dict[str, Any]:
-    """A run for ``runs.py``; ``resume`` names the run that it goes on from, at step 4."""
+    """A run for ``strategy_runs.py``; ``resume`` names the run that it resumes from, at step 4."""
     options = {"stage": stage, **more.pop("options", {})}
     run = {"name": name, "train": train, **more, "plugins": [*more.get("plugins", ["lr-scheduler"]), {"deepspeed": options}]}
     return run | ({"resume": f"{resume}/checkpoints/step-00000004"} if resume else {})

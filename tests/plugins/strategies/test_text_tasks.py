@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import same
-from runs import all_of
+from strategy_helpers import same
+from strategy_runs import all_of
 
 from fastloop.testing import Ended
 

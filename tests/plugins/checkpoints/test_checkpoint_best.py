@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from recording_plugins import ScriptedScore, WeightRecorder
 from safetensors.torch import load_file
-from test_early_stopping import Script
-from test_ema import Weights
 from torch import nn
 
 from fastloop import Plugin, Trainer, UsageError, checkpoint, hookimpl
@@ -34,8 +33,8 @@ def best(**options):
     ids=["larger is better", "smaller is better", "NaN never", "the first of equals"],
 )
 def test_the_run_ends_with_the_weights_that_evaluated_best(tiny_run, options, scores, step):
-    weights = Weights()
-    result = tiny_run([best(**options), Script(*scores), weights], epochs=4)
+    weights = WeightRecorder()
+    result = tiny_run([best(**options), ScriptedScore(*scores), weights], epochs=4)
     assert result.summary["best"]["step"] == step
     assert result.summary["best"]["path"] == f"checkpoints/best-{step:08d}"
     folder = result.trainer.run.folder
@@ -48,13 +47,13 @@ def test_the_run_ends_with_the_weights_that_evaluated_best(tiny_run, options, sc
 
 
 def test_the_test_split_is_evaluated_with_the_best_weights(tiny_run):
-    result = tiny_run([best(), Script(0.5, 0.9, 0.7, 0.0)], epochs=3, test_loader=tiny_data(32, seed=1))
+    result = tiny_run([best(), ScriptedScore(0.5, 0.9, 0.7, 0.0)], epochs=3, test_loader=tiny_data(32, seed=1))
     losses = [metrics["loss"] for split, metrics in result.recorder.metrics if split == "validation"]
     assert result.summary["test"]["loss"] == losses[1] != losses[2]
 
 
 def test_keep_holds_that_many_and_rotation_never_removes_the_best(tiny_run):
-    result = tiny_run([best(keep_checkpoints=2), Script(0.9, 0.5, 0.7, 0.6, 0.1)], epochs=5, save_every=1, keep_checkpoints=1)
+    result = tiny_run([best(keep_checkpoints=2), ScriptedScore(0.9, 0.5, 0.7, 0.6, 0.1)], epochs=5, save_every=1, keep_checkpoints=1)
     names = sorted(path.name for path in (result.trainer.run.folder / "checkpoints").iterdir())
     assert names == ["best-00000009", "best-00000027", "step-00000045"]
     assert all(checkpoint.verify(result.trainer.run.folder / "checkpoints" / name) is None for name in names)
@@ -65,8 +64,8 @@ def test_losses_are_those_of_a_run_without_it(tiny_run):
 
 
 def test_with_ema_the_averages_that_were_evaluated_are_kept_and_exported(tiny_run):
-    weights = Weights()
-    result = tiny_run([best(), {"ema": {"decay": 0.9}}, Script(0.5, 0.9, 0.7), weights], epochs=3)
+    weights = WeightRecorder()
+    result = tiny_run([best(), {"ema": {"decay": 0.9}}, ScriptedScore(0.5, 0.9, 0.7), weights], epochs=3)
     exported = load_file(result.trainer.run.folder / "model" / "model.safetensors")
     assert result.summary["best"]["step"] == 18
     assert all(torch.equal(exported[name], tensor) for name, tensor in weights.evaluated[1].items())
@@ -84,14 +83,14 @@ def test_a_run_resumed_after_a_newer_best_ends_with_the_same_best(tiny_run):
                 os.kill(os.getpid(), signal.SIGKILL)
 
     scores = (0.5, 0.9, 0.7)
-    whole = tiny_run([best(), Script(*scores)], epochs=3)
+    whole = tiny_run([best(), ScriptedScore(*scores)], epochs=3)
     child = os.fork()
     if child == 0:
-        tiny_run([best(), Script(*scores), Dies()], epochs=3, output="run", save_every=13)
+        tiny_run([best(), ScriptedScore(*scores), Dies()], epochs=3, output="run", save_every=13)
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
     known = json.loads(Path("run/checkpoints/step-00000013/state.json").read_text())["state"]["best"]
     assert checkpoint.verify(Path("run") / known["path"]) is None
-    resumed = tiny_run([best(), Script(*scores[1:])], epochs=3, output="run", save_every=13, resume=True)
+    resumed = tiny_run([best(), ScriptedScore(*scores[1:])], epochs=3, output="run", save_every=13, resume=True)
     assert resumed.summary["best"] == whole.summary["best"]
     assert all(torch.equal(resumed.weights[name], whole.weights[name]) for name in whole.weights)
     assert sorted(path.name for path in Path("run/checkpoints").glob("*best*")) == ["best-00000018"]
@@ -105,7 +104,7 @@ def test_killed_while_saving_the_best_before_it_is_whole(tiny_run):
         child = os.fork()
         if child == 0:
             scores = (index / 1000 for index in range(1000))
-            tiny_run([best(), Script(*scores)], epochs=100, output=output, evaluate_every=1, save_every=1, model=nn.Linear(8, 3))
+            tiny_run([best(), ScriptedScore(*scores)], epochs=100, output=output, evaluate_every=1, save_every=1, model=nn.Linear(8, 3))
         deadline = time.monotonic() + 20
         while not list(output.glob("checkpoints/step-*")) and time.monotonic() < deadline:
             time.sleep(0.005)

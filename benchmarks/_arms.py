@@ -253,7 +253,7 @@ NEEDS = {"hf-trainer": "accelerate", "hf-trainer-compile": "accelerate", "lightn
 
 def restart_for_fastloop(work: Work) -> None:
     """Restart this process with the environment variables that plugins need, as ``fastloop train`` does."""
-    from fastloop.distributed import launch
+    from fastloop.cli import launch
     from fastloop.registry import select
 
     recipe, task = prepare_fastloop(work, {})

@@ -21,7 +21,7 @@ import torch
 
 from fastloop.cli import main
 from fastloop.cli.messages import Messages
-from fastloop.distributed import launch
+from fastloop.runtime import platform_support
 
 Cli = Callable[..., tuple[int, str, str]]
 
@@ -30,7 +30,7 @@ pytest_plugins = ["fastloop.testing"]
 
 def pytest_xdist_auto_num_workers() -> int:
     """Three workers for two cores: tests wait for the processes that they started a third of the time."""
-    return max(1, launch.cores() * 3 // 2)
+    return max(1, platform_support.cores() * 3 // 2)
 
 
 @pytest.fixture(autouse=True)

@@ -84,8 +84,9 @@ def prepare(run: Run, model: torch.nn.Module, optimizer: torch.optim.Optimizer) 
 
 @core_default
 def backward(run: Run, loss: torch.Tensor) -> bool:
-    """Accelerate's backward, which scales the loss in fp16."""
-    run.accelerator.backward(loss)
+    """``loss.backward()``, with fp16's loss scaling. Accelerate's own would divide the loss again, by its number of micro-batches."""
+    scaler = run.accelerator.scaler
+    (loss if scaler is None else scaler.scale(loss)).backward()
     return True
 
 

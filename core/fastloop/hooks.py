@@ -21,6 +21,7 @@ import pluggy
 
 from fastloop import hookspecs, plugin_checks
 from fastloop.errors import FastloopError, PluginCrash, PluginError, UsageError, UserCodeError
+from fastloop.hook_callers import HookCallers
 from fastloop.plugin import GROUP, Plugin, entry_points
 from fastloop.recipe import Recipe, importing
 from fastloop.runtime.tracebacks import user_line
@@ -251,14 +252,14 @@ class PluginSet:
         """The hooks of these plugins."""
         return Hooks(self.plugins)
 
-    @property
-    def hooks(self) -> Any:
+    @cached_property
+    def hooks(self) -> HookCallers:
         """Call a hook on all plugins: ``hooks.after_step(run=run, loss=loss)``."""
-        return self.manager.hook
+        return HookCallers(self.manager.hook)
 
     def each(self, hook: str) -> Iterator[tuple[Plugin, Callable[..., Any]]]:
         """Each plugin that implements a hook, with its bound method, in call order."""
-        for impl in reversed(getattr(self.hooks, hook).get_hookimpls()):
+        for impl in reversed(getattr(self.manager.hook, hook).get_hookimpls()):
             if isinstance(impl.plugin, Plugin):
                 yield impl.plugin, lambda _impl=impl, **arguments: _impl.function(*(arguments[name] for name in _impl.argnames))
 

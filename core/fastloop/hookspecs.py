@@ -223,7 +223,7 @@ def compute_loss(run: Run, model: nn.Module, batch: Any) -> Output | None:
 
 @first
 def backward(run: Run, loss: Tensor) -> bool | None:
-    """First; by default, Accelerate does it. Compute the gradients of one micro-batch. ``loss`` is already scaled to its share of the
+    """First; the core implements it. Compute the gradients of one micro-batch. ``loss`` is already scaled to its share of the
     step."""
 
 

@@ -117,7 +117,7 @@ def train_step(run: Run, batches: list[Batch]) -> Tensor:
     hooks, optimizer = run.hooks, run.optimizer
     hooks.before_step(run=run, batches=batches)
     totals = run.totals(batches)
-    total = (totals.weight or 1) / run.world_size  # processes average gradients, and their shares may differ
+    total = (totals.weight or 1) / run.processes.world_size  # processes average gradients, and their shares may differ
     step_loss: Tensor | None = None
     for index, batch in enumerate(batches):
         with run.gradient_sync(last=index == len(batches) - 1):
@@ -130,8 +130,7 @@ def train_step(run: Run, batches: list[Batch]) -> Tensor:
     assert step_loss is not None
     step_loss = run.processes.all_reduce_mean(step_loss)
     hooks.after_backward(run=run, loss=step_loss)
-    with run.clipped_gradients() as grad_norm:
-        hooks.before_optimizer_step(run=run, grad_norm=grad_norm)
+    hooks.before_optimizer_step(run=run, grad_norm=run.clip_gradients())
     run.update_check.before_step()
     with region("optimizer"):
         optimizer.step()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from fastloop.errors import PluginError, SaveError
 from fastloop.hooks import PluginSet
 from fastloop.recipe import Recipe
 from fastloop.runtime.clock import Clock
-from fastloop.runtime.regions import each, region
+from fastloop.runtime.regions import NO_CONTEXT, each, region
 from fastloop.schedule import Schedule
 from fastloop.state import INTERRUPTED, Batch, BatchTotals, DataLoaderDraft, State
 
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from torchmetrics import MetricCollection
 
 log = logging.getLogger("fastloop")
-
-NO_CONTEXT: AbstractContextManager[Any] = nullcontext()
 
 
 class Run:
@@ -83,7 +81,7 @@ class Run:
         self.schedule: Schedule
         self.skipped_steps: SkippedSteps
         self.update_check: UpdateCheck
-        self._gradients_final = False
+        self._clipped_at = -1  # step whose gradients are final
         self._gradient_norm: Tensor | None = None
 
     # -- shortcuts to parts ----------------------------------------------------------------------------------------------
@@ -181,7 +179,7 @@ class Run:
     def totals(self, batches: list[Batch]) -> BatchTotals:
         """Sums over the micro-batches of a step, on all processes."""
         totals = BatchTotals.of(batches)
-        if self.world_size == 1:
+        if self.processes.world_size == 1:
             return totals
         return BatchTotals(*map(int, self.processes.all_reduce_sum(torch.tensor(totals, dtype=torch.int64)).tolist()))
 
@@ -191,27 +189,24 @@ class Run:
 
     def gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
         """Delay the all-reduce of gradients until the last micro-batch of a step."""
-        if self.world_size == 1 or last:
+        if last or self.processes.world_size == 1:
             return NO_CONTEXT
         no_sync: AbstractContextManager[Any] = self.accelerator.no_sync(self.model)
         return no_sync
 
-    @contextmanager
-    def clipped_gradients(self) -> Iterator[Tensor | None]:
-        """Clip the step's gradients to ``train.max_grad_norm``. Inside, they are final and ``gradient_norm()`` may be called.
+    def clip_gradients(self) -> Tensor | None:
+        """Clip the step's gradients to ``train.max_grad_norm``. From here to the optimizer's step, ``gradient_norm()`` may be called.
 
-        Yields:
+        Returns:
             Their norm before clipping, 0-dim; None without ``train.max_grad_norm``.
         """
         max_norm = self.recipe.train.max_grad_norm
-        try:
-            if max_norm is not None:
-                with region("clip"):
-                    self._gradient_norm = self.hooks.clip_gradients(run=self, max_norm=max_norm)
-            self._gradients_final = True
-            yield self._gradient_norm
-        finally:
-            self._gradients_final, self._gradient_norm = False, None
+        self._gradient_norm = None
+        if max_norm is not None:
+            with region("clip"):
+                self._gradient_norm = self.hooks.clip_gradients(run=self, max_norm=max_norm)
+        self._clipped_at = self.state.step
+        return self._gradient_norm
 
     def gradient_norm(self) -> Tensor:
         """The total 2-norm of the step's gradients before clipping: 0-dim, float, on the device. Call it in ``before_optimizer_step``.
@@ -222,7 +217,7 @@ class Run:
         Raises:
             PluginError: It was called outside ``before_optimizer_step``.
         """
-        if not self._gradients_final:
+        if self._clipped_at != self.state.step:
             raise PluginError(
                 "run.gradient_norm() was called where a step's gradients are not final. "
                 "Call it in before_optimizer_step, and keep its result."
@@ -253,7 +248,7 @@ class Run:
         state, signal_name = self.state, self.signals.name
         self.saver.poll()
         failure = self.saver.take_failure()
-        if self.world_size > 1:
+        if self.processes.world_size > 1:
             reasons = (signal_name, failure, state.stop_reason)
             requests = torch.tensor([*(reason is not None for reason in reasons), state.evaluate_requested, state.save_requested])
             *any_reason, state.evaluate_requested, state.save_requested = map(bool, self.processes.all_reduce_sum(requests.long()).tolist())

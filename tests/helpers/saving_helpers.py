@@ -23,7 +23,7 @@ import yaml
 
 import fastloop.cli
 import fastloop.lifecycle
-from fastloop.distributed import launch
+from fastloop.cli import launch
 
 LOADED = (fastloop.cli, fastloop.lifecycle, torch._dynamo, torchmetrics)
 """What a run needs, before processes are forked."""

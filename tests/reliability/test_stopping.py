@@ -16,7 +16,8 @@ import forked
 import pytest
 from saving_helpers import FASTLOOP, ONE_THREAD, Forked, record, said, steps, summary, times, together, train, until, write_recipe
 
-from fastloop.distributed import launch, signals
+from fastloop.cli import launch
+from fastloop.distributed import signals
 
 STOPPED, INTERRUPTED = 75, 130
 

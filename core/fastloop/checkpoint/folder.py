@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from fastloop.distributed import launch
+from fastloop.distributed import ranks
 from fastloop.errors import RecipeError, SaveError
 from fastloop.recipe import anchored, secrets
 from fastloop.runtime import files, platform_support
@@ -91,7 +91,7 @@ def check(run: Run) -> None:
         raise RecipeError(
             f"{run.recipe.where}: output: {run.folder} cannot be written: {existing} is not a folder that this user may write to."
         )
-    if existing == run.folder and (existing / ".lock").exists() and launch.rank() == 0:
+    if existing == run.folder and (existing / ".lock").exists() and ranks.rank() == 0:
         Lock(existing, run.recipe.where).release()
     if run.resume_point is None and existing == run.folder and _files(existing) and not (existing / "recipe.yaml").is_file():
         raise RecipeError(  # an earlier run would be moved aside: this may be a home folder

@@ -11,9 +11,9 @@ from typing import Annotated
 import typer
 
 from fastloop import __version__
-from fastloop.cli import doctor, plan, plugins, recipes, schema, train
+from fastloop.cli import doctor, launch, plan, plugins, recipes, schema, train
 from fastloop.cli.commands import Commands
-from fastloop.distributed import launch, signals
+from fastloop.distributed import ranks, signals
 from fastloop.errors import DataError, FastloopError, PluginCrash, ProcessLost, UsageError, UserCodeError
 from fastloop.recipe import secrets
 
@@ -55,18 +55,18 @@ def main() -> None:
     try:
         app(arguments)
     except FastloopError as error:
-        if isinstance(error, ProcessLost) or (launch.rank() and isinstance(error, UsageError)):
+        if isinstance(error, ProcessLost) or (ranks.rank() and isinstance(error, UsageError)):
             time.sleep(ERROR_DELAY)  # another process failed first or reports the same error, and its exit ends this process
         if isinstance(error, PluginCrash | UserCodeError | DataError) and error.__cause__ is not None:
             print(secrets.hide("".join(traceback.format_exception(error.__cause__))), end="", file=sys.stderr)
         print(f"error: {secrets.hide(str(error))}", file=sys.stderr)
         sys.exit(error.exit_code)
     except signals.Stopped as stop:
-        if launch.rank() == 0:
+        if ranks.rank() == 0:
             print(f"stopped by {stop}", file=sys.stderr)
         raise
     except KeyboardInterrupt:
-        if launch.rank() == 0:
+        if ranks.rank() == 0:
             print("interrupted", file=sys.stderr)
         sys.exit(signals.EXIT_INTERRUPTED)
 
@@ -85,6 +85,6 @@ def process() -> None:
             raise
         print(secrets.hide(traceback.format_exc()), end="", file=sys.stderr)
         code = 1
-    if launch.world_size() == 1:  # with more processes, a thread may wait for another process
+    if ranks.world_size() == 1:  # with more processes, a thread may wait for another process
         threading._shutdown()  # type: ignore[attr-defined] # join non-daemon threads
     launch.leave(code)

@@ -15,7 +15,7 @@ def doctor() -> None:
     import torch
     from packaging.requirements import Requirement
 
-    from fastloop.distributed import launch
+    from fastloop.runtime import platform_support
     from fastloop.runtime.hardware import this_machine
 
     def line(name: str, value: str) -> None:
@@ -24,7 +24,7 @@ def doctor() -> None:
     machine = this_machine()
     line("device", f"{machine.device} ({machine.name})" + (f" x {torch.accelerator.device_count()}" if machine.device != "cpu" else ""))
     line("dtypes", ", ".join(machine.dtypes))
-    line("processors", f"{launch.cores()}, of which torch uses {torch.get_num_threads()}")
+    line("processors", f"{platform_support.cores()}, of which torch uses {torch.get_num_threads()}")
     compiler = next((path for name in ("g++", "clang++", "cl") if (path := shutil.which(name))), None)
     line("compiler", compiler or "none found: torch.compile needs one on CPU")
     line("backends", ", ".join(torch._dynamo.list_backends()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from fastloop.distributed import launch
+from fastloop.distributed import ranks
 from fastloop.recipe import secrets
 
 
@@ -22,7 +22,7 @@ class Messages(logging.Handler):
 def show_messages() -> None:
     """Show log messages from now on. With several processes, only the main process shows them. Repeated calls have no effect."""
     logger = logging.getLogger("fastloop")
-    if launch.rank():
+    if ranks.rank():
         logger.addHandler(logging.NullHandler())
         logger.propagate = False
         return

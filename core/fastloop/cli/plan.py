@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from fastloop.cli.arguments import Overrides, RecipeName, With, Without, names
-from fastloop.distributed import launch
+from fastloop.distributed import ranks
 from fastloop.recipe import secrets
 
 
@@ -42,7 +42,7 @@ def plan(
         resolution.draft("configure_dataloader", DataLoaderDraft(pad_to_multiple_of=loaded.data.get("pad_to_multiple_of"))),
         resolution.draft("configure_optimizer", OptimizerDraft()),
     ]
-    world_size = nproc or launch.world_size()
+    world_size = nproc or ranks.world_size()
     check_launcher(loaded, resolution, drafts[0].mixed_precision, world_size)
     device_batch, micro_steps = micro_batches(loaded, world_size)
     machine = this_machine(loaded.train.device)

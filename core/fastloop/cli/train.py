@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fastloop.cli import launch
 from fastloop.cli.arguments import Overrides, RecipeName, With, Without, names
-from fastloop.distributed import launch, signals
+from fastloop.distributed import signals
 from fastloop.recipe import secrets
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from fastloop.distributed.launch import rank, restarts, world_size
+from fastloop.distributed.ranks import rank, restarts, world_size
 from fastloop.errors import PluginError
 from fastloop.recipe import Recipe
 from fastloop.runtime.hardware import this_machine

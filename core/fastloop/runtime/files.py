@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fastloop.distributed import launch
+from fastloop.distributed import ranks
 from fastloop.recipe import secrets
 
 
@@ -14,7 +14,7 @@ def write(path: Path, text: str) -> None:
     Raises:
         OSError: The file cannot be written; an existing file is unchanged.
     """
-    aside = path.with_name(f".{path.name}.{launch.rank()}.partial")
+    aside = path.with_name(f".{path.name}.{ranks.rank()}.partial")
     aside.write_text(secrets.hide(text), encoding="utf-8")
     aside.replace(path)
 

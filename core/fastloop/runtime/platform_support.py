@@ -119,6 +119,11 @@ def processors() -> list[int]:
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
 
 
+def cores() -> int:
+    """Number of processors that this process may use."""
+    return len(processors())
+
+
 def use_processors(wanted: list[int]) -> None:
     """Keep this process on some processors, where the platform can."""
     if hasattr(os, "sched_setaffinity"):

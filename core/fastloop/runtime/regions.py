@@ -9,13 +9,13 @@
     evaluate     an evaluation, with nested data, to device and loss
     save         a checkpoint
 
-Without an active profiler, a region costs 0.2 us.
+Without an active profiler, a region costs one Python call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 from torch.autograd import profiler
@@ -23,12 +23,21 @@ from torch.autograd import profiler
 T = TypeVar("T")
 
 PREFIX = "fastloop/"
-NO_REGION: AbstractContextManager[Any] = nullcontext()
+
+
+class NoContext(AbstractContextManager[None]):
+    """A context that does nothing. Its methods are C functions, so that entering and leaving it calls no Python function."""
+
+    __enter__ = "".format  # type: ignore[assignment]
+    __exit__ = "".format  # type: ignore[assignment] # accepts any arguments; "" is false, so exceptions pass
+
+
+NO_CONTEXT = NoContext()
 
 
 def region(name: str) -> AbstractContextManager[Any]:
     """Show the block under this name in the profiler."""
-    return profiler.record_function(PREFIX + name) if profiler._is_profiler_enabled else NO_REGION
+    return profiler.record_function(PREFIX + name) if profiler._is_profiler_enabled else NO_CONTEXT
 
 
 def each(name: str, items: Iterable[T]) -> Iterator[T]:

@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 
-from fastloop.distributed import launch
+from fastloop.cli import launch
 from fastloop.registry import installed
 from fastloop.runtime.platform_support import KILL, signal_group
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import NonNegativeInt
 
 from fastloop import DataLoaderDraft, Plugin, SpeedupEstimate, hookimpl, option
-from fastloop.distributed import launch
+from fastloop.runtime import platform_support
 
 if TYPE_CHECKING:
     from fastloop.estimates import StepProfile
@@ -74,7 +74,7 @@ class DataLoaderWorkers(Plugin):
             draft.multiprocessing_context = config.multiprocessing_context
 
     def _auto(self) -> int:
-        processors = launch.cores()
+        processors = platform_support.cores()
         share = processors // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self.found = f"auto is {max(0, min(share - 1, 8))} (of {processors} processors)"
         return max(0, min(share - 1, 8))

@@ -9,7 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from fastloop.cli.arguments import Overrides, RecipeName, With, Without, names
-from fastloop.distributed import launch
+from fastloop.distributed import ranks
+from fastloop.runtime import platform_support
 
 
 def bench(
@@ -54,7 +55,7 @@ def bench(
     from fastloop_tools.measure.measure import LOUD
     from fastloop_tools.measure.pairs import TrialRunner
 
-    if launch.world_size() > 1:
+    if ranks.world_size() > 1:
         raise UsageError("bench measures one process. Start it without a launcher.")
     sets = [names(listed) for listed in variants.split(";")] if variants else []
     added = list(dict.fromkeys([*names(with_), *(name for listed in sets for name in listed)]))
@@ -161,7 +162,7 @@ def this_place(plugins: dict[str, Any], recipe: Any) -> dict[str, Any]:
         "versions": versions,
         "machine": {
             "device": f"{machine.device} ({machine.name})",
-            "cores": launch.cores(),
+            "cores": platform_support.cores(),
             "torch's threads": torch.get_num_threads(),
             "system": platform.platform(),
         },

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from fastloop.distributed import launch
+from fastloop.cli import launch
 from fastloop.runtime.platform_support import KILL, signal_group
 from fastloop_tools.measure.worker import Spec
 

@@ -16,7 +16,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from fastloop.distributed import launch
+from fastloop.cli import launch
+from fastloop.distributed import ranks
 from fastloop.errors import FastloopError, ProcessLost, UsageError
 from fastloop.numerics import switch_dropout_off
 from fastloop.plugin import Plugin, hookimpl
@@ -274,7 +275,7 @@ def main() -> None:
     spec.recipe["output"] = str(source.with_name("run"))  # deleted with the result
     result = measure(spec, given["length"], own=True)
     files.write(target, json.dumps(result))
-    if launch.world_size() > 1:
+    if ranks.world_size() > 1:
         launch.leave(0)
 
 

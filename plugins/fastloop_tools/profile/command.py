@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fastloop.cli import launch
 from fastloop.cli.arguments import Overrides, RecipeName, With, Without, names
-from fastloop.distributed import launch
+from fastloop.distributed import ranks
 
 if TYPE_CHECKING:
     from fastloop.recipe import Recipe
@@ -82,7 +83,7 @@ def look(recipe: Recipe, folder: Path, window: Window, never: list[str]) -> bool
     tree = recipe.to_dict()
     tree["train"] |= {"max_steps": 10**9, "epochs": 10**6, "save_every": None}
     tree["plugins"] = recipe.listed(recipe.plugins | dict.fromkeys(("log", "progress"), False))
-    trace = folder / f"rank{launch.rank()}.trace.json"
+    trace = folder / f"rank{ranks.rank()}.trace.json"
     observer = Observer(Spec(recipe={}, source=None, **vars(window)), WarningCollector(), trace)
     with tempfile.TemporaryDirectory(prefix="fastloop-profile-") as scratch:
         short = make_recipe(tree | {"output": f"{scratch}/run"}, recipe.source)
@@ -112,5 +113,5 @@ def tune_command(arguments: Sequence[str]) -> str:
     Args:
         arguments: The recipe, its overrides, ``--with`` and ``--without``, as they were given.
     """
-    nproc = ["--nproc", str(launch.world_size())] if launch.world_size() > 1 else []
+    nproc = ["--nproc", str(ranks.world_size())] if ranks.world_size() > 1 else []
     return shlex.join(["fastloop", "tune", *arguments, *nproc, "--stop-after", "suggestions"])

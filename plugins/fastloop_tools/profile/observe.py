@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch._C._autograd import DeviceType
 
-from fastloop.distributed import launch
 from fastloop.errors import UsageError
 from fastloop.estimates import StepProfile
 from fastloop.plugin import hookimpl
+from fastloop.runtime import platform_support
 from fastloop.runtime.platform_support import page_faults
 from fastloop.runtime.regions import PREFIX, region
 from fastloop_tools.measure.worker import Spec, StepMeter, WarningCollector
@@ -144,7 +144,7 @@ class Observer(StepMeter):
         self.profile = StepProfile(
             device=run.device.type,
             precision={"no": "fp32"}.get(run.accelerator.mixed_precision, run.accelerator.mixed_precision),
-            cores=launch.cores(),
+            cores=platform_support.cores(),
             threads=torch.get_num_threads(),
             world_size=run.world_size,
             steps=self.timed["steps"],

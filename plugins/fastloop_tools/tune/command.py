@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import typer
 
 from fastloop.cli.arguments import ACCEPTED, Overrides, RecipeName, With, Without, names, numerics_classes, parse_time
-from fastloop.distributed import launch
+from fastloop.distributed import ranks
 
 
 def tune(
@@ -50,7 +50,7 @@ def tune(
     from fastloop_tools.tune import write as writing
     from fastloop_tools.tune.search import Search
 
-    if launch.world_size() > 1:
+    if ranks.world_size() > 1:
         raise UsageError("tune starts the processes that it measures. Start it without a launcher, and with --nproc N.")
     classes = numerics_classes(accept)
     thorough = stop_after == "suggestions"

@@ -17,8 +17,7 @@ import yaml
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from fastloop.cli import app
-from fastloop.distributed import launch
+from fastloop.cli import app, launch
 
 CODE = """
 import os, signal, time

@@ -8,7 +8,7 @@ from pathlib import Path
 import forked
 import pytest
 
-from fastloop.distributed import launch
+from fastloop.cli import launch
 
 
 def test_two_processes_without_a_strategy_are_refused():

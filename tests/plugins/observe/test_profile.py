@@ -91,8 +91,8 @@ def test_a_failing_run_ends_the_profiler(tiny_run):
     tiny_run([Profile(wait=0, warmup=1, active=1)])
 
 
-def test_a_region_is_nothing_while_no_profiler_looks_on():
-    assert regions.region("data") is regions.NO_REGION
+def test_a_region_without_a_profiler_is_an_empty_context():
+    assert regions.region("data") is regions.NO_CONTEXT
     assert list(regions.each("data", iter([1, 2]))) == [1, 2]
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         assert list(regions.each("data", [1, 2])) == [1, 2]

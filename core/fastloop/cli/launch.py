@@ -1,4 +1,4 @@
-"""Start the processes of a run on this machine, and read rank and world size from the environment. Does not import torch.
+"""Start the processes of a run on this machine. Does not import torch.
 
     fastloop train recipe.yaml --nproc 2
     fastloop train recipe.yaml --nproc 2 --nnodes 2 --node-rank 0 --master 10.0.0.1:29500    # and --node-rank 1 on the other machine
@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from fastloop.distributed.ranks import restarts, world_size
 from fastloop.distributed.signals import EXIT_INTERRUPTED, EXIT_STOPPED, STOP_TIMEOUT, on_signals
 from fastloop.errors import UsageError
 from fastloop.recipe import secrets
@@ -31,20 +32,6 @@ LAUNCHER = "FASTLOOP_LAUNCHER"
 """Environment variable with the pid and the options of the launcher."""
 GRACE_SECONDS = 10.0
 """Seconds until processes are killed, after another process has stopped or a signal was repeated."""
-
-
-def _from_environment(*names: str) -> int | None:
-    return next((int(value) for name in names if (value := os.environ.get(name, "")).isdecimal()), None)
-
-
-def world_size() -> int:
-    """Number of processes, from the variables of torchrun, accelerate, Intel MPI, Open MPI or MVAPICH that Accelerate reads."""
-    return _from_environment("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE") or 1
-
-
-def rank() -> int:
-    """Index of this process, from 0."""
-    return _from_environment("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK") or 0
 
 
 def options() -> str:
@@ -110,7 +97,7 @@ def member(local: int, nproc: int, host: str, port: str, nnodes: int = 1, node_r
         "LOCAL_RANK": str(local),
         "MASTER_ADDR": host,
         "MASTER_PORT": port,
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, cores() // nproc)),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, platform_support.cores() // nproc)),
     }
 
 
@@ -118,11 +105,6 @@ def local_group(count: int) -> list[dict[str, str]]:
     """The environment variables of each of ``count`` processes on a single machine; none for a single process."""
     port = str(free_port())
     return [member(rank, count, "127.0.0.1", port) for rank in range(count)] if count > 1 else [{}]
-
-
-def cores() -> int:
-    """Processors that this process may use."""
-    return len(platform_support.processors())
 
 
 def free_port() -> int:
@@ -164,12 +146,6 @@ def _wait(processes: list[subprocess.Popen[bytes]]) -> int | None:
             if process.poll() is None:
                 process.kill()  # on SIGTERM, it would wait for the other processes
                 process.wait()
-
-
-def restarts() -> int:
-    """Number of restarts by torchrun (``--max-restarts``). 0 on several machines, because each of them counts separately."""
-    is_one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) if is_one_machine else 0
 
 
 def resume_from(value: str | None, output: Path) -> Path | None:

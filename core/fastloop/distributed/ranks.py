@@ -1,0 +1,25 @@
+"""Rank and world size from the environment, before torch is imported."""
+
+from __future__ import annotations
+
+import os
+
+
+def _from_environment(*names: str) -> int | None:
+    return next((int(value) for name in names if (value := os.environ.get(name, "")).isdecimal()), None)
+
+
+def world_size() -> int:
+    """Number of processes, from the variables of torchrun, accelerate, Intel MPI, Open MPI or MVAPICH that Accelerate reads."""
+    return _from_environment("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE") or 1
+
+
+def rank() -> int:
+    """Index of this process, from 0."""
+    return _from_environment("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK") or 0
+
+
+def restarts() -> int:
+    """Number of restarts by torchrun (``--max-restarts``). 0 on several machines, because each of them counts separately."""
+    is_one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) if is_one_machine else 0

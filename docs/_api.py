@@ -8,6 +8,7 @@ import re
 import sys
 import textwrap
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from _tables import table
@@ -226,7 +227,8 @@ def type_of(cls: type, value: ast.expr, arguments: dict[str, str]) -> str:
             return "bool"
         case ast.Attribute(value=ast.Name(id=owner), attr=attribute) if owner in arguments:
             found: Any = getattr(vars(sys.modules[cls.__module__])[arguments[owner]], attribute)
-            return str(inspect.signature(found.fget).return_annotation)
+            getter = found.func if isinstance(found, cached_property) else found.fget
+            return str(inspect.signature(getter).return_annotation)
     sys.exit(f"docs/_api.py: the type of {ast.unparse(value)!r} in {cls.__module__}.{cls.__name__} is not known. Annotate the attribute.")
 
 

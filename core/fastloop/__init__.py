@@ -12,7 +12,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from fastloop.errors import CheckpointError, FastloopError, PluginCrash, PluginError, RecipeError, UsageError
-from fastloop.estimates import SpeedupEstimate, StepProfile
+from fastloop.estimates import Recommendation, SpeedupEstimate, StepProfile
 from fastloop.hookspecs import hookspec
 from fastloop.options import option
 from fastloop.plugin import Device, Dtype, Package, Plugin, When, hookimpl
@@ -39,6 +39,7 @@ __all__ = [
     "PluginCrash",
     "PluginError",
     "RecipeError",
+    "Recommendation",
     "Run",
     "SpeedupEstimate",
     "State",

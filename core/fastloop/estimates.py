@@ -1,4 +1,4 @@
-"""The profile of a run's steps, and the speedups that plugins estimate from it. Plain values for JSON, without torch."""
+"""The profile of a run's steps, the speedups that plugins estimate from it, and recommendations by rule. Imports no torch."""
 
 from __future__ import annotations
 
@@ -125,3 +125,16 @@ class SpeedupEstimate:
     options: Mapping[str, Any] = field(default_factory=dict)
     overrides: Mapping[str, Any] = field(default_factory=dict)
     once: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recommendation:
+    """A plugin that makes training faster on a machine, by rule.
+
+    Attributes:
+        why: The reason in a few words.
+        options: Options to set for the plugin.
+    """
+
+    why: str
+    options: Mapping[str, Any] = field(default_factory=dict)

@@ -33,7 +33,7 @@ from fastloop.errors import RecipeError
 from fastloop.options import check_options, option, parse
 
 if TYPE_CHECKING:
-    from fastloop.estimates import SpeedupEstimate, StepProfile
+    from fastloop.estimates import Recommendation, SpeedupEstimate, StepProfile
     from fastloop.recipe import Recipe
     from fastloop.runtime.hardware import Machine
 
@@ -219,6 +219,17 @@ class Plugin:
     def estimate_speedup(cls, profile: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:
         """For `fastloop profile`: the time of a step that this plugin would save, given a profile of the run; None for no estimate."""
         return None
+
+    @classmethod
+    def recommend(cls, recipe: Recipe, machine: Machine) -> Recommendation | None:
+        """For `auto`: why the plugin makes training of this recipe faster on this machine, and its options; None: it may not.
+
+        It decides by rules, from the recipe and the machine. It must not measure anything, read data or use a network."""
+        return None
+
+    def select_plugins(self, recipe: Recipe, machine: Machine) -> dict[str, Recommendation]:
+        """Plugins that replace this one in the recipe: name -> reason and options. Empty: the plugin stays as it is."""
+        return {}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.config})"

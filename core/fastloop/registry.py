@@ -161,6 +161,7 @@ def resolve(recipe: Recipe, machine: Machine | None = None, objects: Iterable[Pl
             *first* hook; the ordering constraints are circular; or a numerics class is unknown.
         RecipeError: An option of a plugin is invalid.
     """
+    expand(recipe, machine)
     resolution = select(recipe, objects)
     if machine is None:
         from fastloop.runtime.hardware import this_machine
@@ -175,8 +176,30 @@ def resolve(recipe: Recipe, machine: Machine | None = None, objects: Iterable[Pl
     return resolution
 
 
+def expand(recipe: Recipe, machine: Machine | None = None) -> None:
+    """Replace each plugin of the recipe that selects others, such as ``auto``, by the ones that it selects for the machine.
+
+    The run writes the recipe as it is then, so its own recipe file does not depend on the machine.
+    """
+    for name, options in list(recipe.plugins.items()):
+        if options is False or load_listed(recipe, name).select_plugins is Plugin.select_plugins:
+            continue
+        if machine is None:
+            from fastloop.runtime.hardware import this_machine
+
+            machine = this_machine(recipe.train.device)
+        chosen = make(recipe, name).select_plugins(recipe, machine)
+        if not chosen:
+            continue
+        before = list(recipe.plugins.items())
+        index = [key for key, _ in before].index(name)
+        recipe.plugins = dict(before[:index]) | {key: dict(found.options) for key, found in chosen.items()} | dict(before[index + 1 :])
+        recipe.selected |= {key: f"{name}: {found.why}" for key, found in chosen.items()}
+
+
 def select(recipe: Recipe, objects: Iterable[Plugin] = ()) -> PluginSet:
-    """``resolve`` without checking the requirements on the machine; does not import torch."""
+    """``resolve`` without checking the requirements on the machine. Imports torch only for a recipe with ``auto``."""
+    expand(recipe)
     plugins: list[Plugin] = []
     reasons: dict[str, str] = {}
     for name, options in recipe.plugins.items():
@@ -186,7 +209,7 @@ def select(recipe: Recipe, objects: Iterable[Plugin] = ()) -> PluginSet:
                 raise PluginError(f"{recipe.where}: plugins.{name}: no plugin {name!r} is installed.{did_you_mean(name, known)}")
             continue
         plugins.append(make(recipe, name))
-        reasons[plugins[-1].name] = "listed in the recipe"
+        reasons[plugins[-1].name] = recipe.selected.get(name, "listed in the recipe")
     for plugin in objects:
         plugins.append(plugin)
         reasons[plugin.name] = "given in Python"

@@ -1,13 +1,44 @@
-"""Models as plugins find them: inside wrappers of other plugins and of strategies."""
+"""Models as plugins find them: inside wrappers of other plugins and of strategies, or by their name in a recipe."""
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from fastloop.recipe import Recipe
+
+BERT_LIKE = ("bert", "camembert", "distilbert", "electra", "roberta", "xlm-roberta")
+"""Types of transformers models that classify a text by its first token."""
+
 
 def transformers_model(model: nn.Module) -> Any:
     """The outermost transformers model in ``model``, whatever wraps it; None if there is none."""
     return next((module for module in model.modules() if hasattr(module, "set_attn_implementation")), None)
+
+
+def model_type(recipe: Recipe) -> str | None:
+    """The transformers type of the recipe's model: by ``model.config``, by the folder's config.json, or by the hub's usual names, such as
+    ``distilbert-base-uncased``. None if that does not show it. Uses no network."""
+    config, name = recipe.model.get("config"), recipe.model.get("name")
+    if isinstance(config, dict):
+        found = config.get("model_type")
+        return found if isinstance(found, str) else None
+    if not isinstance(name, str):
+        return None
+    file = recipe.find(name) / "config.json"
+    if file.is_file():
+        try:
+            found = json.loads(file.read_text(encoding="utf-8")).get("model_type")
+        except (OSError, ValueError, AttributeError):  # the task reports it
+            return None
+        return found if isinstance(found, str) else None
+    family = name.rpartition("/")[2].partition("-")[0]
+    return {"xlm": "xlm-roberta"}.get(family, family) if family in (*BERT_LIKE, "xlm", "gpt2") else None
+
+
+def reads_padded_texts(recipe: Recipe) -> bool:
+    """Whether the recipe classifies texts and pads them to the longest of a batch."""
+    return "text" in recipe.data and recipe.data.get("label") is not None and recipe.data.get("padding") != "max_length"

@@ -123,9 +123,12 @@ def test_quickstart_shortened():
 
 
 def test_distilbert_imdb_with_a_tiny_model_and_local_files(tiny_distilbert, imdb_like):
-    # compiling has tests of its own; here it would take most of a minute
-    summary = train("distilbert_imdb", f"model.name={tiny_distilbert}", *imdb_like, "train.epochs=2", "train.lr=0.01", without=("compile",))
-    assert summary["plugins"][:3] == ["amp", "checkpoint-best", "dataloader-workers"]
+    given = [f"model.name={tiny_distilbert}", *imdb_like, "train.epochs=2", "train.lr=0.01"]
+    summary = train("distilbert_imdb", *given, without=("allocator",))  # which needs a process of its own
+    assert {"cls-last-layer", "fast-dropout", "fused-optimizer", "packing", "checkpoint-best"} < set(summary["plugins"])
+    written = load_recipe("run/recipe.yaml")
+    assert {"cls-last-layer", "packing"} < set(written.plugins), "the run's recipe lists what auto selected"
+    assert "auto" not in written.plugins
     assert summary["test"]["accuracy"] > 0.9
     from transformers import AutoModelForSequenceClassification
 

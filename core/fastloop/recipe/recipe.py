@@ -91,6 +91,7 @@ class Recipe:
 
     Attributes:
         plugins: Plugin name -> options, in the recipe's order. ``False`` turns a default plugin off.
+        selected: Plugin name -> why another plugin, such as ``auto``, added it.
         references: Plugin name -> how it is listed, where that is not its name: ``package:name``, ``file.py``, ``file.py:Class``.
         source: The file it came from, for messages and for paths relative to it; None when made in Python.
     """
@@ -102,6 +103,7 @@ class Recipe:
     output: str = "runs/run"
     references: dict[str, str] = field(default_factory=dict)
     source: Path | None = None
+    selected: dict[str, str] = field(default_factory=dict)
 
     @property
     def where(self) -> str:

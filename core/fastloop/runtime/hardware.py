@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
+from fastloop.distributed.ranks import world_size
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -14,11 +16,15 @@ class Machine:
         device: ``cpu``, ``cuda``, ``mps``, ``xpu``, ...
         name: Name of the device.
         dtypes: The dtypes of matrix products: a subset of ``fp32``, ``bf16``, ``fp16``, ``fp8``. On CUDA, without emulated ones.
+        fast_dtypes: The dtypes that matrix units of the device multiply faster than fp32.
+        processes: Number of processes that train together.
     """
 
     device: str
     name: str
     dtypes: tuple[str, ...]
+    fast_dtypes: tuple[str, ...] = ()
+    processes: int = 1
 
 
 @cache
@@ -40,8 +46,10 @@ def this_machine(device: str = "auto") -> Machine:
             dtypes.append("fp8")
     elif kind == "cpu":
         name = torch.backends.cpu.get_cpu_capability()
-        dtypes.append("bf16")  # correct everywhere; fast with AVX512-BF16 or AMX
+        dtypes.append("bf16")  # correct everywhere
+        if not (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()):
+            return Machine(kind, name, tuple(dtypes), (), world_size())
     else:
         name = kind
         dtypes += ["bf16", "fp16"] if kind == "xpu" else ["fp16"]
-    return Machine(kind, name, tuple(dtypes))
+    return Machine(kind, name, tuple(dtypes), tuple(dtypes[1:]), world_size())

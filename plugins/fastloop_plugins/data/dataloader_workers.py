@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import NonNegativeInt
 
-from fastloop import DataLoaderDraft, Plugin, SpeedupEstimate, hookimpl, option
+from fastloop import DataLoaderDraft, Plugin, Recommendation, SpeedupEstimate, hookimpl, option
 from fastloop.runtime import platform_support
 
 if TYPE_CHECKING:
     from fastloop.estimates import StepProfile
     from fastloop.recipe import Recipe
+    from fastloop.runtime.hardware import Machine
 
 logger = logging.getLogger("fastloop")
 
@@ -44,6 +45,13 @@ class DataLoaderWorkers(Plugin):
         multiprocessing_context: Annotated[
             Literal["fork", "spawn", "forkserver"] | None, option("How workers start; null: the platform's default.")
         ] = None
+
+    @classmethod
+    def recommend(cls, recipe: Recipe, machine: Machine) -> Recommendation | None:
+        """Beside a device that leaves processors free."""
+        if machine.device == "cpu":
+            return None
+        return Recommendation(why="workers prepare batches while the device computes", options={"num_workers": 2})
 
     @classmethod
     def estimate_speedup(cls, profile: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:

@@ -15,11 +15,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from fastloop import Batch, DataLoaderDraft, Plugin, hookimpl
+from fastloop import Batch, DataLoaderDraft, Plugin, Recommendation, hookimpl
 
 if TYPE_CHECKING:
     from fastloop import Run
     from fastloop.recipe import Recipe
+    from fastloop.runtime.hardware import Machine
 
 logger = logging.getLogger("fastloop")
 T = TypeVar("T")
@@ -33,6 +34,11 @@ class DevicePrefetch(Plugin):
     runs_after = ("dataloader-workers",)
     description = "copies the next batches to the GPU during a step"
     kind = ""  # device type; configure_dataloader may run without check_recipe
+
+    @classmethod
+    def recommend(cls, recipe: Recipe, machine: Machine) -> Recommendation | None:
+        """On CUDA."""
+        return Recommendation(why="batches are copied during a step") if machine.device == "cuda" else None
 
     @hookimpl
     def check_recipe(self, recipe: Recipe) -> None:

@@ -18,8 +18,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-from fastloop import DataLoaderDraft, Plugin, PluginError, SpeedupEstimate, hookimpl, option
-from fastloop.runtime import hardware as machine
+from fastloop import DataLoaderDraft, Plugin, PluginError, Recommendation, SpeedupEstimate, hookimpl, option
+from fastloop.runtime import hardware
+from fastloop_plugins._models import reads_padded_texts
 from fastloop_plugins.data._shapes import MULTIPLE
 
 if TYPE_CHECKING:
@@ -49,14 +50,16 @@ class LengthBucketing(Plugin):
         max_tokens: Annotated[int | None, option("Tokens of a device's batch at most, padding included; null: no limit.", ge=1)] = None
 
     @classmethod
+    def recommend(cls, recipe: Recipe, machine: hardware.Machine) -> Recommendation | None:
+        pays = machine.device == "cuda" and reads_padded_texts(recipe)  # on a CPU, packing leaves no padding
+        return Recommendation(why="little padding, and few shapes") if pays else None
+
+    @classmethod
     def estimate_speedup(cls, profile: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:
         if {cls.name, "packing"} & recipe.plugins.keys() or not profile.longest or recipe.data.get("padding") == "max_length":
             return None
-        padding = 1 - profile.real / profile.longest
-        return SpeedupEstimate(
-            seconds=0.8 * padding * profile.computing,  # lengths in a batch still differ a little
-            why=f"{padding:.0%} of the tokens in a batch are padding to its longest sample.",
-        )
+        padding = 1 - profile.real / profile.longest  # a little remains
+        return SpeedupEstimate(seconds=0.8 * padding * profile.computing, why=f"{padding:.0%} of a batch is padding to its longest sample.")
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -64,7 +67,7 @@ class LengthBucketing(Plugin):
 
     @hookimpl
     def check_recipe(self, recipe: Recipe) -> None:
-        self.kind = machine.this_machine(recipe.train.device).device
+        self.kind = hardware.this_machine(recipe.train.device).device
         if self.config.max_tokens is None:
             return
         where = f"{recipe.where}: plugins.length-bucketing.max_tokens"

@@ -21,8 +21,8 @@ from collections.abc import Callable, Generator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from fastloop import Plugin, PluginError, SpeedupEstimate, hookimpl
-from fastloop_plugins._models import transformers_model
+from fastloop import Plugin, PluginError, Recommendation, SpeedupEstimate, hookimpl
+from fastloop_plugins._models import BERT_LIKE, model_type, reads_padded_texts, transformers_model
 from fastloop_plugins.data._shapes import MULTIPLE, multiple_for
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from fastloop import Batch, Output, Run
     from fastloop.estimates import StepProfile
     from fastloop.recipe import Recipe
+    from fastloop.runtime.hardware import Machine
     from fastloop_plugins.data._packing import PackedCollator
 
 logger = logging.getLogger("fastloop")
@@ -38,6 +39,10 @@ logger = logging.getLogger("fastloop")
 FLASH = "flash_attention_2"
 INSIDE = {"sdpa": "sdpa", "eager": "sdpa", FLASH: "sdpa", "fast_dropout": "fast_dropout", "fastloop_blocked": "fastloop_blocked"}
 """The model's attention -> the attention called for each sequence. FlashAttention needs CUDA, so the trial on the CPU uses sdpa."""
+
+
+PACKABLE = (*BERT_LIKE, "gpt2", "llama", "mistral", "qwen2")
+"""Types of models that the tests pack."""
 
 
 class Packing(Plugin):
@@ -49,6 +54,13 @@ class Packing(Plugin):
     runs_before = ("activation-checkpointing", "slot:strategy", "compile")
     description = "packs sequences end to end, so that no padding is computed"
     collator: PackedCollator
+
+    @classmethod
+    def recommend(cls, recipe: Recipe, machine: Machine) -> Recommendation | None:
+        """On a CPU, for texts that are padded."""
+        if machine.device != "cpu" or not reads_padded_texts(recipe) or model_type(recipe) not in PACKABLE:
+            return None
+        return Recommendation(why="no padding is computed")
 
     @classmethod
     def estimate_speedup(cls, profile: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:

@@ -15,10 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from fastloop import Plugin, PluginError, hookimpl, option
+from fastloop import Plugin, PluginError, Recommendation, hookimpl, option
 
 if TYPE_CHECKING:
     from fastloop import Run
+    from fastloop.recipe import Recipe
+    from fastloop.runtime.hardware import Machine
 
 
 class TokenCache(Plugin):
@@ -33,6 +35,13 @@ class TokenCache(Plugin):
         """Options."""
 
         folder: Annotated[str, option("Folder of token ids; auto: in the user's cache.")] = "auto"
+
+    @classmethod
+    def recommend(cls, recipe: Recipe, machine: Machine) -> Recommendation | None:
+        """Beside a device that computes faster than texts are tokenized."""
+        if machine.device == "cpu" or "text" not in recipe.data:
+            return None
+        return Recommendation(why="texts are tokenized once")
 
     @hookimpl(wrapper=True)
     def build_datasets(self, run: Run) -> Generator[None, Any, Any]:

@@ -14,7 +14,8 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from fastloop import Plugin, PluginError, SpeedupEstimate, hookimpl
+from fastloop import Plugin, PluginError, Recommendation, SpeedupEstimate, hookimpl
+from fastloop_plugins._models import BERT_LIKE, model_type
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from fastloop import Run
     from fastloop.estimates import StepProfile
     from fastloop.recipe import Recipe
+    from fastloop.runtime.hardware import Machine
 
 LINEARS = {("query", "key", "value"): None, ("q_lin", "k_lin", "v_lin"): "out_lin"}
 """Names of the query, key and value projections in an attention module -> name of its output projection, if it has one."""
@@ -35,6 +37,13 @@ class ClsLastLayer(Plugin):
     requires = ("text-classification",)
     runs_before = ("attention", "fast-dropout", "activation-checkpointing", "slot:strategy", "compile")
     description = "computes the last layer only at the first token"
+
+    @classmethod
+    def recommend(cls, recipe: Recipe, machine: Machine) -> Recommendation | None:
+        """For text classification with models like BERT."""
+        if recipe.data.get("label") is None or model_type(recipe) not in BERT_LIKE:
+            return None
+        return Recommendation(why="the classifier reads one token of the last layer")
 
     @classmethod
     def estimate_speedup(cls, profile: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:

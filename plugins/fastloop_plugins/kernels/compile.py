@@ -23,7 +23,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from fastloop import Batch, DataLoaderDraft, Output, Plugin, PluginError, SpeedupEstimate, hookimpl, option
+from fastloop import Batch, DataLoaderDraft, Output, Plugin, PluginError, Recommendation, SpeedupEstimate, hookimpl, option
 from fastloop_plugins._cache import private_cache
 from fastloop_plugins.data._shapes import MULTIPLE
 from fastloop_plugins.kernels._blocks import transformer_blocks
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from fastloop import Run
     from fastloop.estimates import StepProfile
     from fastloop.recipe import Recipe
+    from fastloop.runtime.hardware import Machine
 
 logger = logging.getLogger("fastloop")
 
@@ -65,6 +66,15 @@ class Compile(Plugin):
         recompile_limit: Annotated[int, option("Graphs of one function before it runs eagerly.", ge=1)] = 16
         cache: Annotated[bool, option("Keep compiled code in the user's cache folder for later runs.")] = True
         on_failure: Annotated[Literal["eager", "error"], option("What to do with a model that cannot be compiled.")] = "eager"
+
+    @classmethod
+    def recommend(cls, recipe: Recipe, machine: Machine) -> Recommendation | None:
+        """On CUDA. With few shapes, it records CUDA graphs."""
+        if machine.device != "cuda":
+            return None
+        if recipe.plugins.get("length-bucketing", False) is not False or recipe.data.get("padding") == "max_length":
+            return Recommendation(why="CUDA graphs for the few shapes of the batches", options={"mode": "reduce-overhead"})
+        return Recommendation(why="fused kernels")
 
     @classmethod
     def estimate_speedup(cls, profile: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:

@@ -15,7 +15,8 @@ import logging
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from fastloop import Plugin, SpeedupEstimate, hookimpl
+from fastloop import Plugin, Recommendation, SpeedupEstimate, hookimpl
+from fastloop_plugins._models import model_type
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from fastloop import Run
     from fastloop.estimates import StepProfile
     from fastloop.recipe import Recipe
+    from fastloop.runtime.hardware import Machine
 
 logger = logging.getLogger("fastloop")
 
@@ -38,6 +40,18 @@ class FastDropout(Plugin):
     runs_before = ("activation-checkpointing", "slot:strategy", "compile")
     runs_after = ("attention",)
     description = "draws dropout masks from a faster generator"
+
+    @classmethod
+    def recommend(cls, recipe: Recipe, machine: Machine) -> Recommendation | None:
+        """On a CPU, for transformers models that are not compiled."""
+        if (
+            machine.device != "cpu"
+            or model_type(recipe) is None
+            or recipe.plugins.get("compile", False) is not False
+            or "text" not in recipe.data
+        ):
+            return None
+        return Recommendation(why="torch draws dropout masks slowly on a CPU")
 
     @classmethod
     def estimate_speedup(cls, profile: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:

@@ -17,7 +17,7 @@ import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from fastloop import Device, OptimizerDraft, Package, Plugin, PluginError, SpeedupEstimate, When, hookimpl, option
+from fastloop import Device, OptimizerDraft, Package, Plugin, PluginError, Recommendation, SpeedupEstimate, When, hookimpl, option
 
 if TYPE_CHECKING:
     from torch import nn
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from fastloop import Run
     from fastloop.estimates import StepProfile
     from fastloop.recipe import Recipe
+    from fastloop.runtime.hardware import Machine
 
 
 def eight_bits(config: Any) -> bool:
@@ -55,6 +56,15 @@ class FusedOptimizer(Plugin):
         implementation: Annotated[
             Literal["fused", "foreach", "8bit"], option("One fused kernel, one call for each operation, or moments in 8 bits.")
         ] = "fused"
+
+    @classmethod
+    def recommend(cls, recipe: Recipe, machine: Machine) -> Recommendation | None:
+        """For the optimizers of torch that have a fused kernel, on devices that have it."""
+        from fastloop.defaults import optimizer_class
+
+        if machine.device not in ("cpu", "cuda") or "fused" not in inspect.signature(optimizer_class(recipe)).parameters:
+            return None
+        return Recommendation(why=f"{recipe.train.optimizer} steps in one kernel")
 
     @classmethod
     def estimate_speedup(cls, profile: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:

@@ -25,12 +25,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from fastloop import Plugin, PluginError, SpeedupEstimate, hookimpl, option
+from fastloop import Plugin, PluginError, Recommendation, SpeedupEstimate, hookimpl, option
 
 if TYPE_CHECKING:
     from fastloop import Run
     from fastloop.estimates import StepProfile
     from fastloop.recipe import Recipe
+    from fastloop.runtime.hardware import Machine
 
 logger = logging.getLogger("fastloop")
 
@@ -63,6 +64,13 @@ class Allocator(Plugin):
             Literal["auto", "glibc", "tcmalloc", "jemalloc"],
             option("Allocator of CPU memory; auto: tcmalloc if installed, else glibc."),
         ] = "auto"
+
+    @classmethod
+    def recommend(cls, recipe: Recipe, machine: Machine) -> Recommendation | None:
+        """On Linux, for a CPU."""
+        if machine.device != "cpu" or platform.system() != "Linux":
+            return None
+        return Recommendation(why="freed memory stays in the process for the next step")
 
     @classmethod
     def estimate_speedup(cls, profile: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:

@@ -14,11 +14,12 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from fastloop import AcceleratorDraft, Dtype, Plugin, RecipeError, SpeedupEstimate, When, hookimpl, option
+from fastloop import AcceleratorDraft, Dtype, Plugin, RecipeError, Recommendation, SpeedupEstimate, When, hookimpl, option
 
 if TYPE_CHECKING:
     from fastloop.estimates import StepProfile
     from fastloop.recipe import Recipe
+    from fastloop.runtime.hardware import Machine
 
 logger = logging.getLogger("fastloop")
 
@@ -47,6 +48,14 @@ class Amp(Plugin):
         dtype: Annotated[Literal["auto", "bf16", "fp16"], option("Dtype of the forward pass.")] = "auto"
         init_scale: Annotated[float, option("fp16: the first factor that the loss is scaled with.", gt=0)] = 65536.0
         growth_interval: Annotated[int, option("fp16: steps without overflow before the factor doubles.", ge=1)] = 2000
+
+    @classmethod
+    def recommend(cls, recipe: Recipe, machine: Machine) -> Recommendation | None:
+        """Where matrix units multiply a smaller dtype: bf16, else fp16."""
+        dtype = next((dtype for dtype in ("bf16", "fp16") if dtype in machine.fast_dtypes), None)
+        if dtype is None:
+            return None
+        return Recommendation(why=f"this {machine.device} multiplies {dtype} in hardware", options={"dtype": dtype})
 
     @classmethod
     def estimate_speedup(cls, profile: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:

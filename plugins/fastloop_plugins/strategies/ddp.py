@@ -14,12 +14,14 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from fastloop import AcceleratorDraft, Device, Plugin, PluginError, When, hookimpl, option
+from fastloop import AcceleratorDraft, Device, Plugin, PluginError, Recommendation, When, hookimpl, option
 
 if TYPE_CHECKING:
     from torch import nn
 
     from fastloop import Run
+    from fastloop.recipe import Recipe
+    from fastloop.runtime.hardware import Machine
 
 logger = logging.getLogger("fastloop")
 
@@ -43,6 +45,11 @@ class DDP(Plugin):
         static_graph: Annotated[bool, option("Every step uses the same weights in the same order, so torch can plan ahead.")] = False
         sync_batch_norm: Annotated[bool, option("Compute batch norm over the samples of all processes (CUDA).")] = False
         compress: Annotated[Literal["bf16"] | None, option("All-reduce gradients in this dtype: half the bytes.")] = None
+
+    @classmethod
+    def recommend(cls, recipe: Recipe, machine: Machine) -> Recommendation | None:
+        """For several processes. A model that does not fit needs another strategy, which the recipe lists."""
+        return Recommendation(why=f"{machine.processes} processes train together") if machine.processes > 1 else None
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

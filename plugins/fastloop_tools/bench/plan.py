@@ -11,7 +11,7 @@ from fastloop.errors import UsageError, did_you_mean
 from fastloop.hooks import PluginSet
 from fastloop.plugin import Plugin, defaults
 from fastloop.recipe import Recipe, make_recipe
-from fastloop.registry import load_listed, make, resolve
+from fastloop.registry import expand, load_listed, make, resolve
 from fastloop.state import AcceleratorDraft, DataLoaderDraft, OptimizerDraft
 
 if TYPE_CHECKING:
@@ -110,6 +110,8 @@ def make_ablation(recipe: Recipe, baseline: Recipe, lifted: Sequence[str], sets:
     """
     from fastloop.runtime.hardware import this_machine
 
+    for loaded in (recipe, baseline):
+        expand(loaded)
     ablation, machine = Ablation(recipe, baseline), this_machine(recipe.train.device)
     tested = list(_tested(recipe))
     for name in tested:

@@ -1,0 +1,85 @@
+"""Selects the plugins that make a recipe faster on this machine.
+
+    plugins:
+      - auto
+
+Each plugin of fastloop states by a rule whether it pays for a recipe on a machine: device, dtypes, number of processes, task, type of the
+model. Nothing is measured. The run's own ``recipe.yaml`` lists the selected plugins instead of ``auto``, and `fastloop plan` shows the
+reasons. Plugins that the recipe lists stay as they are, and those that it turns off (``packing: false``, ``--without packing``) stay off.
+``--without auto`` trains without the selection. `fastloop tune` measures what the rules assume.
+
+``numerics`` is the largest effect on the numbers that a selected plugin may have. With the default, ``reduced-precision``, batches and
+schedule stay as they are. ``changes-training`` also allows plugins that group samples by length.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, get_args
+
+from fastloop import Plugin, PluginError, Recommendation, hookimpl, option
+from fastloop.plugin import Numerics
+
+if TYPE_CHECKING:
+    from fastloop import Run
+    from fastloop.recipe import Recipe
+    from fastloop.runtime.hardware import Machine
+
+logger = logging.getLogger("fastloop")
+
+EFFECTS: tuple[str, ...] = get_args(Numerics)
+"""The numerics classes, from the smallest effect to the largest."""
+
+
+class Auto(Plugin):
+    """Replaces itself in the recipe by the plugins that pay here."""
+
+    name = "auto"
+    numerics = "reduced-precision"
+    description = "selects the plugins that pay on this machine"
+
+    @dataclass(kw_only=True)
+    class Config:
+        """Options."""
+
+        numerics: Annotated[Numerics, option("The largest effect on the numbers that a selected plugin may have.")] = "reduced-precision"
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.numerics = self.config.numerics  # type: ignore[misc]
+
+    def select_plugins(self, recipe: Recipe, machine: Machine) -> dict[str, Recommendation]:
+        """Ask each plugin of fastloop. A plugin that does not combine with the ones before it is left out."""
+        from fastloop.registry import load, select
+
+        candidates = [load(name) for name in sorted(own_plugins()) if name not in recipe.plugins and name != self.name]
+        candidates = [cls for cls in candidates if EFFECTS.index(cls.numerics) <= EFFECTS.index(self.config.numerics)]
+        candidates.sort(key=lambda cls: -EFFECTS.index(cls.numerics))  # plugins that arrange the data come first: rules of others read it
+        chosen: dict[str, Recommendation] = {}
+        plugins = {name: options for name, options in recipe.plugins.items() if name != self.name}
+        for cls in candidates:
+            trial = dataclasses.replace(recipe, plugins=dict(plugins), selected={})
+            found = cls.recommend(trial, machine)
+            if found is None or any(need.missing(cls(**found.options), machine) for need in cls.requirements):
+                continue
+            trial.plugins[cls.name] = dict(found.options)
+            try:
+                select(trial)
+            except PluginError as error:
+                logger.info("auto: leaves out %s: %s", cls.name, error)
+                continue
+            plugins, chosen[cls.name] = trial.plugins, found
+        return chosen
+
+    @hookimpl
+    def check_run(self, run: Run) -> None:
+        logger.warning("auto: no plugin of fastloop is known to make this recipe faster on %s", run.device.type)
+
+
+def own_plugins() -> list[str]:
+    """Names of the plugins that fastloop itself installs. Other packages are not imported before a recipe names them."""
+    from fastloop.registry import installed
+
+    return [name for name, point in installed().items() if point.dist is not None and point.dist.name == "fastloop"]

@@ -1,0 +1,112 @@
+"""The plugin ``auto``."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+
+import pytest
+
+from fastloop.recipe import load_recipe, make_recipe
+from fastloop.registry import resolve
+from fastloop.runtime.hardware import Machine
+
+CPU = Machine("cpu", "AVX512", ("fp32", "bf16"), ("bf16",))
+OLD_CPU = Machine("cpu", "AVX2", ("fp32", "bf16"))
+H100 = Machine("cuda", "H100", ("fp32", "bf16", "fp16", "fp8"), ("bf16", "fp16", "fp8"))
+MODEL = {"model": {"name": "distilbert-base-uncased"}, "data": {"name": "imdb", "text": "text", "label": "label"}}
+
+
+def select(machine: Machine, *plugins: object, **sections: object) -> dict[str, object]:
+    """The plugins of a recipe after it is resolved for a machine."""
+    recipe = make_recipe({**MODEL, "plugins": list(plugins), **sections})
+    resolve(recipe, machine)
+    return recipe.plugins
+
+
+def listed(name: str) -> dict[str, object]:
+    return {
+        plugin: options for plugin, options in load_recipe(name).plugins.items() if options is not False and plugin != "checkpoint-best"
+    }
+
+
+def test_auto_on_a_cpu_selects_the_plugins_of_the_cpu_recipe():
+    assert select(CPU, "auto") == listed("distilbert_imdb_cpu")
+
+
+def test_auto_on_a_gpu_selects_the_plugins_of_the_gpu_recipe():
+    assert select(H100, {"auto": {"numerics": "changes-training"}}) == listed("distilbert_imdb_gpu")
+
+
+def test_flagship_recipe_lists_auto_and_resolves_to_the_cpu_recipe():
+    recipe = load_recipe("distilbert_imdb")
+    assert "auto" in recipe.plugins
+    resolve(recipe, CPU)
+    assert {name: options for name, options in recipe.plugins.items() if name != "checkpoint-best"} == listed("distilbert_imdb_cpu")
+
+
+def test_default_numerics_keep_the_batches():
+    chosen = select(H100, "auto")
+    assert "length-bucketing" not in chosen
+    assert chosen["compile"] == {}, "no CUDA graphs for shapes that vary"
+    assert chosen["amp"] == {"dtype": "bf16"}
+
+
+@pytest.mark.parametrize(("numerics", "absent"), [("reassociated", {"amp"}), ("bitwise", {"amp", "packing", "cls-last-layer"})])
+def test_numerics_limits_the_selection(numerics, absent):
+    chosen = select(CPU, {"auto": {"numerics": numerics}})
+    assert not absent & chosen.keys()
+    assert "allocator" in chosen
+
+
+def test_no_amp_without_matrix_units_for_bf16():
+    assert "amp" not in select(OLD_CPU, "auto")
+
+
+def test_several_processes_get_ddp_unless_a_strategy_is_listed():
+    two = dataclasses.replace(CPU, processes=2)
+    assert "ddp" in select(two, "auto")
+    assert "ddp" not in select(two, "auto", "fsdp")
+    assert "ddp" not in select(CPU, "auto")
+
+
+def test_listed_options_are_kept_and_plugins_that_are_off_stay_off():
+    chosen = select(CPU, "auto", {"amp": {"dtype": "bf16", "init_scale": 8.0}}, {"packing": False})
+    assert chosen["amp"] == {"dtype": "bf16", "init_scale": 8.0}
+    assert chosen["packing"] is False
+    assert "fast-dropout" not in select(CPU, "auto", "compile"), "each mask would break compile's graph"
+
+
+@pytest.mark.parametrize(
+    ("sections", "absent"),
+    [
+        ({"model": {"name": "an-unknown-model"}}, {"packing", "cls-last-layer", "fast-dropout"}),
+        ({"model": {"config": {"model_type": "gpt2"}}}, {"cls-last-layer"}),
+        ({"data": {"name": "imdb", "text": "text", "label": "label", "padding": "max_length"}}, {"packing"}),
+        ({"train": {"optimizer": "LBFGS"}}, {"fused-optimizer"}),
+    ],
+)
+def test_rules_follow_model_data_and_optimizer(sections, absent):
+    chosen = select(CPU, "auto", **sections)
+    assert not absent & chosen.keys()
+    assert "allocator" in chosen
+
+
+def test_model_type_is_read_from_a_local_folder(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    assert "packing" in select(CPU, "auto", model={"name": str(tmp_path)})
+
+
+def test_reasons_name_auto_and_resolving_twice_keeps_them():
+    recipe = make_recipe({**MODEL, "plugins": ["auto"]})
+    first = resolve(recipe, CPU)
+    assert first.reasons["packing"] == "auto: no padding is computed"
+    assert resolve(recipe, CPU).reasons == first.reasons
+
+
+def test_a_machine_without_a_known_speedup_is_reported(tiny_run, caplog, monkeypatch):
+    monkeypatch.setattr("fastloop.runtime.hardware.this_machine", lambda device="auto": Machine("mps", "mps", ("fp32",)))
+    with caplog.at_level(logging.WARNING, "fastloop"):
+        result = tiny_run(["auto", {"dataloader-workers": False}])
+    assert "auto" in result.summary["plugins"]
+    assert "no plugin of fastloop is known to make this recipe faster" in caplog.text

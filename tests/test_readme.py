@@ -18,7 +18,7 @@ def test_its_recipe_is_a_recipe():
     assert block is not None
     recipe = make_recipe(yaml.safe_load(block.group(1)))
     assert recipe.train.batch_size == 12
-    assert list(recipe.plugins) == ["amp", "checkpoint-best", "dataloader-workers"]
+    assert list(recipe.plugins) == ["auto", "checkpoint-best"]
 
 
 @pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\(([^)#:]+)\)", README.read_text()))))

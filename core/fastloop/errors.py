@@ -7,6 +7,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fastloop.state import Output
 
 
 class FastloopError(Exception):
@@ -47,6 +51,19 @@ class DataError(FastloopError):
 
 class ProcessLost(FastloopError):
     """The connection to another process of the run broke. The log of that process has the reason."""
+
+
+class MetricError(UsageError):
+    """A metric failed in an evaluation, or its value is not one number. ``__cause__`` is the metric's exception, if it raised one.
+
+    Attributes:
+        metric: Which metric: ``the metric 'accuracy'``.
+        output: The newest batch's ``Output``; None: the evaluation had no batch.
+    """
+
+    def __init__(self, message: str, metric: str, output: Output | None) -> None:
+        super().__init__(message)
+        self.metric, self.output = metric, output
 
 
 class PluginCrash(FastloopError):

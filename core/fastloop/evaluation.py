@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsFloat
 
 import torch
 from torch import Tensor, nn
+
+from fastloop.errors import MetricError, UsageError
 
 if TYPE_CHECKING:
     from torchmetrics import MetricCollection
@@ -38,11 +41,16 @@ class EvaluationResults:
     not change the result. Predictions that are not tensors, or whose shape beyond the first dimension changes, start a new update.
 
     Args:
-        check: Called with each metric's name and value before the host reads them; raises an error for a value that is not one number.
+        where: The recipe, for messages.
+        split: The evaluated split, for messages.
+
+    Raises:
+        MetricError: A metric failed, or its value is not one number.
     """
 
-    def __init__(self, metrics: MetricCollection | None, check: Callable[[str, Any], None] | None = None) -> None:
-        self.metrics, self.check = metrics, check
+    def __init__(self, metrics: MetricCollection | None, where: str = "recipe", split: str = "validation") -> None:
+        self.metrics, self.where, self.split = metrics, where, split
+        self.newest: Output | None = None
         self.losses: list[Tensor] = []
         self.weights: list[int] = []
         self.waiting: list[tuple[Tensor, Tensor]] = []
@@ -52,6 +60,7 @@ class EvaluationResults:
 
     def add(self, output: Output, weight: int, samples: int) -> None:
         """Add the output of a batch. Metrics ignore a batch without samples: its process only joined the collective operations."""
+        self.newest = output
         self.losses.append(output.loss.detach())
         self.weights.append(weight)
         if self.metrics is None or output.predictions is None or not samples:
@@ -60,7 +69,7 @@ class EvaluationResults:
         if self.waiting and _signature(*pair) != _signature(*self.waiting[0]):
             self._update()
         if _signature(*pair) is None:
-            self.metrics.update(*pair)
+            self._measure(self.metrics.update, *pair)
             return
         assert output.targets is not None
         self.waiting.append((output.predictions, output.targets))
@@ -71,18 +80,30 @@ class EvaluationResults:
     def _update(self) -> None:
         if self.waiting and self.metrics is not None:
             predictions, targets = (torch.cat(parts) for parts in zip(*self.waiting, strict=True))
-            self.metrics.update(predictions, targets)
+            self._measure(self.metrics.update, predictions, targets)
         self.waiting, self.bytes = [], 0
+
+    def _measure(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function of the metrics. Its error is raised as one that names the metric and the split."""
+        try:
+            return function(*arguments)
+        except UsageError:
+            raise
+        except Exception as error:
+            assert self.metrics is not None
+            label = _label(self.metrics, error)
+            reason = f"{type(error).__name__}: {error}".rstrip(". ")
+            advice = "Choose a metric, or arguments of it, that fit the predictions and targets."
+            raise MetricError(f"{self.where}: {label} failed for {self.split}: {reason}. {advice}", label, self.newest) from error
 
     def read(self) -> tuple[float, int, dict[str, float]]:
         """``(sum of loss times weight, sum of weights, metrics)``. Torchmetrics reduces the metrics over processes; the sums are local.
 
         The host reads the device once. A metric may read it more often."""
         self._update()
-        values: dict[str, Any] = {} if self.metrics is None else dict(self.metrics.compute())
-        if self.check is not None:
-            for name, value in values.items():
-                self.check(str(name), value)
+        values: dict[str, Any] = {} if self.metrics is None else dict(self._measure(self.metrics.compute))
+        for name, value in values.items():
+            check_number(self.where, str(name), self.split, value)
         losses = torch.stack(self.losses) if self.losses else torch.zeros(0)
         wide = torch.float32 if losses.device.type == "mps" else torch.float64  # represents narrower dtypes exactly
         scalars = [
@@ -94,6 +115,38 @@ class EvaluationResults:
             total += loss * weight
         values |= dict(zip(scalars, numbers[len(losses) :], strict=True))
         return total, sum(self.weights), {str(name): float(value) for name, value in values.items()}
+
+
+def check_number(where: str, metric: str, split: str, value: Any) -> None:
+    """Check that the value of a metric is one number.
+
+    Raises:
+        MetricError: It is not; names the metric, and the value's shape and dtype or its type.
+    """
+    if value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, SupportsFloat):
+        return
+    label = f"the metric {metric!r}"
+    raise MetricError(
+        f"{where}: {label} gives {'' if isinstance(value, Tensor) else 'a value '}{describe(value)} for {split}, expected one number. "
+        "Average over classes, such as average: macro, or choose another metric.",
+        label,
+        None,
+    )
+
+
+def describe(value: Any) -> str:
+    """The shape and dtype of a tensor, ``(8, 3) float32``; the type of anything else."""
+    if not isinstance(value, Tensor):
+        return f"of type {type(value).__name__}"
+    return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+
+
+def _label(metrics: MetricCollection, error: Exception) -> str:
+    """``the metric 'accuracy'``: the one whose method raised the error. If the collection itself raised it: all names."""
+    names = {id(metric): repr(str(name)) for name, metric in metrics.items(copy_state=False)}
+    owners = (id(frame.f_locals.get("self")) for frame, _ in traceback.walk_tb(error.__traceback__))
+    name = next((names[owner] for owner in owners if owner in names), None)
+    return f"one of the metrics {', '.join(names.values())}" if name is None else f"the metric {name}"
 
 
 def _signature(predictions: Any, targets: Any) -> tuple[Any, ...] | None:

@@ -270,13 +270,11 @@ class PluginSet:
             call(draft=draft)
         return draft
 
-    def chain(self, hook: str, model: Any, check: Callable[[str, Any], None] | None = None, /, **arguments: Any) -> Any:
-        """Pass the model through every plugin. A result that is not None replaces it. ``check(plugin, model)`` is called after each."""
-        for plugin, call in self.each(hook):
+    def chain(self, hook: str, model: Any, /, **arguments: Any) -> Any:
+        """Pass the model through every plugin. A result that is not None replaces it."""
+        for _, call in self.each(hook):
             replacement = call(model=model, **arguments)
             model = model if replacement is None else replacement
-            if check is not None:
-                check(plugin.name, model)
         return model
 
     def environment(self, recipe: Recipe) -> dict[str, str]:

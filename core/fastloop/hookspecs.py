@@ -15,9 +15,7 @@
     check_run                                       # everything is built, nothing is written yet
     load_model_state, load_optimizer_state, load_state   # only with --resume
 
-    before_fit
-    for each evaluated split:                       # tries the metrics on one batch; map-style datasets only
-        compute_loss
+    before_fit                                      # a plugin may call compute_loss here, to try a batch
     when resuming from an interrupted evaluation: evaluate again
     for each epoch:
         before_epoch

@@ -16,13 +16,11 @@ from torch import nn
 
 from fastloop import loop
 from fastloop.checkpoint import folder, resume
-from fastloop.checks.optimizer import OptimizerCheck
-from fastloop.checks.skipped_steps import SkippedSteps
-from fastloop.checks.updates import UpdateCheck
 from fastloop.data import Loaders
 from fastloop.data.micro_batches import micro_batches
 from fastloop.distributed.accelerator import build_accelerator
 from fastloop.distributed.processes import Processes
+from fastloop.distributed.skipped_steps import SkippedSteps
 from fastloop.errors import PluginError, SaveError
 from fastloop.hooks import PluginSet
 from fastloop.recipe import Recipe
@@ -129,14 +127,11 @@ def _build_model(run: Run) -> None:
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise PluginError(f"{run.recipe.where}: the model has no parameter that is trained.")
     optimizer = run.hooks.build_optimizer(run=run, model=model)
-    check = OptimizerCheck(run.recipe.where, run.plugins, model, optimizer)
     run.scheduler = run.hooks.build_scheduler(run=run, optimizer=optimizer)
     run.built_model = model
     model, run.optimizer = run.hooks.prepare(run=run, model=model, optimizer=optimizer)
-    check.prepared(model, run.optimizer)
-    run.model = run.plugins.chain("after_prepare", model, check.after_prepare, run=run)
+    run.model = run.plugins.chain("after_prepare", model, run=run)
     run.skipped_steps = SkippedSteps(run.optimizer, run.accelerator.scaler)
-    run.update_check = UpdateCheck(run.model, run.built_model, run.optimizer, run.device, check.accepted)
 
 
 def _set_train_mode(model: nn.Module) -> None:

@@ -16,14 +16,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
 
 from fastloop.checkpoint import resume
-from fastloop.checks import metrics as metric_checks
 from fastloop.evaluation import EvaluationResults, evaluating
 from fastloop.runtime.random_states import preserve_random_states, random_states, restore_random_states
 from fastloop.runtime.regions import region
@@ -47,8 +45,6 @@ def fit(run: Run) -> None:
     """Train until the epochs or ``max_steps`` are done, or a plugin requests a stop. Then evaluate the final weights."""
     with preserve_random_states(run.resume_point is not None):
         run.hooks.before_fit(run=run)
-    with run.clock("startup"):
-        metric_checks.check(run)
     with run.clock("train"):
         if run.schedule.evaluation_due():  # the run resumes from an interrupted evaluation
             evaluate(run, "validation")
@@ -131,13 +127,11 @@ def train_step(run: Run, batches: list[Batch]) -> Tensor:
     step_loss = run.processes.all_reduce_mean(step_loss)
     hooks.after_backward(run=run, loss=step_loss)
     hooks.before_optimizer_step(run=run, grad_norm=run.clip_gradients())
-    run.update_check.before_step()
     with region("optimizer"):
         optimizer.step()
         if run.scheduler is not None and not run.step_was_skipped():
             run.scheduler.step()
         optimizer.zero_grad()
-    run.update_check.after_step(run.step_was_skipped)
     run.state.count_step(totals)
     return step_loss
 
@@ -171,9 +165,9 @@ def evaluation_loop(run: Run, split: str) -> dict[str, float]:
 
     Raises:
         EvaluationInterrupted: A signal stopped the run; raised on every process.
+        MetricError: A metric failed, or its value is not one number.
     """
-    results, loader = EvaluationResults(run.metrics, partial(metric_checks.check_number, run, split)), run.eval_loaders[split]
-    output = None
+    results, loader = EvaluationResults(run.metrics, run.recipe.where, split), run.eval_loaders[split]
     with evaluating(run.model):
         for number, (batch,) in enumerate(run.to_device([batch] for batch in loader.batches())):
             if run.world_size == 1 or (number % POLL_EVERY == 0 and loader.in_step):
@@ -182,9 +176,7 @@ def evaluation_loop(run: Run, split: str) -> dict[str, float]:
                     raise EvaluationInterrupted
             with region("loss"):
                 output = run.hooks.compute_loss(run=run, model=run.model, batch=batch.inputs)
-            with metric_checks.explain_failures(run, split, output):
-                results.add(output, batch.loss_weight, batch.samples)
-        with metric_checks.explain_failures(run, split, output):
-            *sums, metrics = results.read()
+            results.add(output, batch.loss_weight, batch.samples)
+        *sums, metrics = results.read()
     total, weight = run.processes.all_reduce_sum(torch.tensor(sums, dtype=torch.float64)).tolist()
     return {"loss": total / weight if weight else float("nan"), **metrics}

@@ -14,11 +14,10 @@ from accelerate.utils import send_to_device
 from torch import Tensor, nn
 
 from fastloop.checkpoint.saver import CheckpointSaver
-from fastloop.checks.skipped_steps import SkippedSteps
-from fastloop.checks.updates import UpdateCheck
 from fastloop.data import Loader, Loaders
 from fastloop.distributed.processes import Processes
 from fastloop.distributed.signals import StopSignals
+from fastloop.distributed.skipped_steps import SkippedSteps
 from fastloop.distributed.tensors import gather_full
 from fastloop.errors import PluginError, SaveError
 from fastloop.hooks import PluginSet
@@ -60,7 +59,6 @@ class Run:
         signals: The stop signal that this process received.
         resume_point: ``(checkpoint folder, warnings)`` to resume from; None: start from the beginning.
         skipped_steps: The optimizer steps that fp16's loss scaling skipped.
-        update_check: Examines the first optimizer steps.
     """
 
     def __init__(self, recipe: Recipe, plugins: PluginSet) -> None:
@@ -80,7 +78,6 @@ class Run:
         self.metrics: MetricCollection | None = None
         self.schedule: Schedule
         self.skipped_steps: SkippedSteps
-        self.update_check: UpdateCheck
         self._clipped_at = -1  # step whose gradients are final
         self._gradient_norm: Tensor | None = None
 

@@ -10,6 +10,7 @@ from torchmetrics import MeanSquaredError, Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from fastloop import evaluation as results
+from fastloop.errors import MetricError
 from fastloop.evaluation import EvaluationResults
 from fastloop.state import Output
 
@@ -107,3 +108,55 @@ def test_a_second_evaluation_begins_anew():
         found = EvaluationResults(collection)
         found.add(output, 4, 4)
         assert found.read() == (4.0, 4, {"error": pytest.approx(expected)})
+
+
+class Fails(Updates):
+    """Fails in one of its methods."""
+
+    def __init__(self, method: str) -> None:
+        super().__init__()
+        self.method = method
+
+    def update(self, predictions: Any, targets: Any) -> None:
+        super().update(predictions, targets)
+        self.fail("update")
+
+    def compute(self) -> torch.Tensor:
+        self.fail("compute")
+        return super().compute()
+
+    def fail(self, method: str) -> None:
+        if self.method == method:
+            raise ValueError(f"no {method}")
+
+
+@pytest.mark.parametrize("method", ["update", "compute"])
+def test_the_error_of_a_metric_names_it_and_the_split(method):
+    collection = MetricCollection({"good": Updates(), "bad": Fails(method)}, prefix="my_")
+    found, (output, *_) = EvaluationResults(collection, "r.yaml", "test"), classified()
+    found.add(output, 8, 8)
+    with pytest.raises(MetricError, match=rf"^r\.yaml: the metric 'my_bad' failed for test: ValueError: no {method}\. Choose ") as raised:
+        found.read()
+    assert raised.value.output is output
+    assert isinstance(raised.value.__cause__, ValueError)
+
+
+class Gives(Updates):
+    """Has a given value."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.value = value
+
+    def compute(self) -> Any:
+        return self.value
+
+
+@pytest.mark.parametrize(
+    ("value", "described"), [(torch.zeros(2, 3), r"\(2, 3\) float32"), (torch.zeros(0), r"\(0,\) float32"), ([1.0], "a value of type list")]
+)
+def test_a_value_that_is_not_one_number_is_an_error(value, described):
+    found = EvaluationResults(MetricCollection({"m": Gives(value)}), "r.yaml", "test")
+    found.add(classified()[0], 8, 8)
+    with pytest.raises(MetricError, match=rf"^r\.yaml: the metric 'm' gives {described} for test, expected one number\. "):
+        found.read()

@@ -22,7 +22,7 @@ from fastloop.runtime.hardware import Machine
 pytest_plugins = ["installing"]
 
 CPU = Machine("cpu", "AVX2", ("fp32", "bf16"))
-QUIET = {"log": False, "progress": False}
+QUIET = {"log": False, "metric-check": False, "optimizer-check": False, "progress": False}
 
 
 def make(name: str, **members: Any) -> Plugin:
@@ -144,14 +144,14 @@ def test_two_distributions_that_claim_one_name_are_told_apart_by_their_own(insta
 
 def test_default_plugins_come_last_say_why_and_can_be_turned_off():
     resolution = resolve(make_recipe({"plugins": [{"progress": False}]}), CPU, [make("mine")])
-    assert resolution.names() == ["mine", "log"]
+    assert resolution.names() == ["mine", "log", "metric-check", "optimizer-check"]
     assert resolution.reasons["log"].startswith("on by default: ")
     assert resolution.reasons["mine"] == "given in Python"
 
 
 def test_a_default_plugin_that_is_listed_keeps_its_options_and_place():
     resolution = resolve(make_recipe({"plugins": [{"log": {"every": 3}}, "ema"]}), CPU)
-    assert resolution.names() == ["log", "ema", "progress"]
+    assert resolution.names() == ["log", "ema", "metric-check", "optimizer-check", "progress"]
     assert resolution.plugins[0].config.every == 3
     assert resolution.reasons["log"] == "listed in the recipe"
 

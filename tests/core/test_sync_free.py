@@ -59,7 +59,7 @@ def waiting(device: EmulatedDevice) -> dict[int, list[str]]:
     return {number: files(waits) for number, waits in enumerate(device.steps, 1) if waits}
 
 
-CHECK, LOG = "fastloop/checks/updates.py", "fastloop_plugins/observe/log.py"
+CHECK, LOG = "fastloop_plugins/guards/_updates.py", "fastloop_plugins/observe/log.py"
 """The first steps are read once each until all weights are known to change: step 1, and step 2 where warm-up starts from a rate of 0."""
 
 

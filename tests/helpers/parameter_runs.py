@@ -58,6 +58,12 @@ class Replaces(Plugin):
         self.replace("before_fit", run.unwrap_model())
 
 
+def examines_updates(run: Any) -> bool:
+    """Whether `optimizer-check` still examines optimizer steps."""
+    (check,) = (plugin for plugin in run.plugins if plugin.name == "optimizer-check")
+    return check.updates is not None
+
+
 class Ended(Plugin):
     """The step after which every trained parameter was known to change."""
 
@@ -66,7 +72,7 @@ class Ended(Plugin):
 
     @hookimpl
     def after_step(self, run: Any) -> None:
-        if run.update_check.is_done and self.step is None:
+        if self.step is None and not examines_updates(run):
             self.step = run.state.step
 
 

@@ -153,7 +153,7 @@ def test_they_break_no_list_and_no_run_that_does_not_name_them(venv, recipe):
     assert "bad-amp:amp" in out
     code, out, err = fastloop(venv, "train", recipe)
     assert (code, err) == (0, "")
-    assert json.loads(Path("out/summary.json").read_text())["plugins"] == ["module", "log", "progress"]
+    assert json.loads(Path("out/summary.json").read_text())["plugins"] == ["module", "log", "metric-check", "optimizer-check", "progress"]
     assert not Path("imported.txt").exists(), "nothing of theirs was imported"
 
 

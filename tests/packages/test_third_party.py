@@ -152,10 +152,10 @@ def test_messages_name_a_plugin_as_the_recipe_does():
 def test_a_package_that_takes_a_name_of_ours_leaves_what_is_on_by_default_alone(install, caplog):
     install("rogue", WARMTH.replace('"warmth"', '"log"'), log="rogue:Warmth")
     resolution = resolve(make_recipe({}))
-    assert resolution.names() == ["log", "progress"]
+    assert resolution.names() == ["log", "metric-check", "optimizer-check", "progress"]
     assert type(resolution.plugins[0]).__module__ == "fastloop_plugins.observe.log"
     assert "rogue" not in sys.modules
-    assert select(make_recipe({"plugins": [{"log": False}]})).names() == ["progress"]
+    assert select(make_recipe({"plugins": [{"log": False}]})).names() == ["metric-check", "optimizer-check", "progress"]
     with pytest.raises(PluginError, match="'log' is the name of plugins in several packages"):
         resolve(make_recipe({"plugins": ["log"]}))
     assert type(resolve(make_recipe({"plugins": ["fastloop:log"]})).plugins[0]).__module__ == "fastloop_plugins.observe.log"
@@ -230,7 +230,7 @@ def test_of_several_plugins_in_a_file_the_class_says_which():
     with pytest.raises(RecipeError, match=r"^recipe: plugins: both\.py: .* several plugins\. Say which: both\.py:Warmth or both\.py:Cold"):
         make_recipe({"plugins": ["both.py"]})
     recipe = make_recipe({"plugins": ["both.py:Cold", {"both.py:Warmth": {"degrees": 1.0}}, *QUIET]})
-    assert resolve(recipe).names() == ["cold", "warmth"]
+    assert resolve(recipe).names() == ["cold", "warmth", "metric-check", "optimizer-check"]
     assert make_recipe(recipe.to_dict()).references == recipe.references == {"cold": "both.py:Cold", "warmth": "both.py:Warmth"}
     with pytest.raises(RecipeError, match=r"both\.py:Warmt: Warmt is not a class of the file\. Did you mean 'Warmth'\?"):
         make_recipe({"plugins": ["both.py:Warmt"]})
@@ -528,7 +528,7 @@ def test_what_an_observer_refuses_on_purpose_is_refused(tiny_run):
 def test_a_recipe_asks_for_it_only_where_it_can_be(install):
     code = WARMTH + "\nclass Watcher(Warmth):\n    name = 'watcher'\n    read_only = True\n"
     install("warm-pack", code, warmth="warm_pack:Warmth", watcher="warm_pack:Watcher")
-    (plugin,) = resolve(make_recipe({"plugins": [{"watcher": {"on_error": "disable", "degrees": 1.0}}, *QUIET]})).plugins
+    plugin, *_ = resolve(make_recipe({"plugins": [{"watcher": {"on_error": "disable", "degrees": 1.0}}, *QUIET]})).plugins
     assert (plugin.on_error, plugin.config.degrees) == ("disable", 1.0)
     for options, said in [
         ({"watcher": {"on_error": "ignore"}}, r"plugins\.watcher\.on_error: found 'ignore' .* Expected raise \| disable"),
@@ -692,7 +692,7 @@ def test_model_data_optimizer_and_metrics_come_from_a_package(kinds):
 def test_a_task_comes_from_a_package(kinds):
     recipe = make_recipe({"train": kinds["train"], "plugins": ["mine", *QUIET], "output": "out"})
     summary = execute(build(recipe, resolve(recipe)))
-    assert (summary["plugins"], summary["steps"]) == (["mine"], 3)
+    assert (summary["plugins"], summary["steps"]) == (["mine", "metric-check", "optimizer-check"], 3)
 
 
 @pytest.mark.parametrize(

@@ -190,8 +190,8 @@ def train(recipe: Mapping[str, Any] | Recipe, *objects: Plugin, resume: Path | N
 
 @cache
 def _idle() -> dict[str, Literal[False]]:
-    """The plugins that are on by themselves, tasks aside, as a recipe turns them off."""
-    return {name: False for name in sorted(defaults()) if load(name).slot != "task"}
+    """The observers that are on by default, as a recipe turns them off. Tasks and guards stay."""
+    return {name: False for name in sorted(defaults()) if load(name).read_only}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,7 +213,7 @@ class Study:
     still: bool
 
     def recipe(self, output: str, *, on: bool = True, strategy: str | None = None, **settings: Any) -> Recipe:
-        """The recipe with or without the plugin, without default plugins."""
+        """The recipe with or without the plugin, without default observers."""
         task = dict(self.task if on else self.without)
         plugins: dict[str, Any] = {}
         for entry in (*task.pop("plugins", ()), *self.requires, *([strategy] if strategy else [])):

@@ -79,7 +79,9 @@ class Ablation:
 
 
 def with_only(recipe: Recipe, names: Iterable[str], **train: Any) -> dict[str, Any]:
-    """The recipe as plain values, with only its task and the plugins ``names``: other plugins and defaults are off.
+    """The recipe as plain values, with only its task and the plugins ``names``.
+
+    Default observers (``read_only``) are off. Default guards stay, so that a variant that does not train its parameters is refused.
 
     Args:
         train: Keys of the ``train`` section to set.
@@ -92,7 +94,7 @@ def with_only(recipe: Recipe, names: Iterable[str], **train: Any) -> dict[str, A
         if options is not False and (name in wanted or load_listed(recipe, name).slot == "task"):
             plugins[name] = options
     for name, point in defaults().items():
-        if name not in plugins and point.load().slot != "task":
+        if name not in plugins and (point.load().read_only or recipe.plugins.get(name) is False):
             plugins[name] = False
     tree["plugins"] = recipe.listed(plugins)
     return tree

@@ -158,7 +158,7 @@ def test_plan_shows_order_batch_and_reasons_and_trains_nothing(cli):
     code, out, _ = cli("plan", "quickstart", *arguments, "--with", "ema, amp", "--without", "progress,checkpoint-best")
     assert code == 0
     listed = re.findall(r"^ ?\d+\. ([\w-]+)  \((.*)\)$", out, re.MULTILINE)
-    assert [name for name, _ in listed] == ["ema", "amp", "log", "text-classification"]
+    assert [name for name, _ in listed] == ["ema", "amp", "log", "metric-check", "optimizer-check", "text-classification"]
     assert "slot precision, reduced-precision" in dict(listed)["amp"]
     assert "on by default" in dict(listed)["log"]
     assert "decay=0.5" in out

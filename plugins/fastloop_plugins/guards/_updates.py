@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fastloop.checks.optimizer import by_module, missing_parameters
+from fastloop_plugins.guards._parameters import by_module, missing_parameters
 
 log = logging.getLogger("fastloop")
 
@@ -84,15 +84,15 @@ class UpdateCheck:
         self.samples: list[Sample] = []
         self.step, self.due = 0, 1
 
-    @torch.no_grad()
     def before_step(self) -> None:
         """Sample the parameters if this step is examined. Gradients must be final."""
-        if self.is_done:
-            return
         self.step += 1
+        if self.step >= self.due:
+            self._sample()
+
+    @torch.no_grad()
+    def _sample(self) -> None:
         self.samples = []
-        if self.step < self.due:
-            return
         if self.pending is None:
             names = {id(weight): name for name, weight in self.built_model.named_parameters()}  # without prefixes of strategies
             trained = {names.get(id(weight), name): weight for name, weight in self.model.named_parameters() if weight.requires_grad}
@@ -108,16 +108,18 @@ class UpdateCheck:
             sizes = gradient.reshape(-1)[places].abs()
             self.samples.append(Sample(name, rates[id(parameter)], weight, places, weight.reshape(-1)[places], sizes))
 
-    @torch.no_grad()
     def after_step(self, was_skipped: Callable[[], bool]) -> None:
-        """Compare the samples, and log the result when the check is complete.
+        """Compare the samples if this step is examined, and log the result when the check is complete.
 
         Args:
             was_skipped: Returns whether loss scaling skipped the step. Called only if the step is examined.
         """
-        if self.is_done or self.step < self.due:
-            return
-        self.due *= 2
+        if self.step >= self.due:
+            self.due *= 2
+            self._compare(was_skipped)
+
+    @torch.no_grad()
+    def _compare(self, was_skipped: Callable[[], bool]) -> None:
         assert self.pending is not None
         problems = f" Not in the optimizer: {by_module(self.missing)}." if self.missing else ""
         if self.samples and not was_skipped():
@@ -138,7 +140,7 @@ class UpdateCheck:
                 problems,
             )
         if problems or not self.pending:
-            self.is_done, self.pending = True, {}
+            self.is_done = True
 
 
 def _expected_changes(elements: list[Element]) -> list[str]:

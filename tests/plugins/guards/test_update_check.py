@@ -1,4 +1,4 @@
-"""The first optimizer steps: a trained parameter that got a gradient changes, or one warning names it."""
+"""optimizer-check examines the first optimizer steps: a trained parameter that got a gradient changes, or one warning names it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from parameter_runs import examines_updates
 from torch import nn
 
 from fastloop import Plugin, hookimpl
@@ -33,7 +34,7 @@ class Watch(Plugin):
 
     @hookimpl
     def after_step(self, run: Any) -> None:
-        if not run.update_check.is_done:
+        if examines_updates(run):
             self.open.append(run.state.step)
 
 

@@ -1,4 +1,4 @@
-"""The optimizer steps the parameters that the model trains, or the run is refused with the plugin that broke it."""
+"""optimizer-check: the optimizer steps the parameters that the model trains, or the run is refused with the plugin that broke it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from fastloop import Plugin, PluginError, hookimpl
-from fastloop.checks.optimizer import by_module
 from fastloop.testing import tiny_model
+from fastloop_plugins.guards._parameters import by_module
 
 
 def replace_weight(module: nn.Module) -> None:
@@ -119,11 +119,24 @@ ORPHANED = "In the optimizer, but no longer in the model"
 )
 def test_a_plugin_that_takes_parameters_from_the_optimizer_is_refused_by_name(tiny_run, tmp_path, plugin, found):
     with pytest.raises(PluginError) as error:
-        tiny_run([plugin, Innocent()], output=tmp_path / "run")
-    assert f"plugin {plugin.name!r} changed the model's parameters {found}" in str(error.value)
-    assert "innocent" not in str(error.value)
+        tiny_run([plugin], output=tmp_path / "run")
+    assert f"recipe: plugin {plugin.name!r} changed the model's parameters {found}" in str(error.value)
     assert "before_prepare" in str(error.value)
     assert not (tmp_path / "run").exists(), "nothing was written or trained"
+
+
+def test_all_plugins_that_implement_the_hook_are_named(tiny_run):
+    with pytest.raises(PluginError, match="one of the plugins 'replaces', 'innocent' changed the model's parameters in after_prepare"):
+        tiny_run([Replaces(), Innocent()])
+    with pytest.raises(PluginError, match="recipe: plugin 'around' changed the model's parameters in prepare"):
+        tiny_run([Innocent(), Around()])
+
+
+def test_without_the_plugin_nothing_is_compared(tiny_run, caplog):
+    result = tiny_run([Replaces(), {"optimizer-check": False}])
+    assert "optimizer-check" not in result.summary["plugins"]
+    assert torch.equal(result.weights["0.weight"], tiny_model().state_dict()["0.weight"])
+    assert warnings_of(caplog) == []
 
 
 def test_parameters_that_the_optimizer_gets_too_are_trained(tiny_run):

@@ -1,0 +1,83 @@
+"""Find the metric that does not fit an output, and explain why."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from fastloop import Output
+from fastloop.errors import MetricError
+from fastloop.evaluation import check_number, describe
+from fastloop.runtime.tracebacks import user_line
+from fastloop_plugins.guards.metric_check import MetricCheck
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
+
+    from fastloop import Run
+
+COUNTS = ("num_classes", "num_labels", "num_outputs")
+"""Arguments of torchmetrics' metrics for the number of columns of predictions."""
+
+
+def find_problem(run: Run, split: str, output: Output) -> str | None:
+    """Try each metric separately, and reset it. Returns the first problem, or None."""
+    assert run.metrics is not None
+    where = run.recipe.where
+    for name, metric in run.metrics.items():
+        label = f"{where}: the metric {name!r} ({type(metric).__name__})"
+        missing = [key for key in ("predictions", "targets") if getattr(output, key) is None]
+        if missing:
+            return (
+                f"{label} has nothing to measure: a batch of {split} gave no {' and no '.join(missing)}. "
+                "Have the model return `logits` and the batch hold `labels`, or leave the metric out."
+            )
+        try:
+            metric.update(output.predictions, output.targets)
+            for key, value in batch_values(metric, name, output).items():
+                check_number(where, key, split, value)
+        except MetricError as error:
+            return str(error)
+        except Exception as error:
+            return explain(label, split, output, error, metric)
+        finally:
+            metric.reset()
+    return None
+
+
+def batch_values(metric: Metric, name: str, output: Output) -> Mapping[str, Any]:
+    """Name -> value of a metric for one batch on this process; empty if the metric cannot compute it."""
+    if any(getattr(part, "dist_sync_on_step", False) for part in metric.modules()):  # it would wait for processes without samples
+        return {}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a batch may contain only one class
+            value = metric(output.predictions, output.targets)
+    except Exception:
+        return {}
+    return value if isinstance(value, Mapping) else {name: value}
+
+
+def explain(label: str, split: str, output: Output, error: Exception, metric: Metric | None = None) -> str:
+    """The message for a metric that failed: shapes and dtypes of its arguments, its error, the line of user code, and what to do."""
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+    reason += f" ({line})" if (line := user_line(error, [MetricCheck])) else ""
+    return (
+        f"{label} cannot measure a batch of {split}: predictions {describe(output.predictions)}, targets {describe(output.targets)}. "
+        f"{type(error).__name__}: {reason}. {advise(output, metric)}"
+    )
+
+
+def advise(output: Output, metric: Metric | None) -> str:
+    """What to change in the metric's arguments."""
+    predictions = output.predictions
+    if isinstance(predictions, Tensor) and predictions.dim() > 1:
+        columns = predictions.shape[1]
+        for key in COUNTS:
+            count = getattr(metric, key, None)
+            if isinstance(count, int) and count != columns:
+                return f"The predictions have {columns} columns and the metric has {key}={count}: set {key} to {columns}."
+    return "Choose a metric, or arguments of it, that fit these shapes and dtypes."

@@ -1,0 +1,41 @@
+"""Compare the parameters of a model with those of its optimizer, by identity."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+LISTED = 5
+"""Maximum number of modules in a message."""
+
+
+def stepped_parameters(optimizer: Any) -> list[Tensor]:
+    """The parameters that an optimizer steps: its ``model_parameters()`` if it has that method, else those in its ``param_groups``."""
+    if hasattr(optimizer, "model_parameters"):
+        return list(optimizer.model_parameters())
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def missing_parameters(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+    """Name -> parameter, for the parameters that require gradients, but that the optimizer does not step."""
+    stepped = {id(parameter) for parameter in stepped_parameters(optimizer)}
+    return {name: weight for name, weight in model.named_parameters() if weight.requires_grad and id(weight) not in stepped}
+
+
+def orphaned_parameters(model: nn.Module, optimizer: Any) -> list[Tensor]:
+    """The parameters with gradients that the optimizer steps, but that are not in the model."""
+    own = {id(parameter) for parameter in model.parameters()}
+    return [parameter for parameter in stepped_parameters(optimizer) if parameter.requires_grad and id(parameter) not in own]
+
+
+def by_module(names: Iterable[str]) -> str:
+    """Group parameter names by module: ``encoder.0 (weight, bias), head (weight)``."""
+    modules: dict[str, list[str]] = {}
+    for name in names:
+        module, _, parameter = name.rpartition(".")
+        modules.setdefault(module or "the model itself", []).append(parameter)
+    listed = ", ".join(f"{module} ({', '.join(parameters)})" for module, parameters in list(modules.items())[:LISTED])
+    return listed + f" and {len(modules) - LISTED} more modules" * (len(modules) > LISTED)

@@ -1,0 +1,100 @@
+"""Tries the task's metrics on a batch before training, and explains their failures. On by default.
+
+    plugins:
+      - metric-check
+
+Before the first step, every metric is updated once with the first batch of each evaluated split, and reset. The model is in eval mode and
+runs uncompiled; random states are restored. Iterable datasets are left out, because some can be read only once. An error names the metric,
+the split, and the shapes and dtypes of the metric's arguments. A metric that fails later, in an evaluation, gets the same message.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from fastloop import Plugin, UsageError, hookimpl
+from fastloop.errors import MetricError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from fastloop import Run
+    from fastloop.data import Loader
+    from fastloop.recipe import Recipe
+
+logger = logging.getLogger("fastloop")
+
+
+class MetricCheck(Plugin):
+    """Refuses metrics that do not fit the task's predictions and targets."""
+
+    name = "metric-check"
+    numerics = "bitwise"
+    description = "tries the metrics on a batch before training"
+
+    @classmethod
+    def auto_enable(cls, recipe: Recipe) -> str:
+        return "every run checks its metrics"
+
+    @hookimpl(trylast=True)  # after plugins that prepare the run in this hook
+    def before_fit(self, run: Run) -> None:
+        if run.metrics is None:
+            return
+        from fastloop.runtime.random_states import preserve_random_states
+
+        with run.clock("startup"):
+            for split, loader in run.eval_loaders.items():
+                if loader.sampler is None:
+                    continue
+                with preserve_random_states():
+                    problem = next(filter(None, run.processes.all_gather_object(try_batch(run, split, loader))), None)
+                if problem:
+                    raise UsageError(problem)
+
+    @hookimpl(wrapper=True, trylast=True)
+    def evaluate(self, run: Run, split: str) -> Generator[None, Any, Any]:
+        try:
+            return (yield)
+        except MetricError as error:
+            if not isinstance(error.__cause__, Exception) or error.output is None:  # the message has all that is known
+                raise
+            from fastloop_plugins.guards._metric_problems import explain, find_problem
+
+            problem = find_problem(run, split, error.output)
+            label = f"{run.recipe.where}: {error.metric}"
+            raise UsageError(problem or explain(label, split, error.output, error.__cause__)) from error.__cause__
+
+
+def try_batch(run: Run, split: str, loader: Loader) -> str | None:
+    """Evaluate one batch. Returns the first problem, or None."""
+    import torch
+
+    from fastloop.evaluation import evaluating
+    from fastloop_plugins.guards._metric_problems import find_problem
+
+    try:
+        with torch.no_grad(), evaluating(run.model):
+            ((batch,),) = run.to_device([list(islice(loader.batches(), 1))])
+            with torch.compiler.set_stance("force_eager"):
+                output = run.hooks.compute_loss(run=run, model=run.model, batch=batch.inputs)
+            return find_problem(run, split, output) if batch.samples else None
+    except torch.OutOfMemoryError:
+        if run.world_size > 1:  # other processes may wait in a collective operation of the model
+            raise
+        logger.warning("a batch of %s does not fit into memory: its metrics were not tried", split)
+        return None
+    finally:
+        if run.world_size > 1:
+            reshard(run.model)
+
+
+def reshard(model: nn.Module) -> None:
+    """Free the weights that FSDP gathered for a forward pass, because no backward pass will free them."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

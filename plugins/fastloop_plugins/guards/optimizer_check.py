@@ -1,0 +1,134 @@
+"""Checks that the optimizer holds the parameters that the model trains, and that its first steps change them. On by default.
+
+    plugins:
+      - optimizer-check
+
+If a plugin replaces weights after the optimizer was built, the optimizer keeps the old ones, and the new ones silently never train. The
+plugin compares the model's parameters with the optimizer's, by identity. A difference after ``build_optimizer`` may be intended and is
+logged as a warning. A difference that ``prepare`` or ``after_prepare`` introduces is an error. The first optimizer steps are examined until
+every parameter has changed; parameters that do not change are logged as one warning. Later steps cost two empty calls.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any
+
+from fastloop import Plugin, PluginError, hookimpl
+from fastloop_plugins.guards._parameters import LISTED, by_module, missing_parameters, orphaned_parameters
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from fastloop import Run
+    from fastloop.recipe import Recipe
+    from fastloop_plugins.guards._updates import UpdateCheck
+
+logger = logging.getLogger("fastloop")
+
+
+class OptimizerCheck(Plugin):
+    """Compares the model's parameters with the optimizer's, and examines the first optimizer steps.
+
+    Attributes:
+        names: Name of each parameter of the model as the optimizer was built for it, by ``id``.
+        built: These parameters, until the run is built: they stay alive, so that no ``id`` is reused.
+        accepted: The parameters that differ after ``build_optimizer``, by ``id``.
+        updates: The check of the first optimizer steps; None: it is complete.
+    """
+
+    name = "optimizer-check"
+    numerics = "bitwise"
+    description = "checks that the optimizer trains the model's parameters"
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.names: dict[int, str] = {}
+        self.built: list[Tensor] = []
+        self.accepted: dict[int, Tensor] = {}
+        self.updates: UpdateCheck | None = None
+
+    @classmethod
+    def auto_enable(cls, recipe: Recipe) -> str:
+        return "every run checks its optimizer"
+
+    @hookimpl(wrapper=True, tryfirst=True)  # around the wrappers of other plugins
+    def prepare(self, run: Run, model: nn.Module, optimizer: Any) -> Generator[None, Any, Any]:
+        self.compare_built(run, model, optimizer)
+        prepared = yield
+        self.compare(run, "prepare", *prepared)
+        return prepared
+
+    @hookimpl(tryfirst=True)
+    def check_run(self, run: Run) -> None:
+        from fastloop_plugins.guards._updates import UpdateCheck
+
+        self.compare(run, "after_prepare", run.model, run.optimizer)
+        self.built.clear()
+        self.updates = UpdateCheck(run.model, run.unwrap_model(), run.optimizer, run.device, self.accepted)
+
+    @hookimpl(trylast=True)  # after plugins that change gradients
+    def before_optimizer_step(self) -> None:
+        if self.updates is not None:
+            self.updates.before_step()
+
+    @hookimpl(tryfirst=True)  # before plugins that change weights
+    def after_step(self, run: Run) -> None:
+        if self.updates is None:
+            return
+        self.updates.after_step(run.step_was_skipped)
+        if self.updates.is_done:
+            self.updates = None
+
+    def compare_built(self, run: Run, model: nn.Module, optimizer: Any) -> None:
+        """Compare the parameters before ``prepare``, and log differences. They are accepted later."""
+        self.names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self.built = list(model.parameters())
+        missing, orphans = missing_parameters(model, optimizer), orphaned_parameters(model, optimizer)
+        self.accepted = {id(parameter): parameter for parameter in (*missing.values(), *orphans)}
+        author = format_plugins(self.called(run, "build_optimizer")[-1:])
+        if missing:
+            logger.warning(
+                "%s left trained parameters out of the optimizer in build_optimizer, so they will not change: %s. "
+                "If that is intended, set requires_grad to False on them, which also saves their gradients",
+                author,
+                by_module(missing),
+            )
+        if orphans:
+            logger.warning(
+                "%s put parameters into the optimizer that the model does not have, of the shapes %s. No checkpoint will hold them: "
+                "register them in the model in before_prepare",
+                author,
+                ", ".join(str(tuple(parameter.shape)) for parameter in orphans[:LISTED]),
+            )
+
+    def compare(self, run: Run, hook: str, model: nn.Module, optimizer: Any) -> None:
+        """Compare the parameters after a hook.
+
+        Raises:
+            PluginError: They differ by more than ``accepted``. Names the plugins that implement the hook.
+        """
+        missing = [name for name, weight in missing_parameters(model, optimizer).items() if id(weight) not in self.accepted]
+        orphans = [weight for weight in orphaned_parameters(model, optimizer) if id(weight) not in self.accepted]
+        if not missing and not orphans:
+            return
+        problems = f" Not in the optimizer, so they would never train: {by_module(missing)}." if missing else ""
+        if orphans:
+            names = by_module(self.names.get(id(weight), "an unknown parameter") for weight in orphans)
+            problems += f" In the optimizer, but no longer in the model: {names}."
+        raise PluginError(
+            f"{run.recipe.where}: {format_plugins(self.called(run, hook))} changed the model's parameters in {hook}, after the optimizer "
+            f"was built.{problems} Change parameters in before_prepare, or change the optimizer's param_groups along with them. An "
+            "optimizer that holds other tensors, such as flat shards, needs a method model_parameters() that returns the parameters that "
+            "it steps."
+        )
+
+    def called(self, run: Run, hook: str) -> list[str]:
+        """The other plugins whose hook was called, in order."""
+        return [calls.plugin for calls in run.plugins.calls() if calls.hook == hook and calls.plugin != self.name]
+
+
+def format_plugins(plugins: list[str]) -> str:
+    """``plugin 'a'``, ``one of the plugins 'a', 'b'``, or without plugins, ``Accelerate``."""
+    return f"{'one of the plugins' if len(plugins) > 1 else 'plugin'} {', '.join(map(repr, plugins))}" if plugins else "Accelerate"

@@ -72,7 +72,7 @@ def explain(label: str, split: str, output: Output, error: Exception, metric: Me
 
 
 def advise(output: Output, metric: Metric | None) -> str:
-    """What to change in the metric's arguments."""
+    """Name the argument of the metric to change, if the shapes show it."""
     predictions = output.predictions
     if isinstance(predictions, Tensor) and predictions.dim() > 1:
         columns = predictions.shape[1]

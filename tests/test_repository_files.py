@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import io
 import shutil
 import subprocess
+import tokenize
 import tomllib
 from pathlib import Path
 
@@ -48,3 +51,26 @@ def test_templates_and_hooks_parse():
     hooks = [hook["entry"] for repository in load(".pre-commit-config.yaml")["repos"] for hook in repository["hooks"]]
     makefile = (ROOT / "Makefile").read_text()
     assert all(entry.split()[0].removeprefix(".venv/bin/") in makefile for entry in hooks)
+
+
+def code_lines(file: Path) -> int:
+    """Lines of code in a Python file: no blank lines, comments and docstrings."""
+    source = file.read_text(encoding="utf-8")
+    docs: set[int] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            docs |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    skipped = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    lines = {line for token in tokens if token.type not in skipped for line in range(token.start[0], token.end[0] + 1)}
+    return len(lines - docs)
+
+
+def test_core_stays_small():
+    files = [file for file in (ROOT / "core" / "fastloop").rglob("*.py") if not {"cli", "testing"} & set(file.parts)]
+    assert sum(map(code_lines, files)) <= 4500, "lines of code without cli and testing: docs/decisions/0027"
+
+
+def test_no_file_is_too_long():
+    files = [file for folder in ("core", "plugins") for file in (ROOT / folder).rglob("*.py")]
+    assert {file.name: count for file in files if (count := len(file.read_text(encoding="utf-8").splitlines())) > 350} == {}

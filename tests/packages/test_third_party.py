@@ -221,7 +221,7 @@ def test_a_run_folder_resumes_with_it_and_its_recipe_finds_the_file():
     assert train("deep/r.yaml", "train.max_steps=2")["warmth"] == [20.0, 2]
     saved = load_recipe("out/recipe.yaml")
     assert saved.references == {"warmth": str(Path("deep/warm.py").resolve())}
-    assert [plugin.name for plugin in select(saved).plugins] == ["warmth", "module"]
+    assert [plugin.name for plugin in select(saved).plugins] == ["warmth", "module", "metric-check", "optimizer-check"]
     assert train("deep/r.yaml", resume=True)["warmth"] == [20.0, 3]
 
 

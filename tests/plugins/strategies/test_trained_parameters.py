@@ -58,8 +58,11 @@ def test_every_parameter_is_in_the_optimizer_and_changes(results, name):
 def test_a_weight_that_is_replaced_too_late_is_refused_with_the_plugin(results, name, hook):
     error = results[f"{name}, {hook}"]["error"]
     strategy = name.partition(" ")[0]
-    both = hook == "prepare" and strategy != "ddp"  # which leaves preparing to Accelerate
-    who = f"one of the plugins 'replaces', {strategy!r}" if both else "plugin 'replaces'"
+    who = "plugin 'replaces'"
+    if strategy == "ddp" and hook == "after_prepare":
+        who = "one of the plugins 'ddp', 'replaces'"
+    elif strategy != "ddp" and hook == "prepare":  # ddp leaves preparing to Accelerate
+        who = f"one of the plugins 'replaces', {strategy!r}"
     assert f"{who} changed the model's parameters in {hook}, after the optimizer was built." in error
     assert "Not in the optimizer, so they would never train: " in error
     assert "head (weight)." in error

@@ -17,7 +17,7 @@ from torch import nn
 from fastloop import loop
 from fastloop.checkpoint import folder, resume
 from fastloop.data import Loaders
-from fastloop.data.micro_batches import micro_batches
+from fastloop.data.loaders import micro_batches
 from fastloop.distributed.accelerator import build_accelerator
 from fastloop.distributed.processes import Processes
 from fastloop.distributed.skipped_steps import SkippedSteps

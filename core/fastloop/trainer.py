@@ -16,7 +16,7 @@ from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, IterableDataset, default_collate
 
-from fastloop.data.loader_settings import LoaderSettings, read_loader
+from fastloop.data.user_loader import UserLoader, read_loader
 from fastloop.errors import PluginCrash, UsageError, UserCodeError, did_you_mean
 from fastloop.lifecycle import build, execute
 from fastloop.plugin import Plugin, hookimpl
@@ -41,7 +41,7 @@ class TrainerTask(Plugin):
     def __init__(
         self,
         model: nn.Module,
-        splits: Mapping[str, LoaderSettings],
+        splits: Mapping[str, UserLoader],
         loss: Callable[[Any, Any], Tensor] | None,
         metrics: Mapping[str, Metric] | None,
         processing_class: Any,
@@ -51,18 +51,18 @@ class TrainerTask(Plugin):
         self.has_warned = False
         if not metrics:
             self.fallback_hooks = (*self.fallback_hooks, "build_metrics")
-        if all(settings.sampler is None for settings in splits.values()):  # no loaders, only datasets
+        if all(loader.sampler is None for loader in splits.values()):  # no loaders, only datasets
             self.fallback_hooks = (*self.fallback_hooks, "build_sampler", "build_collator")
 
     @hookimpl
     def configure_dataloader(self, draft: DataLoaderDraft) -> None:
-        for split, settings in self.splits.items():
-            if settings.reading:
-                draft.suggest(split, **settings.reading)
+        for split, loader in self.splits.items():
+            if loader.reading:
+                draft.suggest(split, **loader.reading)
 
     @hookimpl
     def build_datasets(self) -> Mapping[str, Any]:
-        return {split: settings.dataset for split, settings in self.splits.items()}
+        return {split: loader.dataset for split, loader in self.splits.items()}
 
     @hookimpl
     def build_sampler(self, split: str) -> BatchSampler | None:
@@ -84,16 +84,16 @@ class TrainerTask(Plugin):
 
     @hookimpl
     def check_run(self, run: Run) -> None:
-        for split, settings in self.splits.items():
-            for name, value in settings.reading.items():
+        for split, loader in self.splits.items():
+            for name, value in loader.reading.items():
                 plugin, used = run.loader_settings.writers.get(name), getattr(run.loader_settings, name)
-                if plugin is not None and used != value and settings.reading["num_workers"]:
+                if plugin is not None and used != value and loader.reading["num_workers"]:
                     log.info("%s: the loader's %s=%r is overridden by plugin %r: %r", split, name, value, plugin, used)
         sampler = run.train_loader.sampler
         if sampler is not None and sampler.arrange is not None and self.splits["train"].sampler is not None:
             log.info("train: plugin %r arranges the samples: the loader's order is not kept", run.loader_settings.writers["arrange"])
-        elif sampler is not None and sampler.draw is not None:
-            log.info("train: samples come in the order of the loader's %s", sampler.draw.name)
+        elif sampler is not None and sampler.user_order is not None:
+            log.info("train: samples come in the order of the loader's %s", sampler.user_order.name)
 
     @hookimpl
     def compute_loss(self, model: nn.Module, batch: Any) -> Output:
@@ -118,7 +118,7 @@ class TrainerTask(Plugin):
 def forward(model: nn.Module, batch: Any, loss: Callable[[Any, Any], Tensor] | None) -> Output:
     """Compute the loss of a batch in one of two common forms.
 
-    * a mapping: ``model(**batch)`` returns an object with ``.loss`` (and ``.logits``), like Hugging Face models;
+    * a mapping: ``model(**batch)`` returns an object or mapping with ``loss`` (and ``logits``), like Hugging Face models;
     * ``(inputs, targets)``: ``loss(model(inputs), targets)``.
 
     Raises:
@@ -130,14 +130,14 @@ def forward(model: nn.Module, batch: Any, loss: Callable[[Any, Any], Tensor] | N
         except TypeError as error:
             _check_arguments(model, batch, error)
             raise
-        batch_loss = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
+        read: Callable[[str], Any] = result.get if isinstance(result, Mapping) else lambda name: getattr(result, name, None)
+        batch_loss = read("loss")
         if batch_loss is None:
             raise UsageError(
                 f"the model returned no loss for a batch with the keys {', '.join(map(str, batch))}.{_label_hint(batch)} "
                 "Put the labels into the batch, or return an object with .loss."
             )
-        logits = result.get("logits") if isinstance(result, Mapping) else getattr(result, "logits", None)
-        return Output(batch_loss, logits, batch.get("labels"))
+        return Output(batch_loss, read("logits"), batch.get("labels"))
     if isinstance(batch, Sequence) and len(batch) == 2 and loss is not None:
         inputs, targets = batch
         predictions = model(inputs)
@@ -176,18 +176,16 @@ class Trainer:
 
     Args:
         model: Any module. For batches that are mappings, it must return an object with ``.loss``. For ``(inputs, targets)``, pass ``loss``.
-        train_loader: A ``DataLoader``, or a dataset together with ``batch_size=``. fastloop keeps the loader's dataset, collator, batch
-            size (of an optimizer step, over all processes), order (``shuffle=False`` or a sampler), ``drop_last`` and workers, and refuses
-            settings that it cannot keep. ``shuffle=True`` without a generator shuffles by ``seed`` and epoch. A plugin that sets the
-            workers overrides the loader's. docs/checks/python.md has a table.
+        train_loader: A ``DataLoader``, or a dataset together with ``batch_size=``. The loader's batch size is that of an optimizer step,
+            over all processes. fastloop keeps the loader's collator, order, ``drop_last`` and workers, and refuses settings that it
+            cannot keep: docs/checks/python.md has a table. ``shuffle=True`` without a generator shuffles by ``seed`` and epoch.
         eval_loader: Likewise; evaluated according to ``train.evaluate_every``. A dataset uses the collator of ``train_loader``.
         test_loader: Likewise; evaluated once, at the end.
         plugins: Names, files or one-key mappings as in a recipe, or plugin objects. ``{"progress": False}`` disables a default plugin.
         loss: ``loss(predictions, targets)``, such as ``torch.nn.functional.cross_entropy``.
         metrics: Name -> torchmetrics metric, updated with ``(predictions, targets)``.
-        processing_class: A tokenizer, image processor or the like, written beside the model by its ``save_pretrained``. A model that has
-            ``save_pretrained`` is exported by it, so that ``from_pretrained`` loads the run folder's ``model/``.
-        pad_to_multiple_of: Tokens: the collator pads lengths to a multiple of this. Plugins that count tokens need to know.
+        processing_class: A tokenizer, image processor or the like, saved beside the exported model by its ``save_pretrained``.
+        pad_to_multiple_of: The collator pads lengths to a multiple of this many tokens. Plugins that count tokens need to know.
         output: The run folder.
         resume: A run folder or checkpoint to resume from. True: resume from ``output`` if it holds a checkpoint, else start a new run.
         train: Keys of a recipe's ``train``: ``epochs``, ``lr``, ``seed``, ``max_grad_norm``, ...
@@ -212,9 +210,12 @@ class Trainer:
         resume: bool | str | Path = False,
         **train: Any,
     ) -> None:
-        loaders = {"train": train_loader, "validation": eval_loader, "test": test_loader}
-        names = {"train": "train_loader", "validation": "eval_loader", "test": "test_loader"}
-        splits = {split: read_loader(names[split], loader) for split, loader in loaders.items() if loader is not None}
+        given = {
+            "train": ("train_loader", train_loader),
+            "validation": ("eval_loader", eval_loader),
+            "test": ("test_loader", test_loader),
+        }
+        splits = {split: read_loader(name, loader) for split, (name, loader) in given.items() if loader is not None}
         if processing_class is not None and not hasattr(processing_class, "save_pretrained"):
             raise UsageError(
                 f"processing_class: {type(processing_class).__name__} has no save_pretrained. Expected a tokenizer or image processor."
@@ -224,10 +225,11 @@ class Trainer:
         if isinstance(splits["train"].dataset, IterableDataset) and "max_steps" not in train:
             train.setdefault("epochs", 1)
         named = [plugin for plugin in plugins if not isinstance(plugin, Plugin)]
+        objects = [plugin for plugin in plugins if isinstance(plugin, Plugin)]
         data = {} if pad_to_multiple_of is None else {"pad_to_multiple_of": pad_to_multiple_of}
         self.recipe = make_recipe({"data": data, "train": train, "plugins": named, "output": str(output)})
         self.task = TrainerTask(model, splits, loss, metrics, processing_class)
-        self.resolution = resolve(self.recipe, objects=[*(plugin for plugin in plugins if isinstance(plugin, Plugin)), self.task])
+        self.resolution = resolve(self.recipe, objects=[*objects, self.task])
         self.resume = Path(output) if resume is True else Path(resume) if resume else None
 
     def fit(self) -> dict[str, Any]:
@@ -241,7 +243,7 @@ class Trainer:
             self.run = build(self.recipe, self.resolution, self.resume)
             return execute(self.run)
         except (PluginCrash, UserCodeError) as error:
-            failure = error
+            failure = error  # raise outside of the handler, so that the cause has no context
         cause = failure.__cause__
         if cause is None or (isinstance(failure, PluginCrash) and failure.plugin != self.task.name):
             raise failure

@@ -24,7 +24,7 @@ from omegaconf import OmegaConf
 from saving_helpers import times
 
 from fastloop import CheckpointError, FastloopError, PluginCrash, checkpoint
-from fastloop.data.micro_batches import micro_batches
+from fastloop.data.loaders import micro_batches
 from fastloop.options import describe
 from fastloop.recipe import load_recipe, make_recipe, secrets, shipped_recipes
 from fastloop.recipe import safe_yaml as plain

@@ -34,7 +34,7 @@ def plan(
         typer.echo(f"runs the code of {file}")
     resolution = resolve(loaded)
     resolution.hooks.check_recipe(recipe=loaded)
-    from fastloop.data.micro_batches import micro_batches
+    from fastloop.data.loaders import micro_batches
     from fastloop.distributed.accelerator import check_launcher
 
     drafts = [

@@ -1,4 +1,7 @@
-"""Read map-style datasets by sample ids, and iterable datasets as sharded streams. The number of workers does not change the samples."""
+"""Read map-style datasets by sample ids, read iterable datasets as sharded streams, and collate samples into ``Batch``.
+
+The number of workers does not change the samples.
+"""
 
 from __future__ import annotations
 
@@ -15,34 +18,31 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from fastloop.data.sampler import MicroBatchIds
 from fastloop.data.seeding import IsolatedRandomState, seed_all
 from fastloop.errors import DataError
+from fastloop.state import Batch
 
 FILLER_ATTEMPTS = 100
 """Samples to try as a filler if no sample of a micro-batch can be read."""
 
 
 class DatasetProtocol(Protocol):
-    """The members that a dataset may have beside torch's own. All are optional, and nothing needs to inherit from this class.
-
-    fastloop looks for each of them on the datasets that ``build_datasets`` returns and on those given to ``Trainer``.
-    """
+    """Optional members of datasets from ``build_datasets`` or ``Trainer``, beside torch's own. Nothing needs to inherit from this class."""
 
     lengths: Sequence[int]
-    """Map-style: the number of tokens of each sample, indexed as the dataset is. Plugins that group or pack samples use
-    it. Without it, they read every sample to measure its ``input_ids``, or do without."""
+    """Map-style: tokens of each sample. Plugins that group or pack samples use it; without it, they read every sample to measure its
+    ``input_ids``, or do without."""
 
     shards_itself: bool
     """Iterable: True if ``__iter__`` yields only the share of the process and worker that calls it. fastloop then takes every sample it
-    yields, evaluates without a count of batches common to all processes, and resumes only at an epoch's end. Default: False, and fastloop
-    shares the samples out; then ``__iter__`` must yield all samples in every process and worker."""
+    yields, evaluates without a count of batches common to all processes, and resumes only at an epoch's end. Default: False. Then
+    ``__iter__`` must yield all samples in every process and worker, and fastloop shares them out."""
 
     def set_epoch(self, epoch: int) -> None:
         """Iterable: called with the epoch's index, from 0, in each process and worker before ``__iter__``, to shuffle by it."""
 
     def fingerprint(self) -> str:
-        """A short string that changes when the samples do, such as a hash. It is part of a checkpoint, next to the number of samples.
+        """A short string that changes when the samples do, such as a hash. A checkpoint contains it and the number of samples.
 
-        A resumed run compares both with the checkpoint's, and acts on a difference as ``train.on_data_change`` has it. Without this method
-        it compares only the number of samples. Resume is the only use: processes of one run do not compare their fingerprints.
+        If either differs when a run resumes, ``train.on_data_change`` applies.
         """
         ...
 
@@ -91,32 +91,28 @@ class MapReader(Dataset[Any]):
         with suppress(Exception):
             return Samples(self.read(micro_batch))
         samples = Samples()
-        ids: list[int] = []  # a micro-batch may hold an id twice
-        unreadable: list[tuple[int, str]] = []
-        for index in micro_batch:
+        for index in micro_batch:  # may contain an id twice
             try:
                 (sample,) = self.read([index])
             except Exception as error:
-                unreadable.append((index, f"{type(error).__name__}: {error}"))
+                samples.unreadable += ((index, f"{type(error).__name__}: {error}"),)
             else:
                 samples.append(sample)
-                ids.append(index)
-        samples.ids, samples.unreadable = tuple(ids), tuple(unreadable)
-        for index in range(micro_batch[0] + 1, micro_batch[0] + FILLER_ATTEMPTS) if not ids else ():
+                samples.ids += (index,)
+        for index in range(micro_batch[0] + 1, micro_batch[0] + FILLER_ATTEMPTS) if not samples.ids else ():
             with suppress(Exception):
                 samples.append(Filler(self.read([index % len(self.dataset)])))
                 break
         if not samples:
-            raise DataError(f"none of {FILLER_ATTEMPTS} samples from {micro_batch[0]} on can be read: {unreadable[0][1]}")
+            raise DataError(f"none of {FILLER_ATTEMPTS} samples from {micro_batch[0]} on can be read: {samples.unreadable[0][1]}")
         return samples
 
 
 class Stream(IterableDataset[Any]):
     """An iterable dataset, sharded so that each sample is read once, in the same batches for any number of workers.
 
-    Process ``i % world_size`` reads micro-batch ``i``, and its workers take turns. The dataset sees no worker in ``get_worker_info()``, so
-    that it does not shard its samples again. If it declares ``DatasetProtocol.shards_itself``, fastloop takes everything that it yields.
-    Its random numbers are the same on every reader, with and without workers, and after each resume.
+    Process ``i % world_size`` reads micro-batch ``i``, and its workers take turns. Inside the dataset, ``get_worker_info()`` is None, so
+    that it does not shard its samples again. Its random numbers are the same on every reader and after each resume.
 
     Args:
         batch: Samples of a micro-batch.
@@ -124,15 +120,10 @@ class Stream(IterableDataset[Any]):
     """
 
     def __init__(self, dataset: Any, batch: int, rank: int, world_size: int, seed: int, batches_per_step: int = 0) -> None:
-        self.dataset, self.batch, self.rank, self.world_size, self.seed, self.batches_per_step = (
-            dataset,
-            batch,
-            rank,
-            world_size,
-            seed,
-            batches_per_step,
-        )
-        self.position: Tensor = torch.zeros(2, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call] # epoch, start: persistent workers see changes
+        self.dataset, self.batch, self.batches_per_step = dataset, batch, batches_per_step
+        self.rank, self.world_size, self.seed = rank, world_size, seed
+        # epoch and start, in shared memory so that persistent workers see changes
+        self.position: Tensor = torch.zeros(2, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
 
     def __iter__(self) -> Iterator[Any]:
         epoch, start = self.position.tolist()
@@ -171,8 +162,30 @@ class Stream(IterableDataset[Any]):
             yield Filler([last])
 
 
+class Collate:
+    """Collates samples with the task's collator, and sets the fields of ``Batch`` that the loader is responsible for."""
+
+    def __init__(self, collator: Callable[[list[Any]], Any]) -> None:
+        self.collator = collator
+
+    def __call__(self, samples: list[Any]) -> Batch:
+        read = samples if isinstance(samples, Samples) else Samples()
+        ids, first = read.ids, next(iter(samples), None)
+        if isinstance(first, Numbered):
+            ids, samples = tuple(position for position, _ in samples), [sample for _, sample in samples]
+        result = self.collator(first if isinstance(first, Filler) else samples)
+        batch = result if isinstance(result, Batch) else Batch(result)
+        batch.samples, batch.ids, batch.is_last_micro_batch, batch.unreadable = len(samples), ids, read.is_last_micro_batch, read.unreadable
+        batch.loss_weight = batch.loss_weight or batch.samples
+        if isinstance(first, Filler):
+            batch.samples = batch.loss_weight = batch.tokens = 0
+        info = get_worker_info()
+        batch.worker = info.id if info is not None else -1
+        return batch
+
+
 def fingerprint(dataset: Any) -> str:
-    """The string that a resumed run compares: the number of samples, if known, and the dataset's ``DatasetProtocol.fingerprint``."""
+    """The number of samples, if known, and the dataset's ``DatasetProtocol.fingerprint``."""
     size = f"{len(dataset)} samples" if hasattr(dataset, "__len__") else ""
     own = getattr(dataset, "fingerprint", None)
     return f"{size} {own()}".strip() if callable(own) else size

@@ -14,10 +14,9 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from fastloop.data import workers
-from fastloop.data.collate import Collate
-from fastloop.data.datasets import MapReader, Stream
+from fastloop.data.datasets import Collate, MapReader, Stream
 from fastloop.data.sampler import StepSampler
-from fastloop.data.sampler_order import SamplerOrder, is_default_order
+from fastloop.data.user_sampler import SamplerOrder, is_default_order
 from fastloop.errors import CheckpointError, DataError, UsageError
 from fastloop.runtime.tracebacks import user_line
 from fastloop.state import Batch, DataLoaderDraft
@@ -93,6 +92,7 @@ class Loader:
         if reading["num_workers"]:
             arguments |= {name: reading[name] for name in ("persistent_workers", "prefetch_factor", "multiprocessing_context")}
         drop_last = sampler is not None and sampler.drop_last
+        self.loader: DataLoader[Any]
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
             if drop_last and not (self.in_step and shuffle):
                 kind = "is iterable and only evaluated" if self.in_step else "shards itself"
@@ -101,26 +101,19 @@ class Loader:
                     "the number of processes. Set drop_last=False, or let the dataset end earlier."
                 )
             self.stream = Stream(dataset, micro_batch_size, rank, world_size, seed, self.micro_steps * world_size if drop_last else 0)
-            self.loader: DataLoader[Any] = DataLoader(self.stream, batch_size=micro_batch_size, **arguments)
+            self.loader = DataLoader(self.stream, batch_size=micro_batch_size, **arguments)
             return
-        draw = (
-            None
-            if sampler is None or is_default_order(sampler.sampler, dataset, shuffle, draft.arrange is not None)
-            else SamplerOrder(sampler.sampler, split, seed)
-        )
+        order, dropped_batch = None, 0
+        if sampler is not None:
+            if not is_default_order(sampler.sampler, dataset, shuffle, draft.arrange is not None):
+                order = SamplerOrder(sampler.sampler, split, seed)
+            if drop_last:
+                dropped_batch = batch_size if shuffle else sampler.batch_size
+        arrange = partial(draft.arrange, dataset) if draft.arrange is not None else None
+        divide = partial(draft.split, dataset) if draft.split is not None else None
+        size = len(dataset) if order is None else order.size
         self.sampler = StepSampler(
-            len(dataset) if draw is None else draw.size,
-            batch_size,
-            micro_batch_size,
-            rank,
-            world_size,
-            seed,
-            shuffle,
-            partial(draft.arrange, dataset) if draft.arrange is not None else None,
-            partial(draft.split, dataset) if draft.split is not None else None,
-            pieces,
-            draw,
-            0 if sampler is None or not drop_last else batch_size if shuffle else sampler.batch_size,
+            size, batch_size, micro_batch_size, rank, world_size, seed, shuffle, arrange, divide, pieces, order, dropped_batch
         )
         if not self.sampler.size:
             raise UsageError(
@@ -185,13 +178,12 @@ class Loader:
             for process in self.workers:
                 if process.sentinel in ready:
                     process.join(EXIT_SECONDS)
-        ended = [(number, process) for number, process in enumerate(self.workers) if process.exitcode]
-        if not ended:
+        number, process = next(((number, process) for number, process in enumerate(self.workers) if process.exitcode), (0, None))
+        if process is None:
             lines = str(error).strip().splitlines() or [""]  # a worker's error contains its traceback
             reason = lines[-1].removeprefix(f"{type(error).__name__}: ")
             place = user_line(error)
             return DataError(f"reading a batch failed: {type(error).__name__}: {reason}" + (f" ({place})" if place else ""))
-        number, process = ended[0]
         name = signal.Signals(-process.exitcode).name if process.exitcode < 0 else ""
         cause = f"was ended by {name}" if name else f"ended with exit code {process.exitcode}"
         return DataError(

@@ -18,6 +18,29 @@ if TYPE_CHECKING:
     from fastloop.state import DataLoaderDraft
 
 
+def micro_batches(recipe: Recipe, world_size: int) -> tuple[int, int]:
+    """``(micro-batch size, micro-steps of an optimizer step)``. Their product with the number of processes is ``train.batch_size``.
+
+    Raises:
+        RecipeError: The sizes do not divide; names the nearest that do.
+    """
+    train = recipe.train
+    device = train.micro_batch_size or max(1, train.batch_size // world_size)
+    if train.batch_size % (device * world_size) == 0:
+        return device, train.batch_size // (device * world_size)
+    given = train.micro_batch_size is not None
+    share = f"{device} (micro_batch_size) x {world_size} (processes)" if given else f"the {world_size} processes"
+    unit = device * world_size if given else world_size
+    near = sorted({size for size in (train.batch_size // unit * unit, -(-train.batch_size // unit) * unit) if size})
+    fits = [size for size in range(1, train.batch_size + 1) if train.batch_size % (size * world_size) == 0]
+    sizes = sorted(sorted(fits, key=lambda size: abs(size - device))[:2])
+    hint = f" or micro_batch_size {' or '.join(map(str, sizes))}" if sizes else ""
+    raise RecipeError(
+        f"{recipe.where}: train.batch_size: {train.batch_size} is not a multiple of {share}. "
+        f"Nearest that are: batch_size {' or '.join(map(str, near))}{hint}."
+    )
+
+
 class Loaders:
     """Datasets and loaders by split. ``lifecycle`` fills ``samplers`` and ``collators``, and then calls ``build``.
 
@@ -59,9 +82,10 @@ class Loaders:
             UsageError: A sampler's order cannot be repeated, or differs between processes.
         """
         self.train = self._build_loader("train", self.micro_batch_size)
-        self.evaluation = {
-            split: self._build_loader(split, self._evaluation_batch_size(split)) for split in self.datasets if split != "train"
-        }
+        for split in [split for split in self.datasets if split != "train"]:
+            sampler = self.samplers[split]
+            default = self.micro_batch_size if sampler is None else sampler.batch_size
+            self.evaluation[split] = self._build_loader(split, self._recipe.train.eval_batch_size or default)
         orders = self._processes.all_gather_object(self._orders)
         for split in self._orders:
             if len({order[split] for order in orders}) > 1:
@@ -91,7 +115,7 @@ class Loaders:
 
     @cached_property
     def fingerprints(self) -> dict[str, str]:
-        """Split -> a string that changes with its samples and their order. A resumed run compares it with the checkpoint's."""
+        """Split -> a string that changes with its samples and their order, for checkpoints."""
         return {split: f"{fingerprint(dataset)} {self._orders[split]}".strip() for split, dataset in self.datasets.items()}
 
     @cached_property
@@ -99,10 +123,6 @@ class Loaders:
         """Split -> a string that changes with the order of its samples; empty for fastloop's default order."""
         loaders = {"train": self.train, **self.evaluation}
         return {split: loader.sampler.fingerprint() if loader.sampler is not None else "" for split, loader in loaders.items()}
-
-    def _evaluation_batch_size(self, split: str) -> int:
-        sampler = self.samplers[split]
-        return self._recipe.train.eval_batch_size or (sampler.batch_size if sampler is not None else self.micro_batch_size)
 
     def _build_loader(self, split: str, size: int, pieces: int = 1) -> Loader:
         train, processes = self._recipe.train, self._processes

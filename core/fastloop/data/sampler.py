@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch.utils.data import Sampler
 
-from fastloop.data.sampler_order import SamplerOrder
+from fastloop.data.user_sampler import SamplerOrder
 
 
 class MicroBatchIds(list[int]):
@@ -29,17 +29,18 @@ class StepSampler(Sampler[MicroBatchIds]):
     """Sample ids of every micro-batch of this process in the epoch ``epoch``, without its first ``start`` samples.
 
     Args:
-        size: Samples of an epoch: of the dataset or of ``draw``.
+        size: Samples of an epoch: of the dataset or of ``user_order``.
         batch_size: Samples of an optimizer step, over all processes.
         micro_batch_size: Samples of a micro-batch on one process.
         shuffle: Whether to permute the ids and to pass a generator to ``arrange``. Otherwise the ids are sorted.
         arrange: Reorders ids; see ``DataLoaderDraft``, without its first argument.
         split: Splits a step's ids into micro-batches; see ``DataLoaderDraft``, without its first argument.
         pieces: Number of micro-batches to cut each micro-batch of ``split`` into.
-        draw: Returns an epoch's ids, instead of a permutation.
+        user_order: The order of a user's sampler; None: fastloop's.
         drop_last: Drop the last samples of an epoch that do not fill a batch of this size; 0: keep all.
 
     Attributes:
+        drawn: Samples of an epoch before ``drop_last``.
         size: Samples used per epoch: a multiple of ``drop_last``.
     """
 
@@ -55,34 +56,31 @@ class StepSampler(Sampler[MicroBatchIds]):
         arrange: Callable[[list[int], int, torch.Generator | None], list[int]] | None = None,
         split: Callable[[list[int], int], list[list[int]]] | None = None,
         pieces: int = 1,
-        draw: SamplerOrder | None = None,
+        user_order: SamplerOrder | None = None,
         drop_last: int = 0,
     ) -> None:
-        self.drawn, self.draw = size, draw
-        self.size, self.batch_size, self.micro_batch_size, self.arrange, self.split = size, batch_size, micro_batch_size, arrange, split
-        if drop_last:
-            self.size = size // drop_last * drop_last
-        self.pieces = pieces
+        self.drawn, self.size = size, size // drop_last * drop_last if drop_last else size
+        self.batch_size, self.micro_batch_size, self.user_order = batch_size, micro_batch_size, user_order
+        self.arrange, self.split, self.pieces = arrange, split, pieces
         self.rank, self.world_size, self.seed, self.shuffle = rank, world_size, seed, shuffle
         self.epoch = self.start = 0
 
     def order(self) -> list[int]:
         """All sample ids in this epoch's order."""
         generator = torch.Generator().manual_seed(self.seed + self.epoch) if self.shuffle else None
-        if self.draw is not None:
-            ids = self.draw(self.epoch)
+        if self.user_order is not None:
+            ids = self.user_order(self.epoch)
         else:
             ids = list(range(self.drawn)) if generator is None else torch.randperm(self.drawn, generator=generator).tolist()
-        if self.size < self.drawn:
-            ids = ids[: self.size]
+        ids = ids[: self.size]
         return ids if self.arrange is None else self.arrange(ids, self.batch_size, generator)
 
     def fingerprint(self) -> str:
         """A string that changes with an epoch's samples and their order; empty for all samples in the default order."""
         used = f"{self.size} of an epoch's {self.drawn} taken" if self.size < self.drawn else ""
-        if self.draw is None:
+        if self.user_order is None:
             return used
-        digest = hashlib.sha256(np.array(self.draw(0), np.int64).tobytes()).hexdigest()[:12]
+        digest = hashlib.sha256(np.array(self.user_order(0), np.int64).tobytes()).hexdigest()[:12]
         return " ".join(filter(None, (used, f"{self.drawn} drawn in the order {digest}")))
 
     def micro_batches(self, ids: list[int]) -> list[list[int]]:

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from fastloop.data.workers import replace_worker_info
+from fastloop.runtime.random_states import cpu_random_states, restore_random_states
 
 
 def seed_all(seed: int) -> None:
@@ -27,27 +27,17 @@ class IsolatedRandomState:
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
-        self.inner: tuple[Any, Any, Tensor] | None = None
+        self.inner: dict[str, Any] | None = None
 
     def __enter__(self) -> None:
         self.info = replace_worker_info(None)
-        self.outer = self._states()
+        self.outer = cpu_random_states()
         if self.inner is None:
             seed_all(self.seed)
         else:
-            self._restore(self.inner)
+            restore_random_states(self.inner)
 
     def __exit__(self, *error: object) -> None:
-        self.inner = self._states()
-        self._restore(self.outer)
+        self.inner = cpu_random_states()
+        restore_random_states(self.outer)
         replace_worker_info(self.info)
-
-    @staticmethod
-    def _states() -> tuple[Any, Any, Tensor]:
-        return random.getstate(), np.random.get_state(), torch.get_rng_state()
-
-    @staticmethod
-    def _restore(states: tuple[Any, Any, Tensor]) -> None:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])

@@ -1,6 +1,6 @@
 """The worker processes that read data: their setup, and how the training process watches them.
 
-fastloop uses private names of torch's data loader only in this file. ``PRIVATE`` lists them for the test that looks for them.
+Only this file uses private names of torch's data loader. A test looks for the names in ``PRIVATE`` and ``PRIVATE_OF_ITERATOR``.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch.utils.data._utils import worker
 from fastloop.runtime.platform_support import existing_signals
 
 CHECKED_WITH = "2.13"
-"""The torch release whose source these names were read in."""
+"""The torch release that this file was compared with."""
 PRIVATE: dict[Any, tuple[str, ...]] = {
     _C: ("_set_worker_pids", "_remove_worker_pids", "_error_if_any_worker_fails"),
     worker: ("_worker_info",),
 }
-"""Module of torch -> its private names that are used here."""
+"""Module of torch -> its private names that this file uses."""
 PRIVATE_OF_ITERATOR = ("_workers", "_worker_pids_set", "_try_get_data", "_shutdown_workers")
-"""The same of the iterator of a ``DataLoader`` with workers. The ``DataLoader`` itself keeps that iterator as ``_iterator``."""
+"""Private attributes of the iterator of a ``DataLoader`` with workers. The ``DataLoader`` keeps that iterator as ``_iterator``."""
 
 
 def start_worker(number: int, init: Callable[[int], None] | None) -> None:
@@ -40,8 +40,7 @@ def start_worker(number: int, init: Callable[[int], None] | None) -> None:
 
 
 def _ignore_signals() -> None:
-    """Leave stop signals, which often reach a complete process group, to the training process. Accept SIGTERM only from that process,
-    which ends its workers with it."""
+    """Leave stop signals to the training process: they often reach a complete process group. Accept SIGTERM only from that process."""
     for number in existing_signals("SIGINT", "SIGUSR1"):
         signal.signal(number, signal.SIG_IGN)
     if hasattr(signal, "sigwaitinfo"):  # Linux
@@ -56,11 +55,11 @@ def _end_with_parent() -> None:
 
 
 def watch(batches: Any) -> list[Any]:
-    """Take the workers of a ``DataLoader``'s iterator over from torch, whose signal handler would raise an error wherever training is when
-    one ends: see ``next_batch``.
+    """Unregister the workers of a ``DataLoader``'s iterator from torch's signal handler, which raises wherever training is when a worker
+    ends. ``next_batch`` checks them instead.
 
     Returns:
-        Their processes; none where the training process reads the data.
+        The worker processes; empty if the training process reads the data.
     """
     processes: list[Any] = getattr(batches, "_workers", [])
     if processes and batches._worker_pids_set:
@@ -70,13 +69,13 @@ def watch(batches: Any) -> list[Any]:
 
 
 def wait_in_turns(batches: Any, seconds: float, expired: Callable[[], None]) -> None:
-    """Let the iterator wait at most ``seconds`` at a time for its workers. ``expired`` is called after each wait that brought nothing."""
-    if "_try_get_data" in vars(batches):  # workers that persist have one iterator for all epochs
+    """Make the iterator wait at most ``seconds`` at a time for its workers, and call ``expired`` after each wait without a batch."""
+    if "_try_get_data" in vars(batches):  # persistent workers have one iterator for all epochs
         return
-    look: Any = weakref.WeakMethod(batches._try_get_data)  # a circle would keep the workers
+    try_get_data: Any = weakref.WeakMethod(batches._try_get_data)  # a reference cycle would keep the workers
 
     def wait() -> tuple[bool, Any]:
-        found: tuple[bool, Any] = look()(seconds)
+        found: tuple[bool, Any] = try_get_data()(seconds)
         if not found[0]:
             expired()
         return found
@@ -85,7 +84,7 @@ def wait_in_turns(batches: Any, seconds: float, expired: Callable[[], None]) -> 
 
 
 def next_batch(batches: Iterator[Any], processes: list[Any]) -> Any:
-    """The next batch of an iterator whose workers are ``processes``.
+    """The next batch of an iterator with the workers ``processes``.
 
     Raises:
         RuntimeError: A worker has ended.
@@ -94,7 +93,7 @@ def next_batch(batches: Iterator[Any], processes: list[Any]) -> Any:
         return next(batches)
     _C._set_worker_pids(id(batches), tuple(process.pid for process in processes))
     try:
-        _C._error_if_any_worker_fails()  # before this
+        _C._error_if_any_worker_fails()  # a worker that ended earlier
         return next(batches)
     finally:
         _C._remove_worker_pids(id(batches))
@@ -109,6 +108,6 @@ def shut_down(loader: DataLoader[Any]) -> None:
 
 
 def replace_worker_info(info: Any) -> Any:
-    """Set what ``get_worker_info()`` returns in this process. Returns what it was."""
+    """Set the result of ``get_worker_info()`` in this process. Returns the previous one."""
     before, worker._worker_info = worker._worker_info, info
     return before

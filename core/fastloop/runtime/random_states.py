@@ -11,16 +11,18 @@ import numpy as np
 import torch
 
 
+def cpu_random_states() -> dict[str, Any]:
+    """The random states of this process's CPU generators."""
+    return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+
+
 def random_states() -> dict[str, Any]:
-    """The random states of this process."""
-    states: dict[str, Any] = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state_all()
-    return states
+    """The random states of this process, with those of its CUDA devices."""
+    return cpu_random_states() | ({"cuda": torch.cuda.get_rng_state_all()} if torch.cuda.is_available() else {})
 
 
 def restore_random_states(states: Mapping[str, Any]) -> None:
-    """Restore the result of ``random_states``. Call it before the first batch is fetched."""
+    """Restore the result of ``random_states`` or ``cpu_random_states``."""
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])

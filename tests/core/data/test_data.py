@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset, TensorDataset, get_worker_info
 
 from fastloop import Batch, DataLoaderDraft, RecipeError
 from fastloop.data import Loader, StepSampler
-from fastloop.data.micro_batches import micro_batches
+from fastloop.data.loaders import micro_batches
 from fastloop.errors import DataError
 from fastloop.recipe import make_recipe
 

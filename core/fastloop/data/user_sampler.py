@@ -1,4 +1,4 @@
-"""The order of a user's sampler as a function of seed and epoch, so that a run can resume in it on any number of processes."""
+"""The order of a user's sampler as a function of seed and epoch. A run can resume in it on any number of processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fastloop.data.seeding import IsolatedRandomState
 from fastloop.errors import DataError, UsageError
 
 CONTAINERS = (list, tuple, dict, set, str, range, Tensor, np.ndarray)
-"""Types of a sampler's own state, to copy with it. Other attributes with a length and items are datasets, which are not copied."""
+"""Types of a sampler's state, which is copied with it. Other attributes with a length and items are datasets, which are not copied."""
 
 
 class SharedGeneratorSampler(Sampler[int]):
@@ -44,9 +44,8 @@ class SharedGeneratorSampler(Sampler[int]):
 class SamplerOrder:
     """The sample ids that a sampler returns in each epoch.
 
-    Each epoch calls ``set_epoch``, if it exists, and iterates a copy of the sampler once, like a ``DataLoader``. To repeat an earlier
-    epoch, it starts again from the original sampler, so that the sampler's own generator draws the same numbers. The seed and the epoch
-    seed the global generators of torch, numpy and ``random``.
+    Each epoch calls ``set_epoch``, if it exists, and iterates a copy of the sampler once, like a ``DataLoader``. An earlier epoch is
+    repeated with a new copy, so that the sampler's generator draws the same numbers. The seed and the epoch seed the global generators.
 
     Args:
         sampler: Iterable with a length.
@@ -74,7 +73,7 @@ class SamplerOrder:
         self.newest: tuple[int, list[int]] = (-1, [])
         try:
             first = self(0)
-            self.newest, self.sampler, self.next = (-1, []), self._copy(self.start), 0
+            self.newest = (-1, [])  # forget epoch 0, to draw it again
             again = self(0)
         except DataError as error:
             raise UsageError(str(error)) from None

@@ -8,13 +8,13 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 
-from fastloop.data.sampler_order import SharedGeneratorSampler
+from fastloop.data.user_sampler import SharedGeneratorSampler
 from fastloop.errors import UsageError
 
 
 @dataclass(frozen=True)
-class LoaderSettings:
-    """The settings of one split. Without a loader, only ``dataset`` is set.
+class UserLoader:
+    """The settings of a user's ``DataLoader``. For a dataset without a loader, only ``dataset`` is set.
 
     Attributes:
         dataset: Map-style or iterable.
@@ -29,7 +29,7 @@ class LoaderSettings:
     reading: dict[str, Any] = field(default_factory=dict)
 
 
-def read_loader(name: str, loader: Any) -> LoaderSettings:
+def read_loader(name: str, loader: Any) -> UserLoader:
     """Read the settings of a loader or a dataset.
 
     Args:
@@ -41,7 +41,7 @@ def read_loader(name: str, loader: Any) -> LoaderSettings:
     if not isinstance(loader, DataLoader):
         if not isinstance(loader, Dataset) and hasattr(loader, "dataset") and hasattr(loader, "batch_size"):
             raise UsageError(f"{name} is a {type(loader).__name__}. Expected a torch.utils.data.DataLoader, or a dataset.")
-        return LoaderSettings(loader)
+        return UserLoader(loader)
     kind = type(loader)
     if kind.__iter__ is not DataLoader.__iter__:
         raise UsageError(
@@ -65,8 +65,8 @@ def read_loader(name: str, loader: Any) -> LoaderSettings:
             f"{name}: {type(sampler).__name__} shares samples between processes, which fastloop does itself. "
             "Leave sampler= out, and set shuffle=True to shuffle."
         )
-    iterable = isinstance(loader.dataset, IterableDataset)
-    if iterable and loader.worker_init_fn is not None and not getattr(loader.dataset, "shards_itself", False):
+    is_sharded = isinstance(loader.dataset, IterableDataset) and not getattr(loader.dataset, "shards_itself", False)
+    if is_sharded and loader.worker_init_fn is not None:
         raise UsageError(
             f"{name}: worker_init_fn with {type(loader.dataset).__name__}, which is iterable: fastloop shares its samples between workers "
             "itself, and a function that does so too would lose some. Remove it; or, if the dataset does the sharding alone, give it the "
@@ -74,7 +74,7 @@ def read_loader(name: str, loader: Any) -> LoaderSettings:
         )
     if loader.generator is not None and getattr(sampler, "generator", None) is loader.generator:
         sampler = SharedGeneratorSampler(sampler, once=loader.persistent_workers)
-    return LoaderSettings(loader.dataset, loader.collate_fn, BatchSampler(sampler, batches.batch_size, batches.drop_last), _reading(loader))
+    return UserLoader(loader.dataset, loader.collate_fn, BatchSampler(sampler, batches.batch_size, batches.drop_last), _reading(loader))
 
 
 def _reading(loader: DataLoader[Any]) -> dict[str, Any]:

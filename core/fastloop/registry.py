@@ -17,7 +17,7 @@ from fastloop.plugin import GROUP, Plugin, defaults, entry_points
 from fastloop.plugin_checks import check_together
 from fastloop.recipe import Recipe
 from fastloop.recipe.importing import import_file
-from fastloop.recipe.source import split
+from fastloop.recipe.plugin_references import split_file
 from fastloop.runtime.hardware import Machine
 
 
@@ -116,7 +116,7 @@ def load_listed(recipe: Recipe, name: str) -> type[Plugin]:
     """
     reference = recipe.references.get(name, name)
     key = f"plugins[{list(recipe.plugins).index(name)}]"
-    if (parts := split(reference)) is None:
+    if (parts := split_file(reference)) is None:
         return load(reference, f"{recipe.where}: {key}")
     module = import_file(parts[0], recipe, key)
     own = [cls for cls in vars(module).values() if getattr(cls, "__module__", "") == module.__name__ and getattr(cls, "name", "") == name]

@@ -55,7 +55,7 @@ def listing(name: str, point: EntryPoint) -> dict[str, Any]:
 
 
 def _declared(point: EntryPoint) -> dict[str, Any]:
-    from fastloop.recipe.source import read
+    from fastloop.recipe.plugin_references import read_declarations
 
     module, _, cls = point.value.partition(":")
     relative = "/".join(module.strip().split("."))
@@ -64,7 +64,7 @@ def _declared(point: EntryPoint) -> dict[str, Any]:
     if path is None:
         return {"summary": f"cannot be found: there is no module {module}"}
     try:
-        source = read(path)
+        source = read_declarations(path)
     except (OSError, SyntaxError) as error:
         return {"summary": f"cannot be read: {path.name}: {error}"}
     cls = cls.strip()

@@ -16,7 +16,7 @@ from typing import Any
 
 from fastloop.errors import RecipeError, did_you_mean
 from fastloop.recipe import Recipe
-from fastloop.recipe.source import split
+from fastloop.recipe.plugin_references import split_file
 
 PREFIX = "fastloop_file_"
 """Start of the module names of imported files."""
@@ -28,7 +28,7 @@ GC_THRESHOLD = 50_000
 def reduced_gc() -> Iterator[None]:
     """Collect garbage less often while torch is imported and a run is built, which saves an eighth of the startup time.
 
-    Freeze the objects afterwards, so that later collections ignore them, and workers do not copy their pages."""
+    Then freeze the objects: later collections ignore them, and workers do not copy their pages."""
     original = gc.get_threshold()
     reduced = (GC_THRESHOLD, *original[1:])
     gc.set_threshold(*reduced)
@@ -40,8 +40,8 @@ def reduced_gc() -> Iterator[None]:
             gc.set_threshold(*original)
 
 
-def check_reference(reference: str, recipe: Recipe, key: str) -> None:
-    """Check a reference without running code.
+def check_reference(reference: str, recipe: Recipe, key: str) -> tuple[str, str]:
+    """Check a reference without running code, and split it at the colon.
 
     Args:
         reference: ``package.module:name`` or ``path/to/file.py:name``; the path may be relative to the recipe.
@@ -60,6 +60,7 @@ def check_reference(reference: str, recipe: Recipe, key: str) -> None:
             raise RecipeError(f"{where}: no such file: {home}, neither in the current folder nor beside the recipe.")
     elif not package or (package not in sys.modules and importlib.util.find_spec(package) is None):
         raise RecipeError(f"{where}: no package {package!r} is installed. Install it, or name a file: file.py:{name}.")
+    return home, name
 
 
 def import_object(reference: str, recipe: Recipe, key: str) -> Any:
@@ -68,8 +69,7 @@ def import_object(reference: str, recipe: Recipe, key: str) -> Any:
     Raises:
         RecipeError: See ``check_reference``; or the import fails (names the line), or the name does not exist.
     """
-    check_reference(reference, recipe, key)
-    home, _, name = reference.rpartition(":")
+    home, name = check_reference(reference, recipe, key)
     module = import_file(home, recipe, key) if home.endswith(".py") else _import(home, importlib.import_module, home, recipe, key)
     if not hasattr(module, name):
         public = [known for known in vars(module) if not known.startswith("_")]
@@ -87,22 +87,17 @@ def import_file(file: str, recipe: Recipe, key: str) -> ModuleType:
 
 
 def files(recipe: Recipe) -> list[Path]:
-    """The Python files that a run of the recipe executes: those of plugins, and those that ``model``, ``data`` or an option refer to."""
-    paths: dict[Path, None] = {}
+    """The Python files that a run of the recipe executes: plugins, and references in ``model``, ``data`` or an option."""
 
-    def walk(value: Any) -> None:
-        if isinstance(value, Mapping):
-            for item in value.values():
-                walk(item)
-        elif isinstance(value, list):
-            for item in value:
-                walk(item)
-        elif isinstance(value, str) and (parts := split(value)) is not None and recipe.find(parts[0]).is_file():
-            paths.setdefault(recipe.find(parts[0]).resolve())
+    def references(value: Any) -> Iterator[Path]:
+        if isinstance(value, Mapping | list):
+            for item in value.values() if isinstance(value, Mapping) else value:
+                yield from references(item)
+        elif isinstance(value, str) and (parts := split_file(value)) is not None and recipe.find(parts[0]).is_file():
+            yield recipe.find(parts[0]).resolve()
 
     listed = {recipe.references.get(name, name): options for name, options in recipe.plugins.items() if options is not False}
-    walk([*listed, *listed.values(), recipe.model, recipe.data, recipe.train.optimizer])
-    return list(paths)
+    return list(dict.fromkeys(references([*listed, *listed.values(), recipe.model, recipe.data, recipe.train.optimizer])))
 
 
 def _import(label: str, load: Callable[[Any], ModuleType], home: Any, recipe: Recipe, key: str) -> ModuleType:

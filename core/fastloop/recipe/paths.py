@@ -1,4 +1,4 @@
-"""Paths: where recipes are found, and the files that they name."""
+"""Find recipes, and the files that they name."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from fastloop.errors import RecipeError, did_you_mean
 
 
 def check_path(text: str, source: Path | None) -> Path:
-    """A path of a recipe, ``~`` expanded. The file may not exist.
+    """A path in a recipe, with ``~`` expanded. The file may not exist.
 
     Args:
-        source: The recipe's file, for the message; None: it was made in Python.
+        source: The recipe's file, for the message; None: the recipe was made in Python.
 
     Raises:
         RecipeError: No file can have this path: it holds a null byte, is too long, or names a user who does not exist.
@@ -30,11 +30,10 @@ def check_path(text: str, source: Path | None) -> Path:
 
 
 def find_path(path: str, source: Path | None) -> Path:
-    """A path as given (absolute, or from the current folder) if it exists; else from the folder of the recipe ``source``, if it exists
-    there; else as given.
+    """A path relative to the folder of the recipe ``source``, if it exists only there; else the path as given.
 
     Raises:
-        RecipeError: As ``check_path``.
+        RecipeError: See ``check_path``.
     """
     given = check_path(path, source)
     if not given.exists() and source is not None and (source.parent / given).exists():
@@ -42,16 +41,12 @@ def find_path(path: str, source: Path | None) -> Path:
     return given
 
 
-def recipe_folders() -> list[Path]:
-    """The folder of shipped recipes: recipes/ of the checkout, or the copy in the wheel. An empty list if neither exists."""
-    package = Path(__file__).resolve().parents[1]
-    checkout = package.parent.parent / "recipes"
-    return [folder for folder in (checkout, package / "recipes") if folder.is_dir()][:1]
-
-
 def shipped_recipes() -> dict[str, Path]:
-    """Name -> path of every shipped recipe."""
-    return {path.stem: path for folder in recipe_folders() for path in sorted(folder.glob("*.yaml"))}
+    """Name -> path of every shipped recipe: in recipes/ of the checkout, or in the wheel's copy."""
+    package = Path(__file__).resolve().parents[1]
+    folders = (package.parent.parent / "recipes", package / "recipes")
+    folder = next((folder for folder in folders if folder.is_dir()), package)
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 
 def find_recipe(name: str) -> Path:

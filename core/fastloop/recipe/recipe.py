@@ -8,25 +8,23 @@
       - checkpoint-best
     output:  runs/distilbert_imdb
 
-Order of precedence, low to high: what ``extends:`` names, the file, ``--with``, overrides (``train.lr=1e-4``,
+Order of precedence, low to high: the recipe named by ``extends:``, the file, ``--with``, overrides (``train.lr=1e-4``,
 ``plugins.amp.dtype=fp16``), ``--without``. An override may also set an option of a plugin that is on by default (``plugins.log.every=1``).
-``${train.lr}`` stands for another key's value; no resolver is called (``${oc.env:...}``).
+``${train.lr}`` stands for another key's value. Resolvers such as ``${oc.env:...}`` are refused.
 
-A recipe is data (``safe_yaml``): code runs only where it names a file or a module. Values of keys such as token, key or password are
-written nowhere (``secrets``).
+A recipe is data (``safe_yaml``). fastloop writes no values of keys such as token, key or password (``secrets``).
 
-A plugin is listed by its name, or by where it comes from:
+A list of plugins has names, packages or files:
 
       - my-plugin
-      - my-package:my-plugin             # of this package: for a name that several packages have
-      - ./my_plugin.py: {rate: 0.5}      # from a file, found from the current folder or beside the recipe
-      - ./my_plugins.py:Second           # the class Second of a file that holds several
+      - my-package:my-plugin             # if several packages have a plugin of this name
+      - ./my_plugin.py: {rate: 0.5}      # a file, in the current folder or beside the recipe
+      - ./my_plugins.py:Second           # the class Second of a file with several plugins
 
-However it is listed, overrides and ``--without`` call it by its ``name`` (``plugins.my-plugin.rate=0.5``) or as it is listed. A file is
-only read for the name: its code runs when plugins are resolved.
+Overrides and ``--without`` accept its ``name`` (``plugins.my-plugin.rate=0.5``) or the listed form. To get the name, fastloop parses the
+file. The file's code runs when plugins are resolved.
 
-``model`` and ``data`` are checked by the task plugin, each plugin's options by the plugin: this file knows only ``train`` and the
-shape of the rest.
+The task plugin checks ``model`` and ``data``, and each plugin its options. This module checks ``train`` and the form of the rest.
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ from fastloop.plugin import defaults
 from fastloop.recipe import safe_yaml as plain
 from fastloop.recipe import secrets
 from fastloop.recipe.paths import anchored, check_path, find_path, find_recipe
-from fastloop.recipe.references import plugin_name, plugins_by_name
+from fastloop.recipe.plugin_references import plugin_name, plugins_by_name
 
 SECTIONS = ("model", "data", "train", "plugins", "output")
 _RESOLVER = re.compile(r"\$\{[^}]*?[:$][^}]*\}*")
@@ -92,8 +90,8 @@ class Recipe:
     Attributes:
         plugins: Plugin name -> options, in the recipe's order. ``False`` turns a default plugin off.
         selected: Plugin name -> why another plugin, such as ``auto``, added it.
-        references: Plugin name -> how it is listed, where that is not its name: ``package:name``, ``file.py``, ``file.py:Class``.
-        source: The file it came from, for messages and for paths relative to it; None when made in Python.
+        references: Plugin name -> its listed form, if that differs: ``package:name``, ``file.py``, ``file.py:Class``.
+        source: The recipe's file, for messages and relative paths; None: made in Python.
     """
 
     model: dict[str, Any] = field(default_factory=dict)
@@ -107,11 +105,11 @@ class Recipe:
 
     @property
     def where(self) -> str:
-        """How messages name this recipe."""
+        """The recipe's name in messages."""
         return str(self.source) if self.source else "recipe"
 
     def to_dict(self) -> dict[str, Any]:
-        """The recipe as its YAML file would hold it."""
+        """The recipe as the mapping of its YAML file."""
         return {
             "model": self.model,
             "data": self.data,
@@ -121,34 +119,29 @@ class Recipe:
         }
 
     def listed(self, plugins: Mapping[str, dict[str, Any] | Literal[False]]) -> dict[str, dict[str, Any] | Literal[False]]:
-        """Plugins by what this recipe lists them as, instead of by name: what a recipe is made of."""
+        """Replace plugin names by their listed form."""
         return {self.references.get(name, name): options for name, options in plugins.items()}
 
     def place(self, name: str) -> str:
-        """How messages name a plugin's entry: as it is listed."""
+        """The key of a plugin in messages, in its listed form."""
         return f"{self.where}: plugins.{self.references.get(name, name)}"
 
     def find(self, path: str) -> Path:
-        """A path of the recipe: as given (absolute, or from the current folder), else from the recipe's own folder."""
+        """A path relative to the recipe's folder, if it exists only there; else the path as given."""
         return find_path(path, self.source)
 
 
-def load_recipe(
-    name: str,
-    overrides: Iterable[str] = (),
-    with_plugins: Iterable[str] = (),
-    without_plugins: Iterable[str] = (),
-) -> Recipe:
-    """Read a recipe file and apply what the command line adds.
+def load_recipe(name: str, overrides: Iterable[str] = (), with_plugins: Iterable[str] = (), without_plugins: Iterable[str] = ()) -> Recipe:
+    """Read a recipe file and apply the command line's additions.
 
     Args:
         name: A path, or a shipped recipe's name.
         overrides: Dotlist items such as ``train.lr=1e-4`` or ``plugins.amp.dtype=fp16``.
-        with_plugins: Plugins to add, as a recipe lists them (those that are there already stay as they are).
-        without_plugins: Plugins to leave out, default ones included.
+        with_plugins: Plugins to add, as a recipe lists them. A plugin that the recipe lists keeps its options.
+        without_plugins: Plugins to leave out, also default ones.
 
     Raises:
-        RecipeError: The file cannot be read, or something in it cannot be; names file, key, what was expected.
+        RecipeError: The file cannot be read, or a key is invalid; names file, key and the expected value.
     """
     path = find_recipe(name)
     references: dict[str, str] = {}
@@ -176,7 +169,7 @@ def make_recipe(tree: Mapping[str, Any], source: Path | None = None) -> Recipe:
     """A typed recipe from plain mappings.
 
     Raises:
-        RecipeError: As ``load_recipe``.
+        RecipeError: A key is invalid.
     """
     where = str(source) if source else "recipe"
     secrets.remember(tree, where)
@@ -203,7 +196,11 @@ def make_recipe(tree: Mapping[str, Any], source: Path | None = None) -> Recipe:
 
 
 def _read(path: Path, seen: tuple[Path, ...], references: dict[str, str]) -> dict[str, Any]:
-    """One file with what it extends, as plain containers, ``plugins`` by name; fills in ``references``."""
+    """Read a file and the recipes that it extends, with ``plugins`` by name. Adds to ``references``.
+
+    Args:
+        seen: Files that extend this one, to find a circle.
+    """
     if path.resolve() in seen:
         raise RecipeError(f"{path}: extends: goes round in a circle: {' -> '.join(map(str, (*seen, path)))}.")
     try:
@@ -231,13 +228,14 @@ def _read(path: Path, seen: tuple[Path, ...], references: dict[str, str]) -> dic
 
 
 def _merge(base: Any, top: Any) -> Any:
+    """Merge nested mappings; other values of ``top`` replace those of ``base``."""
     if not isinstance(base, Mapping) or not isinstance(top, Mapping):
         return top
     return {**base, **{key: _merge(base.get(key), value) for key, value in top.items()}}
 
 
 def _refuse_resolvers(tree: Any, where: str) -> None:
-    """``${key}`` is fine. ``${oc.env:HOME}`` is not: a recipe is data, and means the same on every machine and to whoever reads it."""
+    """Refuse ``${oc.env:HOME}``, but not ``${key}``: a recipe is data, and has the same meaning on every machine."""
     if isinstance(tree, Mapping):
         for key, value in tree.items():
             _refuse_resolvers(value, f"{where}.{key}")
@@ -249,7 +247,7 @@ def _refuse_resolvers(tree: Any, where: str) -> None:
 
 
 def _apply(tree: dict[str, Any], overrides: Iterable[str], where: str, references: Mapping[str, str]) -> dict[str, Any]:
-    """Overrides, then OmegaConf's interpolations (``${train.lr}``). Plugins are by name before and after."""
+    """Apply overrides, then OmegaConf's interpolations (``${train.lr}``). Plugins are by name before and after."""
     import yaml
     from omegaconf import OmegaConf
     from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException

@@ -1,8 +1,6 @@
 """Read YAML as plain data: mappings, lists, text and numbers, without tags, duplicate keys or expanding aliases.
 
-    check(text, "recipe.yaml")     # raises a RecipeError that names the line
-
-The checks process the parser's events one by one before any object is created, so nesting needs no stack, and aliases no memory.
+The checks process the parser's events before any object is created, so nesting needs no stack, and aliases no memory.
 """
 
 from __future__ import annotations
@@ -21,7 +19,13 @@ TAGS = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bo
 
 @dataclass
 class _Open:
-    """A list or mapping that is not closed yet. ``keys`` (key -> line) is None for a list."""
+    """A list or mapping that is not closed yet.
+
+    Attributes:
+        before: Values counted before it.
+        keys: Key -> line; None for a list.
+        parts: Keys and values of a mapping so far.
+    """
 
     anchor: str | None
     before: int

@@ -1,8 +1,7 @@
 """Hide secrets (tokens, keys, passwords) in everything that fastloop writes or prints.
 
 The names of environment variables (``HF_TOKEN``, ``AWS_SECRET_ACCESS_KEY``) and of recipe keys (``data.arguments.api_key``) decide which
-values are secret. ``(hidden)`` replaces them in the log, the console, the summary, the saved recipe and checkpoints. To use a saved recipe,
-set its secrets again.
+values are secret. ``(hidden)`` replaces them. To use a saved recipe, set its secrets again.
 """
 
 from __future__ import annotations

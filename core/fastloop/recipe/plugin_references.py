@@ -1,21 +1,71 @@
-"""How a recipe lists plugins: by name, by package and name, or by file. ``source`` reads what a file declares."""
+"""How a recipe lists plugins: by name, by package and name, or by file. A file is parsed, not run."""
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from fastloop.errors import RecipeError, did_you_mean
 from fastloop.recipe.paths import find_path
-from fastloop.recipe.source import read, split
+
+
+@dataclass(frozen=True)
+class Declarations:
+    """The declarations in a Python file.
+
+    Attributes:
+        summary: First line of the docstring.
+        classes: Top-level class -> its attributes with literal values, such as ``name``, ``slot`` and ``numerics``.
+        bases: Top-level class -> names of its base classes, without modules.
+    """
+
+    summary: str = ""
+    classes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    bases: dict[str, list[str]] = field(default_factory=dict)
+
+    def plugins(self) -> dict[str, str]:
+        """Class -> plugin name, for classes with a base class and a literal ``name``."""
+        names = {cls: declared.get("name") for cls, declared in self.classes.items() if self.bases[cls]}
+        return {cls: name for cls, name in names.items() if isinstance(name, str) and name}
+
+
+def read_declarations(path: Path) -> Declarations:
+    """Parse a Python file.
+
+    Raises:
+        OSError: The file cannot be opened.
+        SyntaxError: The file is not Python, or not text.
+    """
+    tree = ast.parse(path.read_bytes(), str(path))
+    found = Declarations((ast.get_docstring(tree) or "").partition("\n")[0])
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            found.bases[node.name] = [ast.unparse(base).rpartition(".")[2] for base in node.bases]
+            found.classes[node.name] = declared = {}
+            for item in node.body:
+                if isinstance(item, ast.Assign | ast.AnnAssign) and isinstance(item.value, ast.Constant):
+                    target = item.target if isinstance(item, ast.AnnAssign) else item.targets[0]
+                    if isinstance(target, ast.Name):
+                        declared[target.id] = item.value.value
+    return found
+
+
+def split_file(reference: str) -> tuple[str, str] | None:
+    """Split ``file.py`` or ``file.py:Class`` into the file and the class (or ''). None: not a reference to a file."""
+    if reference.endswith(".py"):
+        return reference, ""
+    home, _, cls = reference.rpartition(":")
+    return (home, cls) if home.endswith(".py") else None
 
 
 def plugin_name(reference: str, where: str, source: Path | None, references: dict[str, str]) -> str:
     """The name of the plugin that ``reference`` refers to.
 
     Args:
-        reference: ``name``, ``package:name``, ``file.py`` or ``file.py:Class``. A file's code does not run.
+        reference: ``name``, ``package:name``, ``file.py`` or ``file.py:Class``.
         where: The recipe and key, or the option, for messages.
         source: The recipe's file, whose folder is searched too; None: only the current folder.
         references: Gets ``name -> reference`` if they differ and the name is not in it yet.
@@ -23,7 +73,7 @@ def plugin_name(reference: str, where: str, source: Path | None, references: dic
     Raises:
         RecipeError: There is no such file, or no such plugin in it.
     """
-    if (parts := split(reference)) is not None:
+    if (parts := split_file(reference)) is not None:
         name = _name_in_file(*parts, where=f"{where}: {reference}", source=source)
     else:
         name = reference.rpartition(":")[2]
@@ -35,7 +85,7 @@ def plugin_name(reference: str, where: str, source: Path | None, references: dic
 def _name_in_file(file: str, cls: str, where: str, source: Path | None) -> str:
     path = find_path(file, source)
     try:
-        found = read(path)
+        found = read_declarations(path)
     except OSError:
         beside = " nor beside the recipe" if source else ""
         raise RecipeError(f"{where}: there is no file {file} that can be read, in the current folder{beside}.") from None
@@ -56,30 +106,24 @@ def _name_in_file(file: str, cls: str, where: str, source: Path | None) -> str:
 def plugins_by_name(
     plugins: Any, where: str, source: Path | None, references: dict[str, str]
 ) -> dict[str, dict[str, Any] | Literal[False]]:
-    """A recipe's ``plugins`` as a mapping from name to options; False: left out. Overrides address plugins by name.
+    """A recipe's ``plugins`` as a mapping from name to options; False: left out.
 
     Args:
         plugins: A list of references and of mappings from one reference to its options, or one mapping of them; None: no plugins.
-        where, source, references: As ``plugin_name``.
+        where, source, references: See ``plugin_name``.
 
     Raises:
-        RecipeError: ``plugins`` has another form or lists a name twice, or as ``plugin_name``.
+        RecipeError: ``plugins`` has another form, a name is listed twice, or see ``plugin_name``.
     """
     if plugins is None:
         return {}
-    if isinstance(plugins, Mapping):
-        items = list(plugins.items())
-    elif isinstance(plugins, list):
-        items = []
-        for index, entry in enumerate(plugins):
-            if isinstance(entry, str):
-                items.append((entry, {}))
-            elif isinstance(entry, Mapping) and len(entry) == 1:
-                items.append(next(iter(entry.items())))
-            else:
-                raise RecipeError(f"{where}: plugins[{index}]: found {entry!r}, expected a name or one {{name: {{option: value}}}}.")
-    else:
+    if not isinstance(plugins, Mapping | list):
         raise RecipeError(f"{where}: plugins: found {plugins!r}, expected a list of names.")
+    items = list(plugins.items()) if isinstance(plugins, Mapping) else []
+    for index, entry in enumerate(plugins) if isinstance(plugins, list) else ():
+        if not isinstance(entry, str) and not (isinstance(entry, Mapping) and len(entry) == 1):
+            raise RecipeError(f"{where}: plugins[{index}]: found {entry!r}, expected a name or one {{name: {{option: value}}}}.")
+        items += [(entry, {})] if isinstance(entry, str) else entry.items()
     found: dict[str, dict[str, Any] | Literal[False]] = {}
     for reference, options in items:
         name = plugin_name(str(reference), f"{where}: plugins", source, references)

@@ -6,7 +6,7 @@ import inspect
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastloop.checkpoint import save_tensors
+from fastloop.checkpoint.store import save_tensors
 
 if TYPE_CHECKING:
     from fastloop.run import Run

@@ -1,4 +1,4 @@
-"""The run folder: whether it can be one, how it begins, and the summary that ends it."""
+"""The run folder: its checks, its lock and its summary."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ log = logging.getLogger("fastloop")
 
 
 class Lock:
-    """Holds a run folder for this process: ``.lock`` in it, which says who has it.
+    """Locks a run folder for this process, with the file ``.lock``, which names the owner.
 
-    The operating system lets go of it when the process ends, however that ends, and no child inherits it (as it would one of
-    ``flock``). On a file system without locks the process that the file names is looked for.
+    The operating system releases the lock when the process ends. Children do not inherit it, unlike a lock of ``flock``. On a file system
+    without locks, the folder is in use if the named process exists.
 
     Raises:
-        RecipeError: Another process has it.
-        OSError: The file cannot be made.
+        RecipeError: Another process holds the lock.
+        OSError: The file cannot be created.
     """
 
     def __init__(self, folder: Path, where: str) -> None:
         self.file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
         try:
             platform_support.lock(self.file)
-            taken = not os.path.samestat(os.fstat(self.file), (folder / ".lock").stat())  # moved aside by another run just now
+            in_use = not os.path.samestat(os.fstat(self.file), (folder / ".lock").stat())  # another run has just moved it aside
         except OSError as error:
-            taken = error.errno in (errno.EACCES, errno.EAGAIN) or self._owner_may_live()
-        if taken:
+            in_use = error.errno in (errno.EACCES, errno.EAGAIN) or self._owner_may_live()
+        if in_use:
             owner = self._owner()
             os.close(self.file)
             who = "process {pid} on {host}, since {since}".format(**owner) if owner else "another process"
@@ -54,7 +54,7 @@ class Lock:
                 f"{where}: output: {folder} is in use by {who}. Wait for it to end, or set another output. "
                 f"If it is surely gone, remove {folder / '.lock'}."
             )
-        with contextlib.suppress(OSError):  # a full disk: the lock holds all the same
+        with contextlib.suppress(OSError):  # on a full disk, the lock works without the owner's name
             owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
             os.ftruncate(self.file, 0)
             os.lseek(self.file, 0, os.SEEK_SET)
@@ -73,7 +73,7 @@ class Lock:
         return owner is not None and (owner["host"] != socket.gethostname() or psutil.pid_exists(owner["pid"]))
 
     def release(self) -> None:
-        """Let others have it."""
+        """Release the lock."""
         with contextlib.suppress(OSError):
             os.ftruncate(self.file, 0)
             platform_support.unlock(self.file)
@@ -81,10 +81,10 @@ class Lock:
 
 
 def check(run: Run) -> None:
-    """Refuse a run folder that cannot be made, that another process trains into, or that holds somebody's other files.
+    """Check that the run can use its folder.
 
     Raises:
-        RecipeError: Names the folder.
+        RecipeError: The folder cannot be created, is in use by another process, or holds files that are not a run's.
     """
     existing = next(parent for parent in (run.folder, *run.folder.absolute().parents) if parent.exists())
     if not existing.is_dir() or not _writable(existing):
@@ -94,23 +94,23 @@ def check(run: Run) -> None:
     if existing == run.folder and (existing / ".lock").exists() and ranks.rank() == 0:
         Lock(existing, run.recipe.where).release()
     if run.resume_point is None and existing == run.folder and _files(existing) and not (existing / "recipe.yaml").is_file():
-        raise RecipeError(  # an earlier run would be moved aside: this may be a home folder
+        raise RecipeError(  # ``make`` moves an earlier run aside, but this may be a home folder
             f"{run.recipe.where}: output: {run.folder} holds other files than a run's. Expected a new or empty folder, or a run's."
         )
 
 
 def make(run: Run) -> Lock | None:
-    """Make the run folder on the main process, and lock it. Another run's folder is moved aside: nothing of it is lost.
+    """Create and lock the run folder on the main process. The folder of an earlier run is renamed, not overwritten.
 
     Raises:
-        RecipeError: Another process has it, or it cannot be written.
+        RecipeError: Another process uses the folder, or it cannot be written.
     """
     if not run.is_main:
         return None
     from omegaconf import OmegaConf
 
     recipe = run.recipe
-    if recipe.source is not None:  # plugins' files are found from the run folder too
+    if recipe.source is not None:  # make plugin files relative to the run folder
         recipe = dataclasses.replace(recipe, references=anchored(recipe.references, recipe.source.parent))
     resumes = run.resume_point is not None and run.resume_point[0].resolve().is_relative_to(run.folder.resolve())
     try:
@@ -131,10 +131,10 @@ def make(run: Run) -> Lock | None:
 
 
 def summarize(run: Run, status: str, reason: str | None) -> dict[str, Any]:
-    """The summary of a run, as it stands; the main process writes it too. Nothing here waits for other processes: they may be gone.
+    """Return the summary of a run, and write it on the main process. Does not wait for other processes, which may have ended.
 
     Raises:
-        SaveError: It cannot be written.
+        SaveError: The summary cannot be written.
     """
     state, seconds = run.state, run.clock.seconds
     summary: dict[str, Any] = {
@@ -162,7 +162,7 @@ def summarize(run: Run, status: str, reason: str | None) -> dict[str, Any]:
         summary["unreadable_samples"] = state.unreadable
     run.hooks.write_summary(run=run, summary=summary)
     summary["plugin_seconds"] = run.plugins.plugin_seconds()
-    summary["train_seconds"] = max(summary["train_seconds"] - summary["compile_seconds"], 0.0)  # compiling happens inside steps
+    summary["train_seconds"] = max(summary["train_seconds"] - summary["compile_seconds"], 0.0)  # steps compile
     for name, count in (("samples", state.samples), ("tokens", state.tokens)):
         summary[f"{name}_per_second"] = count / summary["train_seconds"] if summary["train_seconds"] else 0.0
     if run.is_main and run.folder.exists():
@@ -179,7 +179,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _writable(folder: Path) -> bool:
-    """Whether files can be created in a folder. It tries, because permission bits do not show it (root, read-only mounts)."""
+    """Whether files can be created in a folder. Tries it, because permission bits are not enough (root, read-only mounts)."""
     try:
         with tempfile.TemporaryFile(dir=folder):
             return True

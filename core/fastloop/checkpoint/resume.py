@@ -82,7 +82,7 @@ def wait_for_save(run: Run) -> None:
 
 
 def find(folder: Path, path: Path) -> tuple[Path, list[str]] | None:
-    """The checkpoint for ``--resume PATH``, and warnings about damaged ones. None: the run's own folder has no checkpoint yet.
+    """The checkpoint for ``--resume PATH``, and warnings about damaged ones. None: ``path`` is the run's ``folder``, without a checkpoint.
 
     Raises:
         CheckpointError: Another folder has no checkpoint; all checkpoints are damaged; or the run is complete and kept none.
@@ -130,7 +130,7 @@ def load(run: Run, path: Path, skipped: list[str]) -> None:
         ) from None
     for name, part in (("scheduler", run.scheduler), ("scaler", run.accelerator.scaler)):
         if (part is None) != (saved[name] is None):
-            then, now = ("out" * (saved[name] is None), "out" * (part is None))
+            then, now = "out" * (saved[name] is None), "out" * (part is None)
             raise CheckpointError(f"{path}: was saved with{then} a {name}, and this run is with{now} one.")
         if part is not None:
             part.load_state_dict(saved[name])
@@ -157,8 +157,7 @@ def load(run: Run, path: Path, skipped: list[str]) -> None:
 def roll_back(run: Run, skip: list[int]) -> bool:
     """Load the newest checkpoint during training, and skip the step that begins at ``skip`` (``[epoch, epoch_samples]``).
 
-    Returns:
-        Whether the run has a checkpoint to load.
+    Returns False if the run has no checkpoint.
     """
     wait_for_save(run)
     newest: Any = None
@@ -178,7 +177,7 @@ def roll_back(run: Run, skip: list[int]) -> bool:
 
 
 def check_data(run: Run, path: Path, saved: dict[str, str]) -> None:
-    """Compare the data with the checkpoint's. If they differ, raise or log, as ``train.on_data_change`` specifies.
+    """Compare the data with the checkpoint's. If they differ, raise or log, according to ``train.on_data_change``.
 
     Raises:
         CheckpointError: Names the splits that changed, and their fingerprints.

@@ -27,16 +27,16 @@ class CheckpointSaver:
         self._pending, self._pending_step = pending, step
 
     def resumed(self, step: int) -> None:
-        """Record that the run resumed from a complete checkpoint at ``step``."""
+        """Record that the run resumed from a checkpoint at ``step``."""
         self.last_saved_step = step
 
     def wait(self) -> None:
-        """Wait for the pending save. A failure is kept for ``take_failure``."""
+        """Wait for the pending save. ``take_failure`` returns a failure."""
         self.finish()
         self.poll()
 
     def finish(self) -> None:
-        """Wait for the pending save, whatever its outcome."""
+        """Wait for the pending save without recording its outcome."""
         if self._pending is not None:
             futures.wait([self._pending])
 

@@ -7,10 +7,8 @@
         sharded/             sharded tensors, one safetensors file per process
         manifest.json        size and SHA-256 of the other files; written last, so a folder without it is not a checkpoint
 
-Sharded tensors are written with torch.distributed.checkpoint in safetensors format, so any number of processes can read them.
-
-To find the newest checkpoint, list the folders and verify them: no pointer file can name an incomplete one. A save that fails (full disk)
-removes its files and keeps the earlier checkpoints.
+Any number of processes can read sharded tensors, which torch.distributed.checkpoint writes. There is no pointer to the newest checkpoint:
+``find`` lists the folders and verifies them. A save that fails (full disk) removes its files and keeps the earlier checkpoints.
 """
 
 from __future__ import annotations
@@ -42,12 +40,12 @@ MANIFEST = "manifest.json"
 
 
 def pack(tree: Any, tensors: dict[str, Tensor], name: str) -> Any:
-    """Turn a tree of state into JSON values, moving its tensors into ``tensors`` under path-like names.
+    """Convert a tree of state to JSON values, and move its tensors into ``tensors`` under path-like names.
 
     Accepts dicts with any packable keys, lists, tuples, tensors, numpy arrays and scalars, numbers, strings, None.
 
     Raises:
-        TypeError: Any other value; names its place in the tree.
+        TypeError: Any other value; names its path in the tree.
     """
     if tree is None or isinstance(tree, bool | int | float | str):
         return tree
@@ -119,7 +117,7 @@ def snapshot(model: Mapping[str, Tensor], state: Mapping[str, Any]) -> tuple[dic
 def write(folder: Path, model: Mapping[str, Tensor], state: Mapping[str, Any], is_main: bool = True) -> Path:
     """Write a checkpoint at ``folder``. If the process is killed at any time, ``find`` returns the new checkpoint or the one before.
 
-    Every process that holds shards must call it; the main process writes the rest.
+    Every process must call it if tensors are sharded; the main process writes the rest.
 
     Args:
         model: The model's state dict.
@@ -141,8 +139,8 @@ def write(folder: Path, model: Mapping[str, Tensor], state: Mapping[str, Any], i
             _write_shards(sharded, aside / "sharded")
         if is_main:
             aside.mkdir(parents=True, exist_ok=True)
-            save_tensors({name: tensor for name, tensor in model.items() if not isinstance(tensor, DTensor)}, aside / "model.safetensors")
-            save_tensors({name: tensor for name, tensor in tensors.items() if not isinstance(tensor, DTensor)}, aside / "state.safetensors")
+            for file, part in (("model.safetensors", model), ("state.safetensors", tensors)):
+                save_tensors({name: tensor for name, tensor in part.items() if not isinstance(tensor, DTensor)}, aside / file)
             (aside / "state.json").write_text(json.dumps(packed))
             _finish(aside, folder)
     except (OSError, SafetensorError, CheckpointException) as error:
@@ -156,12 +154,12 @@ def write(folder: Path, model: Mapping[str, Tensor], state: Mapping[str, Any], i
 
 
 def _write_shards(sharded: dict[str, Any], folder: Path) -> None:
-    places = set()
+    addresses = set()
     for name, tensor in sharded.items():
-        place = tensor.to_local().data_ptr()
-        if place in places:  # tied weights: safetensors does not support shared memory
+        address = tensor.to_local().data_ptr()
+        if address in addresses:  # tied weights: safetensors does not support shared memory
             sharded[name] = tensor.clone()
-        places.add(place)
+        addresses.add(address)
     torch.distributed.barrier()  # the main process has removed leftovers of an interrupted save
     state_dict_saver.save(sharded, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
 
@@ -173,7 +171,7 @@ def _finish(aside: Path, folder: Path) -> None:
     (aside / MANIFEST).write_text(json.dumps({"format": 1, "files": files}, indent=1))
     for path in (*aside.rglob("*"), aside):
         sync(path)
-    if folder.exists():  # a step saved again after a resume: the new one takes its place
+    if folder.exists():  # the step is saved again after a resume: replace the old checkpoint
         old = folder.with_name(f".{folder.name}.old.partial")
         shutil.rmtree(old, ignore_errors=True)
         folder.rename(old)
@@ -291,6 +289,6 @@ def rotate(folder: Path, keep: int, step: int) -> None:
     Also removes later steps: after a resume from an earlier checkpoint, they do not belong to the current run. Other files stay.
     """
     found = {path: at for path in checkpoints(folder) if (at := step_of(path)) is not None}
-    course = [path for path, at in found.items() if at <= step]
-    for path in [*(path for path, at in found.items() if at > step), *course[:-keep], *leftovers(folder)]:
+    kept = [path for path, at in found.items() if at <= step][-keep:]
+    for path in [*(path for path in found if path not in kept), *leftovers(folder)]:
         shutil.rmtree(path, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""The finished draft -> one Accelerate ``Accelerator``."""
+"""Build Accelerate's ``Accelerator`` from the draft of plugins and the launcher's environment."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ PRECISIONS = ("no", "bf16", "fp16")
 
 
 def build_accelerator(recipe: Recipe, resolution: PluginSet) -> Accelerator:
-    """The run's one ``Accelerator``, made of what plugins wrote into the draft.
+    """Build the run's ``Accelerator``.
 
     Raises:
-        PluginError: The launcher asks for what the recipe does not, or there are several processes and no plugin joins them, or a plugin
-            set a precision that is not in ``PRECISIONS``.
+        PluginError: A plugin set a precision that is not in ``PRECISIONS``; or see ``check_launcher``.
     """
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, PartialState
@@ -39,8 +38,8 @@ def build_accelerator(recipe: Recipe, resolution: PluginSet) -> Accelerator:
         )
     check_launcher(recipe, resolution, draft.mixed_precision, world_size())
     for variable in STRATEGIES:
-        os.environ.pop(variable, None)  # the same as the recipe's: fastloop sets it up
-    cpu = this_machine(recipe.train.device).device == "cpu"  # said outright: else Accelerate would not join processes on CPUs
+        os.environ.pop(variable, None)  # a plugin of the recipe sets up the strategy
+    cpu = this_machine(recipe.train.device).device == "cpu"  # explicit, because otherwise Accelerate does not connect processes on CPUs
     if AcceleratorState._shared_state and AcceleratorState().mixed_precision != draft.mixed_precision:
         AcceleratorState._reset_state(reset_partial_state=False)  # an earlier run of this process had another precision
     PartialState(cpu=cpu, **(draft.init_handler.to_kwargs() if draft.init_handler else {}), **_own_store())
@@ -48,8 +47,11 @@ def build_accelerator(recipe: Recipe, resolution: PluginSet) -> Accelerator:
 
 
 def _own_store() -> dict[str, Any]:
-    """After a restart by torchrun: for the group of processes, a part of the store that torchrun keeps (torch 2.13) from start to start. In
-    the other one the addresses of the processes before still stand, and who reads them first waits for the dead."""
+    """Arguments of ``PartialState`` after a restart by torchrun: a fresh part of its store.
+
+    Torchrun keeps the store between restarts (torch 2.13). The default part still has the addresses of the earlier processes, and a process
+    that reads them waits for processes that have ended.
+    """
     if not (number := restarts()):
         return {}
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
@@ -59,18 +61,18 @@ def _own_store() -> dict[str, Any]:
 
 
 STRATEGIES = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_MEGATRON_LM")
-"""Strategies that ``accelerate launch`` can request; in fastloop, the plugin of that name implements each."""
+"""Strategies that ``accelerate launch`` can request. In fastloop, plugins of the same names implement them."""
 
 
 def check_launcher(recipe: Recipe, resolution: PluginSet, precision: str, processes: int) -> None:
-    """Hold what ``accelerate launch`` and its configuration file ask for against the recipe.
+    """Check that the settings of ``accelerate launch`` agree with the recipe.
 
     Args:
         precision: The mixed precision of the finished draft.
         processes: Number of processes.
 
     Raises:
-        PluginError: They contradict each other; names both sides. Or there are several processes and no plugin joins them.
+        PluginError: They contradict each other, or no plugin connects several processes.
     """
     strategy, environment = resolution.in_slot("strategy"), os.environ
     given = environment.get("ACCELERATE_MIXED_PRECISION", "no")

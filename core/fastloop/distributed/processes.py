@@ -28,10 +28,11 @@ class Processes:
     """
 
     def __init__(self, accelerator: Accelerator | None = None) -> None:
-        self.rank: int = accelerator.process_index if accelerator is not None else 0
-        self.world_size: int = accelerator.num_processes if accelerator is not None else 1
+        self.rank, self.world_size, needs_group = 0, 1, False
+        if accelerator is not None:
+            self.rank, self.world_size = accelerator.process_index, accelerator.num_processes
+            needs_group = self.world_size > 1 and accelerator.device.type != "cpu"
         self.is_main = self.rank == 0
-        needs_group = self.world_size > 1 and accelerator is not None and accelerator.device.type != "cpu"
         self.host_group: torch.distributed.ProcessGroup | None = torch.distributed.new_group(backend="gloo") if needs_group else None
 
     def barrier(self) -> None:
@@ -68,7 +69,7 @@ class Processes:
 
     @contextmanager
     def explain_lost_connection(self) -> Iterator[None]:
-        """Raise ``ProcessLost`` if the connection to another process breaks, so that users look at the log of that process."""
+        """Raise ``ProcessLost`` if the connection to another process breaks."""
         try:
             yield
         except (RuntimeError, torch.distributed.DistError) as error:

@@ -1,4 +1,4 @@
-"""Signals that end a run, and the exit codes that follow. Nothing here imports torch."""
+"""Signals that stop a run, and their exit codes. Does not import torch."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from fastloop.state import INTERRUPTED
 log = logging.getLogger("fastloop")
 
 SIGNALS = existing_signals("SIGINT", "SIGTERM", "SIGUSR1")
-"""Signals that ask a run to save and stop: Ctrl-C; schedulers, containers and init systems; SLURM's warning (``--signal=USR1@120``)."""
+"""Signals that make a run save and stop: Ctrl-C; schedulers, containers and init systems; SLURM's warning (``--signal=USR1@120``)."""
 STOP_TIMEOUT = 600.0
-"""Seconds that a run gets to save and stop."""
+"""Seconds after a signal in which a run must save and stop."""
 EXIT_INTERRUPTED = 130
-"""The exit code after Ctrl-C: a user wanted the run to end."""
+"""The exit code after Ctrl-C: a user ended the run."""
 EXIT_STOPPED = 75
-"""The exit code after any other of ``SIGNALS``: ``EX_TEMPFAIL`` of sysexits.h. A scheduler may start the command again with --resume."""
+"""The exit code after any other signal: ``EX_TEMPFAIL`` of sysexits.h. A scheduler may start the command again with --resume."""
 
 
 def exit_code(name: str) -> int:
-    """The exit code of a run that the signal ``name`` ended."""
+    """The exit code after the signal ``name``."""
     return EXIT_INTERRUPTED if name == "SIGINT" else EXIT_STOPPED
 
 
@@ -45,7 +45,7 @@ class Stopped(SystemExit):
 
 
 def stop_now(signum: int, frame: Any) -> NoReturn:
-    """Handle a signal where there is nothing to save.
+    """Handle a signal when there is nothing to save.
 
     Raises:
         KeyboardInterrupt: For SIGINT.
@@ -56,7 +56,7 @@ def stop_now(signum: int, frame: Any) -> NoReturn:
 
 @contextmanager
 def on_signals(handler: Callable[[int, Any], Any]) -> Iterator[None]:
-    """Inside, ``handler`` handles all of ``SIGNALS`` that are not ignored: a shell lets its background jobs ignore Ctrl-C."""
+    """Handle ``SIGNALS`` by ``handler`` inside the block. Ignored signals stay ignored: shells make background jobs ignore Ctrl-C."""
     previous = {number: signal.signal(number, handler) for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN}
     try:
         yield
@@ -66,11 +66,11 @@ def on_signals(handler: Callable[[int, Any], Any]) -> Iterator[None]:
 
 
 class StopSignals:
-    """The signal that asked this process to stop, and the thread that enforces the timeout.
+    """The stop signal that this process received, and the thread that enforces the timeout.
 
     Attributes:
-        name: The first signal that came; None: there was none. ``Run.sync_requests`` acts on it.
-        finishing: Whether training is over, so that a signal lets the rest of the run end.
+        name: The first stop signal; None: no signal yet. ``Run.sync_requests`` handles it.
+        finishing: Whether training is over. Then a signal does not stop the test and the export.
     """
 
     def __init__(self) -> None:
@@ -79,23 +79,23 @@ class StopSignals:
         self._logged: threading.Event | None = None
 
     def record(self, name: str) -> None:
-        """Record the signal ``name``, as if it came."""
+        """Record the signal ``name``."""
         self.name = name
 
     def finish(self) -> None:
-        """Training is over: from now on a signal lets the rest of the run end."""
+        """Record that training is over."""
         self.finishing = True
 
     def wait_until_logged(self) -> None:
-        """Wait, a second at most, until the thread has logged the signal."""
+        """Wait at most a second until the thread has logged the signal."""
         if self._logged is not None:
             self._logged.wait(1)
 
     @contextmanager
     def handled(self, rank: int, world_size: int) -> Iterator[None]:
-        """Inside, Ctrl-C, SIGTERM and SIGUSR1 save at the step's end and stop; the same signal again stops at once.
+        """Inside the block, a signal makes the run save at the step's end and stop. The same signal again stops it at once.
 
-        When training is over there is nothing left to save, so the first signal lets the test and the export end.
+        After training, the first signal has no effect, because there is nothing to save.
         """
         first: dict[int, float] = {}
         left = threading.Event()
@@ -103,14 +103,14 @@ class StopSignals:
 
         def handle(signum: int, frame: Any) -> None:
             if signum in first and launched and perf_counter() - first[signum] < 1:
-                return  # a launcher forwards a signal that a terminal or a scheduler sent to every process already
+                return  # a launcher forwards a signal that every process has already received
             if signum in first:
                 stop_now(signum, frame)
             first[signum] = perf_counter()
             if self.name is None:
                 self._logged = logged = threading.Event()
                 self.record(signal.Signals(signum).name)
-                _thread.start_new_thread(self._enforce_timeout, (rank, logged, left))  # a handler may neither print nor wait for a lock
+                _thread.start_new_thread(self._enforce_timeout, (rank, logged, left))  # a handler must not print or wait for a lock
 
         with on_signals(handle):
             try:
@@ -119,7 +119,7 @@ class StopSignals:
                 left.set()
 
     def _enforce_timeout(self, rank: int, logged: threading.Event, left: threading.Event) -> None:
-        """In a thread: log the signal, and end the process if it does not stop in time."""
+        """Log the signal, and end the process if it does not stop in time. Runs in a thread."""
         action = "training is over, what is left of the run is finished" if self.finishing else "saving at the end of this step"
         log.warning("%s by %s: %s (once more to stop at once)", INTERRUPTED, self.name, action)
         logged.set()

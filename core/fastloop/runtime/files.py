@@ -1,4 +1,4 @@
-"""Write files atomically, and rename folders to make room."""
+"""Write files atomically, and rename existing folders."""
 
 from __future__ import annotations
 

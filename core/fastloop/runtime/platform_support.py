@@ -1,16 +1,16 @@
-"""Operating system services that some platforms lack, and what fastloop does without them. Nothing here imports torch.
+"""Operating system services that some platforms lack, and their replacements. Does not import torch.
 
-fastloop is developed on Linux. On macOS and Windows it imports and trains on one process.
+fastloop is developed on Linux. On macOS and Windows it trains on one process.
 
     service                          missing on        fastloop's replacement
     file locks of ``fcntl``          Windows           ``msvcrt.locking``; with neither, the owner that the file names
     ``resource``: peak memory        Windows           the peak working set that psutil reports
     ``resource``: page faults        Windows           0
-    ``resource``: memory limits      Windows           none: a recipe that asks for one is refused
+    ``resource``: memory limits      Windows           none: a recipe with a memory limit is refused
     SIGUSR1, SIGKILL                 Windows           the stop signals that exist; SIGTERM, which ends a process at once
     ``sigwaitinfo`` (data workers)   macOS, Windows    none: SIGTERM from any process ends a worker
     processor affinity               macOS, Windows    all processors; no pinning
-    process groups                   Windows           the process itself is ended, without its children
+    process groups                   Windows           only the process ends, not its children
     ``prctl`` (launched processes)   macOS, Windows    none: a process may outlive a killed launcher
     fsync of a folder                Windows           none: the files in it are synced
     renaming a folder of open files  Windows           files are closed first
@@ -46,11 +46,11 @@ except ImportError:
 KILL: signal.Signals = getattr(signal, "SIGKILL", signal.SIGTERM)
 """The signal that ends a process at once."""
 LIMITS_MEMORY = resource is not None
-"""Whether ``limit_memory`` works here."""
+"""Whether this platform supports ``limit_memory``."""
 RENAMES_OPEN_FOLDERS = os.name != "nt"
 """Whether a folder can be renamed while a process holds one of its files open."""
 LOCKED_BYTE = 2**30
-"""Position of the byte that ``msvcrt`` locks: past the file's text, because no other process can read a locked byte."""
+"""Position of the byte that ``msvcrt`` locks: after the file's text, because other processes cannot read a locked byte."""
 
 
 def existing_signals(*names: str) -> tuple[signal.Signals, ...]:
@@ -59,7 +59,7 @@ def existing_signals(*names: str) -> tuple[signal.Signals, ...]:
 
 
 def lock(file: int) -> None:
-    """Lock an open file for this process, without waiting. The lock ends with the process at the latest.
+    """Lock an open file for this process, without waiting. The system releases the lock when the process ends.
 
     Raises:
         OSError: ``EACCES`` or ``EAGAIN``: another process holds the lock. Any other: the file cannot be locked.
@@ -81,7 +81,7 @@ def unlock(file: int) -> None:
 
 
 def peak_resident_memory() -> int:
-    """Largest bytes of memory that this process has held so far."""
+    """Peak resident memory of this process, in bytes."""
     if resource is None:
         facts = psutil.Process().memory_info()
         return int(getattr(facts, "peak_wset", facts.rss))
@@ -90,15 +90,12 @@ def peak_resident_memory() -> int:
 
 
 def page_faults() -> int:
-    """Pages of memory that the system has handed to this process so far; 0 where it does not count them."""
+    """Minor page faults of this process so far; 0 if the platform does not count them."""
     return 0 if resource is None else int(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
 
 
 def limit_memory(limit: int) -> tuple[int, int]:
-    """Limit the bytes of data that this process may hold.
-
-    Returns:
-        The limits before, for ``restore_memory_limit``.
+    """Limit the data of this process to ``limit`` bytes. Returns the earlier limits, for ``restore_memory_limit``.
 
     Call it only if ``LIMITS_MEMORY``.
     """
@@ -125,16 +122,16 @@ def cores() -> int:
 
 
 def use_processors(wanted: list[int]) -> None:
-    """Keep this process on some processors, where the platform can."""
+    """Pin this process to processors, if the platform supports it."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, wanted)
 
 
 def signal_group(pid: int, number: signal.Signals) -> None:
-    """Send a signal to the process group that ``pid`` leads, or to ``pid`` alone where there are no groups.
+    """Send a signal to the process group of the leader ``pid``, or to ``pid`` alone if the platform has no groups.
 
     Raises:
-        ProcessLookupError: It has ended.
+        ProcessLookupError: The process has ended.
     """
     if hasattr(os, "killpg"):
         os.killpg(pid, number)
@@ -143,7 +140,7 @@ def signal_group(pid: int, number: signal.Signals) -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the list of files of a folder, is on disk.
+    """Flush a file, or a folder's list of files, to disk.
 
     Raises:
         OSError: It cannot be written.

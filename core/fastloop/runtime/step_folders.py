@@ -1,4 +1,4 @@
-"""The folders of a run's checkpoints: ``checkpoints/step-00000120``. Nothing here imports torch, so that the launcher can look for them."""
+"""The folders of a run's checkpoints: ``checkpoints/step-00000120``. Does not import torch, because the launcher uses it."""
 
 from __future__ import annotations
 
@@ -6,30 +6,30 @@ import re
 from pathlib import Path
 
 _NAME = re.compile(r"step-(\d+)|\.step-(\d+)(?:\.old)?\.partial")
-"""A checkpoint; or one that is being written; or one whose step was saved again."""
+"""A complete checkpoint, one that is being written, or an old one that is being replaced."""
 
 
 def step_folder(run_folder: Path, step: int) -> Path:
-    """Where a run keeps the checkpoint of a step."""
+    """The folder of a step's checkpoint."""
     return run_folder / "checkpoints" / f"step-{step:08d}"
 
 
 def step_of(path: Path) -> int | None:
-    """The step of a checkpoint folder, finished or not, by its name; None for any other name."""
+    """The step in the name of a complete or incomplete checkpoint's folder; None for any other name."""
     found = _NAME.fullmatch(path.name)
     return int(found[1] or found[2]) if found else None
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Checkpoint folders of a run, oldest step first; those under way have another name and are not among them."""
+    """Folders of a run's complete checkpoints, oldest step first."""
     return _by_step(folder, "step-*")
 
 
 def leftovers(folder: Path) -> list[Path]:
-    """Folders of saves that were cut off, oldest step first."""
+    """Folders of interrupted saves, oldest step first."""
     return _by_step(folder, ".step-*.partial")
 
 
 def _by_step(folder: Path, pattern: str) -> list[Path]:
     steps = {path: step for path in (folder / "checkpoints").glob(pattern) if (step := step_of(path)) is not None}
-    return sorted(steps, key=lambda path: steps[path])
+    return sorted(steps, key=steps.__getitem__)

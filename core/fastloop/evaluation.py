@@ -1,4 +1,4 @@
-"""Eval mode, and evaluation results that stay on the device until the last batch, so that the host does not wait for each batch."""
+"""Eval mode, and the results that ``loop.evaluation_loop`` collects. They stay on the device until the last batch."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from fastloop.state import Output
 
 BUFFER_BYTES = 64 * 2**20
-"""Bytes of predictions and targets to collect before a metric update. Most evaluations need one update, and the logits of a large model do
-not fill the device."""
+"""Bytes of predictions and targets to collect before a metric update. Most evaluations need one update; large logits do not fill the
+device."""
 
 
 @contextmanager
@@ -37,8 +37,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 class EvaluationResults:
     """Losses and metrics of an evaluation on this process.
 
-    Metrics are updated with the concatenated predictions of several batches; by torchmetrics' contract, the division into updates does
-    not change the result. Predictions that are not tensors, or whose shape beyond the first dimension changes, start a new update.
+    Metrics are updated with the concatenated predictions of several batches. Torchmetrics guarantees the same result for any division
+    into updates. Predictions that are not tensors, or whose shape beyond the first dimension changes, start a new update.
 
     Args:
         where: The recipe, for messages.
@@ -150,7 +150,7 @@ def _label(metrics: MetricCollection, error: Exception) -> str:
 
 
 def _signature(predictions: Any, targets: Any) -> tuple[Any, ...] | None:
-    """Batches with equal signatures can be concatenated; None: not at all."""
+    """Batches with equal signatures can be concatenated. None: the batch cannot be concatenated."""
     if not all(isinstance(value, Tensor) and value.dim() for value in (predictions, targets)):
         return None
     return tuple((value.shape[1:], value.dtype, value.device) for value in (predictions, targets))

@@ -1,7 +1,4 @@
-"""Checks of plugins' declarations and hooks. Does not import torch.
-
-``check_together`` runs when a recipe is resolved, ``check_hooks`` when the plugins of a run are registered; `fastloop plan` does both.
-"""
+"""Check plugins' declarations when a recipe is resolved, and their hooks when a run registers them. Does not import torch."""
 
 from __future__ import annotations
 
@@ -21,8 +18,8 @@ log = logging.getLogger("fastloop")
 REFERENCES = ("requires", "conflicts", "runs_after", "runs_before")
 """Declarations that name other plugins or ``slot:NAME``."""
 CLOSE = 0.8
-"""Similarity in [0, 1] (difflib's ratio) at which an unknown name in a declaration counts as misspelled. Higher than the 0.6 for names that
-must exist, because the name may belong to an optional plugin that is not installed."""
+"""Similarity (difflib's ratio, in [0, 1]) from which an unknown name in a declaration is reported as misspelled. Higher than difflib's 0.6,
+because the name may be that of an optional plugin that is not installed."""
 
 
 def exclusive_hooks() -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import graphlib
 import heapq
 import importlib.metadata
 from collections.abc import Collection, Iterable
@@ -18,16 +19,13 @@ from fastloop.plugin_checks import check_together
 from fastloop.recipe import Recipe
 from fastloop.recipe.importing import import_file
 from fastloop.recipe.plugin_references import split_file
-from fastloop.runtime.hardware import Machine
+from fastloop.runtime.hardware import Machine, this_machine
 
 
 def installed(group: str = GROUP, taken: Iterable[str] = ()) -> dict[str, importlib.metadata.EntryPoint]:
     """Name -> entry point of every installed plugin, from package metadata; imports nothing.
 
-    If several distributions use a name, the keys are ``distribution:name``.
-
-    Args:
-        taken: Reserved names.
+    The key is ``distribution:name`` if several distributions use a name, or if it is in ``taken``.
     """
     by_name: dict[str, list[importlib.metadata.EntryPoint]] = {}
     for point in entry_points(group):
@@ -58,14 +56,13 @@ def load(reference: str, where: str = "plugins") -> type[Plugin]:
     if problem := unsupported(point):
         raise PluginError(f"{label} {problem}")
     try:
-        cls = point.load()
+        loaded = point.load()
     except (Exception, SystemExit) as error:
         raise PluginError(f"{label} cannot be imported: {type(error).__name__}: {error}") from error
-    _check_class(cls, label)
+    cls = _check_class(loaded, label)
     if cls.name != point.name:
         raise PluginError(f"{label} calls itself {cls.name!r}. Its `name` and its entry point must be the same.")
-    plugin_class: type[Plugin] = cls
-    return plugin_class
+    return cls
 
 
 def find(reference: str, where: str) -> importlib.metadata.EntryPoint:
@@ -163,10 +160,7 @@ def resolve(recipe: Recipe, machine: Machine | None = None, objects: Iterable[Pl
     """
     expand(recipe, machine)
     resolution = select(recipe, objects)
-    if machine is None:
-        from fastloop.runtime.hardware import this_machine
-
-        machine = this_machine(recipe.train.device)
+    machine = machine or this_machine(recipe.train.device)
     for plugin in resolution.plugins:
         for need in plugin.requirements:
             if missing := need.missing(plugin, machine):
@@ -202,11 +196,11 @@ def select(recipe: Recipe, objects: Iterable[Plugin] = ()) -> PluginSet:
     expand(recipe)
     plugins: list[Plugin] = []
     reasons: dict[str, str] = {}
+    names = {point.name for point in installed().values()}
     for name, options in recipe.plugins.items():
         if options is False:
-            known = {point.name for point in installed().values()}
-            if name not in known and name not in recipe.references:
-                raise PluginError(f"{recipe.where}: plugins.{name}: no plugin {name!r} is installed.{did_you_mean(name, known)}")
+            if name not in names and name not in recipe.references:
+                raise PluginError(f"{recipe.where}: plugins.{name}: no plugin {name!r} is installed.{did_you_mean(name, names)}")
             continue
         plugins.append(make(recipe, name))
         reasons[plugins[-1].name] = recipe.selected.get(name, "listed in the recipe")
@@ -223,7 +217,6 @@ def select(recipe: Recipe, objects: Iterable[Plugin] = ()) -> PluginSet:
             plugins.append(cls())
             filled.add(cls.slot)
             reasons[cls.name] = f"on by default: {reason}"
-    names = {point.name for point in installed().values()}
     _check(plugins, names, recipe.where)
     ordered = _order(plugins, reasons, recipe.where)
     check_together(ordered, names, reasons, recipe.where)
@@ -232,8 +225,8 @@ def select(recipe: Recipe, objects: Iterable[Plugin] = ()) -> PluginSet:
 
 def _matching(reference: str, plugins: list[Plugin]) -> list[Plugin]:
     """The plugins that a declaration refers to by name or by ``slot:NAME``."""
-    kind, colon, slot = reference.partition(":")
-    if colon and kind == "slot":
+    slot = reference.removeprefix("slot:")
+    if slot != reference:
         return [plugin for plugin in plugins if plugin.slot == slot]
     return [plugin for plugin in plugins if plugin.name == reference]
 
@@ -277,23 +270,20 @@ def _order(plugins: list[Plugin], reasons: dict[str, str], where: str) -> list[P
             for other in _matching(reference, plugins):
                 if other is not plugin:
                     before[other.name].add(plugin.name)
-    ready = [index for name, index in position.items() if not before[name]]
-    heapq.heapify(ready)
+    sorter = graphlib.TopologicalSorter(before)
+    try:
+        sorter.prepare()
+    except graphlib.CycleError as error:
+        cycle = sorted(set(error.args[1]), key=position.__getitem__)
+        raise PluginError(f"{where}: runs_after and runs_before of plugins {', '.join(map(repr, cycle))} form a cycle.") from None
+    ready = sorted(position[name] for name in sorter.get_ready())
     ordered: list[Plugin] = []
-    waiting = {name: set(names) for name, names in before.items() if names}
     while ready:
         plugin = plugins[heapq.heappop(ready)]
         ordered.append(plugin)
-        for name in [name for name, names in waiting.items() if plugin.name in names]:
-            waiting[name].discard(plugin.name)
-            if not waiting[name]:
-                del waiting[name]
-                heapq.heappush(ready, position[name])
-                if position[name] < position[plugin.name]:
-                    reasons[name] += f"; moved behind {plugin.name!r}"
-    while behind := [name for name in waiting if not any(name in names for names in waiting.values())]:
-        for name in behind:  # waits for the cycle, but is not part of it
-            del waiting[name]
-    if waiting:
-        raise PluginError(f"{where}: runs_after and runs_before of plugins {', '.join(map(repr, waiting))} form a cycle.")
+        sorter.done(plugin.name)
+        for name in sorter.get_ready():
+            heapq.heappush(ready, position[name])
+            if position[name] < position[plugin.name]:
+                reasons[name] += f"; moved behind {plugin.name!r}"
     return ordered

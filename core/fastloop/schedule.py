@@ -1,4 +1,4 @@
-"""When a run evaluates, saves and stops. Questions only: whoever acts on a request clears it."""
+"""When a run evaluates, saves and stops. Methods change nothing: the caller that handles a request clears it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 
 class Schedule:
-    """Answers what is due after a step, from the recipe's ``train`` and the run's counters.
+    """The schedule of a run, from the recipe's ``train`` and the run's counters.
 
     Attributes:
         total_steps: Optimizer steps of the whole run; None for data of unknown length without ``max_steps``.
-        epoch_samples: Samples of an epoch; None: unknown, the epoch ends with the loader.
+        epoch_samples: Samples of an epoch; None: unknown, an epoch ends with the loader.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class Schedule:
 
     @property
     def interrupted(self) -> str | None:
-        """The signal that asked the run to end: no further evaluation, no export. None: there was none."""
+        """Name of the signal that stopped the run, or None. An interrupted run does not evaluate or export."""
         reason = self._state.stop_reason or ""
         return reason.rpartition(" ")[2] if reason.startswith(INTERRUPTED) else None
 
@@ -39,7 +39,7 @@ class Schedule:
         return self._state.stop_reason is not None or (limit is not None and self._state.step >= limit)
 
     def is_epoch_done(self) -> bool:
-        """Whether every sample of the current epoch was drawn. Data of unknown length is done when the loader ends."""
+        """Whether every sample of the current epoch was drawn. For data of unknown length, call it after the loader ends."""
         return not self.should_stop() if self.epoch_samples is None else self._state.epoch_samples >= self.epoch_samples
 
     def needs_evaluation(self) -> bool:

@@ -23,15 +23,15 @@ class State:
         epoch: Epochs completed.
         epoch_samples: Samples drawn in the current epoch, over all processes.
         samples: Samples trained on so far, over all processes.
-        tokens: Real tokens trained on so far (padding not counted), over all processes; 0 where the task counts none.
+        tokens: Tokens trained on so far, without padding, over all processes; 0 if the task does not count them.
         metrics: Split (``validation``, ``test``) -> its newest metrics.
         evaluated_at: Step of the newest evaluation on ``validation``; -1 before the first.
         best: ``{"step", "value", "path"}`` of the best checkpoint, when a plugin keeps one.
         evaluate_requested: Whether an evaluation is requested and not yet done.
         save_requested: Whether a save is requested and not yet done.
         stop_reason: Why training ends early; None while it continues.
-        left_out: ``[epoch, epoch_samples]`` of the beginnings of steps that are skipped, because the run failed there and was rolled back.
-        unreadable: Samples so far that could not be read and were left out of their batches, over all processes.
+        left_out: ``[epoch, epoch_samples]`` at the beginning of each step to skip, because it failed and the run was rolled back.
+        unreadable: Samples so far that could not be read, over all processes. Their batches do not contain them.
     """
 
     step: int = 0
@@ -85,20 +85,17 @@ class State:
 
 @dataclass(slots=True)
 class Batch:
-    """One micro-batch as the loop sees it. A collator may return one to set ``loss_weight`` and ``tokens``.
+    """One micro-batch. A collator may return one to set ``inputs``, ``loss_weight`` and ``tokens``. The loader sets the other fields.
 
     Attributes:
-        inputs: The argument ``batch`` of ``compute_loss``: any nesting of tensors. Set by the collator.
-        loss_weight: The number of samples or target tokens that the loss is the mean over. Accumulated micro-batches are weighted by it.
-            Set by the task's collator; where that leaves it 0, the loader sets it to ``samples``.
-        samples: Number of samples. Set by the loader.
-        tokens: Number of real tokens, without padding. Set by the task's collator; the text tasks do so. With 0, the default,
-            ``tokens_per_second`` is 0 too.
-        ids: Sample ids: indices of a map-style dataset, positions in an iterable one. Set by the loader.
-        worker: The worker that read it; -1: the process itself. Set by the loader.
-        is_last_micro_batch: Whether it is its step's last on this process. Set by the loader, for map-style datasets.
-        unreadable: Ids of samples that could not be read and are left out, each with the reason. Set by the loader; see
-            ``DataLoaderDraft.skip_unreadable``.
+        inputs: The argument ``batch`` of ``compute_loss``: any nesting of tensors.
+        loss_weight: Samples or target tokens that the loss is the mean over; weights accumulated micro-batches. 0: ``samples``.
+        samples: Number of samples.
+        tokens: Number of tokens without padding. With 0, the default, ``tokens_per_second`` is 0 too.
+        ids: Sample ids: indices of a map-style dataset, positions in an iterable one.
+        worker: Index of the worker that read it; -1: the process itself.
+        is_last_micro_batch: Whether it is its step's last on this process. Only for map-style datasets.
+        unreadable: ``(id, reason)`` of each sample that could not be read; see ``DataLoaderDraft.skip_unreadable``.
     """
 
     inputs: Any
@@ -124,7 +121,7 @@ class BatchTotals(NamedTuple):
     Attributes:
         weight: Sum of ``loss_weight``.
         samples: Number of samples.
-        tokens: Number of real tokens, padding not counted.
+        tokens: Number of tokens without padding.
         unreadable: Number of samples that could not be read.
     """
 
@@ -136,11 +133,8 @@ class BatchTotals(NamedTuple):
     @classmethod
     def of(cls, batches: Iterable[Batch]) -> BatchTotals:
         """Sum the given micro-batches, on this process."""
-        weight = samples = tokens = unreadable = 0
-        for batch in batches:
-            weight, samples, tokens = weight + batch.loss_weight, samples + batch.samples, tokens + batch.tokens
-            unreadable += len(batch.unreadable)
-        return cls(weight, samples, tokens, unreadable)
+        counts = [(batch.loss_weight, batch.samples, batch.tokens, len(batch.unreadable)) for batch in batches]
+        return cls(*map(sum, zip(*counts, strict=True)))
 
 
 @dataclass(slots=True)
@@ -227,32 +221,23 @@ class DataLoaderDraft(Draft):
     worker_init_fn: Callable[[int], None] | None = None
     """Called in each worker with its number, before it reads."""
     pad_to_multiple_of: int | None = None
-    """Tokens: tasks pad lengths to a multiple of this, so that shapes are few. The recipe's ``data.pad_to_multiple_of``; a plugin
-    may set a default where that is unset. None: lengths are not padded further."""
+    """Tasks pad lengths to a multiple of this many tokens, so that shapes are few. The recipe's ``data.pad_to_multiple_of``; a plugin
+    may set a default for it. None: lengths are not padded further."""
     arrange: Callable[[Any, list[int], int, Generator | None], list[int]] | None = None
-    """``arrange(dataset, ids, batch_size, generator)`` returns the order of a map-style dataset's samples, the same on all processes. In
-    training, ``ids`` are the epoch's in random order, and ``generator`` supplies more random numbers. In evaluation, ``ids`` are sorted
-    and ``generator`` is None. Each optimizer step takes the next ``batch_size`` samples; its processes and micro-steps take consecutive
-    shares of them."""
+    """``arrange(dataset, ids, batch_size, generator)`` returns ``ids`` in the order of training, the same on all processes. In training,
+    ``ids`` have a random order, and ``generator`` supplies more random numbers. In evaluation, ``ids`` are sorted and ``generator`` is
+    None. Each optimizer step takes the next ``batch_size`` samples; its processes and micro-steps take consecutive shares of them."""
     skip_unreadable: bool = False
     """Leave an unreadable sample of a map-style dataset out of its batch, instead of ending the run."""
     placing: Callable[[Iterable[list[Batch]], Callable[[list[Batch]], list[Batch]]], Iterable[list[Batch]]] | None = None
     """``placing(steps, place)`` yields the batches of ``steps`` on the device; ``place`` moves one step. None: move each step when the
     loop needs it."""
     split: Callable[[Any, list[int], int], list[list[int]]] | None = None
-    """``split(dataset, ids, processes)`` returns a step's sample ids as micro-batches, instead of shares of ``micro_batch_size``. It must
-    return every id once, and the same result on all processes. In each micro-step, every process takes the next micro-batch. Evaluation
-    splits its batches the same way."""
+    """``split(dataset, ids, processes)`` divides a step's sample ids into micro-batches, instead of shares of ``micro_batch_size``. It must
+    return every id once, and the same result on all processes. In each micro-step, every process takes the next micro-batch. Also
+    used for evaluation."""
 
-    READING = (
-        "num_workers",
-        "persistent_workers",
-        "prefetch_factor",
-        "pin_memory",
-        "timeout",
-        "multiprocessing_context",
-        "worker_init_fn",
-    )
+    READING = ("num_workers", "persistent_workers", "prefetch_factor", "pin_memory", "timeout", "multiprocessing_context", "worker_init_fn")
     """Fields that may differ between splits."""
 
     def __init__(self, **defaults: Any) -> None:
@@ -260,8 +245,8 @@ class DataLoaderDraft(Draft):
         self.__dict__["suggested"] = {}
 
     def suggest(self, split: str, **values: Any) -> None:
-        """Suggest ``READING`` fields for one split, such as those of the user's ``DataLoader``. A plugin that sets such a field overrides
-        it for every split, in any order. The draft's own fields show the values for ``train``."""
+        """Suggest ``READING`` fields for one split. A plugin that sets such a field overrides it for every split, in any order. The
+        draft's own fields have the values for ``train``."""
         self.suggested[split] = values
         if split == "train":
             self.__dict__.update({name: value for name, value in values.items() if name not in self.writers})

@@ -28,7 +28,7 @@ ADVICE = {
     "SIGBUS": "Shared memory is full: use fewer workers, or make /dev/shm larger.",
     "": "To debug it, read the data in the training process (no workers).",
 }
-"""Signal that ended a worker -> advice. The empty string stands for any other cause."""
+"""Signal that ended a worker -> advice. Empty string: any other cause."""
 POLL_SECONDS = 5.0
 """Seconds between checks for dead workers while waiting for a batch."""
 EXIT_SECONDS = 5.0

@@ -56,31 +56,31 @@ class Train:
     """The ``train`` section."""
 
     epochs: Annotated[int, option("Passes over the training data.", ge=1)] = 3
-    batch_size: Annotated[int, option("Samples an optimizer step, over all processes.", ge=1)] = 32
-    micro_batch_size: Annotated[int | None, option("Samples one process holds at once; null: batch_size / world size.", ge=1)] = None
-    eval_batch_size: Annotated[int | None, option("Samples one process evaluates at once; null: as in training.", ge=1)] = None
+    batch_size: Annotated[int, option("Samples per optimizer step, over all processes.", ge=1)] = 32
+    micro_batch_size: Annotated[int | None, option("Samples per micro-batch of one process; null: batch_size / world size.", ge=1)] = None
+    eval_batch_size: Annotated[int | None, option("Samples per evaluation batch of one process; null: as in training.", ge=1)] = None
     lr: Annotated[float, option("Peak learning rate.", gt=0)] = 5e-5
     optimizer: Annotated[str, option("A class of torch.optim, such as AdamW or SGD, or package.module:name, or file.py:name.")] = "AdamW"
     weight_decay: Annotated[float, option("Weight decay of the optimizer.", ge=0)] = 0.0
     seed: Annotated[int, option("Seeds initial weights, sample order and dropout.", ge=0, lt=2**32)] = 123
     max_steps: Annotated[int | None, option("Stop after this many optimizer steps; null: after the epochs.", ge=1)] = None
-    max_grad_norm: Annotated[float | None, option("Clip the gradients' total 2-norm to this, once a step; null: do not.", gt=0)] = None
+    max_grad_norm: Annotated[float | None, option("Clip the gradients' total 2-norm to this; null: no clipping.", gt=0)] = None
     evaluate_every: Annotated[Literal["epoch"] | PositiveInt | None, option("'epoch', a number of steps, or null: only at the end.")] = (
         "epoch"
     )
     save_every: Annotated[
         Literal["epoch"] | PositiveInt | None,
-        option("When to save what --resume needs: 'epoch', a number of steps, or null: only when asked (Ctrl-C)."),
+        option("When to save a checkpoint: 'epoch', a number of steps, or null: only on request (Ctrl-C)."),
     ] = "epoch"
     keep_checkpoints: Annotated[int, option("Newest checkpoints kept.", ge=1)] = 1
     on_save_error: Annotated[
         Literal["continue", "stop"],
-        option("When a checkpoint cannot be written (disk full, quota): say so, train on and try again at the next save, or end the run."),
+        option("If a checkpoint cannot be written (full disk, quota): log the error and keep training, or end the run."),
     ] = "continue"
     on_data_change: Annotated[
-        Literal["stop", "warn"], option("With --resume, when the data is not the checkpoint's: stop, or warn and continue.")
+        Literal["stop", "warn"], option("If the data differs from the checkpoint's on --resume: stop, or warn and continue.")
     ] = "stop"
-    device: Annotated[Literal["auto", "cpu"], option("'auto' takes the accelerator when there is one.")] = "auto"
+    device: Annotated[Literal["auto", "cpu"], option("'auto': the accelerator, if there is one, else the CPU.")] = "auto"
 
 
 @dataclass(kw_only=True)

@@ -19,18 +19,12 @@ TAGS = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bo
 
 @dataclass
 class _Open:
-    """A list or mapping that is not closed yet.
-
-    Attributes:
-        before: Values counted before it.
-        keys: Key -> line; None for a list.
-        parts: Keys and values of a mapping so far.
-    """
+    """A list or mapping that is not closed yet."""
 
     anchor: str | None
-    before: int
-    keys: dict[str, int] | None
-    parts: int = 0
+    before: int  # values counted before it
+    keys: dict[str, int] | None  # key -> line; None for a list
+    parts: int = 0  # keys and values of a mapping so far
 
 
 def check(text: str, where: str) -> None:

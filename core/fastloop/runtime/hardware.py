@@ -42,7 +42,7 @@ def this_machine(device: str = "auto") -> Machine:
         if torch.cuda.is_bf16_supported(including_emulation=False):
             dtypes.append("bf16")
         dtypes.append("fp16")
-        if capability >= (8, 9):  # Ada and Hopper brought fp8 matrix units
+        if capability >= (8, 9):  # Ada, Hopper and later have fp8 matrix units
             dtypes.append("fp8")
     elif kind == "cpu":
         name = torch.backends.cpu.get_cpu_capability()

@@ -31,11 +31,11 @@ from fastloop.run import Run
 from fastloop.runtime.platform_support import KILL
 from fastloop.testing.settings import changes, snapshot
 
-STOPS_AT, SAVES_EVERY, DIES_AT = 10, 5, 13
-"""Steps, in two epochs of nine: interrupt one run after a step; let another save every n steps, and kill it in a step."""
+STOPS_AT, SAVES_EVERY, DIES_AT = 6, 3, 8
+"""Steps, in two epochs of five: interrupt one run after a step; let another save every n steps, and kill it in a step."""
 PATIENCE = 10.0
 """Seconds that a checkpoint gets to be there."""
-TRAIN: dict[str, Any] = {"epochs": 2, "batch_size": 8, "micro_batch_size": 4, "lr": 3e-3, "save_every": None, "seed": 1}
+TRAIN: dict[str, Any] = {"epochs": 2, "batch_size": 8, "micro_batch_size": 4, "lr": 1e-2, "save_every": None, "seed": 1}
 SEEDS = (2, 3, 4)
 
 

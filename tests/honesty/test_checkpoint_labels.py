@@ -96,10 +96,10 @@ def test_names_that_case_alone_tells_apart_are_not_folded(caplog):
     ("theirs", "ours", "model"),
     [
         (["A", "B"], ["x", "y"], DISTILBERT),
-        (["A", "B", "C"], ["A", "B"], DISTILBERT),
+        pytest.param(["A", "B", "C"], ["A", "B"], DISTILBERT, marks=pytest.mark.slow),
         (["A", "B"], ["A", "B", "C"], DISTILBERT),
         (["LABEL_0", "LABEL_1"], ["A", "B"], BERT),
-        (["A", "B", "C"], [0, 1], BERT),
+        pytest.param(["A", "B", "C"], [0, 1], BERT, marks=pytest.mark.slow),
     ],
     ids=["other names", "fewer", "more", "no names", "fewer numbers"],
 )

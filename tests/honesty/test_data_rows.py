@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from fastloop.errors import RecipeError
 
 TIMES = float(os.environ.get("FASTLOOP_RELIABILITY", "1"))
-EXAMPLES = 150
+EXAMPLES = 60
 """Tables of each format."""
 
 WORDS = """NA N/A null nan NaN None #N/A <NA> - 007 7 7.0 1e5 1E5 0x1F 1_000 +1 -0 inf true True FALSE 2020-01-01 12:30 2020-01-01T00:00:00Z

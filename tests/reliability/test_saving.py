@@ -10,7 +10,6 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 from saving_helpers import Forked, mounted, record, said, steps, summary, times, together, train, until, write_recipe
@@ -165,10 +165,9 @@ print(survived)
 def test_killed_at_any_moment_of_a_save(processes, how, short, record_property):
     """a process is killed at a random moment of a save: the checkpoint before it, or the new one, is found and is whole"""
     count = times(short)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
     Path("kills.py").write_text(KILLS)
-    command = [sys.executable, "kills.py", str(count), str(processes), how, str(random.randrange(10**6))]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    command = ["kills.py", str(count), str(processes), how, str(random.randrange(10**6))]
+    done = forked.run(*command, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, f"{command}: {done.stderr}"
     survived = int(done.stdout)
     record_property("faults", count)

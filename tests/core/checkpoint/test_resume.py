@@ -256,13 +256,13 @@ def test_killed_in_the_middle_of_an_epoch_and_resumed(train, name):
 @pytest.mark.parametrize(
     ("moment", "step"),
     [
-        ("after a step", 4),
+        pytest.param("after a step", 4, marks=pytest.mark.slow),
         ("in a save", 8),
         ("after a step", 9),
         ("in an evaluation", 10),
         ("after an evaluation", 15),
         ("in a step", 18),
-        ("in a save", 20),
+        pytest.param("in a save", 20, marks=pytest.mark.slow),
         ("in an evaluation", 27),
     ],
 )

@@ -105,7 +105,7 @@ def test_killed_while_saving_the_best_before_it_is_whole(tiny_run):
         if child == 0:
             scores = (index / 1000 for index in range(1000))
             tiny_run([best(), ScriptedScore(*scores)], epochs=100, output=output, evaluate_every=1, save_every=1, model=nn.Linear(8, 3))
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while not list(output.glob("checkpoints/step-*")) and time.monotonic() < deadline:
             time.sleep(0.005)
         time.sleep(0.003 * delay)

@@ -213,11 +213,11 @@ def learn(*plugins: Plugin, **train: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "plugins",
     [
-        [],
-        [Amp(dtype="bf16")],
-        [FastDropout()],
+        pytest.param([], marks=pytest.mark.slow),
+        pytest.param([Amp(dtype="bf16")], marks=pytest.mark.slow),
+        pytest.param([FastDropout()], marks=pytest.mark.slow),
         [FastDropout(), Amp(dtype="bf16"), LengthBucketing(), ClsLastLayer()],
-        [DataLoaderWorkers(num_workers=1), SampleAudit()],
+        pytest.param([DataLoaderWorkers(num_workers=1), SampleAudit()], marks=pytest.mark.slow),
     ],
     ids=["alone", "amp", "fast-dropout", "all of them", "workers"],
 )

@@ -188,7 +188,7 @@ def test_each_hard_review_has_a_twin_of_the_same_words_and_the_other_label(split
         assert all(count["positive"] == count["negative"] for count in bags.values())
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_bag_of_words_reads_plain_reviews_and_guesses_at_the_rest(seed):
     text_features = pytest.importorskip("sklearn.feature_extraction.text")
     linear = pytest.importorskip("sklearn.linear_model")

@@ -39,7 +39,7 @@ print("LOADED", *(name for name in {heavy} if name in sys.modules))
     ],
     ids=["import", "help", "plugins", "recipes"],
 )
-def test_what_answers_at_once_imports_neither_torch_nor_a_plugin(code):
+def test_fast_commands_import_neither_torch_nor_plugins(code):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(
         [sys.executable, "-c", PROBE.format(code=code, heavy=HEAVY)], capture_output=True, text=True, env=environment, check=False
@@ -69,7 +69,7 @@ def imports(path: Path) -> set[str]:
 FILES = sorted(CORE.rglob("*.py"))
 
 
-def test_the_core_knows_no_plugin():
+def test_core_names_no_plugin():
     plugins = {name.rpartition(":")[2] for name in installed()}
     ordinary = {"compile", "log", "allocator", "profile", "progress", "module"}  # words that mean something else too
     for path in FILES:
@@ -102,14 +102,14 @@ for name in sys.argv[1:]:
     assert done.returncode == 0, done.stderr
 
 
-def test_every_public_name_is_there():
+def test_every_public_name_exists():
     for name in fastloop.__all__:
         assert getattr(fastloop, name).__doc__ or name in ("hookimpl",), name
     with pytest.raises(AttributeError, match="module 'fastloop' has no attribute 'Trainr'"):
         _ = fastloop.Trainr
 
 
-def test_garbage_is_looked_for_seldom_while_libraries_are_imported_and_a_plugins_choice_stays():
+def test_gc_threshold_during_imports_is_restored():
     before = gc.get_threshold()
     with reduced_gc():
         assert gc.get_threshold()[0] == GC_THRESHOLD

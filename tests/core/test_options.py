@@ -63,7 +63,7 @@ WRONG: dict[str, tuple[Any, list[str]]] = {
 
 
 @pytest.mark.parametrize(("values", "said"), WRONG.values(), ids=WRONG.keys())
-def test_what_is_wrong_is_said_with_place_value_and_expectation(values, said):
+def test_option_error_has_key_value_and_expectation(values, said):
     with pytest.raises(RecipeError) as refused:
         parse(Heater, values, "r.yaml: heater")
     for text in said:
@@ -72,13 +72,13 @@ def test_what_is_wrong_is_said_with_place_value_and_expectation(values, said):
     assert "pydantic" not in str(refused.value)
 
 
-def test_a_wrong_union_is_said_once():
+def test_union_error_is_reported_once():
     with pytest.raises(RecipeError) as refused:
         parse(Heater, {"size": 1, "workers": 1.5}, "x")
     assert str(refused.value).count("workers") == 1
 
 
-def test_null_is_taken_where_it_is_allowed_and_no_options_are_an_empty_mapping():
+def test_optional_options_accept_null():
     assert parse(Heater, {"size": 1, "limit": None}, "x").limit is None
 
     @dataclass(kw_only=True)
@@ -88,7 +88,7 @@ def test_null_is_taken_where_it_is_allowed_and_no_options_are_an_empty_mapping()
     assert parse(Nothing, None, "x") == Nothing()
 
 
-def test_an_option_may_be_called_like_a_method_of_the_library_that_checks():
+def test_option_may_be_named_like_a_validator_method():
     @dataclass(kw_only=True)
     class Config:
         schema: str = "a"

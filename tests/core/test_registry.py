@@ -91,20 +91,20 @@ def test_an_installed_plugin_cannot_turn_itself_on(install):
     assert "warm_pack" not in sys.modules
 
 
-def test_an_option_of_an_installed_plugin_is_refused_with_its_place(install):
+def test_option_error_of_installed_plugin_names_its_key(install):
     install("warm-pack", PLUGIN, warmth="warm_pack:Warmth")
     with pytest.raises(RecipeError, match=r"^recipe: plugins\.warmth\.degree: no such option\. Did you mean 'degrees'\?$"):
         resolve(recipe({"warmth": {"degree": 1}}), CPU)
 
 
-def test_a_name_that_is_not_installed_is_refused_with_the_nearest(install):
+def test_unknown_plugin_is_rejected_with_closest_name(install):
     install("warm-pack", PLUGIN, warmth="warm_pack:Warmth")
     message = refusal("ema", "warmht")
     assert message.startswith("recipe: plugins[1]: no plugin 'warmht' is installed. Did you mean 'warmth'?")
     assert "fastloop plugins" in message
 
 
-def test_leaving_out_what_is_not_installed_is_refused_too():
+def test_without_unknown_plugin_is_rejected():
     assert refusal({"progres": False}) == "recipe: plugins.progres: no plugin 'progres' is installed. Did you mean 'progress'?"
 
 
@@ -123,14 +123,14 @@ def test_leaving_out_what_is_not_installed_is_refused_too():
     ],
     ids=["missing import", "error", "missing class", "no plugin", "another name"],
 )
-def test_a_plugin_that_cannot_be_loaded_is_named_with_its_distribution(install, code, value, said):
+def test_load_error_names_plugin_and_distribution(install, code, value, said):
     install("warm-pack", code, warmth=value)
     message = refusal("warmth")
     assert message.startswith(f"recipe: plugins[0]: plugin 'warmth' ({value} of warm-pack 1.2) ")
     assert said in message
 
 
-def test_two_distributions_that_claim_one_name_are_told_apart_by_their_own(install):
+def test_same_plugin_name_in_two_distributions(install):
     install("warm-pack", PLUGIN, warmth="warm_pack:Warmth")
     install("hot-pack", PLUGIN, warmth="hot_pack:Warmth")
     assert refusal("warmth") == (
@@ -142,7 +142,7 @@ def test_two_distributions_that_claim_one_name_are_told_apart_by_their_own(insta
 # -- the core's own defaults -----------------------------------------------------------------------------------------------------
 
 
-def test_default_plugins_come_last_say_why_and_can_be_turned_off():
+def test_default_plugins_come_last_with_reason_and_can_be_disabled():
     resolution = resolve(make_recipe({"plugins": [{"progress": False}]}), CPU, [make("mine")])
     assert resolution.names() == ["mine", "log", "metric-check", "optimizer-check"]
     assert resolution.reasons["log"].startswith("on by default: ")
@@ -176,7 +176,7 @@ def test_hooks_are_called_in_the_recipes_order():
     assert [plugin.name for plugin, _ in resolution.each("after_fit")] == names
 
 
-def test_plugins_move_only_as_far_as_they_ask():
+def test_order_constraints_move_plugins_minimally():
     assert order(make("a"), make("b", runs_after=("d",)), make("c"), make("d"), make("e")) == ["a", "c", "d", "b", "e"]
     assert order(make("a"), make("b"), make("c", runs_before=("a",))) == ["b", "c", "a"]
     assert order(make("a", runs_after=("slot:task",)), make("b", slot="task")) == ["b", "a"]
@@ -184,12 +184,12 @@ def test_plugins_move_only_as_far_as_they_ask():
     assert order(make("a", slot="x", runs_after=("slot:x",)), make("b")) == ["a", "b"]  # not after itself
 
 
-def test_a_move_says_what_moved_it():
+def test_reordered_plugin_has_reason():
     resolution = resolve(recipe(), CPU, [make("a", runs_after=("c",)), make("b"), make("c")])
     assert resolution.reasons == {"a": "given in Python; moved behind 'c'", "b": "given in Python", "c": "given in Python"}
 
 
-def test_a_circle_is_refused_with_its_members_only():
+def test_cyclic_order_is_rejected_with_its_members():
     message = refusal(
         make("a", runs_after=("b",)),
         make("free"),
@@ -208,7 +208,7 @@ def test_two_plugins_in_one_slot_are_refused():
     assert message == "recipe: 'a' and 'c' fill the slot 'precision'. Keep one: --without c or --without a."
 
 
-def test_a_plugin_that_is_there_twice_is_refused():
+def test_duplicate_plugin_is_rejected():
     assert refusal("ema", make("ema")) == "recipe: plugin 'ema' appears twice. Remove one."
 
 
@@ -225,7 +225,7 @@ def test_a_conflict_is_refused_with_its_reason(reference):
     assert message == "recipe: plugins 'b' and 'a' exclude each other: both move the weights. Remove one of them."
 
 
-def test_what_is_required_is_refused_with_the_repair():
+def test_missing_required_plugin_is_rejected_with_repair():
     assert refusal(make("a", requires=("ema",))) == (
         "recipe: plugin 'a' requires 'ema', which the recipe does not list. Add it: --with ema."
     )
@@ -238,7 +238,7 @@ def test_what_is_required_is_refused_with_the_repair():
 # -- needs -----------------------------------------------------------------------------------------------------------------------
 
 
-def test_a_package_that_is_missing_or_old_is_refused_with_the_command_to_run(install):
+def test_missing_or_old_package_is_rejected_with_install_command(install):
     install("warm-pack")
     assert refusal(make("a", requirements=(Package("nothing-of-this-name", ">=2"),))) == (
         "recipe: plugin 'a' needs nothing-of-this-name>=2, which is not installed. Install it: pip install 'nothing-of-this-name>=2'. "
@@ -251,13 +251,13 @@ def test_a_package_that_is_missing_or_old_is_refused_with_the_command_to_run(ins
     assert order(make("a", requirements=(Package("warm-pack", ">=1"), Package("warm-pack")))) == ["a"]
 
 
-def test_a_device_and_a_dtype_that_are_not_here_are_refused_with_what_is():
+def test_missing_device_or_dtype_is_rejected_with_available_ones():
     assert "'a' needs a device of type cuda or xpu; this run is on cpu." in refusal(make("a", requirements=(Device("cuda", "xpu"),)))
     assert "'a' needs fp8, which cpu here does not have. It has: fp32, bf16." in refusal(make("a", requirements=(Dtype("fp8"),)))
     assert order(make("a", requirements=(Device("cuda", "cpu"), Dtype("bf16")))) == ["a"]
 
 
-def test_a_need_may_hold_for_some_options_only():
+def test_requirement_may_depend_on_options():
     class Picky(Plugin):
         name = "picky"
         requirements = (When(lambda config: config.fast, Device("cuda")),)
@@ -270,7 +270,7 @@ def test_a_need_may_hold_for_some_options_only():
     assert "needs a device of type cuda" in refusal(Picky(fast=True))
 
 
-def test_anything_that_can_say_what_is_missing_is_a_need():
+def test_custom_requirement():
     class Full:
         def missing(self, plugin: Plugin, machine: Machine) -> str | None:
             return f"needs a full moon over the {machine.device}."
@@ -291,7 +291,7 @@ def test_a_misspelled_hook_is_refused():
     assert refusal(Wrong()) == "plugin 'wrong': there is no hook 'after_stp'. Did you mean 'after_step'?"
 
 
-def test_an_argument_that_the_hook_does_not_get_is_refused():
+def test_unknown_hook_argument_is_rejected():
     class Wrong(Plugin):
         name = "wrong"
 
@@ -301,7 +301,7 @@ def test_an_argument_that_the_hook_does_not_get_is_refused():
     assert refusal(Wrong()) == "plugin 'wrong': after_step gets no argument 'los'. Did you mean 'loss'?"
 
 
-def test_an_argument_that_would_never_be_passed_is_refused():
+def test_hook_argument_with_default_is_rejected():
     class Default(Plugin):
         name = "default"
 
@@ -318,7 +318,7 @@ def test_an_argument_that_would_never_be_passed_is_refused():
         assert refusal(plugin).endswith("after_step: the argument 'run' must be positional and without a default, else it is not passed.")
 
 
-def test_a_wrapper_is_refused_where_nothing_can_be_wrapped_and_when_it_does_not_yield():
+def test_invalid_wrapper_is_rejected():
     class Chain(Plugin):
         name = "chain"
 
@@ -349,13 +349,13 @@ def writer(name: str, **values: Any) -> Plugin:
     return make(name, configure_dataloader=configure_dataloader)
 
 
-def test_two_plugins_that_set_one_field_are_both_named():
+def test_conflicting_draft_fields_name_both_plugins():
     resolution = resolve(recipe(), CPU, [writer("a", num_workers=2), writer("b", pin_memory=True, num_workers=2)])
     with pytest.raises(PluginError, match=r"^Plugins 'a' and 'b' both set DataLoaderDraft.num_workers\. Remove one of them\.$"):
         resolution.draft("configure_dataloader", DataLoaderDraft())
 
 
-def test_a_draft_keeps_who_set_what_and_has_no_other_fields():
+def test_draft_records_setter_and_rejects_unknown_fields():
     draft = resolve(recipe(), CPU, [writer("a", num_workers=2), writer("b", pin_memory=True)]).draft(
         "configure_dataloader", DataLoaderDraft()
     )
@@ -366,7 +366,7 @@ def test_a_draft_keeps_who_set_what_and_has_no_other_fields():
         resolve(recipe(), CPU, [writer("a", num_worker=2)]).draft("configure_dataloader", DataLoaderDraft())
 
 
-def test_a_chain_hook_replaces_what_the_next_plugin_gets():
+def test_chain_hook_passes_result_to_next_plugin():
     seen = []
 
     def link(name: str, result: str | None) -> Plugin:
@@ -443,13 +443,13 @@ def test_the_distribution_of_an_installed_plugin_is_named(install):
     assert str(blamed("after_fit", load("warmth")(), run=None)).startswith("plugin 'warmth' (warm-pack 1.2) failed in after_fit: KeyError")
 
 
-def test_a_wrapper_is_not_blamed_for_what_passes_through_it():
+def test_wrapper_is_not_named_for_error_it_passes_on():
     for plugins in ([Around(), Broken()], [Broken(), Around()]):
         assert "plugin 'broken' (" in str(blamed("evaluate", *plugins, run=None, split="validation"))
     assert blamed("evaluate", Around(), run=None, split="validation") is None  # the core's own loop fails without a run
 
 
-def test_a_wrapper_is_blamed_for_its_own_error_before_and_after():
+def test_wrapper_is_named_for_its_own_error():
     class Before(Plugin):
         name = "before"
 
@@ -477,12 +477,12 @@ def test_a_wrapper_is_blamed_for_its_own_error_before_and_after():
     assert "plugin 'after' (" in str(blamed("evaluate", After(), Answer(), run=None, split="validation"))
 
 
-def test_a_hook_under_a_decorator_is_not_blamed_for_others_under_the_same():
+def test_decorated_hook_is_not_named_for_error_of_another():
     assert "plugin 'broken' (" in str(blamed("evaluate", Broken(), Decorated(), run=None, split="validation"))
     assert blamed("evaluate", Decorated(), run=None, split="validation") is None  # the core's own loop is under no_grad too
 
 
-def test_of_two_plugins_with_one_inherited_hook_the_one_that_failed_is_blamed():
+def test_inherited_hook_error_names_the_failing_plugin():
     class Base(Plugin):
         @hookimpl
         def after_fit(self) -> None:
@@ -493,19 +493,19 @@ def test_of_two_plugins_with_one_inherited_hook_the_one_that_failed_is_blamed():
     assert "plugin 'second' (" in str(blamed("after_fit", first, second, third, run=None))
 
 
-def test_an_error_outside_of_plugins_blames_none():
+def test_error_outside_plugins_names_no_plugin():
     with pytest.raises(ValueError) as failed:
         deep(3)
     assert PluginSet([Broken(), Around()]).attribute_error(failed.value) is None
 
 
-def test_a_run_that_a_plugin_breaks_says_which(tiny_run):
+def test_run_error_names_the_plugin(tiny_run):
     with pytest.raises(PluginCrash, match=r"plugin 'broken' \(.*\) failed in before_epoch: ValueError: broken"):
         tiny_run([Broken()])
 
 
 @pytest.mark.parametrize("hook", ["check_recipe", "build_scheduler", "before_prepare", "load_state"])
-def test_a_plugin_that_fails_while_the_run_is_built_or_loaded_is_named_too(tiny_run, hook):
+def test_build_or_load_error_names_the_plugin(tiny_run, hook):
     def fails(self: Any) -> None:
         raise ValueError("on purpose")
 
@@ -519,7 +519,7 @@ def test_a_plugin_that_fails_while_the_run_is_built_or_loaded_is_named_too(tiny_
         tiny_run([broken()], epochs=1, output="run", resume=True)
 
 
-def test_a_state_that_cannot_be_saved_is_an_error_that_says_whose_it_is(tiny_run):
+def test_unsaveable_state_error_names_the_plugin(tiny_run):
     class Odd(Plugin):
         name = "odd"
 

@@ -39,7 +39,7 @@ def plain_loop(
 
 
 @pytest.mark.parametrize(("micro", "clip"), [(8, None), (2, None), (8, 0.1)], ids=["whole", "accumulated", "clipped"])
-def test_losses_and_weights_are_those_of_a_plain_loop(tiny_run, micro, clip):
+def test_losses_and_weights_equal_plain_loop(tiny_run, micro, clip):
     losses, weights = plain_loop(epochs=3, batch_size=8, micro=micro, clip=clip)
     result = tiny_run(epochs=3, micro_batch_size=micro, max_grad_norm=clip)
     assert result.losses == losses
@@ -50,7 +50,7 @@ def test_losses_and_weights_are_those_of_a_plain_loop(tiny_run, micro, clip):
 EXACT = [name for name in installed() if load(name).numerics == "bitwise" and load(name).slot != "task"]
 
 
-def test_all_exact_plugins_together_give_them_too(tiny_run):
+def test_bitwise_plugins_together_equal_plain_loop(tiny_run):
     losses, _ = plain_loop(epochs=3, batch_size=8, micro=8)
     assert tiny_run([{name: {"num_workers": 1}} if name == "dataloader-workers" else name for name in EXACT], epochs=3).losses == losses
     assert {"checkpoint-best", "dataloader-workers", "log", "progress"} <= set(EXACT)

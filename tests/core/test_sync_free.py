@@ -88,7 +88,7 @@ CHECK, LOG = "fastloop_plugins/guards/_updates.py", "fastloop_plugins/observe/lo
         (lambda x: torch.zeros(3).sum().item(), 0),
     ],
 )
-def test_what_would_wait_for_a_gpu_waits_for_the_emulated_device(operation, waits):
+def test_emulated_device_records_waits(operation, waits):
     recorded: list[str] = []
     values = DeviceTensor(torch.tensor([1.0, 0.0, 3.0]))
     with emulation(recorded):
@@ -134,7 +134,7 @@ def test_a_log_point_reads_its_losses_and_its_gradient_norm_together(emulated):
     assert waiting(device) == {1: [CHECK], 3: [LOG], 6: [LOG], 9: [LOG]}
 
 
-def test_finite_reads_the_steps_since_its_last_look_together(emulated):
+def test_finite_reads_all_steps_since_last_check_at_once(emulated):
     device, _ = emulated(TEXTS, (*FAST, "nan-guard", {"log": False}), epochs=2, max_grad_norm=1.0)
     assert waiting(device) == {1: [CHECK], 2: [CHECK], 10: ["fastloop_plugins/guards/_numbers.py"]}
 
@@ -144,7 +144,7 @@ def test_packed_rows_do_not_wait(emulated):
     assert waiting(device) == {1: [CHECK]}
 
 
-def test_without_pinned_memory_each_tensor_of_a_batch_would_be_waited_for(emulated):
+def test_unpinned_batch_waits_for_each_tensor(emulated):
     device, _ = emulated(TEXTS, pin_memory=False)
     assert {len(waits) for waits in device.steps[1:]} == {3}, "token ids, mask and labels"
 

@@ -15,18 +15,18 @@ from fastloop.registry import installed, load
 OURS = [name for name, point in installed().items() if point.dist is not None and point.dist.name == "fastloop"]
 
 
-def test_there_are_the_plugins_of_the_mission():
+def test_required_plugins_are_installed():
     assert {"amp", "compile", "checkpoint-best", "dataloader-workers"} < set(OURS)
     assert {point.name for point in importlib.metadata.entry_points(group="fastloop.defaults")} < set(OURS)
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_it_keeps_to_a_size_that_reads_in_one_sitting(name):
+def test_plugin_module_has_limited_length_and_docstring(name):
     text = Path(sys.modules[load(name).__module__].__file__).read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 190
     assert ast.get_docstring(ast.parse(text))
 
 
-def test_importing_all_of_them_imports_no_torch():
+def test_importing_plugins_imports_no_torch():
     code = f"import sys; from fastloop.registry import load; [load(name) for name in {OURS!r}]; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "False"

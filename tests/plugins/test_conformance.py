@@ -48,5 +48,5 @@ def suite(name: str) -> type[Conformance]:
 globals().update({cls.__name__: cls for cls in map(suite, OURS)})
 
 
-def test_what_is_tried_specially_is_there():
+def test_special_setups_name_existing_plugins():
     assert TRIED_ON.keys() <= set(OURS)

@@ -189,7 +189,7 @@ def variants(record: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_a_ladder_measures_each_rung_in_fresh_processes_and_writes_what_it_found(recipe):
+def test_bench_measures_each_variant_in_new_processes_and_writes_results(recipe):
     done = forked.run("-m", "fastloop", "bench", recipe("early"), *SHORT, "--json", "copy.json", "--output", "ablation")
     record = json.loads(Path("ablation/bench.json").read_text())
     assert done.returncode == 0, done.stderr
@@ -221,7 +221,7 @@ def test_a_ladder_measures_each_rung_in_fresh_processes_and_writes_what_it_found
     assert not Path("runs").exists()
 
 
-def test_a_window_lasts_for_its_seconds_too(recipe, bench):
+def test_bench_window_has_minimum_duration(recipe, bench):
     code, out, record = bench(recipe("honest"), *SHORT, "--seconds", "0.2", "--repeats", "1", "--no-numerics")
     assert code == 0, out
     for row in record["variants"]:
@@ -235,7 +235,7 @@ def test_a_window_lasts_for_its_seconds_too(recipe, bench):
 
 
 @pytest.mark.slow
-def test_a_process_that_dies_or_hangs_is_a_row_of_the_table(recipe):
+def test_bench_reports_killed_or_hanging_process_as_row(recipe):
     given = (recipe("dies", "hangs"), "--variants", "dies;hangs", *SHORT, "--repeats", "1", "--timeout", "10", "--no-numerics")
     done = forked.run("-m", "fastloop", "bench", *given, "--output", "ablation")
     record = json.loads(Path("ablation/bench.json").read_text())
@@ -247,7 +247,7 @@ def test_a_process_that_dies_or_hangs_is_a_row_of_the_table(recipe):
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_the_measured_process_and_keeps_what_is_there(recipe):
+def test_bench_ctrl_c_stops_worker_and_keeps_results(recipe):
     given = (recipe("hangs"), *SHORT, "--output", "ablation", "--variants", "honest;hangs", "--with", "honest")
     output = Path("said.txt")
     with output.open("w") as file:  # not forked: SIGINT must arrive as in a shell
@@ -268,7 +268,7 @@ def test_ctrl_c_ends_the_measured_process_and_keeps_what_is_there(recipe):
     assert "Not complete" in Path("ablation/bench.md").read_text()
 
 
-def test_what_other_work_disturbed_is_measured_again(recipe, bench, monkeypatch):
+def test_bench_repeats_disturbed_measurements(recipe, bench, monkeypatch):
     loads = iter([0.0, 0.4, 0.01, 0.3, 0.2])  # baseline; the variant twice; and in the next repeat again, the quieter of two
 
     def disturbed(spec: Spec, length: Mapping[str, Any], *_: Any) -> dict[str, Any]:
@@ -284,7 +284,7 @@ def test_what_other_work_disturbed_is_measured_again(recipe, bench, monkeypatch)
     assert record["foreign_load"]["worst"] == 0.2
 
 
-def test_an_interrupt_in_the_second_repeat_keeps_the_first(recipe, bench):
+def test_bench_interrupt_in_second_repeat_keeps_first(recipe, bench):
     code, out, record = bench(recipe("stops"), *SHORT)
     assert code == 130
     assert "The results so far are in ablation." in out
@@ -294,7 +294,7 @@ def test_an_interrupt_in_the_second_repeat_keeps_the_first(recipe, bench):
 # -- variants -------------------------------------------------------------------------------------------------------------------------
 
 
-def test_rungs_add_plugins_in_the_recipes_order_and_then_leave_each_out(recipe):
+def test_variants_add_plugins_in_recipe_order_then_leave_each_out(recipe):
     loaded = load_recipe(recipe("honest", "lies", "fails", "log"))
     found = make_ablation(loaded, loaded, (), (), leave_one_out=True)
     assert [(variant.title, variant.plugins, variant.before) for variant in found.variants] == [
@@ -309,7 +309,7 @@ def test_rungs_add_plugins_in_the_recipes_order_and_then_leave_each_out(recipe):
     assert len(found.measured()) == 6  # "all but fails" is the variant "+ lies", measured once
 
 
-def test_a_rung_that_cannot_be_says_why_and_the_others_go_on(recipe, bench):
+def test_bench_reports_impossible_variant_and_continues(recipe, bench):
     code, out, record = bench(recipe("asks", "honest", "needy"), *SHORT)
     assert code == 0, out
     found = variants(record)
@@ -323,7 +323,7 @@ def test_a_rung_that_cannot_be_says_why_and_the_others_go_on(recipe, bench):
     assert "abacus" in out
 
 
-def test_a_ladder_of_ones_own_sets(recipe, bench):
+def test_custom_variants_override_recipe(recipe, bench):
     code, out, record = bench(recipe("honest"), "--variants", "asks,honest;honest", *SHORT, "--no-leave-one-out", "--no-numerics")
     assert code == 0, out
     assert [(row["title"], row["plugins"]) for row in record["variants"]] == [
@@ -334,14 +334,14 @@ def test_a_ladder_of_ones_own_sets(recipe, bench):
     assert record["numerics"] == []
 
 
-def test_overrides_of_the_baseline_are_lifted_by_a_rung_of_their_own(recipe, bench):
+def test_baseline_overrides_get_their_own_variant(recipe, bench):
     code, out, record = bench(recipe("honest"), "--baseline", "train.batch_size=4", *SHORT, "--no-numerics")
     assert code == 0, out
     assert [row["title"] for row in record["variants"]] == ["baseline", "without train.batch_size=4", "+ honest"]
     assert [row["measurements"][0]["samples"] for row in record["variants"]] == [12, 24, 24]
 
 
-def test_a_failing_plugin_is_a_row_and_the_rest_is_measured(recipe, bench):
+def test_bench_reports_failing_plugin_as_row_and_continues(recipe, bench):
     code, out, record = bench(recipe("fails", "honest"), "--variants", "fails;honest", *SHORT)
     assert code == 1
     assert variants(record)["+ fails"]["error"] == "plugin 'fails' (planted 1.0) failed in after_step: ValueError: no more"
@@ -365,7 +365,7 @@ def test_a_failing_plugin_is_a_row_and_the_rest_is_measured(recipe, bench):
     ],
     ids=["no plugin", "twice", "requires", "option", "ablation", "data", "baseline"],
 )
-def test_what_is_wrong_with_the_recipe_is_said_before_anything_is_measured(recipe, bench, plugins, arguments, said):
+def test_bench_rejects_invalid_recipe_before_measuring(recipe, bench, plugins, arguments, said):
     code, out, record = bench(recipe(*plugins), *SHORT, *arguments)
     assert code == 2
     assert said in out
@@ -373,14 +373,14 @@ def test_what_is_wrong_with_the_recipe_is_said_before_anything_is_measured(recip
     assert not Path("ablation").exists()
 
 
-def test_a_baseline_that_fails_ends_it(recipe, bench):
+def test_bench_stops_if_baseline_fails(recipe, bench):
     code, out, _ = bench(recipe("honest"), "data.module=net.py:nothing", *SHORT)
     assert code == 2
     assert "the baseline cannot be measured" in out
     assert "net.py has no 'nothing'" in out
 
 
-def test_a_folder_with_other_files_is_left_alone_and_an_earlier_ladder_is_moved_aside(recipe, bench):
+def test_bench_keeps_other_files_and_moves_earlier_results(recipe, bench):
     Path("ablation").mkdir()
     Path("ablation/thesis.txt").write_text("years")
     code, out, _ = bench(recipe("honest"), *SHORT, "--no-numerics")
@@ -395,7 +395,7 @@ def test_a_folder_with_other_files_is_left_alone_and_an_earlier_ladder_is_moved_
 # -- numerics ------------------------------------------------------------------------------------------------------------------------
 
 
-def test_a_plugin_that_lies_about_being_exact_is_found_and_the_exit_code_says_so(recipe, bench):
+def test_bench_exits_nonzero_for_plugin_with_wrong_numerics_class(recipe, bench):
     code, out, record = bench(recipe("honest", "lies"), *SHORT, "--no-leave-one-out")
     assert code == 1
     honest, lies = record["numerics"]
@@ -406,7 +406,7 @@ def test_a_plugin_that_lies_about_being_exact_is_found_and_the_exit_code_says_so
     assert "BROKEN" in Path("ablation/bench.md").read_text()
 
 
-def test_numerics_allows_a_class_no_more_than_it_promises(recipe):
+def test_numerics_bounds_of_each_class(recipe):
     loaded = load_recipe(recipe("lies"))
     found = make_ablation(loaded, loaded, (), (), leave_one_out=False)
     losses = {(): [1.0, 0.5], ("lies",): [1.0, 0.5 * (1 + 2e-6)]}
@@ -444,7 +444,7 @@ def test_dropout_is_off_in_modules_and_in_attributes():
 # -- quality -----------------------------------------------------------------------------------------------------------------------
 
 
-def test_quality_compares_the_first_and_the_last_rung_over_three_seeds(recipe, bench):
+def test_quality_compares_first_and_last_variant_over_three_seeds(recipe, bench):
     code, out, record = bench(recipe("lies"), *SHORT, "--no-numerics", "--quality-steps", "4")
     assert code == 0, out
     metrics = record["quality"]["metrics"]
@@ -483,7 +483,7 @@ def rows(*measurements: list[dict[str, Any] | None]) -> list[dict[str, Any]]:
     return variant_results(found)
 
 
-def test_a_win_is_claimed_when_all_pairs_agree_though_the_machine_drifts():
+def test_verdict_faster_if_all_pairs_agree_despite_drift():
     drift = [10.0, 12.0, 8.0, 15.0, 11.0]
     _, row = rows(measured(*drift), measured(*(1.1 * speed for speed in drift)))
     over = row["results"]["over_before"]
@@ -492,14 +492,14 @@ def test_a_win_is_claimed_when_all_pairs_agree_though_the_machine_drifts():
     assert over["low"] > 1
 
 
-def test_noise_is_no_win_and_a_loss_is_one():
+def test_verdict_of_noise_and_of_slowdown():
     _, same, slow = rows(measured(*[10.0] * 5), measured(10.5, 9.6, 10.2, 9.9, 10.1), measured(*[8.0] * 5))
     assert same["results"]["over_before"]["verdict"] == "no difference beyond noise"
     assert slow["results"]["over_before"]["verdict"] == "slower"
     assert slow["results"]["over_baseline"]["median"] == pytest.approx(0.8)
 
 
-def test_four_pairs_claim_nothing():
+def test_verdict_undecided_with_four_pairs():
     assert verdict([2.0] * 4) == "too few repeats to tell"
     assert verdict([2.0] * 5) == "faster"
 
@@ -511,7 +511,7 @@ def test_an_interval_holds_the_median_and_is_the_same_each_time():
     assert interval(values) == (low, high)
 
 
-def test_a_plugin_pays_after_the_steps_that_win_back_its_compilation():
+def test_break_even_steps_include_compilation():
     _, row = rows(measured(*[10.0] * 5), measured(*[20.0] * 5, startup=1.5, first=9.5))
     assert row["results"]["pays_after_steps"] == 200  # 10 s more, and 0.05 s a step saved
     _, free = rows(measured(*[10.0] * 5), measured(*[20.0] * 5, startup=0.5))
@@ -519,12 +519,12 @@ def test_a_plugin_pays_after_the_steps_that_win_back_its_compilation():
     assert break_even(10.0, 0.0) is None
 
 
-def test_a_repeat_that_failed_takes_its_pair_out():
+def test_failed_repeat_removes_its_pair():
     _, row = rows(measured(10.0, 10.0, 10.0), [*measured(20.0), None, *measured(30.0)])
     assert row["results"]["over_before"]["ratios"] == pytest.approx([2.0, 3.0])
 
 
-def test_losses_differ_relatively_and_a_lost_number_differs_infinitely():
+def test_loss_difference_is_relative_and_infinite_for_nan():
     assert largest_difference([2.0, 1.0], [2.0, 1.0]) == 0
     assert largest_difference([2.002, 1.0], [2.0, 1.0]) == pytest.approx(1e-3)
     assert math.isinf(largest_difference([math.nan], [1.0]))

@@ -21,7 +21,7 @@ def new(cli):
     return partial(cli, "new", "plugin")
 
 
-def test_it_writes_the_package_and_says_how_to_go_on(new):
+def test_new_writes_package_and_prints_next_steps(new):
     code, out, _ = new("night-watch")
     assert code == 0
     written = {str(path.relative_to("night-watch")) for path in Path("night-watch").rglob("*") if path.is_file()}
@@ -68,7 +68,7 @@ def test_licenses(license):
 
 
 @pytest.mark.parametrize("name", sorted(word.lower() for word in TAKEN) + ["a1-b2"])
-def test_classes_are_not_called_like_what_the_files_import(name):
+def test_new_class_names_do_not_shadow_imports(name):
     files = render(name)
     module = ast.parse(files[f"src/{name.replace('-', '_')}/__init__.py"])
     (cls,) = (node.name for node in module.body if isinstance(node, ast.ClassDef))
@@ -91,7 +91,7 @@ def test_classes_are_not_called_like_what_the_files_import(name):
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else "",
 )
-def test_what_cannot_be_is_refused_and_nothing_is_written(new, arguments, message):
+def test_new_rejects_invalid_arguments_and_writes_nothing(new, arguments, message):
     code, out, err = new(*arguments)
     assert (code, out) == (2, "")
     assert re.search(message, err.strip()), err
@@ -108,14 +108,14 @@ def test_no_file_is_overwritten(new):
     assert Path("night-watch/README.md").read_text() == "mine"
 
 
-def test_a_folder_that_cannot_be_is_named(new):
+def test_new_reports_invalid_folder(new):
     Path("file").write_text("")
     code, _, err = new("night-watch", "--folder", "file/package")
     assert code == 2
     assert err.startswith("error: file/package: cannot be written: ")
 
 
-def test_a_folder_that_happens_to_have_the_modules_name_is_no_module(new, monkeypatch):
+def test_new_ignores_folder_with_module_name(new, monkeypatch):
     monkeypatch.syspath_prepend(".")
     Path("watch").mkdir()
     assert new("watch")[0] == 0

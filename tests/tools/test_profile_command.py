@@ -98,7 +98,7 @@ def profile(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
 SHORT = ("--steps", "4", "--seconds", "0", "--warmup", "1", "--profile-steps", "2")
 
 
-def test_a_dataset_that_sleeps_is_named_first_with_enough_workers(recipe, profile):
+def test_profile_suggests_workers_first_for_slow_dataset(recipe, profile):
     code, out, record = profile(recipe(data={"sleep": 0.005}), *SHORT)
     assert code == 0, out
     assert record["suggestions"][0]["plugin"] == "dataloader-workers"
@@ -117,7 +117,7 @@ def test_a_dataset_that_sleeps_is_named_first_with_enough_workers(recipe, profil
 
 
 @pytest.mark.slow
-def test_with_the_edit_made_there_is_less_to_say(recipe, profile):
+def test_profile_suggests_less_after_applied_edit(recipe, profile):
     workers = {"dataloader-workers": {"num_workers": CORES}}
     code, out, record = profile(recipe(workers, data={"sleep": 0.005}), *SHORT, "--warmup", "4")
     assert code == 0, out
@@ -134,7 +134,7 @@ def test_a_graph_break_is_shown_with_its_line(recipe, profile):
 
 
 @pytest.mark.slow
-def test_a_process_that_lags_is_named_with_the_reason(recipe):
+def test_profile_names_lagging_process_with_reason(recipe):
     command = ["-m", "fastloop", "profile", recipe("ddp", data={"sleep": 0.005, "rank": 1}), "--nproc", "2"]
     done = forked.run(*command, *SHORT, "--output", "seen")
     assert done.returncode == 0, done.stderr
@@ -189,12 +189,12 @@ def told(figures: dict[str, Any], plugins: Iterable[Any] = (), **data: Any) -> l
         ({"operations": {"aten::convolution_backward": 0.5}}, {}, ("channels-last", "plugins: + channels-last")),
     ],
 )
-def test_what_was_seen_names_the_plugin(figures, data, first):
+def test_suggestions_for_each_observation(figures, data, first):
     assert told(figures, **data)[0] == first
     assert first[0] not in [plugin for plugin, _ in told(figures, [first[0]], **data)], "what is listed is not proposed"
 
 
-def test_what_is_off_in_the_recipe_may_be_turned_on_and_what_nobody_wants_is_not_told():
+def test_suggestions_include_disabled_plugins_and_omit_useless_ones():
     figures = {"page_faults": 500_000, "fault_seconds": 1e-6}
     assert told(figures, [{"allocator": False}])[0] == ("allocator", "plugins: + allocator")
     seen = StepProfile(device="cpu", seconds=1.0, **figures)
@@ -202,7 +202,7 @@ def test_what_is_off_in_the_recipe_may_be_turned_on_and_what_nobody_wants_is_not
     assert "allocator" not in [verdict.plugin for verdict in found]
 
 
-def test_nothing_to_win_is_nothing_to_say():
+def test_no_suggestions_without_possible_speedup():
     assert told({}) == []
 
 
@@ -211,7 +211,7 @@ def test_padding_to_a_length_can_be_undone_in_the_recipe():
     assert ("text-classification", "data.padding=longest") in told(figures, padding="max_length")
 
 
-def test_what_is_compiled_but_for_a_number_that_is_read_is_compiled_whole():
+def test_suggestion_to_compile_whole_graph_despite_read_number():
     cut = {"where": "net.py:7", "reason": "Unsupported Tensor.item() call with capture_scalar_outputs=False", "count": 1}
     figures = {"operations": {"aten::gelu": 0.8}, "graph_breaks": [cut]}
     assert ("compile", "plugins.compile.capture_scalars=True") in told(figures, ["compile"])
@@ -219,7 +219,7 @@ def test_what_is_compiled_but_for_a_number_that_is_read_is_compiled_whole():
     assert "compile" not in [plugin for plugin, _ in told({"operations": {"aten::gelu": 0.8}}, ["compile"])]
 
 
-def test_reading_that_takes_processors_itself_wins_less_than_waiting():
+def test_estimate_for_cpu_bound_reading_is_below_waiting():
     from fastloop_plugins.data.dataloader_workers import DataLoaderWorkers
 
     usual = {"device": "cpu", "seconds": 1.0, "regions": {"data": 0.5, "loss": 0.5}, "cores": 2, "threads": 2}
@@ -228,13 +228,13 @@ def test_reading_that_takes_processors_itself_wins_less_than_waiting():
     assert reads.seconds == pytest.approx(0.25)
 
 
-def test_what_costs_more_once_than_the_recipe_has_steps_to_win_back_is_not_proposed():
+def test_no_suggestion_if_startup_cost_exceeds_savings():
     figures = {"operations": {"aten::gelu": 0.8}, "counts": {"aten::gelu": 1000}}
     assert "compile" not in [plugin for plugin, _ in told(figures | {"total_steps": 10})]
     assert "compile" in [plugin for plugin, _ in told(figures | {"total_steps": 1000})]
 
 
-def test_what_cannot_be_is_told_apart(monkeypatch):
+def test_profile_rejects_invalid_arguments(monkeypatch):
     from fastloop_plugins.memory.allocator import Allocator
 
     monkeypatch.setattr(Allocator, "conflicts", {"amp": "They were planted as enemies."})
@@ -252,7 +252,7 @@ def event(name: str, start: float, end: float, device: Any = DeviceType.CPU) -> 
     return SimpleNamespace(name=name, time_range=SimpleNamespace(start=start, end=end), device_type=device)
 
 
-def test_a_region_has_what_is_in_no_region_inside_it():
+def test_region_time_excludes_inner_regions():
     events = [
         event("fastloop/data", 0, 10),
         event("fastloop/evaluate", 10, 100),
@@ -275,7 +275,7 @@ def test_peaks_and_faults_are_measured():
     assert 1e-9 < fault_seconds(1024) < 1e-3
 
 
-def test_the_page_says_whether_the_allocators_line_is_flat():
+def test_page_shows_whether_allocated_memory_is_flat():
     seen = StepProfile(device="cuda", seconds=0.1, reserved=[100 * 2**20, 100 * 2**20], idle=0.3)
     assert any("flat" in line for line in page.facts(seen))
     assert any("30%" in line for line in page.facts(seen))

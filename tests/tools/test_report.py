@@ -101,7 +101,7 @@ def report(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     return 0
 
 
-def test_a_page_has_runs_metrics_differences_curves_ablations_and_steps(folders, monkeypatch):
+def test_report_shows_runs_metrics_differences_curves_ablations_and_steps(folders, monkeypatch):
     assert report(monkeypatch, *folders, "--title", "Two runs") == 0
     text = Path("report.html").read_text()
     page = Page(text)
@@ -122,14 +122,14 @@ def test_a_page_has_runs_metrics_differences_curves_ablations_and_steps(folders,
     assert "&#9679;" in text or "●" in text, "the better of two is marked"
 
 
-def test_a_page_needs_no_network_and_no_script(folders, monkeypatch):
+def test_report_needs_no_network_or_script(folders, monkeypatch):
     report(monkeypatch, *folders)
     text = Path("report.html").read_text()
     assert not re.search(r"https?://|<script|@import|url\(|<link|<img", text)
     assert "default-src 'none'" in text
 
 
-def test_what_a_run_says_is_text_and_no_markup(folders, monkeypatch, tmp_path):
+def test_report_escapes_text_of_runs(folders, monkeypatch, tmp_path):
     evil = tmp_path / "<img src=x onerror=alert(1)>"
     (tmp_path / "plain").rename(evil)
     summary = json.loads((evil / "summary.json").read_text()) | {"status": "failed", "reason": "</table><script>alert(1)</script>"}
@@ -144,7 +144,7 @@ def test_what_a_run_says_is_text_and_no_markup(folders, monkeypatch, tmp_path):
     Page(text)
 
 
-def test_a_run_that_was_killed_is_shown_as_it_is(folders, monkeypatch):
+def test_report_shows_killed_run(folders, monkeypatch):
     Path("plain/summary.json").unlink()
     lines = Path("plain/metrics.jsonl").read_text().splitlines()
     Path("plain/metrics.jsonl").write_text("\n".join([*lines, json.dumps({"step": 99, "epoch": 1, "loss": None})]) + "\n")
@@ -162,14 +162,14 @@ def test_a_run_that_was_killed_is_shown_as_it_is(folders, monkeypatch):
         (lambda: [path.unlink() for path in Path("plain").iterdir() if path.is_file()], "plain: contains no run, ablation or profile"),
     ],
 )
-def test_what_cannot_be_read_is_refused_with_its_name(folders, monkeypatch, capsys, harm, said):
+def test_report_rejects_unreadable_file_by_name(folders, monkeypatch, capsys, harm, said):
     harm()
     assert report(monkeypatch, "plain", "averaged") == 2
     assert said in capsys.readouterr().err
     assert not Path("report.html").exists()
 
 
-def test_runs_of_one_name_are_told_apart(folders, tmp_path):
+def test_report_distinguishes_runs_with_same_name(folders, tmp_path):
     shutil.copytree("plain", "other/plain")
     assert [run.name for run in read([Path("plain"), Path("other/plain")]).runs] == ["plain", "plain (2)"]
 
@@ -182,7 +182,7 @@ def test_the_same_recipe_has_no_differences(folders):
     assert "train.epochs" not in keys
 
 
-def test_nowhere_to_write_is_refused(folders, monkeypatch, capsys):
+def test_report_rejects_unwritable_output(folders, monkeypatch, capsys):
     assert report(monkeypatch, "plain", "--output", "no/such/report.html") == 2
     assert "expected a file in an existing folder" in capsys.readouterr().err
     with pytest.raises(UsageError):
@@ -210,7 +210,7 @@ def test_long_lines_are_thinned_to_means():
     assert thinned(points[:10]) == points[:10]
 
 
-def test_a_chart_leaves_out_what_is_no_number():
+def test_chart_omits_nan():
     assert line_chart("empty", {"a": (0, [(1.0, float("nan"))])}) is None
     chart = line_chart("one", {"a": (0, [(1.0, 2.0), (2.0, float("inf"))])})
     assert chart is not None

@@ -190,7 +190,7 @@ SHORT = ("--steps", "4", "--seconds", "0", "--warmup", "1")
 
 
 @pytest.mark.slow
-def test_a_dataset_that_sleeps_gets_workers_and_the_recipe_runs(recipe, command):
+def test_tune_adds_workers_for_slow_dataset(recipe, command):
     done = forked.run("-m", "fastloop", "tune", recipe(sleep=0.005), "--budget", "5m", "--accept", "bitwise", *SHORT)
     assert done.returncode == 0, done.stdout + done.stderr
     found = load_recipe("tiny.tuned.yaml")
@@ -205,7 +205,7 @@ def test_a_dataset_that_sleeps_gets_workers_and_the_recipe_runs(recipe, command)
 
 
 @pytest.mark.slow
-def test_a_plugin_that_is_there_for_speed_and_costs_some_is_left_out(recipe, command):
+def test_tune_removes_plugin_that_slows_training(recipe, command):
     code, out = command("tune", recipe("brake"), "--budget", "30s", "--accept", "bitwise", *SHORT)
     assert code == 0, out
     assert load_recipe("tiny.tuned.yaml").plugins["brake"] is False
@@ -213,7 +213,7 @@ def test_a_plugin_that_is_there_for_speed_and_costs_some_is_left_out(recipe, com
     assert "brake: false" in Path("tiny.tuned.yaml").read_text()
 
 
-def test_what_breaks_its_numerics_class_is_undone_and_not_written(recipe, command):
+def test_tune_rejects_edit_that_breaks_its_numerics_class(recipe, command):
     given = (recipe("cheat", sleep=0.005), "--without", "dataloader-workers")
     code, out = command("tune", *given, "--budget", "30s", "--accept", "bitwise", *SHORT)
     assert code == 0, out
@@ -227,7 +227,7 @@ def test_what_breaks_its_numerics_class_is_undone_and_not_written(recipe, comman
 
 
 @pytest.mark.slow
-def test_an_edit_that_fails_is_a_line_and_the_search_goes_on(recipe, command):
+def test_tune_reports_failing_edit_and_continues(recipe, command):
     code, out = command("tune", recipe("fails", "brake"), "--budget", "30s", "--accept", "bitwise", *SHORT)
     assert code == 0, out
     assert "plugins.fails.on=True: plugin 'fails' (planted 1.0) failed in before_fit: ValueError: planted" in out
@@ -237,7 +237,7 @@ def test_an_edit_that_fails_is_a_line_and_the_search_goes_on(recipe, command):
     assert found["fails"] in ({}, False)  # by noise it may be left out, since it costs next to nothing
 
 
-def test_a_numerics_class_that_is_not_accepted_is_not_tried(recipe, command):
+def test_tune_skips_numerics_classes_that_are_not_accepted(recipe, command):
     code, out = command("tune", recipe(sleep=0.005), "--budget", "20s", "--accept", "reduced-precision", *SHORT)
     assert code == 0, out
     record = json.loads(Path("tiny.tuned.json").read_text())
@@ -245,7 +245,7 @@ def test_a_numerics_class_that_is_not_accepted_is_not_tried(recipe, command):
     assert "the time is over" not in out
 
 
-def test_without_time_nothing_is_tried(recipe, command):
+def test_tune_without_enough_budget_tries_nothing(recipe, command):
     code, out = command("tune", recipe(sleep=0.005), "--budget", "1s", *SHORT)
     assert code == 0, out
     assert "the time is over before anything was tried: give at least --budget " in out
@@ -267,13 +267,13 @@ def test_what_cannot_be_is_refused(recipe, command, arguments, said):
     assert said in out
 
 
-def test_a_time_has_a_unit():
+def test_parse_time_accepts_units():
     assert [parse_time(given, "--budget") for given in ("90", "90s", "1.5m", "2h")] == [90, 90, 90, 7200]
     with pytest.raises(UsageError):
         parse_time("0s", "--budget")
 
 
-def test_a_recipe_that_cannot_run_is_refused(recipe, command):
+def test_tune_with_failing_recipe_exits_1(recipe, command):
     Path("net.py").write_text(CODE.replace("nn.Linear(8, 3)", "nn.Linear(7, 3)"))
     recipe_path = Path("tiny.yaml")
     recipe()
@@ -287,7 +287,7 @@ def test_a_recipe_that_cannot_run_is_refused(recipe, command):
 
 
 @pytest.mark.slow
-def test_each_suggestion_is_measured_in_pairs_without_a_budget(recipe, command):
+def test_tune_stop_after_suggestions_measures_each_in_pairs(recipe, command):
     code, out = command("tune", recipe(sleep=0.005), "--stop-after", "suggestions", "--accept", "bitwise", *SHORT)
     assert code == 0, out
     record = json.loads(Path("tiny.tuned.json").read_text())
@@ -304,7 +304,7 @@ def test_each_suggestion_is_measured_in_pairs_without_a_budget(recipe, command):
 
 
 @pytest.mark.slow
-def test_a_recipe_that_is_written_elsewhere_finds_what_lay_beside_the_given_one(recipe, command):
+def test_tune_output_in_other_folder_keeps_module_paths(recipe, command):
     recipe("brake")
     Path("mine").mkdir()
     for name in ("tiny.yaml", "net.py"):
@@ -331,7 +331,7 @@ print(json.dumps(runner.measure(load_recipe("tiny.yaml"), pairs.Window(steps=4, 
 """
 
 
-def test_several_processes_of_one_training_are_measured_together(recipe):
+def test_measure_two_processes_of_one_training(recipe):
     """One of them reads slowly, and the other waits for it."""
     recipe("ddp", sleep=0.005, rank=1)
     Path("net.py").write_text(NO_PEAKS + CODE)
@@ -351,7 +351,7 @@ def test_several_processes_of_one_training_are_measured_together(recipe):
 
 
 @pytest.mark.slow
-def test_what_costs_more_once_than_it_wins_is_not_kept(recipe, command):
+def test_tune_rejects_edit_with_startup_cost_above_its_savings(recipe, command):
     code, out = command("tune", recipe("slowstart", sleep=0.005), "--budget", "60s", "--accept", "bitwise", *SHORT)
     assert code == 0, out
     assert "plugins.slowstart.on=True: x" in out
@@ -381,12 +381,12 @@ def test_what_costs_more_once_than_it_wins_is_not_kept(recipe, command):
         ([1.01, 1.01, 1.01], 1.5, False),
     ],
 )
-def test_a_close_case_gets_more_pairs(ratios, estimate, kept):
+def test_decide_measures_more_pairs_if_ratios_are_close(ratios, estimate, kept):
     search = Search(make_recipe({}), {"bitwise"}, 1.0, None, None, print)  # type: ignore[arg-type] # nothing is measured
     assert search.decide(ratios, estimate) is kept
 
 
-def test_a_written_recipe_is_the_same_when_it_is_read():
+def test_tune_written_recipe_round_trips():
     tree = {
         "model": {"name": "some/model", "config": None},
         "data": {"files": {"train": ["a.csv", "b: c.csv"]}, "label": "yes", "text": "on # off"},
@@ -413,6 +413,6 @@ def test_a_written_recipe_is_the_same_when_it_is_read():
         ([1.1, 0.9, 0.9], False),
     ],
 )
-def test_what_is_claimed_has_five_pairs_and_seven_with_an_outlier(ratios, kept):
+def test_decide_requires_five_pairs_or_seven_with_an_outlier(ratios, kept):
     search = Search(make_recipe({}), {"bitwise"}, 1.0, None, None, print, pairs=5)  # type: ignore[arg-type] # nothing is measured
     assert search.decide(ratios) is kept

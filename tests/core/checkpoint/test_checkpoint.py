@@ -77,7 +77,7 @@ TREES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("tree", TREES.values(), ids=TREES.keys())
-def test_what_is_saved_is_what_is_read(tree):
+def test_checkpoint_round_trip(tree):
     write(Path("step-1"), {}, {"tree": tree})
     _, state = read(Path("step-1"))
     if isinstance(tree, dict) and "big" in tree and isinstance(tree["big"], np.ndarray):
@@ -85,7 +85,7 @@ def test_what_is_saved_is_what_is_read(tree):
     assert same(state["tree"], tree)
 
 
-def test_read_only_arrays_and_array_scalars_are_taken():
+def test_checkpoint_accepts_read_only_arrays_and_scalars():
     array = np.arange(3.0)
     array.flags.writeable = False
     tensors: dict[str, Tensor] = {}
@@ -96,7 +96,7 @@ def test_read_only_arrays_and_array_scalars_are_taken():
 @pytest.mark.parametrize(
     "value", [{1}, b"bytes", object(), Path("x"), len, np.array(["a"]), np.array([object()])], ids=lambda value: type(value).__name__
 )
-def test_what_cannot_be_saved_is_refused_with_its_path(value):
+def test_unsupported_value_is_rejected_with_its_path(value):
     with pytest.raises(TypeError, match=r"^state\.plugins\.ema\.1\.deep: a \w+ cannot be saved\. Save tensors"):
         pack({"plugins": {"ema": [0, {"deep": value}]}}, {}, "state")
 
@@ -188,7 +188,7 @@ DAMAGE: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize(("harm", "said"), DAMAGE.values(), ids=DAMAGE.keys())
-def test_a_damaged_checkpoint_is_passed_over_for_the_newest_whole_one_and_said(harm, said):
+def test_corrupt_checkpoint_is_skipped_with_a_message(harm, said):
     whole, harmed = save(1), save(2)
     (harmed.parent / "outside").write_bytes(b"payload")
     assert find(Path("run")) == (harmed, [])
@@ -208,7 +208,7 @@ def test_an_absolute_name_in_a_manifest_leads_nowhere():
     assert "outside is missing" in str(verify(harmed))
 
 
-def test_where_there_is_no_checkpoint_it_is_said_what_was_expected():
+def test_missing_checkpoint_error_describes_expected_files():
     with pytest.raises(CheckpointError, match=r"^nowhere: no checkpoint to resume from\. Expected a run folder, or one of its checkpoints"):
         find(Path("nowhere"))
     truncate(save(1))
@@ -244,7 +244,7 @@ def test_a_step_saved_again_takes_its_own_place():
 
 
 @pytest.mark.parametrize("when", ["before the new one is in place", "before the old one is removed"])
-def test_a_kill_while_a_step_is_saved_again_loses_neither(when, monkeypatch):
+def test_kill_during_second_save_of_a_step_loses_neither(when, monkeypatch):
     save(1, 1.0)
     rename, remove = Path.rename, shutil.rmtree
 

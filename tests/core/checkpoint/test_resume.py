@@ -294,7 +294,7 @@ def test_saved_and_evaluated_by_epoch(train):
     assert record(Path("run"), Path("run.audit")) == record(Path("whole"), Path("whole.audit"))
 
 
-def test_killed_before_the_first_checkpoint_it_begins_again(train, caplog):
+def test_killed_before_first_checkpoint_restarts(train, caplog):
     train("run", [], Dies("in a step", 2))
     assert len(train("run", [], resume=True).losses) == 27
     assert "run: no checkpoint yet: the run starts from the beginning" in caplog.text
@@ -373,7 +373,7 @@ def test_ctrl_c_saves_at_the_end_of_the_step_and_the_resumed_run_is_the_same(tra
 
 @pytest.mark.parametrize("moment", ["after training", "in the test", "in the export"])
 @pytest.mark.parametrize("save_every", [None, 4])
-def test_ctrl_c_when_training_is_over_lets_the_run_end(train, interruptible, moment, save_every):
+def test_ctrl_c_after_training_completes_the_run(train, interruptible, moment, save_every):
     train("whole", ["checkpoint-best"])
     ended = train("run", ["checkpoint-best", Interrupts(moment, 27)], save_every=save_every)
     assert ended.summary["status"] == "completed"
@@ -427,7 +427,7 @@ def test_a_checkpoint_of_another_run_is_refused_and_nothing_is_changed(train, ch
     assert {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()} == before
 
 
-def test_a_scheduler_that_came_or_went_is_refused(train):
+def test_resume_with_added_or_removed_scheduler_is_rejected(train):
     train("run", [SCHEDULE], epochs=1)
     with pytest.raises(CheckpointError, match="was saved with a scheduler, and this run is without one"):
         train("run", [], resume=True)
@@ -438,7 +438,7 @@ def damage_newest(folder: str) -> None:
     newest.write_bytes(newest.read_bytes()[:-9])
 
 
-def test_a_damaged_newest_checkpoint_is_passed_over_aloud(train, caplog):
+def test_corrupt_newest_checkpoint_is_skipped_with_a_message(train, caplog):
     train("whole", [])
     train("run", [], Dies("in a step", 14), keep_checkpoints=3)
     damage_newest("run")
@@ -448,14 +448,14 @@ def test_a_damaged_newest_checkpoint_is_passed_over_aloud(train, caplog):
     assert record(Path("run"), Path("run.audit")) == record(Path("whole"), Path("whole.audit"))
 
 
-def test_when_every_checkpoint_is_damaged_the_run_does_not_start_anew(train):
+def test_resume_fails_if_every_checkpoint_is_corrupt(train):
     train("run", [], Dies("in a step", 14))
     damage_newest("run")
     with pytest.raises(CheckpointError, match="No checkpoint to resume from is intact"):
         train("run", [], resume=True)
 
 
-def test_a_completed_run_goes_on_for_more_epochs(train):
+def test_completed_run_resumes_for_more_epochs(train):
     train("whole", ["checkpoint-best"], epochs=3, save_every="epoch", evaluate_every="epoch")
     train("run", ["checkpoint-best"], epochs=1, save_every="epoch", evaluate_every="epoch")
     resumed = train("run", ["checkpoint-best"], epochs=3, save_every="epoch", evaluate_every="epoch", resume=True)
@@ -550,7 +550,7 @@ def test_fastloop_train_killed_from_outside_and_resumed_by_the_command_line():
         assert first[key] == second[key]
 
 
-def test_ctrl_c_on_the_command_line_exits_130_and_says_how_to_resume():
+def test_ctrl_c_exits_130_and_prints_resume_command():
     Path("net.py").write_text(NET)
     Path("run.yaml").write_text(RECIPE.replace("OUTPUT", "run"))
     with forked.Command("-m", "fastloop", "train", "run.yaml", "train.epochs=100000") as command:
@@ -615,14 +615,14 @@ class Draws(Plugin):
 
 
 @pytest.mark.parametrize(("step", "save_every"), [(14, 4), (18, 9)], ids=["mid-epoch", "epoch end"])
-def test_what_is_drawn_before_training_and_epochs_is_not_drawn_twice(train, step, save_every):
+def test_resume_does_not_repeat_random_draws(train, step, save_every):
     train("whole", [Draws()])
     train("run", [Draws()], Dies("in a step", step), save_every=save_every)
     train("run", [Draws()], resume=True)
     assert record(Path("run"), Path("run.audit")) == record(Path("whole"), Path("whole.audit"))
 
 
-def test_a_run_that_goes_on_elsewhere_leaves_the_run_that_was_there(train):
+def test_resume_in_other_folder_keeps_existing_run(train):
     train("a", [], Dies("in a step", 14))
     train("run", [], epochs=4)
     train("run", [], resume="a/checkpoints/step-00000012")
@@ -631,7 +631,7 @@ def test_a_run_that_goes_on_elsewhere_leaves_the_run_that_was_there(train):
     assert all(json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines())
 
 
-def test_going_on_from_an_older_checkpoint_gives_up_the_later_ones(train):
+def test_resume_from_older_checkpoint_discards_later_ones(train):
     train("whole", [])
     train("run", [], Dies("in a step", 26), keep_checkpoints=4)
     train("run", [], Dies("in a step", 15), resume="run/checkpoints/step-00000012", save_every=1, keep_checkpoints=1)
@@ -640,7 +640,7 @@ def test_going_on_from_an_older_checkpoint_gives_up_the_later_ones(train):
     assert record(Path("run"), Path("run.audit")) == record(Path("whole"), Path("whole.audit"))
 
 
-def test_a_plugin_that_left_is_said(train, caplog):
+def test_resume_reports_removed_plugin(train, caplog):
     train("run", [{"ema": {"decay": 0.9}}], epochs=1)
     train("run", [], epochs=2, resume=True)
     assert "plugin 'ema' is in the checkpoint, but not in this run" in caplog.text
@@ -654,7 +654,7 @@ def test_other_trained_parameters_are_refused(train):
         train("run", [], resume=True, model=model)
 
 
-def test_a_checkpoint_from_before_data_had_fingerprints_is_gone_on_from(tiny_run):
+def test_resume_from_checkpoint_without_data_fingerprint(tiny_run):
     from fastloop import checkpoint
 
     tiny_run(output="run", max_steps=3)

@@ -222,7 +222,7 @@ def test_a_checkpoint_of_another_model_is_refused(capsys, monkeypatch):
 
 
 @pytest.mark.slow
-def test_without_a_hub_the_shipped_recipe_says_what_to_do():
+def test_shipped_recipe_without_hub_reports_repair():
     done = subprocess.run(
         [sys.executable, "-m", "fastloop", "train", "distilbert_imdb", "train.device=cpu"],
         capture_output=True,

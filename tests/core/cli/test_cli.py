@@ -16,7 +16,7 @@ from fastloop.recipe import load_recipe, shipped_recipes
 from fastloop.registry import installed
 
 
-def test_as_a_program_it_says_what_is_wrong_on_stderr_and_exits_2():
+def test_program_prints_usage_error_to_stderr_and_exits_2():
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(
         [sys.executable, "-m", "fastloop", "recipes", "nothing"], capture_output=True, text=True, env=environment, check=False
@@ -25,7 +25,7 @@ def test_as_a_program_it_says_what_is_wrong_on_stderr_and_exits_2():
     assert done.stderr.startswith("error: nothing: no such file")
 
 
-def test_a_bug_of_ours_is_a_traceback_without_secrets_and_exits_1():
+def test_internal_error_prints_traceback_without_secrets_and_exits_1():
     code = "import os, torch, fastloop.cli as cli\ndef main(): raise LookupError(os.environ['HF_TOKEN'])\ncli.main = main\ncli.process()"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "HF_TOKEN": "hf_abcdefgh"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
@@ -62,7 +62,7 @@ def test_the_version_is_the_distributions(cli):
     ],
     ids=" ".join,
 )
-def test_a_command_that_is_typed_wrongly_exits_2(cli, arguments, said):
+def test_misspelled_command_exits_2(cli, arguments, said):
     code, out, err = cli(*arguments)
     assert (code, out) == (2, "")
     assert said in err
@@ -71,7 +71,7 @@ def test_a_command_that_is_typed_wrongly_exits_2(cli, arguments, said):
 # -- plugins -----------------------------------------------------------------------------------------------------------------------
 
 
-def test_plugins_lists_what_is_installed_with_where_it_comes_from(cli):
+def test_plugins_lists_installed_with_distribution(cli):
     code, out, _ = cli("plugins")
     assert code == 0
     assert out.startswith(f"fastloop {importlib.metadata.version('fastloop')}")
@@ -81,7 +81,7 @@ def test_plugins_lists_what_is_installed_with_where_it_comes_from(cli):
     assert "precision" in rows["amp"]
 
 
-def test_plugins_as_json_says_the_same_for_programs(cli):
+def test_plugins_json_has_the_same_content(cli):
     code, out, _ = cli("plugins", "--json")
     assert code == 0
     rows = {row["name"]: row for row in json.loads(out)}
@@ -117,7 +117,7 @@ def test_every_plugins_page_has_a_recipe_snippet_and_its_options_have_help(cli, 
     assert all(option["help"] for option in facts["options"])
 
 
-def test_the_listing_says_what_the_imported_class_says(cli):
+def test_plugins_listing_matches_class(cli):
     """The listing reads source text, so that nothing is imported: it must not differ from the class."""
     _, out, _ = cli("plugins", "--json")
     for row in json.loads(out):
@@ -180,7 +180,7 @@ def test_plan_counts_the_processes_that_a_launcher_started(cli, monkeypatch):
 # -- doctor ------------------------------------------------------------------------------------------------------------------------
 
 
-def test_doctor_says_what_is_here(cli):
+def test_doctor_reports_environment(cli):
     import torch
 
     code, out, _ = cli("doctor")

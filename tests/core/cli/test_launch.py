@@ -80,7 +80,7 @@ def numbers(output: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_started_in_any_way_it_is_the_same_run():
+def test_launchers_give_the_same_run():
     torchrun = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(launch.free_port())]
     accelerate = [
         "-m",
@@ -108,7 +108,7 @@ def test_started_in_any_way_it_is_the_same_run():
     assert numbers("ours")["world_size"] == 2
 
 
-def test_processes_that_mpi_started_are_one_run():
+def test_mpi_processes_join_one_run():
     port, started = str(launch.free_port()), []
     for rank in ("0", "1"):
         mpi = {
@@ -127,7 +127,7 @@ def test_processes_that_mpi_started_are_one_run():
     assert said[1] == ""
 
 
-def test_a_process_that_raises_is_shown_first_and_ends_all():
+def test_raising_process_is_reported_first_and_stops_all():
     done = do(*FASTLOOP, *TRAIN, "data.arguments={fault: raise1}", "--nproc", "2")
     assert done.returncode == 1
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
@@ -138,7 +138,7 @@ def test_a_process_that_raises_is_shown_first_and_ends_all():
     )
 
 
-def test_a_killed_process_ends_all_and_the_run_goes_on_to_the_same_bits():
+def test_killed_process_stops_all_and_resume_is_bitwise():
     undisturbed = do(*FASTLOOP, *TRAIN, "output=undisturbed", "--nproc", "2")
     assert undisturbed.returncode == 0, undisturbed.stderr
     killed = do(*FASTLOOP, *TRAIN, "data.arguments={fault: kill1}", "--nproc", "2")
@@ -157,7 +157,7 @@ def test_a_killed_process_ends_all_and_the_run_goes_on_to_the_same_bits():
     assert numbers("run") == numbers("undisturbed")
 
 
-def test_ctrl_c_saves_once_and_says_how_to_go_on():
+def test_ctrl_c_saves_once_and_prints_resume_command():
     done = do(*FASTLOOP, *TRAIN, "data.arguments={fault: launcher interrupt0}", "--nproc", "2")
     assert done.returncode == 130, done.stderr
     assert done.stdout.count("interrupted by SIGINT: saving at the end of this step") == 1
@@ -167,7 +167,7 @@ def test_ctrl_c_saves_once_and_says_how_to_go_on():
     assert Path(f"run/checkpoints/step-{step:08d}/manifest.json").exists()
 
 
-def test_no_process_outlives_a_launcher_that_is_killed():
+def test_killed_launcher_leaves_no_process():
     done = do(*FASTLOOP, *TRAIN, "data.arguments={fault: launcher kill0}", "--nproc", "2")
     assert done.returncode == -signal.SIGKILL
     deadline = time.monotonic() + 120
@@ -176,7 +176,7 @@ def test_no_process_outlives_a_launcher_that_is_killed():
         time.sleep(0.1)
 
 
-def test_what_is_wrong_is_said_once():
+def test_launch_error_is_printed_once():
     done = do(*FASTLOOP, *TRAIN, "plugins.checkpoint-best.monitor=accurracy", "--nproc", "2")
     assert done.returncode == 2
     assert done.stderr.count("error: ") == 1
@@ -195,7 +195,7 @@ def test_what_is_wrong_is_said_once():
         (["--nproc", "2", "--nnodes", "2", "--master", "a:1", "--node-rank", "2"], {}, "--node-rank 2: expected 0 to 1"),
     ],
 )
-def test_options_that_cannot_be_are_refused(options, environment, message):
+def test_invalid_launch_options_are_rejected(options, environment, message):
     done = do(*FASTLOOP, *TRAIN, *options, environment=environment)
     assert done.returncode == 2
     assert message in done.stderr
@@ -226,7 +226,7 @@ def test_plan_shows_the_batch_for_a_number_of_processes():
 
 
 @pytest.mark.slow
-def test_accelerates_own_configuration_file_is_held_against_the_recipe():
+def test_accelerate_config_file_is_compared_with_recipe():
     Path("accelerate.yaml").write_text(
         yaml.safe_dump({"distributed_type": "FSDP", "num_processes": 2, "mixed_precision": "no", "fsdp_config": {"fsdp_version": 2}})
     )
@@ -246,7 +246,7 @@ def test_accelerates_own_configuration_file_is_held_against_the_recipe():
     assert numbers("run")["world_size"] == 2
 
 
-def test_torchrun_goes_on_with_a_run_of_its_own_alone(tmp_path, monkeypatch):
+def test_torchrun_restart_resumes_only_its_own_run(tmp_path, monkeypatch):
     """An attempt that died before it made its folder left another run's there, which nobody asked to go on with."""
     run, first = tmp_path / "run", tmp_path / "log" / "attempt_0"
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")

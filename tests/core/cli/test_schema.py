@@ -46,7 +46,7 @@ def refusals(schema: dict[str, Any], text: str) -> list[str]:
     return [error.message for error in Draft202012Validator(schema).iter_errors(tree)]
 
 
-def test_it_is_a_schema_of_its_draft_and_names_what_there_is(schema):
+def test_schema_is_valid_and_lists_plugins(schema):
     Draft202012Validator.check_schema(schema)
     assert set(schema["properties"]) == {*SECTIONS, "extends"}
     train = schema["$defs"]["train"]["properties"]
@@ -63,7 +63,7 @@ def test_it_has_every_option_of_every_plugin(schema, name):
 
 
 @pytest.mark.parametrize("name", [name for name in OURS if load(name).slot == "task"])
-def test_a_task_of_ours_says_what_it_reads(schema, name):
+def test_schema_of_tasks_lists_data_keys(schema, name):
     for section, keys in load(name).sections.items():
         (mine,) = [made for key, made in schema["$defs"].items() if key.startswith(f"{section}.") and name in made["description"]]
         assert list(mine["properties"]) == [row.name for row in describe(keys)]
@@ -71,12 +71,12 @@ def test_a_task_of_ours_says_what_it_reads(schema, name):
 
 
 @pytest.mark.parametrize("name", sorted(shipped_recipes()))
-def test_shipped_recipes_are_recipes_by_it(schema, name):
+def test_shipped_recipes_match_schema(schema, name):
     assert refusals(schema, shipped_recipes()[name].read_text()) == []
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_so_are_the_snippets_in_plugins_docstrings(schema, name):
+def test_docstring_recipes_match_schema(schema, name):
     doc = inspect.cleandoc(inspect.getmodule(load(name)).__doc__ or "")
     (snippet,) = re.findall(r"(?m)^(?:    .*\n)+(?=\n)", doc + "\n\n")[:1]
     assert f"- {name}" in snippet
@@ -96,7 +96,7 @@ def test_so_are_the_snippets_in_plugins_docstrings(schema, name):
         "output: null",
     ],
 )
-def test_what_plan_takes_it_takes(schema, change):
+def test_schema_accepts_valid_recipes(schema, change):
     Path("net.py").write_text("def net(rate=0): ...\ndef data(): ...\n")
     OmegaConf.save(OmegaConf.merge(OmegaConf.create(FINE), OmegaConf.create(change)), "recipe.yaml")
     assert refusals(schema, Path("recipe.yaml").read_text()) == []
@@ -131,7 +131,7 @@ def test_what_plan_takes_it_takes(schema, change):
         "output: 3",
     ],
 )
-def test_what_it_refuses_plan_refuses_too(schema, change):
+def test_schema_rejects_only_what_plan_rejects(schema, change):
     Path("net.py").write_text("def net(): ...\ndef data(): ...\n")
     merged = OmegaConf.merge(OmegaConf.create(FINE), {}).copy()
     for key, value in OmegaConf.create(change).items():
@@ -143,7 +143,7 @@ def test_what_it_refuses_plan_refuses_too(schema, change):
 
 
 @pytest.mark.parametrize("listed", ["./mine.py", "plugins/mine.py:Second", "warm-pack:warmth"])
-def test_plugins_from_elsewhere_may_have_any_options_and_sections_of_their_own(schema, listed):
+def test_schema_allows_third_party_options_and_sections(schema, listed):
     assert refusals(schema, f"model: {{warm: 3}}\nplugins: [{{'{listed}': {{a: 1}}}}]") == []
     assert refusals(schema, f"model: {{warm: 3}}\nplugins: ['{listed}']") == []
     assert refusals(schema, "model: {warm: 3}\nextends: base.yaml") == []
@@ -203,11 +203,11 @@ def test_other_packages_are_imported_only_when_asked_for(capsys):
     assert made["$defs"]["plugins.warmth"]["description"] == "Keeps it warm."
 
 
-def test_a_file_that_cannot_be_written_is_said():
+def test_schema_reports_unwritable_file():
     with pytest.raises(UsageError, match=r"--output: nowhere.made\.json cannot be written: No such file"):
         command(Path("nowhere/made.json"))
 
 
-def test_it_loads_no_torch():
+def test_schema_imports_no_torch():
     code = "import sys; from fastloop.cli.recipe_schema import recipe_schema; recipe_schema(); print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

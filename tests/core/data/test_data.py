@@ -74,7 +74,7 @@ def test_processes_take_the_same_number_of_micro_steps_and_each_has_something_to
         assert all(len(draw) <= split[1] for process in draws for draw in process)
 
 
-def test_a_run_may_go_on_with_another_number_of_processes():
+def test_resume_with_another_number_of_processes():
     first = ledger([draws[:3] for draws in samplers(67, (8, 4, 2))])  # three steps of two processes
     assert first + ledger(samplers(67, (8, 2, 4), start=24)) == ledger(samplers(67, (8, 8, 1)))
 
@@ -143,7 +143,7 @@ def test_a_stream_gives_the_same_batches_for_any_number_of_workers(dataset):
         *(pytest.param(2, size, marks=pytest.mark.slow) for size in (4, 8, 9, 16, 21, 23, 24)),
     ],
 )
-def test_a_stream_is_shared_out_between_processes_that_keep_in_step(size, workers):
+def test_stream_is_divided_between_processes_in_step(size, workers):
     shares = [list(loader(Stream(size), batch=16, device=2, rank=rank, world=4, num_workers=workers).steps()) for rank in range(4)]
     assert len({tuple(len(step) for step in share) for share in shares}) == 1
     rounds = [micro_step for steps in zip(*shares, strict=True) for micro_step in zip(*steps, strict=True)]
@@ -194,7 +194,7 @@ def test_micro_batches_are_grouped_into_steps(size, groups):
     assert loader(torch.arange(size)).steps_per_epoch() == len(groups)
 
 
-def test_a_process_without_a_share_computes_along_and_counts_nothing():
+def test_process_without_samples_computes_filler_with_zero_weight():
     def collate(samples: list[Any]) -> Batch:
         return Batch(torch.stack(samples), loss_weight=10 * len(samples), tokens=100)
 
@@ -205,7 +205,7 @@ def test_a_process_without_a_share_computes_along_and_counts_nothing():
         ] * 3
 
 
-def test_an_error_of_a_sample_is_said_in_words():
+def test_sample_error_names_index_and_dataset():
     class Bad(TensorDataset):
         def __getitem__(self, index: Any) -> Any:
             raise OSError("no such image")
@@ -245,7 +245,7 @@ def test_sizes_that_do_not_divide_are_refused_with_the_nearest_that_do(batch, de
     assert str(refused.value) == f"recipe: train.batch_size: {batch} is not a multiple of {found}. Nearest that are: {offered}."
 
 
-def test_every_size_that_is_offered_does_divide():
+def test_suggested_batch_sizes_divide():
     for batch, device, world in itertools.product(range(1, 25), (None, 1, 2, 3, 5, 8), (1, 2, 3, 4)):
         try:
             micro, steps = micro_batches(sizes(batch, device), world)

@@ -65,7 +65,7 @@ UNREADABLE = {
 
 
 @pytest.mark.parametrize(("text", "said"), UNREADABLE.values(), ids=UNREADABLE.keys())
-def test_what_cannot_be_read_is_said_with_file_and_line(text, said):
+def test_unreadable_recipe_error_has_file_and_line(text, said):
     message = refusal(write(text))
     assert message.startswith(said)
     assert "\n" not in message
@@ -98,7 +98,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("text", "said"), WRONG.values(), ids=WRONG.keys())
-def test_what_cannot_be_is_said_with_file_and_key(text, said):
+def test_invalid_value_error_has_file_and_key(text, said):
     assert refusal(write(text)).startswith(said)
 
 
@@ -123,7 +123,7 @@ def test_a_recipe_reads_nothing_but_itself(text, monkeypatch):
     assert refusal(write("train: {epochs: 1}"), [f"output={text}"]).startswith("output: found '${")
 
 
-def test_interpolations_that_lead_nowhere_are_refused():
+def test_dangling_interpolations_are_rejected():
     assert "Interpolation key 'train.nothing' not found" in refusal(write("output: ${train.nothing}"))
     assert "Recursive interpolation" in refusal(write("output: ${output}"))
 
@@ -158,7 +158,7 @@ def test_extends_merges_deep_and_keeps_the_bases_order():
     assert recipe.output == "runs/base"
 
 
-def test_a_plugin_that_the_base_turned_off_stays_off_until_it_is_named():
+def test_plugin_disabled_in_base_stays_disabled_until_listed():
     write(BASE, "base.yaml")
     assert load_recipe(write("extends: base.yaml\ntrain:\n")).plugins["log"] is False
     assert load_recipe(write("extends: base.yaml\nplugins: [log]")).plugins["log"] == {}
@@ -176,7 +176,7 @@ def test_extends_finds_what_is_beside_the_file_and_shipped_recipes_by_name():
     assert load_recipe(write("extends: quickstart\ntrain: {epochs: 1}")).model == load_recipe("quickstart").model
 
 
-def test_extends_that_goes_round_in_a_circle_is_refused():
+def test_cyclic_extends_is_rejected():
     write("extends: b.yaml", "a.yaml")
     write("extends: a.yaml", "b.yaml")
     message = refusal("a.yaml")
@@ -185,7 +185,7 @@ def test_extends_that_goes_round_in_a_circle_is_refused():
     assert "b.yaml" in message
 
 
-def test_extends_that_cannot_be_is_refused():
+def test_invalid_extends_is_rejected():
     assert refusal(write("extends: [a.yaml]")) == "r.yaml: extends: found ['a.yaml'], expected one recipe's path or name."
     assert refusal(write("extends: nothing.yaml")).startswith("nothing.yaml: no such file")
 
@@ -223,7 +223,7 @@ OVERRIDES = {
 
 
 @pytest.mark.parametrize(("override", "said"), OVERRIDES.items(), ids=OVERRIDES.keys())
-def test_an_override_that_cannot_be_is_refused(override, said):
+def test_invalid_override_is_rejected(override, said):
     assert refusal(write(BASE), [override]).startswith(said)
 
 
@@ -249,7 +249,7 @@ def test_a_file_comes_before_a_shipped_recipe_of_its_name():
     assert find_recipe(write("train: {}", "quickstart.yaml")) == Path("quickstart.yaml")
 
 
-def test_a_recipe_that_is_not_there_is_refused_with_the_nearest():
+def test_missing_recipe_is_rejected_with_closest_name():
     assert refusal("quikstart") == "quikstart: no such file, and no shipped recipe has this name. Did you mean 'quickstart'?"
     Path("folder").mkdir()
     assert refusal("folder").startswith("folder: a folder, and no shipped recipe has this name.")
@@ -270,12 +270,12 @@ def test_a_recipe_written_as_yaml_reads_the_same():
     assert (again.train, again.plugins, again.model, again.data) == (recipe.train, recipe.plugins, recipe.model, recipe.data)
 
 
-def test_recipes_from_python_say_recipe_where_a_file_would_stand():
+def test_error_of_python_recipe_says_recipe_instead_of_file():
     with pytest.raises(RecipeError, match=r"^recipe: train\.lr: found 'x' \(str\)"):
         make_recipe({"train": {"lr": "x"}})
 
 
-def test_paths_are_looked_for_in_the_current_folder_and_then_beside_the_recipe():
+def test_paths_resolve_to_current_folder_then_recipe_folder():
     recipe = load_recipe(write("train: {}", "deep/r.yaml"))
     write("", "deep/beside.csv")
     assert recipe.find("beside.csv") == Path("deep/beside.csv")

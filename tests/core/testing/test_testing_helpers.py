@@ -80,7 +80,7 @@ def test_processes_train_a_recipe_together(processes, tmp_path):
     assert [ended.result for ended in processes(2, world, folder=tmp_path)] == [(str(rank), "2", 1, str(tmp_path)) for rank in (0, 1)]
 
 
-def test_a_failing_process_fails_the_test_with_what_it_said(processes):
+def test_failing_process_fails_test_with_its_output(processes):
     with pytest.raises(pytest.fail.Exception) as failed:
         processes(2, fails_on_one)
     assert "process 0 of 2: done" in str(failed.value)
@@ -88,7 +88,7 @@ def test_a_failing_process_fails_the_test_with_what_it_said(processes):
     assert "ValueError: this one fails" in str(failed.value)
 
 
-def test_time_runs_out_and_nothing_is_left(tmp_path):
+def test_timeout_ends_all_processes(tmp_path):
     (tmp_path / "pids").mkdir()
     (ended,) = start(1, group_of_sleepers, 60.0, folder=tmp_path, limit=3)
     assert ended.code is None
@@ -107,7 +107,7 @@ def test_warnings_are_errors_where_they_are_in_the_test():
     assert "DeprecationWarning: an old way" in ended.output
 
 
-def test_a_killed_process_is_told_by_its_signal():
+def test_killed_process_has_negative_signal_as_exit_code():
     assert start(1, kills_itself)[0].code == -signal.SIGKILL
 
 
@@ -116,7 +116,7 @@ def test_a_slow_check_that_does_not_exist_is_refused():
         type("Misspelled", (Conformance,), {"plugin": "ema", "slow": ["processes[ddp]", "kiled"]})
 
 
-def test_without_pytest_it_says_what_to_install():
+def test_import_without_pytest_names_extra():
     code = "import sys; sys.modules['pytest'] = None; import fastloop.testing"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stderr.splitlines()[-1] == (
@@ -376,7 +376,7 @@ class TestConformanceItself:
             ("unshown", {"documented"}),
         ],
     )
-    def test_the_other_checks_do_not(self, outcomes, name, failing):
+    def test_other_checks_have_no_slow_marker(self, outcomes, name, failing):
         assert by_outcome(outcomes[name], "failure") == failing, outcomes[name]
         assert not by_outcome(outcomes[name], "error")
 
@@ -386,7 +386,7 @@ class TestConformanceItself:
         assert outcome == "skipped"
         assert "plugins 'alone' and 'ddp' exclude each other: it is for one process." in message
 
-    def test_what_cannot_run_here_is_skipped_with_what_it_needs(self, outcomes):
+    def test_unavailable_requirement_is_skipped_with_reason(self, outcomes):
         assert by_outcome(outcomes["needy"], "passed") == {"options", "documented"}
         assert not by_outcome(outcomes["needy"], "failure")
         needed = "'needy' needs no-such-thing>=2, which is not installed. Install it: pip install 'no-such-thing>=2'"

@@ -117,7 +117,7 @@ def test_killed_while_saving_the_best_before_it_is_whole(tiny_run):
     assert found == 12
 
 
-def test_an_unknown_metric_is_an_error_that_names_those_there_are(tiny_run):
+def test_unknown_metric_error_lists_available_metrics(tiny_run):
     with pytest.raises(UsageError, match=r"plugins\.checkpoint-best\.monitor: .* no metric 'acuracy'\. Expected one of: loss"):
         tiny_run([{"checkpoint-best": {"monitor": "acuracy"}}])
 

@@ -140,20 +140,20 @@ def test_evaluation_has_the_same_metrics():
     assert bucketed["validation"]["loss"] == pytest.approx(plain["validation"]["loss"], rel=1e-5)
 
 
-def test_it_says_what_it_saves(caplog):
+def test_length_bucketing_logs_saved_padding(caplog):
     caplog.set_level(logging.INFO, "fastloop")
     train(LengthBucketing())
     assert "of the computed tokens are padding, instead of" in caplog.text
 
 
-def test_like_lengths_are_said(caplog):
+def test_length_bucketing_logs_equal_lengths(caplog):
     rows = Rows()
     rows.lengths = [5] * len(rows.lengths)
     train(LengthBucketing(), data=rows)
     assert "all samples have length 5: there is nothing to sort" in caplog.text
 
 
-def test_what_has_no_lengths_is_refused():
+def test_dataset_without_lengths_is_rejected():
     rows = Rows()
     rows.lengths, found = None, rows.lengths
     rows.__class__ = type("Plain", (Rows,), {"__len__": lambda self: 10, "__getitem__": lambda self, index: torch.zeros(found[index])})
@@ -243,13 +243,13 @@ def test_evaluation_keeps_to_max_tokens_and_has_the_same_metrics():
         ({"max_tokens": 64}, {"micro_batch_size": 4}, r"max_tokens: train\.micro_batch_size is set too.*Remove one of them"),
     ],
 )
-def test_what_cannot_be_within_max_tokens_is_refused_with_what_to_do(options, train_options, said):
+def test_sample_above_max_tokens_is_rejected_with_repair(options, train_options, said):
     with pytest.raises(PluginError, match=said):
         train(LengthBucketing(**options), **train_options)
     assert not Path("run").exists()
 
 
-def test_the_number_of_shapes_is_said_and_multiple_bounds_it(caplog):
+def test_number_of_shapes_is_logged_and_bounded_by_multiple(caplog):
     caplog.set_level(logging.INFO, "fastloop")
     counts = []
     for multiple in (1, 16):

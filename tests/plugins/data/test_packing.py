@@ -147,7 +147,7 @@ def test_the_last_layer_may_be_computed_at_first_tokens_alone(config, more):
     assert_same(made(config, ClsLastLayer(), Packing(), *more), made(config))
 
 
-def test_flash_attention_is_told_of_first_tokens():
+def test_flash_attention_gets_first_tokens():
     told: dict[str, Any] = {}
 
     def forward(hidden_states: torch.Tensor, attention_mask: Any, everything: torch.Tensor, **kwargs: Any) -> None:
@@ -161,7 +161,7 @@ def test_flash_attention_is_told_of_first_tokens():
     assert told["cu_seq_lens_k"] is ends
 
 
-def test_what_a_sequence_attends_to_ends_with_it():
+def test_attention_ends_with_its_sequence():
     packed = made(DECODERS["gpt2"], Packing())
     batch = next(packed.train_loader.batches())
     cut = batch.inputs["packed"].lengths[0]
@@ -228,7 +228,7 @@ def test_it_learns_with(plugins):
     assert "packed" not in Path("run/model/config.json").read_text()
 
 
-def test_what_fast_dropout_computes_is_asked_for_each_sequence():
+def test_fast_dropout_attention_runs_for_each_sequence():
     config = ENCODERS["bert"] | {"attention_probs_dropout_prob": 0.5}
     one = run(config, FastDropout(), Packing())
     assert one.unwrap_model().config._attn_implementation == "packed_fast_dropout"
@@ -265,7 +265,7 @@ def test_compiled_it_computes_the_same():
     assert summary["compile"]["graphs"] > 0
 
 
-def test_flash_attention_is_told_where_sequences_end():
+def test_flash_attention_gets_sequence_ends():
     plain = made(ENCODERS["bert"])
     samples = [plain.datasets["train"][i] for i in (3, 4, 6)]
     collator = PackedCollator(plain.loaders.collators["train"], 16)
@@ -278,7 +278,7 @@ def test_flash_attention_is_told_where_sequences_end():
     assert inputs["first_tokens"].tolist() == ends[:3]
 
 
-def test_what_is_saved_is_said(caplog):
+def test_packing_logs_saved_padding(caplog):
     caplog.set_level(logging.INFO, "fastloop")
     run(ENCODERS["bert"], Packing())
     found = re.search(r"packing: removes padding, (\d+)% of the tokens", caplog.text)
@@ -286,7 +286,7 @@ def test_what_is_saved_is_said(caplog):
     assert 20 < int(found[1]) < 70
 
 
-def test_little_padding_is_said(caplog):
+def test_packing_logs_little_padding(caplog):
     run(DECODERS["gpt2"], Packing())
     assert "packing: batches have only" in caplog.text
 

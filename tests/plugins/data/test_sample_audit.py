@@ -108,7 +108,7 @@ def test_it_changes_no_number(tiny_run):
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("data", [tiny_data, Stream], ids=["map-style", "iterable"])
-def test_an_epoch_that_is_cut_and_gone_on_with_is_whole(tiny_run, data, workers):
+def test_audit_of_resumed_epoch_is_complete(tiny_run, data, workers):
     def run(**arguments):
         plugins = [SampleAudit(), {"dataloader-workers": {"num_workers": workers}}]
         return tiny_run(plugins, data=data(), output="run", epochs=2, save_every=4, **arguments)
@@ -176,7 +176,7 @@ def test_samples_drawn_with_replacement_end_the_run(tiny_run, monkeypatch):
     assert (summary["sample-audit"]["missing"], summary["sample-audit"]["repeated"]) == (len(missing), len(repeated))
 
 
-def test_on_violation_warn_goes_on_and_counts(tiny_run, monkeypatch, caplog):
+def test_on_violation_warn_continues_and_counts(tiny_run, monkeypatch, caplog):
     monkeypatch.setattr(StepSampler, "order", with_replacement)
     result = tiny_run([SampleAudit(on_violation="warn")])
     assert result.summary["status"] == "completed"

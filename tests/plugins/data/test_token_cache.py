@@ -181,12 +181,12 @@ def test_two_that_write_the_same_at_once_both_have_it():
     assert [path.name for path in Path("cache").iterdir()] == ["a"]
 
 
-def test_a_hash_tells_apart_where_texts_end():
+def test_hash_depends_on_text_boundaries():
     assert len({digest(texts) for texts in (["ab", "c"], ["a", "bc"], ["abc"], ["abc", ""], ["c", "ab"])}) == 5
     assert digest(["lone \ud800"]) != digest(["lone ?"])
 
 
-def test_a_folder_that_cannot_be_is_refused():
+def test_invalid_cache_folder_is_rejected():
     Path("file").write_text("")
     with pytest.raises(PluginError, match=r"plugins\.token-cache\.folder: file/cache: Not a directory\. Give another folder\."):
         run("text-classification", cache="file/cache")

@@ -48,7 +48,7 @@ def test_blocked_leaves_torchs_dropout_and_long_sequences_to_torch(monkeypatch):
     assert _fast_dropout.attention(module, query, query, query, None)[0].shape == (1, 8, 2, 4)
 
 
-def test_the_choice_and_its_reason_are_said(caplog):
+def test_attention_logs_choice_and_reason(caplog):
     caplog.set_level(logging.INFO, "fastloop")
     run(Attention())
     assert "attention: blocked, since the device is cpu" in caplog.text

@@ -89,7 +89,7 @@ def test_regional_compiles_repeated_blocks_and_computes_the_same(tiny_run):
     assert regional.summary["compile"]["graphs"] > 0
 
 
-def test_regional_without_repeated_blocks_says_so(tiny_run, caplog):
+def test_regional_without_repeated_blocks_warns(tiny_run, caplog):
     with caplog.at_level(logging.WARNING, "fastloop"):
         tiny_run([eager(regional=True)], epochs=1)
     assert "has no list of repeated blocks: the full model is compiled" in caplog.text
@@ -215,7 +215,7 @@ def test_it_asks_tasks_to_pad_to_a_multiple(tiny_run):
 # -- CUDA graphs -------------------------------------------------------------------------------------------------------------------
 
 
-def test_cuda_graphs_asked_for_where_there_can_be_none_are_said(tiny_run, caplog):
+def test_unavailable_cuda_graphs_are_logged(tiny_run, caplog):
     report = tiny_run([eager(mode="reduce-overhead")], epochs=1).summary["compile"]
     assert "compile: mode reduce-overhead: CUDA graphs need the inductor backend and a CUDA device: none is recorded" in caplog.text
     assert report["cuda_graphs_skipped"] is None
@@ -231,7 +231,7 @@ class AsIfRecorded(Compile):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("micro", [8, 2], ids=["whole", "micro-steps"])
-def test_what_is_done_around_cuda_graphs_changes_no_number(tiny_run, micro):
+def test_cuda_graph_handling_changes_no_number(tiny_run, micro):
     arguments = {"micro_batch_size": micro, "data": tiny_data(64), "epochs": 1}
     plain, ours = (tiny_run([cls(backend="aot_eager")], **arguments) for cls in (Compile, AsIfRecorded))
     assert ours.losses == plain.losses

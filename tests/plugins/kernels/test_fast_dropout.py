@@ -113,7 +113,7 @@ def test_without_dropout_it_changes_nothing(tiny_run):
     assert ours.losses == plain.losses
 
 
-def test_what_has_no_dropout_is_said(tiny_run, caplog):
+def test_fast_dropout_logs_model_without_dropout(tiny_run, caplog):
     tiny_run([FastDropout()], model=nn.Linear(8, 3), epochs=1)
     assert "Linear has no dropout" in caplog.text
 
@@ -157,7 +157,7 @@ def test_padding_is_not_attended_to():
     torch.testing.assert_close(means[0], means[1], atol=0.02, rtol=0.1)
 
 
-def test_what_is_computed_again_draws_the_same():
+def test_fast_dropout_repeats_masks_on_recomputation():
     def gradients(*plugins: Any) -> list[torch.Tensor]:
         run = text_run(FastDropout(), *plugins)
         batch = next(run.train_loader.batches()).inputs

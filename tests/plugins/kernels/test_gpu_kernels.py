@@ -28,7 +28,7 @@ def test_a_cpu_is_refused(tiny_run, plugin):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is not None, reason="the extra liger is installed")
-def test_a_missing_package_is_said_with_how_to_install_it():
+def test_missing_kernel_package_error_has_install_command():
     plugin = Liger()
     said = [need.missing(plugin, A100) for need in plugin.requirements]
     assert said == [None, "needs liger-kernel>=0.5, which is not installed. Install it: pip install 'fastloop[liger]'"]
@@ -66,7 +66,7 @@ def test_layers_of_suitable_sizes_train_in_fp8_and_keep_the_names_of_their_weigh
 
 @with_torchao
 @pytest.mark.filterwarnings("ignore")
-def test_a_model_without_such_layers_is_said(tiny_run, caplog):
+def test_fp8_logs_model_without_suitable_layers(tiny_run, caplog):
     assert not {type(module).__name__ for module in tiny_run([Anywhere()], model=wide_model(), epochs=1).model} & {"Float8Linear"}
     assert "no linear layer has sizes that are multiples of 16, of 1024 or more" in caplog.text
 

@@ -58,7 +58,7 @@ def test_convolutions_run_channels_last_with_the_same_numbers():
     assert all(formats)
 
 
-def test_a_model_without_convolutions_is_said(tiny_run, caplog):
+def test_channels_last_logs_model_without_convolutions(tiny_run, caplog):
     tiny_run([ChannelsLast()], epochs=1)
     assert "no weight of 4 or 5 dimensions" in caplog.text
 

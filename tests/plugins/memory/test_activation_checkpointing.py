@@ -155,7 +155,7 @@ def test_a_class_that_is_not_there_is_refused(tiny_run):
         tiny_run([ActivationCheckpointing(blocks=["Blok"])], model=Deep())
 
 
-def test_a_model_without_repeated_blocks_is_said(tiny_run, caplog):
+def test_checkpointing_logs_model_without_repeated_blocks(tiny_run, caplog):
     tiny_run([ActivationCheckpointing()], epochs=1)
     assert "activation-checkpointing: Sequential has no list of repeated blocks: nothing is recomputed. Set blocks." in caplog.text
 

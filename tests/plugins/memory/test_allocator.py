@@ -75,13 +75,13 @@ def test_a_run_goes_on_with_it(tiny_run, tmp_path):
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the allocator is glibc's on Linux only")
-def test_in_python_it_is_said_what_to_start_it_with(tiny_run, caplog, monkeypatch):
+def test_allocator_in_python_logs_required_environment(tiny_run, caplog, monkeypatch):
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
     tiny_run([Allocator(allocator="glibc")], epochs=1)
     assert "since Python was started without: GLIBC_TUNABLES=glibc.malloc.mmap_max=0:" in caplog.text
 
 
-def test_another_allocator_is_said(tiny_run, caplog, monkeypatch):
+def test_allocator_logs_other_system_allocator(tiny_run, caplog, monkeypatch):
     monkeypatch.setattr(platform, "libc_ver", lambda: ("", ""))
     tiny_run([Allocator()], epochs=1)
     assert "this system's allocator is not glibc's" in caplog.text
@@ -149,7 +149,7 @@ def test_an_allocator_that_is_not_installed_is_refused(allocator, monkeypatch):
 
 
 @pytest.mark.slow
-def test_what_the_user_has_set_stays(tmp_path):
+def test_user_environment_is_kept(tmp_path):
     (tmp_path / "own.py").write_text(MODULE)
     (tmp_path / "recipe.yaml").write_text(RECIPE.replace("ALLOCATOR", "glibc"))
     environment = os.environ | {"GLIBC_TUNABLES": "glibc.malloc.arena_max=2", "END_HERE": "1"}

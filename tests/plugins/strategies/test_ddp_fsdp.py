@@ -154,7 +154,7 @@ def test_half_precision_is_near_fp32_and_is_not_it(results, name):
         *("plain to fsdp 2", "fsdp 2 to fsdp 2", "fsdp 2 to ddp 2", "ddp 2 to fsdp 2", "fsdp 2 to fsdp 4", "ddp 2 to ddp 4"),
     ],
 )
-def test_a_run_goes_on_under_another_strategy_and_number_of_processes(results, name):
+def test_resume_under_another_strategy_and_number_of_processes(results, name):
     assert len(results[name]["losses"]) == 12
     same(results[name], results["plain"], 1e-6)
 
@@ -168,11 +168,11 @@ def test_a_run_goes_on_under_another_strategy_and_number_of_processes(results, n
         ("fsdp 2 ema again", "plain ema"),
     ],
 )
-def test_so_do_position_in_the_data_and_what_plugins_keep(results, name, plain):
+def test_resume_under_another_strategy_restores_data_position_and_plugin_state(results, name, plain):
     same(results[name], results[plain], 1e-6)
 
 
-def test_the_same_processes_go_on_to_the_bit(results):
+def test_resume_with_same_processes_is_bitwise(results):
     assert results["fsdp 2 to fsdp 2"]["losses"] == results["fsdp 2"]["losses"][4:]
 
 

@@ -143,7 +143,7 @@ def test_a_checkpoint_is_that_of_a_run_without_it(ended, folder, stage):
         *("1 to 3", "3 to 2", "1 to fsdp", "3 to fsdp", "fsdp to 1", "fsdp to 3"),
     ],
 )
-def test_a_run_goes_on_under_another_stage_or_none(result, name):
+def test_resume_under_another_stage_or_none(result, name):
     assert len(result(name)["losses"]) == 12
     same(result(name), result("plain"), 1e-6)
 
@@ -192,7 +192,7 @@ def test_ema_works_where_the_weights_are_whole_and_is_refused_where_they_are_not
     assert "'deepspeed' and 'ema': stage 3 shards the weights" in result("ema 3")["error"]
 
 
-def test_what_contradicts_the_recipe_only_once_it_is_run_is_refused(result):
+def test_contradiction_found_at_run_time_is_rejected(result):
     message = result("odd accumulation")["error"]
     assert "accumulation.json: gradient_accumulation_steps: is 7, and the number of micro-steps is 2" in message
     assert "bad_zero.json: DeepSpeed refuses this" in result("refused by DeepSpeed")["error"]

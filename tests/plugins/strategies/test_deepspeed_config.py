@@ -77,7 +77,7 @@ def test_options_that_cannot_be_together_are_refused(options, train, said):
     assert said in str(caught.value)
 
 
-def test_what_accelerates_configuration_says_of_deepspeed_is_held_against_the_recipe(monkeypatch):
+def test_accelerate_deepspeed_config_is_compared_with_recipe(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "3")
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")

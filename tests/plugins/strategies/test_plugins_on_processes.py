@@ -110,7 +110,7 @@ def test_processes_that_do_not_share_out_end_together(ended, folder, kind):
     assert summary["sample-audit"]["repeated"] > 30
 
 
-def test_a_warning_lets_them_go_on(results):
+def test_violation_warning_continues_training(results):
     assert results[2]["warned"]["sample-audit"]["epochs"] == 2
     assert results[2]["warned"]["sample-audit"]["repeated"] > 60
 

@@ -115,7 +115,7 @@ def test_a_loss_of_your_own():
         ({"plugins.module.metrics": {"a": {"type": "MulticlassAccuracy", "classes": 3}}}, r"plugins\.module\.metrics\.a: .*classes"),
     ],
 )
-def test_what_is_wrong_is_said_with_its_key_and_nothing_is_written(changes, message):
+def test_module_error_has_key_and_writes_nothing(changes, message):
     with pytest.raises(RecipeError, match=message):
         train(changes)
     assert not Path("out").exists()

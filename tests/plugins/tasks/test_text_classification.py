@@ -61,7 +61,7 @@ def test_it_learns_and_the_exported_folder_predicts_the_same(kind):
     assert model.config.label2id == {"bad": 0, "good": 1}
 
 
-def test_a_pretrained_folder_is_trained_in_float32_and_its_new_head_is_said(pretrained, caplog):
+def test_pretrained_folder_trains_in_float32_and_logs_new_head(pretrained, caplog):
     from transformers import AutoModel
 
     AutoModel.from_pretrained(pretrained).half().save_pretrained(pretrained)
@@ -72,7 +72,7 @@ def test_a_pretrained_folder_is_trained_in_float32_and_its_new_head_is_said(pret
     assert execute(run)["test"]["accuracy"] == 1.0
 
 
-def test_a_head_for_other_labels_is_replaced_and_that_is_said(pretrained, caplog):
+def test_head_for_other_labels_is_replaced_with_a_message(pretrained, caplog):
     from transformers import AutoModelForSequenceClassification
 
     AutoModelForSequenceClassification.from_pretrained(pretrained, num_labels=5).save_pretrained(pretrained)

@@ -67,7 +67,7 @@ def test_every_file_type_gives_the_same_rows(suffix):
     assert "test" not in found
 
 
-def test_files_take_the_place_of_a_shipped_recipes_dataset_and_that_is_said(caplog):
+def test_files_replace_dataset_of_shipped_recipe_with_a_message(caplog):
     caplog.set_level(logging.INFO, "fastloop")
     write("train.csv", rows(4))
     assert len(read(name="imdb", files={"train": "train.csv"}, validation_fraction=0).load()["train"].texts) == 4
@@ -132,7 +132,7 @@ def test_a_folder_of_files_is_a_dataset(tmp_path, monkeypatch):
 # -- splits ------------------------------------------------------------------------------------------------------------
 
 
-def test_without_validation_a_share_is_held_out_and_that_is_said(caplog):
+def test_validation_split_is_held_out_with_a_message(caplog):
     caplog.set_level(logging.INFO, "fastloop")
     write("train.csv", rows(40))
     first, again = (read(files={"train": "train.csv"}, validation_fraction=0.25).load() for _ in range(2))
@@ -241,7 +241,7 @@ def test_a_label_column_that_only_test_lacks_is_named_with_the_file():
         ([["a"], "b", "c"], "train.jsonl, row 1: column 'label' (data.label) holds ['a'] (list)"),
     ],
 )
-def test_labels_that_cannot_be_are_named_with_file_row_and_key(labels, message):
+def test_invalid_labels_error_has_file_row_and_key(labels, message):
     write("train.jsonl", [{"text": "some text", "label": label} for label in labels])
     assert message in refusal(files={"train": "train.jsonl"})
 
@@ -255,7 +255,7 @@ def test_a_label_never_seen_in_training_is_refused_with_the_way_out():
     assert "test" not in read(files={"train": "train.csv", "test": "test.csv"}, splits={"test": None}).load()
 
 
-def test_empty_splits_and_texts_are_refused_and_a_few_empty_texts_are_said(caplog):
+def test_empty_splits_are_rejected_and_few_empty_texts_logged(caplog):
     write("train.csv", rows(4))
     Path("header.csv").write_text("text,label\n")
     Path("nothing.csv").write_text("")
@@ -269,7 +269,7 @@ def test_empty_splits_and_texts_are_refused_and_a_few_empty_texts_are_said(caplo
     assert "some.jsonl: 1 of 5 texts are empty" in caplog.text
 
 
-def test_texts_that_are_no_text_are_refused():
+def test_non_string_texts_are_rejected():
     write("train.jsonl", [{"text": "a", "label": 0}, {"text": 3, "label": 1}])
     assert "train.jsonl, row 2: column 'text' holds 3 (int), expected text (data.text)." in refusal(files={"train": "train.jsonl"})
 
@@ -325,7 +325,7 @@ def test_a_hub_dataset_is_refused_with_what_to_do_instead():
 
 
 @pytest.mark.slow
-def test_a_hub_that_does_not_answer_is_given_up_without_chatter(tmp_path, monkeypatch):
+def test_unreachable_hub_fails_without_retry_messages(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "empty"))
     monkeypatch.setenv("HF_ENDPOINT", "http://192.0.2.1")  # an address that no machine has

@@ -96,7 +96,7 @@ def test_a_language_model_gets_no_padding_mask(name, attention):
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("name", MODELS)
-def test_nothing_is_read_to_find_out_about_padding(name, lengths, attention):
+def test_padding_detection_reads_no_tensor(name, lengths, attention):
     ids, mask = batch(LENGTHS[lengths])
     net = model(name, attention)
     waits: list[str] = []
@@ -113,7 +113,7 @@ def test_nothing_is_read_to_find_out_about_padding(name, lengths, attention):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_nothing_is_read_to_find_out_about_rows_of_a_language_model(name):
+def test_row_detection_reads_no_tensor(name):
     ids, _ = batch(LENGTHS["not padded"])
     net = model(name, "sdpa", causal=True)
     waits: list[str] = []

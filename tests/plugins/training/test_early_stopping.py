@@ -30,7 +30,7 @@ def test_it_stops_when_the_metric_does_not_improve(tiny_run, options, values, ep
         assert result.summary["reason"].startswith("early-stopping: score ")
 
 
-def test_what_it_waited_is_kept_over_a_resume(tiny_run):
+def test_patience_is_restored_on_resume(tiny_run):
     values = (0.5, 0.4, 0.3, 0.2, 0.1)
     first = tiny_run([{"early-stopping": {"monitor": "score"}}, ScriptedScore(*values[:2])], epochs=2, output="run")
     assert first.summary["status"] == "completed"
@@ -38,7 +38,7 @@ def test_what_it_waited_is_kept_over_a_resume(tiny_run):
     assert again.summary["epochs"] == 4, "three evaluations without improvement, one of them before the resume"
 
 
-def test_an_unknown_metric_is_an_error_that_names_those_there_are(tiny_run):
+def test_unknown_metric_error_lists_available_metrics(tiny_run):
     with pytest.raises(UsageError, match=r"plugins\.early-stopping\.monitor: .* no metric 'los'\. Did you mean 'loss'\?"):
         tiny_run([{"early-stopping": {"monitor": "los"}}])
 

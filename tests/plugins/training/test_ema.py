@@ -41,7 +41,7 @@ def test_update_every_averages_every_nth_step(tiny_run):
     assert all(torch.allclose(weights.evaluated[1][name], expected[name], atol=1e-6) for name in expected)
 
 
-def test_the_training_weights_are_back_when_an_evaluation_fails(tiny_run):
+def test_training_weights_are_restored_after_failed_evaluation(tiny_run):
     class Fails(Plugin):
         name = "fails"
         runs_after = ("ema",)

@@ -13,7 +13,7 @@ from fastloop.recipe import make_recipe, shipped_recipes
 README = Path(__file__).parent.parent / "README.md"
 
 
-def test_its_recipe_is_a_recipe():
+def test_readme_recipe_is_valid():
     block = re.search(r"```yaml\n(.*?)```", README.read_text(), re.DOTALL)
     assert block is not None
     recipe = make_recipe(yaml.safe_load(block.group(1)))
@@ -22,10 +22,10 @@ def test_its_recipe_is_a_recipe():
 
 
 @pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\(([^)#:]+)\)", README.read_text()))))
-def test_its_links_lead_somewhere(link):
+def test_readme_links_exist(link):
     assert (README.parent / link).exists()
 
 
-def test_the_recipes_it_runs_are_shipped():
+def test_readme_recipes_are_shipped():
     for name in re.findall(r"fastloop train (?:recipes/)?([a-z]\w+)", README.read_text()):
         assert name in shipped_recipes()

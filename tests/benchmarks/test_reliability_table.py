@@ -79,7 +79,7 @@ def test_a_report_becomes_a_table(script: Any, tmp_path: Path, monkeypatch: pyte
     assert "**1,201 faults tried, 1,200 survived, 1 lost.**" in "\n".join(lines)
 
 
-def test_what_was_collected_without_its_words_is_refused(script: Any, tmp_path: Path) -> None:
+def test_reliability_test_without_docstring_is_rejected(script: Any, tmp_path: Path) -> None:
     (tmp_path / "report.xml").write_text('<testsuites><testcase classname="tests.core.test_data" name="test_order" /></testsuites>')
     with pytest.raises(SystemExit, match=r"test_data.test_order"):
         script.read(tmp_path / "report.xml")

@@ -108,7 +108,7 @@ def test_there_are_pages_that_run():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", RUN, ids=name)
-def test_its_code_runs_and_prints_what_it_shows(page, monkeypatch, tmp_path):
+def test_page_code_prints_the_shown_output(page, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(tmp_path)
     namespace: dict[str, Any] = {"__name__": "__main__"}
     missing = page.name in BESIDE and importlib.util.find_spec(BESIDE[page.name]) is None
@@ -179,7 +179,7 @@ def test_its_recipes_are_recipes(page):
 
 
 @pytest.mark.parametrize("page", WRITTEN, ids=name)
-def test_it_names_keys_commands_and_options_that_there_are(page, sources):
+def test_pages_name_existing_keys_commands_and_options(page, sources):
     text = page.read_text(encoding="utf-8")
     keys = {field.name for field in dataclasses.fields(Train)}
     assert set(re.findall(r"`train\.(\w+)[`=]", text)) <= keys
@@ -196,7 +196,7 @@ def test_it_names_keys_commands_and_options_that_there_are(page, sources):
             assert set(re.findall(r"(?<![\w-])--[a-z-]+", line)) <= options | {"--help"}, line
 
 
-def test_migration_pages_name_arguments_that_there_are():
+def test_migration_pages_name_existing_arguments():
     import transformers
 
     page = (ROOT / "docs/migrate/hf-trainer.md").read_text()
@@ -234,7 +234,7 @@ def test_parts_made_from_the_code_are_current(sources):
     assert not stale, f"{', '.join(stale)}: {STALE}"
 
 
-def test_a_stale_page_is_found_and_written_again(tmp_path):
+def test_stale_page_is_detected_and_rewritten(tmp_path):
     docs = shutil.copytree(ROOT / "docs", tmp_path / "docs", ignore=shutil.ignore_patterns("__pycache__"))
     ema, cli = docs / "plugins" / "ema.md", docs / "cli.md"
     before = ema.read_text(), cli.read_text()
@@ -333,7 +333,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", READ, ids=name)
-def test_links_lead_somewhere(page):
+def test_page_links_exist(page):
     text = re.sub(r"(?ms)^```.*?^```|`[^`\n]*`(?!\])", "", page.read_text(encoding="utf-8"))
     for link in re.findall(r"\]\(([^)\s]+)\)", text):
         if re.match(r"https?:", link):

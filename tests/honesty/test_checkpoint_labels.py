@@ -74,7 +74,7 @@ def test_an_exported_model_gives_the_labels_of_the_data_through_a_pipeline():
     assert classify.model.config.label2id == {"B": 0, "A": 1}
 
 
-def test_names_that_differ_by_case_and_spaces_agree_and_a_line_says_so(caplog):
+def test_class_names_match_despite_case_and_spaces_with_a_message(caplog):
     caplog.set_level(logging.INFO, "fastloop")
     write_rows(["positive", "Negative "])
     teach(["NEGATIVE", "POSITIVE"])  # learned in the order of the file: A, B
@@ -85,7 +85,7 @@ def test_names_that_differ_by_case_and_spaces_agree_and_a_line_says_so(caplog):
     assert "match those of model.name=checkpoint except for case and spaces, and get its ids: 0 = Negative , 1 = positive" in caplog.text
 
 
-def test_names_that_case_alone_tells_apart_are_not_folded(caplog):
+def test_class_names_that_differ_only_in_case_stay_distinct(caplog):
     write_rows(["a", "A"])
     teach(["A", "B"])
     text_run(TASK, "checkpoint", LABELLED)
@@ -129,7 +129,7 @@ def test_numbers_are_the_ids_of_a_checkpoint_without_names():
     assert run.model.config.id2label == {0: "LABEL_0", 1: "LABEL_1"}
 
 
-def test_numbers_are_taken_as_the_ids_of_named_classes_and_a_line_says_so(caplog):
+def test_numeric_labels_are_ids_of_named_classes_with_a_message(caplog):
     caplog.set_level(logging.INFO, "fastloop")
     write_rows([1, 0])
     teach(["B", "A"])

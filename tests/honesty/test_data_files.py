@@ -66,7 +66,7 @@ def test_stray_quotes_do_not_swallow_rows(strays, message, suffix):
     assert rows == [tuple(line.split("\t")) for line in lines[1:]]
 
 
-def test_stray_quotes_are_found_without_labels():
+def test_stray_quotes_are_detected_without_labels():
     lines = [f"{i}\tfilm number {i}" for i in range(40)]
     lines[7], lines[20] = '7\t"never closed', '20\tit is 5"'
     path = write("train.tsv", "id\ttext\n" + "\n".join(lines) + "\n")
@@ -256,7 +256,7 @@ PACK = {".gz": gzip.compress, ".bz2": bz2.compress, ".zst": zstd}
 
 
 @pytest.mark.parametrize("suffix", PACK)
-def test_compressed_files_are_read_and_damaged_ones_refused(suffix):
+def test_compressed_files_are_read_and_corrupt_ones_rejected(suffix):
     content = table().encode()
     assert named_rows(text_data(write(f"train.csv{suffix}", PACK[suffix](content)))) == ROWS
     lines = "".join(json.dumps({"text": text, "label": label}) + "\n" for text, label in ROWS)

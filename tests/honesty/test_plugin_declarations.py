@@ -112,13 +112,13 @@ def test_every_hook_with_one_answer_is_checked(hook):
     assert resolved(make("a", **{hook: answer()}), make("b", **{hook: hookimpl(wrapper=True)(around)})).names() == ["a", "b"]
 
 
-def test_the_checked_hooks_are_the_first_hooks_that_nobody_passes_on():
+def test_exclusive_hooks_are_firstresult_hooks():
     first = {name for name, spec in vars(hookspecs).items() if getattr(spec, "fastloop_spec", {}).get("firstresult")}
     assert set(exclusive_hooks()) == first - {"recover"}
     assert resolved(make("a", recover=answer()), make("b", recover=answer())).names() == ["a", "b"]
 
 
-def test_a_fallback_is_asked_last_wherever_it_is_listed_and_plan_shows_it():
+def test_fallback_hook_is_called_last_and_shown_by_plan():
     asked: list[str] = []
 
     def build_model(self: Any) -> str:
@@ -194,7 +194,7 @@ def test_options_decide_whether_a_plugin_answers():
     ],
     ids=["misspelled", "not implemented", "not a first hook"],
 )
-def test_a_fallback_that_is_none_is_refused(members, message):
+def test_invalid_fallback_is_rejected(members, message):
     with pytest.raises(PluginError, match=message):
         resolved(make("a", **members))
 

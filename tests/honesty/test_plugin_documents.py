@@ -115,7 +115,7 @@ def test_a_package_whose_texts_were_changed_with_its_code_passes(project):
     assert verdict() == ""
 
 
-def test_a_description_of_the_template_is_found(project):
+def test_unchanged_template_description_is_reported(project):
     project(code=DOUBLES, readme=README)
     assert verdict() == (
         "plugin 'night-watch' promises to describe what it does. Found: the text of `fastloop new plugin` in the description in "
@@ -123,7 +123,7 @@ def test_a_description_of_the_template_is_found(project):
     )
 
 
-def test_a_readme_of_the_template_is_found(project):
+def test_unchanged_template_readme_is_reported(project):
     project(code=DOUBLES, description="Multiplies gradients")
     assert "a table of its options in the README. Found: no row for factor" in verdict()
     found = [problem.found for problem in problems(load("night-watch"), importlib.metadata.distribution("night-watch"))]
@@ -135,7 +135,7 @@ def test_a_readme_of_the_template_is_found(project):
     ]
 
 
-def test_docstrings_and_declarations_of_the_template_are_found(project):
+def test_unchanged_template_docstrings_are_reported(project):
     (code,) = (text for path, text in render("night-watch").items() if path.startswith("src/"))
     project(code=code.replace("value < self.lowest", "value > self.lowest"))
     assert verdict().endswith(
@@ -154,7 +154,7 @@ def test_docstrings_and_declarations_of_the_template_are_found(project):
     ],
     ids=["numerics", "default", "renamed", "unknown"],
 )
-def test_a_readme_that_contradicts_the_class_is_found(project, old, new, found):
+def test_readme_that_contradicts_class_is_reported(project, old, new, found):
     project(code=DOUBLES, readme=README.replace(old, new), description="Multiplies gradients")
     assert found in verdict()
 

@@ -103,7 +103,7 @@ def test_causal_models_pass(model):
     assert execute(text_run(LM, {"config": model} | BPE, max_steps=1))["status"] == "completed"
 
 
-def test_the_trial_of_causality_changes_no_random_state_and_no_mode(monkeypatch):
+def test_causality_check_changes_no_random_state_or_mode(monkeypatch):
     import torch
 
     from fastloop_plugins.tasks import _model_checks
@@ -183,7 +183,7 @@ def test_an_encoder_decoder_whose_tokenizer_ends_no_text_is_refused_before_train
     assert "the tokenizer that it was trained with" in str(caught.value)
 
 
-def test_a_damaged_configuration_is_left_to_the_loader(caplog):
+def test_corrupt_model_configuration_is_reported_by_loader(caplog):
     caplog.set_level(logging.INFO, "fastloop")
     save_checkpoint(AutoModelForSequenceClassification, DISTILBERT)
     for text in ("[]", "{", '{"model_type": 3}'):

@@ -106,13 +106,13 @@ def test_a_strategy_is_tried_with_itself_and_not_with_ddp(outcomes):
     assert "fill the slot 'strategy'" in why
 
 
-def test_a_strategy_that_exchanges_nothing_is_found_out(outcomes):
+def test_strategy_without_gradient_exchange_fails_conformance(outcomes):
     outcome, message = outcomes["no-exchange"]["test_processes[no-exchange]"]
     assert outcome == "failure"
     assert "promises numerics 'reassociated': each step's loss within 1e-05 of what it is without it on two processes" in message
 
 
-def test_a_strategy_whose_checkpoint_lacks_a_process_is_found_out(outcomes):
+def test_strategy_with_incomplete_checkpoint_fails_conformance(outcomes):
     outcome, message = outcomes["local-sgd"]["test_processes[local-sgd]"]
     assert outcome == "failure"
     promised = "the same result from a run that was interrupted after step 10 and resumed, on two processes with 'local-sgd'"

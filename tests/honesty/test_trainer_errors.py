@@ -79,7 +79,7 @@ def fit(model: nn.Module, loader: Any = None, loss: Any = nn.functional.cross_en
         ("loss", "bad_loss", AttributeError, {"model": Fails(""), "loss": bad_loss}),
     ],
 )
-def test_the_users_own_error_comes_out_of_fit_with_its_traceback_and_a_note(place, function, kind, arguments):
+def test_user_error_is_raised_by_fit_with_traceback_and_note(place, function, kind, arguments):
     with pytest.raises(kind) as failed:
         fit(**arguments)
     assert type(failed.value) is kind
@@ -98,12 +98,12 @@ def test_a_metric_that_fails_is_refused_before_training_with_its_line():
     assert f"ZeroDivisionError: metric ({HERE}:{line_of('metric')} in update)" in str(failed.value)
 
 
-def test_an_error_that_no_line_of_the_users_is_near_comes_out_of_fit_as_it_is():
+def test_error_outside_user_code_is_raised_by_fit_unchanged():
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         fit(nn.Linear(7, 3))
 
 
-def test_a_plugin_is_still_blamed_for_its_own():
+def test_plugin_error_names_the_plugin():
     class Breaks(Plugin):
         name = "breaks"
 

@@ -212,7 +212,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_kept_is_refused_by_name_before_anything_is_written(case, tmp_path):
+def test_unsupported_loader_is_rejected_by_name_before_writing(case, tmp_path):
     make, message = REFUSED[case]
     with pytest.raises(UsageError, match=message):
         train(make())
@@ -224,7 +224,7 @@ def test_an_evaluation_of_a_stream_drops_nothing():
         train(tiny_data(SIZE), DataLoader(Stream(), 4, drop_last=True), batch_size=4)
 
 
-def test_a_sampler_that_is_changed_during_training_is_noticed():
+def test_changed_sampler_during_training_is_detected():
     class Curriculum(EveryOther):
         def __init__(self) -> None:
             super().__init__()
@@ -244,7 +244,7 @@ def test_a_sampler_that_is_changed_during_training_is_noticed():
         train(DataLoader(tiny_data(SIZE), 4, sampler=sampler), plugins=[Update()])
 
 
-def test_what_checks_that_each_sample_comes_once_refuses_an_order_in_which_it_does_not():
+def test_sample_audit_rejects_sampler_with_repeats():
     for loader in (RANDOM["weighted"](), DataLoader(tiny_data(SIZE), 4, drop_last=True)):
         with pytest.raises(PluginError, match=r"plugins\.sample-audit: the training order leaves samples out or repeats some"):
             train(loader, plugins=["sample-audit"])
@@ -331,7 +331,7 @@ def test_workers_are_set_up_as_the_loader_says():
     assert trainer.run.eval_loaders["validation"].loader.num_workers == 0
 
 
-def test_a_plugin_overrides_the_loaders_workers_and_says_so(caplog):
+def test_plugin_overrides_loader_workers_with_a_message(caplog):
     caplog.set_level(logging.INFO, "fastloop")
     loader = DataLoader(tiny_data(SIZE), batch_size=4, num_workers=2)
     plain, _ = train(DataLoader(tiny_data(SIZE), batch_size=4), output="plain")

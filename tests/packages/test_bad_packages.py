@@ -128,7 +128,7 @@ def fastloop(venv: CleanVenv, *arguments: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
-def test_they_break_no_list_and_no_run_that_does_not_name_them(venv, recipe):
+def test_broken_packages_affect_no_other_run(venv, recipe):
     code, out, err = fastloop(venv, "--help")
     assert (code, err) == (0, "")
     assert "Of bad-command 0.7." in out
@@ -158,7 +158,7 @@ def test_they_break_no_list_and_no_run_that_does_not_name_them(venv, recipe):
 
 
 @pytest.mark.parametrize("bad", PLUGINS, ids=lambda bad: bad.name)
-def test_one_that_is_named_is_refused_with_one_line(venv, recipe, bad):
+def test_broken_plugin_is_rejected_with_one_line(venv, recipe, bad):
     code, out, err = fastloop(venv, "train", recipe, "--with", bad.name)
     assert (code, out) == (2, "")
     assert err.startswith("error: ")
@@ -168,7 +168,7 @@ def test_one_that_is_named_is_refused_with_one_line(venv, recipe, bad):
     assert not Path("out").exists()
 
 
-def test_of_two_of_one_name_either_is_reached_by_its_package(venv, recipe):
+def test_plugins_with_same_name_are_selected_by_package(venv, recipe):
     code, out, _ = fastloop(venv, "plan", recipe, "--with", "fastloop:amp")
     assert code == 0
     assert "amp  (slot precision, " in out

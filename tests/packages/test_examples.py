@@ -57,7 +57,7 @@ def test_the_speedup_leaves_fewer_weights_to_train(shelf):
     assert last < 0.7 * first
 
 
-def test_the_observer_says_what_the_run_took(shelf):
+def test_example_observer_logs_duration(shelf):
     venv, projects = shelf
     summary = train(venv, projects / "energy-use", "recipe.yaml")
     assert "energy-use" in summary["plugins"]

@@ -13,7 +13,7 @@ from package_helpers import build_wheel
 pytestmark = pytest.mark.slow
 
 
-def test_a_fresh_package_is_green(clean_venv, tmp_path):
+def test_new_package_passes_its_tests(clean_venv, tmp_path):
     done = clean_venv.run("-m", "fastloop", "new", "plugin", "night-watch", "--author", "Ada Lovelace", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     project = tmp_path / "night-watch"

@@ -122,7 +122,7 @@ def forget() -> Any:
 
 
 @pytest.mark.usefixtures("two", "forget")
-def test_a_package_and_a_name_say_which_plugin_with_options_overrides_and_without():
+def test_qualified_plugin_name_with_options_overrides_and_without():
     recipe_file("r.yaml", {"hot.pack:warmth": {"degrees": 80.0}})
     assert train("r.yaml")["warmth"] == [80.0, 3]
     assert train("r.yaml", "plugins.warmth.degrees=81.0")["warmth"] == [81.0, 3]
@@ -287,7 +287,7 @@ def test_a_file_that_a_base_recipe_lists_is_found_from_its_folder():
     assert select(recipe).plugins[0].config.degrees == 4.0
 
 
-def test_tune_writes_it_as_it_is_listed_and_asks_it_for_its_estimate():
+def test_tune_calls_estimate_of_file_plugin_and_writes_its_entry():
     write("warm.py", WARMTH)
     recipe = make_recipe({"plugins": [{"warm.py": {"degrees": 1.0}}]})
     (line,) = [line for line in text(recipe, [], {"warmth": "hot"}).splitlines() if "warm" in line]
@@ -490,7 +490,7 @@ class Watcher(Plugin):
         return {"steps": self.steps}
 
 
-def test_an_observer_that_fails_is_disabled_when_asked_and_the_numbers_are_those_without_it(tiny_run, caplog):
+def test_failing_observer_is_disabled_with_unchanged_numbers(tiny_run, caplog):
     plain = tiny_run()
     watcher = Watcher(on_error="disable", every=2)
     result = tiny_run([watcher])
@@ -507,7 +507,7 @@ def test_an_observer_that_fails_is_disabled_when_asked_and_the_numbers_are_those
         tiny_run([Watcher()])
 
 
-def test_what_an_observer_refuses_on_purpose_is_refused(tiny_run):
+def test_usage_error_of_observer_stops_run(tiny_run):
     class Picky(Watcher):
         @hookimpl
         def check_run(self, run: Any) -> None:
@@ -525,7 +525,7 @@ def test_what_an_observer_refuses_on_purpose_is_refused(tiny_run):
     )
 
 
-def test_a_recipe_asks_for_it_only_where_it_can_be(install):
+def test_plugin_can_be_listed_only_where_allowed(install):
     code = WARMTH + "\nclass Watcher(Warmth):\n    name = 'watcher'\n    read_only = True\n"
     install("warm-pack", code, warmth="warm_pack:Warmth", watcher="warm_pack:Watcher")
     plugin, *_ = resolve(make_recipe({"plugins": [{"watcher": {"on_error": "disable", "degrees": 1.0}}, *QUIET]})).plugins
@@ -554,7 +554,7 @@ def test_a_recipe_asks_for_it_only_where_it_can_be(install):
         ({"after_fit": hookimpl(wrapper=True)(lambda self: (yield))}, "after_fit is a wrapper, but the plugin is declared read_only"),
     ],
 )
-def test_a_plugin_that_changes_a_run_cannot_say_that_it_looks_on(members, said):
+def test_plugin_that_changes_run_cannot_be_observer(members, said):
     with pytest.raises(PluginError, match=said):
         hooks_of(type("Liar", (Watcher,), members)())
 
@@ -706,7 +706,7 @@ def test_a_task_comes_from_a_package(kinds):
         ("nothing.py:Sign", r"^recipe: train\.optimizer: no such file: nothing\.py"),
     ],
 )
-def test_an_optimizer_that_cannot_be_is_refused_with_its_place(kinds, optimizer, said):
+def test_invalid_optimizer_is_rejected_with_its_key(kinds, optimizer, said):
     kinds["train"]["optimizer"] = optimizer
     recipe = make_recipe(kinds)
     with pytest.raises(RecipeError, match=said):
@@ -714,7 +714,7 @@ def test_an_optimizer_that_cannot_be_is_refused_with_its_place(kinds, optimizer,
     assert not Path("out").exists()
 
 
-def test_a_metric_that_cannot_be_is_refused_with_its_place(kinds):
+def test_invalid_metric_is_rejected_with_its_key(kinds):
     metrics = kinds["plugins"][0]["module"]["metrics"]
     for kind, said in [
         ("kind_pack:Duble", r"plugins\.module\.metrics\.twice\.type: kind_pack has no 'Duble'\. Did you mean 'Double'\?"),

@@ -79,7 +79,7 @@ def plan(monkeypatch, capsys) -> Callable[[str], str]:
     return run
 
 
-def test_these_are_shipped_and_each_says_in_its_first_line_what_it_is():
+def test_shipped_recipes_have_descriptions():
     shipped = shipped_recipes()
     assert set(shipped) == SHIPPED
     for path in shipped.values():

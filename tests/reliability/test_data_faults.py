@@ -98,7 +98,7 @@ def test_a_killed_worker_is_named_with_its_signal_and_what_to_do(tiny_run, recor
 
 
 @pytest.mark.slow
-def test_after_a_killed_worker_the_run_goes_on_to_the_same_bits(tiny_run, tmp_path):
+def test_resume_after_killed_worker_is_bitwise(tiny_run, tmp_path):
     """a worker killed, then --resume: the run ends bit for bit as the undisturbed one"""
     whole = tiny_run([WORKERS], data=Rows(), save_every=4)
     with pytest.raises(DataError):
@@ -126,7 +126,7 @@ def test_a_worker_that_hangs_ends_with_its_run(tiny_run):
 
 
 @pytest.mark.parametrize("plugins", [[], [WORKERS]], ids=["alone", "workers"])
-def test_a_row_that_raises_stops_the_run_and_is_said(tiny_run, plugins):
+def test_raising_row_stops_run_with_its_error(tiny_run, plugins):
     """a corrupt row: the run stops with the dataset's own words, also out of a worker"""
     with pytest.raises(DataError, match="reading a batch failed: ValueError: row 17 is spoilt"):
         tiny_run(plugins, data=Rows((17,)))
@@ -136,7 +136,7 @@ def test_a_row_that_raises_stops_the_run_and_is_said(tiny_run, plugins):
 
 
 @pytest.mark.parametrize("plugins", [[], [WORKERS]], ids=["alone", "workers"])
-def test_rows_that_raise_are_left_out_and_counted(tiny_run, plugins, caplog, record_property):
+def test_raising_rows_are_skipped_and_counted(tiny_run, plugins, caplog, record_property):
     """corrupt rows with skip-unreadable: each is left out of its batch, the count is in the summary, all others come once"""
     bad, seen = (3, 17, 40), []
 
@@ -155,7 +155,7 @@ def test_rows_that_raise_are_left_out_and_counted(tiny_run, plugins, caplog, rec
     record_property("faults", 6)
 
 
-def test_whole_micro_batches_of_such_rows_count_for_nothing(tiny_run):
+def test_skipped_micro_batches_have_zero_weight(tiny_run):
     """a micro-batch, or a whole step, of corrupt rows: the others make the step; nothing becomes NaN"""
     order = torch.randperm(67, generator=torch.Generator().manual_seed(123)).tolist()
     one = tiny_run([SKIP], data=Rows(tuple(order[8:10])), micro_batch_size=2, epochs=1)
@@ -172,7 +172,7 @@ def test_without_corrupt_rows_nothing_changes(tiny_run):
     assert "unreadable_samples" not in skipping.summary
 
 
-def test_leaving_out_resumes_in_its_place(tiny_run, tmp_path):
+def test_skipping_resumes_at_its_position(tiny_run, tmp_path):
     """corrupt rows, and a stop in the middle of an epoch: position and count go on"""
     whole = tiny_run([SKIP], data=Rows((3, 17, 40)))
     tiny_run([SKIP], data=Rows((3, 17, 40)), max_steps=5, output=tmp_path / "run")
@@ -306,7 +306,7 @@ def test_a_huge_text_is_cut_before_it_is_tokenised():
     assert execute(run)["status"] == "completed"
 
 
-def test_an_empty_text_is_trained_on_and_said(caplog):
+def test_empty_text_is_trained_and_logged(caplog):
     """a text that is empty, or only spaces: said, and no failure"""
     jsonl("train.jsonl", [*good(), {"text": "", "label": 0}, {"text": "  ", "label": 1}])
     assert execute(text_run(train="train.jsonl"))["status"] == "completed"
@@ -316,7 +316,7 @@ def test_an_empty_text_is_trained_on_and_said(caplog):
 # -- data that changed -------------------------------------------------------------------------------------------------
 
 
-def test_a_dataset_of_another_size_is_refused_at_resume_or_said(tiny_run, tmp_path, caplog):
+def test_dataset_of_another_size_is_rejected_or_logged_at_resume(tiny_run, tmp_path, caplog):
     """rows added since the checkpoint: --resume is refused with what changed, and goes on when told to"""
     folder = tmp_path / "run"
     tiny_run([], data=Rows(), max_steps=5, output=folder)
@@ -329,7 +329,7 @@ def test_a_dataset_of_another_size_is_refused_at_resume_or_said(tiny_run, tmp_pa
     assert "was saved with other data" in caplog.text
 
 
-def test_a_dataset_says_itself_what_it_is_known_by(tiny_run, tmp_path):
+def test_dataset_fingerprint_method_is_used(tiny_run, tmp_path):
     """rows changed since the checkpoint: a dataset's own fingerprint() tells"""
 
     class Versioned(Rows):
@@ -347,7 +347,7 @@ def test_a_dataset_says_itself_what_it_is_known_by(tiny_run, tmp_path):
 
 
 @pytest.mark.parametrize("change", [{"text": "dull movie number 8"}, {"label": 1}], ids=["one word", "one label"])
-def test_a_file_with_one_word_changed_is_found(change):
+def test_file_with_one_changed_word_is_detected(change):
     """one word or label of a file changed since the checkpoint: refused at --resume"""
     rows = good()
     jsonl("train.jsonl", rows)

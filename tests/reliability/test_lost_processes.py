@@ -125,7 +125,7 @@ def errors(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_process_that_hangs_is_named_with_where_it_stands(rank):
+def test_hanging_process_is_named_with_its_stack(rank):
     """a rank that hangs in its data: within the timeout all end with an error that names it, with the stacks of all in the run folder"""
     done = do(*FASTLOOP, "--nproc", "2", fault="sleep", rank=rank)
     assert done.returncode not in (0, -signal.SIGKILL)
@@ -165,14 +165,14 @@ def test_native_code_that_holds_the_interpreter_is_ended_too():
     assert "__getitem__" in done.stderr
 
 
-def test_a_process_that_falls_behind_is_named_and_the_run_goes_on():
+def test_slow_process_is_named_and_run_continues():
     """a rank that is late, but comes: a warning names it, and the run ends well"""
     done = do(*FASTLOOP, "plugins.watchdog.timeout=16", "--nproc", "2", fault="late", rank=1)
     assert done.returncode == 0, done.stderr
     assert "watchdog: process 1 of 2 has made no progress for" in done.stdout
 
 
-def test_a_run_that_moves_is_left_alone(undisturbed):
+def test_watchdog_ignores_progressing_run(undisturbed):
     """control: where all moves, the same bits as without the watchdog"""
     done = do(*FASTLOOP, PATIENT, "--nproc", "2")
     assert done.returncode == 0, done.stderr
@@ -185,7 +185,7 @@ def test_a_run_that_moves_is_left_alone(undisturbed):
 
 @pytest.mark.parametrize("fault", ["kill", "raise"])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_process_that_dies_ends_all(fault, rank):
+def test_killed_process_stops_all(fault, rank):
     """a rank that is killed or raises: all end within seconds, with a code that is not 0 and the cause"""
     done = do(*FASTLOOP, PATIENT, "--nproc", "2", fault=fault, rank=rank)
     assert done.returncode == (137 if fault == "kill" else 1), done.stderr
@@ -194,7 +194,7 @@ def test_a_process_that_dies_ends_all(fault, rank):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_link_that_is_cut_ends_all(rank):
+def test_broken_connection_stops_all(rank):
     """the sockets between two ranks cut: both end within seconds, with a code that is not 0, and say that the connection is lost"""
     done = do(*FASTLOOP, PATIENT, "--nproc", "2", fault="cut", rank=rank, once="done")
     assert done.returncode == 1, done.stderr
@@ -207,7 +207,7 @@ def test_a_link_that_is_cut_ends_all(rank):
 
 
 @pytest.mark.parametrize("fault", ["kill", "sleep"])
-def test_torchrun_starts_again_and_the_run_resumes_by_itself(fault, undisturbed):
+def test_torchrun_restart_resumes_run(fault, undisturbed):
     """a rank that dies or hangs under torchrun --max-restarts 1: all start again and go on from the newest checkpoint, to the same bits"""
     torchrun = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--max-restarts", "1", "--standalone"]
     more = [*(["--resume"] if fault == "kill" else []), *([] if fault == "sleep" else [PATIENT])]

@@ -150,7 +150,7 @@ def test_a_limit_of_its_own_makes_a_kill_into_an_error_that_is_recovered_from():
     assert "do not fit into memory" in done.stdout
 
 
-def test_a_single_sample_that_does_not_fit_is_an_error():
+def test_sample_above_memory_limit_raises():
     """a single sample that does not fit: the error is the allocation's own, in bounded time"""
     done = train("run", TRAIN0="1")
     assert done.returncode == 1

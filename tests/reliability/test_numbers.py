@@ -99,7 +99,7 @@ def finite(weights: dict[str, torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=str)
-def test_a_loss_that_is_no_number_stops_before_the_weights_change(tiny_run, tmp_path, value):
+def test_nan_loss_stops_before_weights_change(tiny_run, tmp_path, value):
     """NaN or infinity in a sample: the run ends with exit code 1, its weights are whole, and the samples are named"""
     bad = order()[20]
     model = tiny_model()
@@ -116,7 +116,7 @@ def test_a_loss_that_is_no_number_stops_before_the_weights_change(tiny_run, tmp_
 
 
 @pytest.mark.parametrize("clip", [None, 1.0])
-def test_a_gradient_that_is_no_number_stops_too(tiny_run, clip):
+def test_nan_gradient_stops_run(tiny_run, clip):
     """an infinite gradient under a finite loss: found with and without clipping, before the optimizer steps"""
     model = tiny_model()
     with pytest.raises(NotFinite, match=r"step 6: the loss is \d.*the gradients' norm inf"):
@@ -181,7 +181,7 @@ def test_skipping_is_bounded(tiny_run):
 
 
 @pytest.mark.parametrize("saving", [[], ["async-save"]], ids=["plain", "async"])
-def test_the_run_goes_back_and_on_without_the_batch(tiny_run, tmp_path, saving):
+def test_rollback_continues_without_the_batch(tiny_run, tmp_path, saving):
     """NaN with action rollback: the newest checkpoint is loaded in the same process; the run ends as if that batch had not been there"""
     plugins = ["checkpoint-best", {"ema": {"decay": 0.9}}, {"lr-scheduler": {"schedule": "cosine"}}]
 
@@ -207,7 +207,7 @@ def test_the_run_goes_back_and_on_without_the_batch(tiny_run, tmp_path, saving):
     assert [line["ids"] for line in lines(tmp_path / "run")] == [order(1)[32:40]]
 
 
-def test_going_back_twice_leaves_both_out_and_is_bounded(tiny_run, tmp_path):
+def test_second_rollback_skips_both_batches_and_is_bounded(tiny_run, tmp_path):
     """NaN in several batches with action rollback: each is left out, and the run ends after plugins.nan-guard.limit of them"""
     bad = BadBatch((1, 16), (1, 32), (2, 0))
     ran = tiny_run([{"nan-guard": {"action": "rollback", "limit": 3}}, bad], output=tmp_path / "run", epochs=3)
@@ -219,7 +219,7 @@ def test_going_back_twice_leaves_both_out_and_is_bounded(tiny_run, tmp_path):
         tiny_run([{"nan-guard": {"action": "rollback", "limit": 2}}, bad], epochs=3)
 
 
-def test_a_run_that_went_back_resumes_without_the_batch(tiny_run, tmp_path):
+def test_resumed_run_after_rollback_skips_the_batch(tiny_run, tmp_path):
     """resumed after a rollback: what was left out stays so, bit for bit"""
     plugins = [{"nan-guard": {"action": "rollback"}}, BadBatch((1, 32))]
     arguments: dict[str, Any] = {"save_every": 4, "epochs": 3}
@@ -230,7 +230,7 @@ def test_a_run_that_went_back_resumes_without_the_batch(tiny_run, tmp_path):
     assert all(torch.equal(ran.weights[name], whole.weights[name]) for name in whole.weights)
 
 
-def test_with_nothing_to_go_back_to_it_says_so(tiny_run, caplog):
+def test_rollback_without_checkpoint_is_reported(tiny_run, caplog):
     """NaN before the first checkpoint with action rollback: the run stops, and says why it does not go back"""
     with pytest.raises(NotFinite, match="step 3"):
         tiny_run([{"nan-guard": {"action": "rollback"}}], data=Rows((order()[20],)))
@@ -292,7 +292,7 @@ def test_the_scale_and_its_growth_tracker_are_identical_after_resume(tiny_run, t
 # -- spikes ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_spike_is_recorded_and_the_run_goes_on(tiny_run, tmp_path):
+def test_spike_is_recorded_and_run_continues(tiny_run, tmp_path):
     """a loss far above the others: recorded with its samples, and training goes on"""
     bad = order(2)[20]
     ran = tiny_run(["nan-guard"], data=Rows((bad,), 300.0), epochs=3, output=tmp_path / "run", lr=1e-4)

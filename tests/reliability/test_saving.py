@@ -174,7 +174,7 @@ def test_killed_at_any_moment_of_a_save(processes, how, short, record_property):
     assert survived == count
 
 
-def test_the_newest_is_found_when_a_kill_came_between_two_renames():
+def test_kill_between_two_renames_keeps_newest_checkpoint():
     """a kill between the renames that put a step's checkpoint in its own place: that step is found, and not one before it"""
     save(1)
     newest = save(2)
@@ -187,7 +187,7 @@ def test_the_newest_is_found_when_a_kill_came_between_two_renames():
 # -- no room ---------------------------------------------------------------------------------------------------------------------
 
 
-def test_a_full_disk_leaves_the_checkpoint_before(disk):
+def test_full_disk_keeps_previous_checkpoint(disk):
     """a disk that is full: the save says so, nothing of it stays, the one before is whole; with room again, saving goes on"""
     run = str(disk / "run")
     save(1, run)
@@ -210,7 +210,7 @@ def same(left: Any, right: Any) -> bool:
 
 
 @pytest.mark.parametrize("plugins", [[], ["async-save"]], ids=["plain", "async"])
-def test_a_full_disk_is_said_and_training_goes_on(disk, tiny_run, plugins, caplog):
+def test_full_disk_is_logged_and_training_continues(disk, tiny_run, plugins, caplog):
     """a disk that is full for a while, on_save_error=continue: said at each save, and the run ends as one on an empty disk"""
     arguments: dict[str, Any] = {"save_every": 2, "evaluate_every": 3}
     undisturbed = tiny_run(["checkpoint-best", {"log": {"every": 1}}], **arguments)
@@ -229,7 +229,7 @@ def test_a_full_disk_is_said_and_training_goes_on(disk, tiny_run, plugins, caplo
     assert [line["step"] for line in lines if "loss" in line and "split" not in line] == list(range(1, 19)), "late, but all there"
 
 
-def test_a_full_disk_stops_the_run_when_that_is_chosen(disk, tiny_run):
+def test_full_disk_stops_run_with_on_failure_stop(disk, tiny_run):
     """a full disk, on_save_error=stop: the run fails at once, and with room again goes on to the same numbers"""
     arguments: dict[str, Any] = {"save_every": 4, "on_save_error": "stop"}
     undisturbed = tiny_run(["checkpoint-best"], **arguments)
@@ -244,7 +244,7 @@ def test_a_full_disk_stops_the_run_when_that_is_chosen(disk, tiny_run):
     assert all(resumed.weights[name].equal(tensor) for name, tensor in undisturbed.weights.items())
 
 
-def test_a_disk_that_is_full_at_the_end_fails_the_run_and_loses_nothing(disk):
+def test_full_disk_at_the_end_fails_run_and_keeps_checkpoint(disk):
     """a full disk when the model is exported: exit code 1, and with room again --resume does the rest"""
     write_recipe()
     assert train("output=whole") == 0
@@ -273,7 +273,7 @@ class Locks(Plugin):
             subprocess.run(["mount", "-o", f"remount,bind,{mode}", self.folder], check=True)
 
 
-def test_a_folder_that_becomes_read_only_is_said_and_training_goes_on(tmp_path, tiny_run, caplog):
+def test_read_only_folder_is_logged_and_training_continues(tmp_path, tiny_run, caplog):
     """a folder that is read-only for a while: said at each save, and the run ends as one that could write"""
     arguments: dict[str, Any] = {"save_every": 2}
     undisturbed = tiny_run(["checkpoint-best"], **arguments)
@@ -315,7 +315,7 @@ def test_a_quota_error_counts_on_all_processes(choice, count):
 # -- damage ----------------------------------------------------------------------------------------------------------------------
 
 
-def test_flipped_bits_are_found(record_property):
+def test_flipped_bits_are_detected(record_property):
     """a bit flips, or a file is cut, anywhere in a checkpoint: found (or without effect); the one before is used, and that is said"""
     save(1)
     original, count, chance = save(2), times(30), random.Random(times(30))
@@ -345,7 +345,7 @@ def test_flipped_bits_are_found(record_property):
     assert survived == count
 
 
-def test_when_all_are_corrupt_the_run_does_not_start_anew():
+def test_resume_fails_if_all_checkpoints_are_corrupt():
     """every checkpoint is corrupt: exit code 2, each is named, nothing is touched, and no step is trained"""
     write_recipe(train={"keep_checkpoints": 3})
     assert train("output=run", environment={"FAULT": "step 14 0 me('SIGKILL')"}) == -signal.SIGKILL
@@ -393,7 +393,7 @@ class Scores(Plugin):
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf"), None], ids=["nan", "inf", "-inf", "missing"])
 @pytest.mark.parametrize("mode", ["min", "max"])
-def test_a_metric_that_is_no_number_is_never_the_best(bad, mode, tiny_run, caplog):
+def test_nan_metric_is_never_best(bad, mode, tiny_run, caplog):
     """a metric that is missing, NaN or infinite: never the best, and it does not stop the run; said"""
     best = {"checkpoint-best": {"monitor": "score", "mode": mode}}
     stops = {"early-stopping": {"monitor": "score", "mode": mode, "patience": 9, "threshold": 0.0 if mode == "min" else 9.0}}
@@ -447,7 +447,7 @@ def test_a_killed_run_leaves_no_lock():
     assert Path("run/.lock").read_text() == ""
 
 
-def test_where_there_are_no_locks_the_process_is_looked_for(monkeypatch):
+def test_without_file_locks_the_process_is_checked(monkeypatch):
     """a file system without locks: refused while the process lives that the file names; stale when it is dead on this host"""
 
     def no_locks(*arguments: Any) -> None:
@@ -497,7 +497,7 @@ class Watches(Plugin):
         self.busy += run.saver.is_pending
 
 
-def test_saved_in_the_background_it_is_the_same(tiny_run):
+def test_background_save_equals_foreground_save(tiny_run):
     """control: saving in the background, steps go on meanwhile, the files are the same to the byte, and the run's end waits for the last"""
     arguments: dict[str, Any] = {"save_every": 4, "keep_checkpoints": 9, "epochs": 1}
     plugins: list[Any] = ["lr-scheduler", {"ema": {"decay": 0.9}}, {"log": False}]
@@ -550,7 +550,7 @@ class FailsLate(Plugin):
         return written
 
 
-def test_a_failure_that_turns_out_when_the_next_save_is_due_is_not_lost(tiny_run):
+def test_background_failure_found_at_next_save_is_reported(tiny_run):
     """a save in the background that fails so late that the next one waits for it: each failure is counted, the first one stops the run"""
     assert tiny_run([FailsLate()], epochs=1, save_every=4).summary["save_errors"] == 3  # after 4, 8 and 9 steps
     with pytest.raises(SaveError, match="step-00000004 was not saved"):

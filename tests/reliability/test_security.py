@@ -69,7 +69,7 @@ HOSTILE: dict[str, tuple[str, int, str]] = {
 
 
 @pytest.mark.parametrize(("text", "line", "said"), HOSTILE.values(), ids=HOSTILE.keys())
-def test_a_recipe_that_is_more_than_data_is_refused_with_its_line(text, line, said):
+def test_recipe_with_yaml_tags_is_rejected_with_its_line(text, line, said):
     """a recipe with objects, repeated keys, bombs: refused, with file and line"""
     with pytest.raises(RecipeError) as refused:
         load_recipe(write(text))
@@ -91,7 +91,7 @@ def test_an_override_is_data_too(value):
     assert not Path("pwned").exists()
 
 
-def test_what_yaml_has_beside_that_is_still_there():
+def test_harmless_yaml_features_are_supported():
     """control: anchors, merged mappings and every scalar of a recipe are read as before"""
     tree = "data:\n  a: &a {x: 1, y: [1.5, true, null, 2020-01-01, 1e-4]}\n  b: *a\n  c: {<<: *a, x: 2}\n  d: '1'\n  e: !!str 1\n"
     data = load_recipe(write(tree)).data
@@ -122,7 +122,7 @@ def test_no_resolver_is_called_and_no_environment_reaches_the_recipe(text, monke
 
 
 @pytest.mark.parametrize("path", ["a\0b.py", "x" * 5000 + ".py", "~nobody-of-this-name/x.py"], ids=["null byte", "long", "no home"])
-def test_what_cannot_be_a_path_is_refused(path):
+def test_invalid_path_is_rejected(path):
     """a path that no file can have: a message, no traceback"""
     for tree in ({"plugins": [path]}, {"extends": path}, {"output": path}):
         with pytest.raises(RecipeError, match="cannot be a path"):
@@ -562,7 +562,7 @@ def test_secrets_reach_no_file_and_no_console(fail, monkeypatch, capfd):
     assert not leaks(shown.out + shown.err + Path("page.html").read_text())
 
 
-def test_a_saved_recipe_asks_for_its_secrets_again_and_a_run_goes_on_with_them(monkeypatch, capfd):
+def test_saved_recipe_needs_secrets_again_on_resume(monkeypatch, capfd):
     """a saved recipe without its secrets: says what to set, and resumes when it is set"""
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     name = secret_recipe()
@@ -573,7 +573,7 @@ def test_a_saved_recipe_asks_for_its_secrets_again_and_a_run_goes_on_with_them(m
     assert "data.arguments.api_key: found (hidden)" in capfd.readouterr().err
 
 
-def test_a_wrong_option_that_is_a_secret_is_not_said(monkeypatch, capfd):
+def test_invalid_secret_option_is_not_printed(monkeypatch, capfd):
     """a mistake in a recipe beside a secret: the message is without it"""
     write(yaml.safe_dump({"plugins": [{"amp": {"hf_token": PASSWORD, "dtype": PASSWORD}}]}))
     assert command(monkeypatch, "train", "r.yaml") == 2

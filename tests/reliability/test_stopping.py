@@ -131,7 +131,7 @@ def test_a_signal_to_a_whole_group_of_processes_spares_data_workers():
         assert record() == record("whole")
 
 
-def test_a_save_that_fails_when_the_run_is_stopped_is_said():
+def test_failed_save_at_stop_is_reported():
     """a signal, and a disk quota that is used up: exit code 75, and it is said which checkpoint is the newest"""
     write_recipe(model={"module": "code.py:Net", "arguments": {"hidden": 4000}})
     quota = "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY)); me('SIGTERM')"
@@ -146,7 +146,7 @@ def test_a_save_that_fails_when_the_run_is_stopped_is_said():
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
 @pytest.mark.usefixtures("whole")
-def test_twice_means_now(name):
+def test_second_signal_stops_at_once(name):
     """a step that hangs, and the same signal twice: the run ends at once, and goes on from the checkpoint before"""
     run = Forked("output=run", environment={"FAULT": f"step 14 0 me('{name}'); time.sleep(600)"})
     until(lambda: "once more to stop at once" in said())
@@ -174,7 +174,7 @@ def test_ctrl_c_of_a_job_in_the_foreground():
 
 
 @pytest.mark.usefixtures("whole")
-def test_what_does_not_stop_is_ended_in_time():
+def test_unresponsive_process_is_killed_after_timeout():
     """a step that hangs, and one signal: the run ends when its time is up, and goes on from the checkpoint before"""
 
     def hurry() -> None:
@@ -293,7 +293,7 @@ def killed_until_done(folder: str, kills: int, chance: random.Random, count: int
 
 @pytest.mark.parametrize(("count", "short"), [(1, 5), pytest.param(2, 1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("options", [pytest.param([], marks=pytest.mark.slow), ["--with", "async-save"]], ids=["plain", "async"])
-def test_resume_in_a_loop_reaches_the_end_whatever_is_killed_when(count, short, options, record_property):
+def test_resume_in_a_loop_completes_after_random_kills(count, short, options, record_property):
     """a run is killed at random moments, from its start on, and started again with --resume: it ends with the bits of one left alone"""
     write_recipe(data={"module": "code.py:rows", "arguments": {"slow": 0.001}}, train={"epochs": 8})
     strategy = [*options, *(["--with", "ddp"] if count > 1 else [])]
@@ -330,7 +330,7 @@ def test_resume_refuses_another_folder_without_a_checkpoint():
     assert not Path("run").exists()
 
 
-def test_resume_does_not_train_a_complete_run_anew():
+def test_resume_of_complete_run_trains_nothing():
     """--resume on a complete run that kept no checkpoint: exit code 2, and it is left as it is"""
     write_recipe(train={"save_every": None})
     assert train("output=run") == 0
@@ -340,7 +340,7 @@ def test_resume_does_not_train_a_complete_run_anew():
     assert record() == before
 
 
-def test_resume_leaves_other_peoples_files_alone():
+def test_resume_keeps_unrelated_files():
     """--resume on a folder that holds other files than a run's: exit code 2, and they stay where they are"""
     write_recipe()
     Path("run").mkdir()

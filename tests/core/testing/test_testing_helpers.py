@@ -71,7 +71,7 @@ def test_processes_train_a_recipe_together(processes, tmp_path):
     recipe = VECTORS | {"train": {"epochs": 1, "batch_size": 8, "lr": 3e-3, "device": "cpu"}, "output": "run"}
     plain = processes(1, train, recipe, folder=tmp_path)[0].result
     first, second = (ended.result for ended in processes(2, train, recipe | {"plugins": [*VECTORS["plugins"], "ddp"]}, folder=tmp_path))
-    assert len(first.losses) == 9
+    assert len(first.losses) == 5
     assert first.losses == second.losses
     assert first.summary["world_size"] == 2
     assert first.replicas == second.replicas
@@ -250,7 +250,7 @@ BAD = {
     "forgets": (
         FORGETS,
         "saved_and_loaded",
-        "promises the same result from a run that was interrupted after step 10 and resumed",
+        "promises the same result from a run that was interrupted after step 6 and resumed",
     ),
     "leaks": (LEAKS, "off", "promises to leave nothing behind when it is off. Found: torch.get_num_threads(): 1 before, 3 after"),
     "raises": (RAISES, "numerics", "the training 'ours' failed: PluginCrash: plugin 'raises' (raises 1.0) failed in after_step"),
@@ -356,7 +356,7 @@ class TestConformanceItself:
     def test_a_killed_run_that_forgets_fails_too(self, outcomes):
         outcome, message = outcomes["forgets"]["killed"]
         assert outcome == "failure"
-        assert "promises the same result from a run that was killed in step 13 and resumed" in message
+        assert "promises the same result from a run that was killed in step 8 and resumed" in message
 
     def test_slow_checks_are_marked_without_a_marker_of_the_authors(self, outcomes):
         assert not {"cost", "killed"} & outcomes["draws"].keys()
@@ -376,7 +376,7 @@ class TestConformanceItself:
             ("unshown", {"documented"}),
         ],
     )
-    def test_other_checks_have_no_slow_marker(self, outcomes, name, failing):
+    def test_bad_plugin_fails_only_the_broken_checks(self, outcomes, name, failing):
         assert by_outcome(outcomes[name], "failure") == failing, outcomes[name]
         assert not by_outcome(outcomes[name], "error")
 

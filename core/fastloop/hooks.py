@@ -266,7 +266,8 @@ class PluginSet:
     def draft(self, hook: str, draft: Draft) -> Any:
         """Pass a draft to every plugin, and return it."""
         for plugin, call in self.each(hook):
-            draft.__dict__["_writer"] = plugin.name
+            recipe, listed, _ = plugin.where.rpartition(": plugins.")
+            draft.__dict__.update(_writer=plugin.name, _where=f"{recipe}: " if listed else "")
             call(draft=draft)
         return draft
 

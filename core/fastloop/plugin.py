@@ -20,8 +20,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
@@ -43,6 +44,8 @@ GROUP = "fastloop.plugins"
 DEFAULTS = "fastloop.defaults"
 """Entry-point group of plugins that fastloop enables by default. Entries of other distributions are ignored: an installed plugin is not
 active until a recipe names it."""
+
+_place: ContextVar[str] = ContextVar("_place", default="")
 
 hookimpl = pluggy.HookimplMarker("fastloop")
 
@@ -155,6 +158,7 @@ class Plugin:
 
     Attributes:
         config: The options: an instance of the nested dataclass ``Config``.
+        where: The recipe's entry, for messages: ``recipes/x.yaml: plugins.warmth``. The name, if Python made the plugin.
 
     Raises:
         RecipeError: An option is unknown, of the wrong type or out of range.
@@ -199,8 +203,8 @@ class Plugin:
     class Config:
         """No options."""
 
-    def __init__(self, *, _where: str = "", **options: Any) -> None:
-        where = _where or self.name
+    def __init__(self, **options: Any) -> None:
+        self.where = where = _place.get() or self.name
         if "on_error" in options and self.read_only:
             self.on_error = parse(Observer, {"on_error": options.pop("on_error")}, where).on_error
         check_options(type(self).Config, f"{where}: its Config")
@@ -233,6 +237,16 @@ class Plugin:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.config})"
+
+
+@contextmanager
+def listed_at(where: str) -> Iterator[None]:
+    """Inside, plugins that are created name ``where`` in messages: the recipe's entry. Their constructors need not pass it on."""
+    token = _place.set(where)
+    try:
+        yield
+    finally:
+        _place.reset(token)
 
 
 def defaults() -> dict[str, importlib.metadata.EntryPoint]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import graphlib
 import heapq
 import importlib.metadata
+import itertools
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -14,7 +15,7 @@ from packaging.utils import canonicalize_name
 from fastloop.errors import FastloopError, PluginError, did_you_mean
 from fastloop.hooks import PluginSet, origin
 from fastloop.options import check_options
-from fastloop.plugin import GROUP, Plugin, defaults, entry_points
+from fastloop.plugin import GROUP, Plugin, defaults, entry_points, listed_at
 from fastloop.plugin_checks import check_together
 from fastloop.recipe import Recipe
 from fastloop.recipe.importing import import_file
@@ -130,7 +131,8 @@ def make(recipe: Recipe, name: str) -> Plugin:
     """
     cls, options = load_listed(recipe, name), recipe.plugins[name] or {}
     try:
-        return cls(_where=recipe.place(name), **{str(key): value for key, value in options.items()})
+        with listed_at(recipe.place(name)):
+            return cls(**{str(key): value for key, value in options.items()})
     except FastloopError:
         raise
     except Exception as error:
@@ -252,6 +254,11 @@ def _check(plugins: list[Plugin], names: Collection[str], where: str) -> None:
                 slot = reference.removeprefix("slot:")
                 if slot != reference:
                     fix = f"a plugin in the slot {slot!r}, which the recipe does not list. `fastloop plugins` shows who fills it."
+                elif reference in names and load(reference).slot == "task":
+                    task = next((repr(other.name) for other in plugins if other.slot == "task"), "none")
+                    fix = (
+                        f"the task {reference!r}, and the task of this run is {task}. If any task will do, its class requires 'slot:task'."
+                    )
                 elif reference in names:
                     fix = f"{reference!r}, which the recipe does not list. Add it: --with {reference}."
                 else:
@@ -274,8 +281,7 @@ def _order(plugins: list[Plugin], reasons: dict[str, str], where: str) -> list[P
     try:
         sorter.prepare()
     except graphlib.CycleError as error:
-        cycle = sorted(set(error.args[1]), key=position.__getitem__)
-        raise PluginError(f"{where}: runs_after and runs_before of plugins {', '.join(map(repr, cycle))} form a cycle.") from None
+        raise PluginError(f"{where}: {_explain_cycle(error.args[1], plugins)}") from None
     ready = sorted(position[name] for name in sorter.get_ready())
     ordered: list[Plugin] = []
     while ready:
@@ -285,5 +291,17 @@ def _order(plugins: list[Plugin], reasons: dict[str, str], where: str) -> list[P
         for name in sorter.get_ready():
             heapq.heappush(ready, position[name])
             if position[name] < position[plugin.name]:
-                reasons[name] += f"; moved behind {plugin.name!r}"
+                reasons[name] += f"; moved after {plugin.name!r}"
     return ordered
+
+
+def _explain_cycle(names: list[str], plugins: list[Plugin]) -> str:
+    """The declarations that make a cycle, in which each name runs before the next, and one of them to drop."""
+    by_name = {plugin.name: plugin for plugin in plugins}
+    declarations = []
+    for first, second in itertools.pairwise(names):
+        for owner, attribute, other in ((second, "runs_after", first), (first, "runs_before", second)):
+            for reference in getattr(by_name[owner], attribute):
+                if by_name[other] in _matching(reference, plugins):
+                    declarations.append(f"{owner!r} {attribute} {reference!r}")
+    return f"the order of plugins is a cycle: {', '.join(declarations)}. Drop one of these declarations, or a plugin: --without {names[0]}."

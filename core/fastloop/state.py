@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
@@ -154,7 +155,8 @@ class Output:
 
 
 class Draft:
-    """Typed settings that plugins fill in before the core builds the real object. Two plugins must not set the same field.
+    """Typed settings that plugins fill in before the core builds the real object. Two plugins must not set the same field. Mappings merge:
+    there, two plugins must not set the same key.
 
     Args:
         defaults: Values of fields that the core derives from the machine, before any plugin writes.
@@ -164,7 +166,7 @@ class Draft:
     """
 
     def __init__(self, **defaults: Any) -> None:
-        self.__dict__.update(defaults, _writer="", writers={})
+        self.__dict__.update(defaults, _writer="", _where="", writers={})
 
     def __setattr__(self, name: str, value: Any) -> None:
         from fastloop.errors import PluginError, did_you_mean
@@ -172,17 +174,27 @@ class Draft:
         fields = [key for cls in type(self).__mro__ for key in getattr(cls, "__annotations__", {})]
         if name not in fields:
             raise PluginError(f"{self._writer}: {type(self).__name__} has no field {name!r}.{did_you_mean(name, fields)}")
-        writer = self.writers.get(name, self._writer)
-        if writer != self._writer:
-            raise PluginError(f"Plugins {writer!r} and {self._writer!r} both set {type(self).__name__}.{name}. Remove one of them.")
-        self.writers[name] = self._writer
-        self.__dict__[name] = value
+        is_mapping = isinstance(value, Mapping)
+        for field_name in [f"{name}[{key!r}]" for key in value] if is_mapping else [name]:
+            writer = self.writers.setdefault(field_name, self._writer)
+            if writer != self._writer:
+                raise PluginError(
+                    f"{self._where}plugins {writer!r} and {self._writer!r} both set {type(self).__name__}.{field_name}. Remove one of them."
+                )
+        self.__dict__[name] = {**getattr(self, name), **value} if is_mapping else value
 
     def written_by(self, plugin: str) -> dict[str, Any]:
-        """Field -> value, for the fields that one plugin set."""
-        return {name: getattr(self, name) for name, writer in self.writers.items() if writer == plugin}
+        """Field -> value, for the fields that one plugin set. A key of a mapping counts as a field: ``arguments['fused']``."""
+        values = {}
+        for name, writer in self.writers.items():
+            if writer == plugin:
+                field_name, _, key = name.partition("[")
+                value = getattr(self, field_name)
+                values[name] = value[ast.literal_eval(key.removesuffix("]"))] if key else value
+        return values
 
     _writer: str
+    _where: str
     writers: dict[str, str]
 
 

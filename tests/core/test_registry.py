@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastloop import DataLoaderDraft, Device, Dtype, Package, Plugin, PluginCrash, PluginError, RecipeError, When, hookimpl
+from fastloop import DataLoaderDraft, Device, Dtype, OptimizerDraft, Package, Plugin, PluginCrash, PluginError, RecipeError, When, hookimpl
 from fastloop.recipe import Recipe, make_recipe
 from fastloop.registry import PluginSet, installed, load, resolve
 from fastloop.runtime.hardware import Machine
@@ -186,7 +186,7 @@ def test_order_constraints_move_plugins_minimally():
 
 def test_reordered_plugin_has_reason():
     resolution = resolve(recipe(), CPU, [make("a", runs_after=("c",)), make("b"), make("c")])
-    assert resolution.reasons == {"a": "given in Python; moved behind 'c'", "b": "given in Python", "c": "given in Python"}
+    assert resolution.reasons == {"a": "given in Python; moved after 'c'", "b": "given in Python", "c": "given in Python"}
 
 
 def test_cyclic_order_is_rejected_with_its_members():
@@ -197,7 +197,9 @@ def test_cyclic_order_is_rejected_with_its_members():
         make("c", runs_after=("a",)),
         make("late", runs_after=("a",)),
     )
-    assert message == "recipe: runs_after and runs_before of plugins 'a', 'b', 'c' form a cycle."
+    assert message.startswith("recipe: the order of plugins is a cycle: ")
+    assert all(declaration in message for declaration in ("'c' runs_after 'a'", "'b' runs_after 'c'", "'a' runs_after 'b'"))
+    assert "Drop one of these declarations, or a plugin: --without " in message
 
 
 # -- together --------------------------------------------------------------------------------------------------------------------
@@ -351,7 +353,7 @@ def writer(name: str, **values: Any) -> Plugin:
 
 def test_conflicting_draft_fields_name_both_plugins():
     resolution = resolve(recipe(), CPU, [writer("a", num_workers=2), writer("b", pin_memory=True, num_workers=2)])
-    with pytest.raises(PluginError, match=r"^Plugins 'a' and 'b' both set DataLoaderDraft.num_workers\. Remove one of them\.$"):
+    with pytest.raises(PluginError, match=r"^plugins 'a' and 'b' both set DataLoaderDraft.num_workers\. Remove one of them\.$"):
         resolution.draft("configure_dataloader", DataLoaderDraft())
 
 
@@ -529,3 +531,43 @@ def test_unsaveable_state_error_names_the_plugin(tiny_run):
 
     with pytest.raises(PluginError, match=r"save_state: state\.plugins\.odd\.what: a object cannot be saved"):
         tiny_run([Odd()], epochs=1)
+
+
+def test_drafts_of_two_plugins_merge_mappings_by_key():
+    def setter(name: str, **arguments: object) -> Plugin:
+        class Setter(Plugin):
+            @hookimpl
+            def configure_optimizer(self, draft) -> None:
+                draft.arguments = arguments
+
+        Setter.name = name
+        return Setter()
+
+    resolution = resolve(recipe(), CPU, [setter("a", fused=True), setter("b", maximize=False)])
+    draft = resolution.draft("configure_optimizer", OptimizerDraft())
+    assert draft.arguments == {"fused": True, "maximize": False}
+    assert draft.written_by("b") == {"arguments['maximize']": False}
+    with pytest.raises(PluginError, match=r"^plugins 'a' and 'b' both set OptimizerDraft.arguments\['fused'\]\. Remove one of them\.$"):
+        resolve(recipe(), CPU, [setter("a", fused=True), setter("b", fused=False)]).draft("configure_optimizer", OptimizerDraft())
+
+
+def test_a_draft_conflict_names_the_recipe(tmp_path):
+    (tmp_path / "two.py").write_text(
+        "from fastloop import Plugin, hookimpl\n\n"
+        + "\n\n".join(
+            f"class {name.upper()}(Plugin):\n    name = '{name}'\n\n    @hookimpl\n"
+            f"    def configure_optimizer(self, draft):\n        draft.arguments = {{'fused': True}}\n"
+            for name in "ab"
+        )
+    )
+    listed = make_recipe({"plugins": [f"{tmp_path}/two.py:A", f"{tmp_path}/two.py:B"]}, tmp_path / "r.yaml")
+    with pytest.raises(PluginError, match=r"r\.yaml: plugins 'a' and 'b' both set OptimizerDraft"):
+        resolve(listed, CPU).draft("configure_optimizer", OptimizerDraft())
+
+
+def test_a_task_that_is_required_by_name_is_explained():
+    message = refusal(make("a", requires=("module",)), make("my-task", slot="task"))
+    assert message == (
+        "recipe: plugin 'a' requires the task 'module', and the task of this run is 'my-task'. If any task will do, its class requires "
+        "'slot:task'."
+    )

@@ -26,6 +26,7 @@ from saving_helpers import times
 from fastloop import CheckpointError, FastloopError, PluginCrash, checkpoint
 from fastloop.data.loaders import micro_batches
 from fastloop.options import describe
+from fastloop.plugin import listed_at
 from fastloop.recipe import load_recipe, make_recipe, secrets, shipped_recipes
 from fastloop.recipe import safe_yaml as plain
 from fastloop.registry import installed, load, resolve
@@ -325,7 +326,8 @@ def test_options_of_every_plugin(record_property):
         chosen = data.draw(st.lists(st.sampled_from([*kinds, "unknown"]), max_size=3, unique=True))
         options = {key: data.draw(values_for(kinds.get(key, "int"))) for key in chosen}
         with named_errors_only():
-            plugin = classes[name](_where=f"r.yaml: plugins.{name}", **options)
+            with listed_at(f"r.yaml: plugins.{name}"):
+                plugin = classes[name](**options)
             assert dataclasses.is_dataclass(plugin.config)
             assert name in resolve(make_recipe({"plugins": [{name: options}]})).names()
 

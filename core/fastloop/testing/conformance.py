@@ -33,7 +33,7 @@ import pytest
 from fastloop.errors import RecipeError, UsageError, did_you_mean
 from fastloop.numerics import BOUNDS, HOLDS, compare
 from fastloop.options import describe, parse
-from fastloop.plugin import Numerics
+from fastloop.plugin import Numerics, listed_at
 from fastloop.registry import installed, load
 from fastloop.runtime.platform_support import KILL
 from fastloop.testing.documents import problems
@@ -110,7 +110,8 @@ class Conformance:
 
     def _refuses(self, options: Mapping[str, Any], path: str, what: str) -> None:
         try:
-            load(self.plugin)(_where=path.rpartition(".")[0], **options)
+            with listed_at(path.rpartition(".")[0]):
+                load(self.plugin)(**options)
         except RecipeError as error:
             if path not in str(error):
                 self.broken(f"to refuse {what} by its path, {path}", f"{error}", "Let `Config` check options, and pass its errors on")

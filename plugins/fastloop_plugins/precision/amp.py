@@ -69,10 +69,13 @@ class Amp(Plugin):
         )
 
     def __init__(self, **options: Any) -> None:
-        if options.get("dtype") == "fp8":
-            where = options.get("_where") or self.name
-            raise RecipeError(f"{where}.dtype: fp8 is a plugin of its own. List 'torchao-fp8', and set dtype: bf16 here.")
-        super().__init__(**options)
+        try:
+            super().__init__(**options)
+        except RecipeError:
+            if options.get("dtype") != "fp8":
+                raise
+            message = f"{self.where}.dtype: fp8 is a plugin of its own. List 'torchao-fp8', and set dtype: bf16 here."
+            raise RecipeError(message) from None
         self.dtype: str = self.config.dtype
 
     @hookimpl

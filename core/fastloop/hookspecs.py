@@ -39,7 +39,9 @@
     write_summary
 
     recover                                         # when training or an evaluation raises
-    on_exception                                    # when the run fails; no other hook follows
+    on_exception                                    # when the run fails; write_summary follows
+
+    teardown                                        # last, once: also after a failure, a stop signal or a failed build
 
 Kinds of hooks:
 
@@ -50,7 +52,8 @@ Kinds of hooks:
 * All other hooks are called on every plugin, in order.
 
 An implementation takes only the arguments it needs. To run code around a hook, mark the implementation ``@hookimpl(wrapper=True)``.
-Draft and chain hooks, ``save_state`` and ``load_state`` cannot be wrapped. Plugins can declare more hooks: ``Plugin.hookspecs``.
+Draft and chain hooks, ``save_state``, ``load_state`` and ``teardown`` cannot be wrapped. Plugins can declare more hooks with
+``Plugin.hookspecs``.
 
 With several processes, every hook fires on each process with the same counters, metrics and requests. A request of one process
 (``run.state.request_stop``) applies to all. Every process must call collective operations (``run.full_state_dict()``,
@@ -91,7 +94,7 @@ CHANGING_HOOKS = (
 )
 """Hooks that change a run, beside the *first* hooks."""
 
-UNWRAPPABLE_HOOKS = (*CHANGING_HOOKS, "save_state", "load_state")
+UNWRAPPABLE_HOOKS = (*CHANGING_HOOKS, "save_state", "load_state", "teardown")
 """Hooks that are called on each plugin separately, so a wrapper has nothing to wrap."""
 
 SHARED_FIRST_HOOKS = ("recover",)
@@ -340,4 +343,17 @@ def recover(run: Run, error: Exception, split: str | None) -> bool | None:
 
 @hookspec
 def on_exception(run: Run, error: BaseException) -> None:
-    """The run failed. The error is raised to the caller after this hook."""
+    """Training, testing or the export failed, or a signal stopped it at once. fastloop writes the summary after this hook, then raises the
+    error."""
+
+
+@hookspec
+def teardown(run: Run) -> None:
+    """The run is over: close files and connections, end threads, restore settings. Fires once on every process, as the last hook.
+
+    It also fires after a failure, after a stop signal and when the run could not be built. After a failed build, ``run`` has ``recipe``,
+    ``plugins``, ``hooks``, ``state``, ``folder``, ``processes``, ``saver`` and ``signals``; another field exists if its build step was
+    completed. Initialize attributes that teardown needs in ``__init__``, as an earlier hook may not have fired.
+
+    Call no collective operation: other processes may have ended. An error is logged with the plugin's name, and the other plugins'
+    teardown still runs. It does not replace the run's own error. If the run succeeded, the run fails with it."""

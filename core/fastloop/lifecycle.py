@@ -1,4 +1,4 @@
-"""The life cycle of a run: build in the order of ``hookspecs``, train, test, export, summarize, close."""
+"""The life cycle of a run: build in the order of ``hookspecs``, train, test, export, summarize, tear down."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fastloop.distributed.accelerator import build_accelerator
 from fastloop.distributed.processes import Processes
 from fastloop.distributed.skipped_steps import SkippedSteps
 from fastloop.errors import PluginError, SaveError
-from fastloop.hooks import PluginSet
+from fastloop.hooks import PluginSet, make_crash
 from fastloop.recipe import Recipe
 from fastloop.run import Run
 from fastloop.runtime.clock import Clock
@@ -43,7 +43,7 @@ def build(recipe: Recipe, plugins: PluginSet, resume_from: Path | None = None) -
     """
     started = perf_counter()
     run = Run(recipe, plugins)
-    with explain_errors(run):
+    with _teardown_after_error(run), explain_errors(run):
         run.hooks.check_recipe(recipe=recipe)
         run.resume_point = resume.find(run.folder, resume_from) if resume_from is not None else None
         folder.check(run)
@@ -68,15 +68,43 @@ def execute(run: Run) -> dict[str, Any]:
     """
     lock = None
     try:
-        with explain_errors(run):
-            if run.resume_point is not None:
-                resume.load(run, *run.resume_point)
-            lock = folder.make(run)
-            run.processes.barrier()
-        return _train_and_summarize(run)
+        with _teardown_after_error(run):
+            with explain_errors(run):
+                if run.resume_point is not None:
+                    resume.load(run, *run.resume_point)
+                lock = folder.make(run)
+                run.processes.barrier()
+            summary = _train_and_summarize(run)
+        if (error := _teardown(run)) is not None:
+            folder.write_summary(run, summary | {"status": "failed", "reason": str(error) or type(error).__name__})
+            raise error
+        return summary
     finally:
         if lock is not None:
             lock.release()
+
+
+def _teardown(run: Run) -> BaseException | None:
+    """Call every plugin's ``teardown``. Errors are logged; returns the first one."""
+    first: BaseException | None = None
+    for plugin, call in run.plugins.each("teardown"):
+        try:
+            call(run=run)
+        except BaseException as error:  # Ctrl-C also ends only one plugin's teardown
+            failure = make_crash(plugin, "teardown", error) if isinstance(error, Exception) else error
+            log.error("%s", str(failure) or f"plugin {plugin.name!r} was stopped in teardown by {type(error).__name__}")
+            first = first or failure
+    return first
+
+
+@contextmanager
+def _teardown_after_error(run: Run) -> Iterator[None]:
+    """Tear the run down if the block raises. The error of the block is raised, whatever ``teardown`` raises."""
+    try:
+        yield
+    except BaseException:
+        _teardown(run)
+        raise
 
 
 @contextmanager

@@ -165,12 +165,21 @@ def summarize(run: Run, status: str, reason: str | None) -> dict[str, Any]:
     summary["train_seconds"] = max(summary["train_seconds"] - summary["compile_seconds"], 0.0)  # steps compile
     for name, count in (("samples", state.samples), ("tokens", state.tokens)):
         summary[f"{name}_per_second"] = count / summary["train_seconds"] if summary["train_seconds"] else 0.0
+    write_summary(run, summary)
+    return summary
+
+
+def write_summary(run: Run, summary: dict[str, Any]) -> None:
+    """Write ``summary.json`` on the main process.
+
+    Raises:
+        SaveError: It cannot be written.
+    """
     if run.is_main and run.folder.exists():
         try:
             files.write(run.folder / "summary.json", json.dumps(secrets.hidden(summary), indent=2) + "\n")
         except OSError as error:
             raise SaveError(f"{run.folder / 'summary.json'} cannot be written: {error}.") from error
-    return summary
 
 
 def _files(folder: Path) -> list[Path]:

@@ -231,7 +231,7 @@ class Conformance:
         findings.run("ours")
         plain, off, changed = findings.plain.run("plain"), findings.run("off"), findings.run("changed")
         if changed:
-            repair = "Put it back in write_summary, with which every run ends"
+            repair = "Restore it in teardown, the last hook of every run"
             self.broken("to leave nothing behind when it is off", few(changed), repair)
         if off.losses != plain.losses or unequal(off.weights, plain.weights):
             found = f"the losses {few(off.losses)} instead of {few(plain.losses)}"

@@ -141,6 +141,9 @@ class SampleAudit(Plugin):
         workers = [{str(worker): samples for (of, worker), samples in sorted(self.readers.items()) if of == rank} for rank in ranks]
         by_rank = [sum(samples.values()) for samples in workers]
         summary["sample-audit"] = {"samples": sum(by_rank), **self.totals, "by_rank": by_rank, "by_worker": workers}
+
+    @hookimpl
+    def teardown(self) -> None:
         if self.file is not None:
             self.file.close()
             self.file = None

@@ -94,8 +94,8 @@ class Watchdog(Plugin):
         self.heartbeats.move("after an evaluation: reading data or saving")
 
     @hookimpl
-    def write_summary(self, run: Run) -> None:
-        if self.thread is not None and self.thread is not threading.current_thread():
+    def teardown(self) -> None:
+        if self.thread is not None:
             self.over.set()
             self.thread.join()
             self.thread = None

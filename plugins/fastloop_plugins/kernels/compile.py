@@ -179,6 +179,9 @@ class Compile(Plugin):
             logger.warning("compile: %d graphs could not be recorded as CUDA graphs (TORCH_LOGS=cudagraphs shows why)", skipped)
         if (again := found["recompilations"]) >= self.config.recompile_limit:
             logger.warning("compile: %d recompilations: shapes vary too much. Raise data.pad_to_multiple_of or set dynamic: true.", again)
+
+    @hookimpl
+    def teardown(self) -> None:
         self.settings.close()
 
     def _targets(self, model: nn.Module) -> Iterator[nn.Module]:

@@ -148,5 +148,8 @@ class AutoMicroBatch(Plugin):
     def write_summary(self, run: Run, summary: dict[str, Any]) -> None:
         if self.sizes:
             summary["auto-micro-batch"] = {split: {"micro_batch": size, "pieces": pieces} for split, (size, pieces) in self.sizes.items()}
+
+    @hookimpl
+    def teardown(self) -> None:
         if self.before is not None:
             platform_support.restore_memory_limit(self.before)

@@ -131,9 +131,16 @@ class Log(Plugin):
         self.offset = state["offset"]
         self.losses = [torch.tensor(loss, device=run.device) for loss in state["losses"]]
 
-    @hookimpl
-    def write_summary(self, run: Run) -> None:
-        self.close()
+    @hookimpl(trylast=True)
+    def teardown(self) -> None:  # last, to record the errors of other plugins' teardown
+        if self.metrics is not None:
+            with contextlib.suppress(OSError):
+                self.metrics.close()
+            self.metrics = None
+        if self.handler is not None:
+            logger.removeHandler(self.handler)
+            self.handler.close()
+            self.handler = None
 
     def write(self, run: Run, **values: Any) -> None:
         """Append one line to ``metrics.jsonl`` (main process only)."""
@@ -149,14 +156,3 @@ class Log(Plugin):
             if not self.lost:
                 logger.warning("log: %s cannot be written: %s. Lines may be lost", run.folder / "metrics.jsonl", error)
             self.lost = True
-
-    def close(self) -> None:
-        """Let go of both files."""
-        if self.metrics is not None:
-            with contextlib.suppress(OSError):
-                self.metrics.close()
-            self.metrics = None
-        if self.handler is not None:
-            logger.removeHandler(self.handler)
-            self.handler.close()
-            self.handler = None

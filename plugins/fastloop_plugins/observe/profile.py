@@ -91,7 +91,7 @@ class Profile(Plugin):
             logger.warning("profile: training ended after %d steps, before any step was recorded: lower wait", run.state.step)
 
     @hookimpl
-    def on_exception(self) -> None:
+    def teardown(self) -> None:
         if hasattr(self, "open"):
             self.open.close()
 

@@ -100,15 +100,7 @@ class Progress(Plugin):
             self.bar.update(self.task, completed=run.state.step, description=f"step {run.state.step}, evaluating {split}")
 
     @hookimpl
-    def write_summary(self) -> None:
-        self.stop()
-
-    @hookimpl
-    def on_exception(self) -> None:
-        self.stop()
-
-    def stop(self) -> None:
-        """Remove the live line from the terminal."""
+    def teardown(self) -> None:
         if self.bar is not None:
             self.bar.stop()
             self.bar = None

@@ -73,7 +73,7 @@ class TensorBoard(Plugin):
             self.writer.flush()
 
     @hookimpl
-    def write_summary(self) -> None:
+    def teardown(self) -> None:
         if self.writer is not None:
             self.writer.close()
             self.writer = None

@@ -54,7 +54,7 @@ class MatmulPrecision(Plugin):
         torch.backends.cudnn.allow_tf32 = self.config.convolutions
 
     @hookimpl
-    def write_summary(self) -> None:
+    def teardown(self) -> None:
         import torch
 
         if hasattr(self, "before"):

@@ -70,9 +70,15 @@ class CpuAffinity(Plugin):
     def write_summary(self, summary: dict[str, Any]) -> None:
         import torch
 
+        if hasattr(self, "before"):
+            summary["threads"] = torch.get_num_threads()
+
+    @hookimpl
+    def teardown(self) -> None:
+        import torch
+
         if not hasattr(self, "before"):
             return
-        summary["threads"] = torch.get_num_threads()
         torch.set_num_threads(self.before["threads"])
         torch.set_flush_denormal(False)
         platform_support.use_processors(self.before["processors"])

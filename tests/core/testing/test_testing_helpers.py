@@ -27,7 +27,7 @@ def test_hook_calls_are_listed_in_order_with_their_arguments(tiny_run, hook_call
     assert Call("after_step", ("run", "loss")) in hook_calls
     assert fired.count("after_step") == 9
     assert fired.index("before_fit") < fired.index("before_epoch") < fired.index("before_step") < fired.index("compute_loss")
-    assert fired[-1] == "write_summary"
+    assert fired[-1] == "teardown"
 
 
 def test_recording_changes_nothing(tiny_run, tmp_path):

@@ -260,7 +260,9 @@ def test_compiled_it_computes_the_same():
     packed = made(ENCODERS["one layer"], Packing(), Compile(backend="eager", cache=False))
     assert_same(packed, made(ENCODERS["one layer"]), batches=2, rtol=1e-4, atol=1e-5)
     summary: dict[str, Any] = {}
-    next(plugin for plugin in packed.plugins.plugins if plugin.name == "compile").write_summary(summary)
+    compiling = next(plugin for plugin in packed.plugins.plugins if plugin.name == "compile")
+    compiling.write_summary(summary)
+    compiling.teardown()
     assert summary["compile"]["failure"] is None
     assert summary["compile"]["graphs"] > 0
 

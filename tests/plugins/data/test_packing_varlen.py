@@ -140,6 +140,7 @@ def test_compiled_it_has_no_graph_break_and_a_graph_a_shape(config):
     assert 1 < len(set(shapes)) < len(shapes)
     summary: dict[str, Any] = {}
     compiling.write_summary(summary)
+    compiling.teardown()
     assert summary["compile"]["graph_breaks"] == 0
     assert summary["compile"]["graphs"] == len(set(shapes))
 
@@ -154,6 +155,7 @@ def test_compiled_for_any_shape_it_computes_the_same(config):
     assert_same(packed, made(config), rtol=1e-4, atol=1e-5)
     summary: dict[str, Any] = {}
     compiling.write_summary(summary)
+    compiling.teardown()
     assert summary["compile"]["graph_breaks"] == 0
     assert summary["compile"]["graphs"] <= 3
 
@@ -320,6 +322,7 @@ class TestOnCuda:
                 assert computed(packed, one)[0] == pytest.approx(computed(eager, other)[0], rel=0.02)
         summary: dict[str, Any] = {}
         compiling.write_summary(summary)
+        compiling.teardown()
         assert summary["compile"]["graph_breaks"] == summary["compile"]["cuda_graphs_skipped"] == 0
         dropping, batches = self.made(
             self.BERT | {"attention_probs_dropout_prob": 0.5}, ClsLastLayer(), Packing(), Amp(dtype="bf16"), Compile(mode="reduce-overhead")

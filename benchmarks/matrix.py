@@ -51,8 +51,9 @@ def recipe(plugins: tuple[str, ...], output: str) -> dict[str, Any]:
     return {
         "model": {"config": MODEL, "tokenizer": {"kind": "word"}},
         "data": {"files": {"train": "train.jsonl", "validation": "test.jsonl", "test": "test.jsonl"}, "label": "label", "max_length": 64},
-        "train": {"epochs": 2, "batch_size": 16, "micro_batch_size": 4, "lr": 2e-3, "max_grad_norm": 1.0, "save_every": 8, "device": "cpu"},
-        "plugins": [{name: OPTIONS.get(name, {})} for name in plugins] + [{"log": {"every": 1}}, {"progress": False}],
+        "train": {"epochs": 2, "batch_size": 16, "micro_batch_size": 4, "lr": 2e-3, "max_grad_norm": 1.0, "save_every": 8, "log_every": 1}
+        | {"device": "cpu"},
+        "plugins": [{name: OPTIONS.get(name, {})} for name in plugins] + [{"progress": False}],
         "output": output,
     }
 

@@ -204,10 +204,10 @@ def run_fastloop(steps: int, device: str) -> float:
 
     model, optimizer, loader = work(steps, device)
     settings = {"lr": LR, "weight_decay": optimizer.defaults["weight_decay"], "seed": SEED, "epochs": 1, "save_every": None}
-    settings["device"] = "cpu" if device == "cpu" else "auto"
+    settings |= {"log_every": LOG_EVERY, "device": "cpu" if device == "cpu" else "auto"}
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
-        Trainer(model, loader, plugins=[{"log": {"every": LOG_EVERY}}, "progress"], output=folder, **settings).fit()
+        Trainer(model, loader, output=folder, **settings).fit()
         return since(start, device)
 
 

@@ -28,14 +28,16 @@
             before_optimizer_step                   # run.gradient_norm() works here
             (optimizer, scheduler, zero_grad)
             after_step
-            when evaluation is due: before_evaluate, evaluate, after_evaluate
+            every train.log_every steps: log_scalars   # main process only
+            when evaluation is due: before_evaluate, evaluate, after_evaluate, log_scalars
             when saving is due:     optimizer_state, save_state, model_state, write_checkpoint
         after_epoch
         when due at the epoch's end: the same evaluation and saving
     when the final weights are not evaluated yet: the same evaluation
     after_fit                                       # a plugin may replace the weights here
-    before_evaluate, evaluate, after_evaluate       # on the test split
+    before_evaluate, evaluate, after_evaluate, log_scalars   # on the test split
     export_model, model_state                       # into the run folder's model/
+    log_scalars                                     # values of run.log() since the last log point, if any
     write_summary
 
     recover                                         # when training or an evaluation raises
@@ -55,8 +57,8 @@ An implementation takes only the arguments it needs. To run code around a hook, 
 Draft and chain hooks, ``save_state``, ``load_state`` and ``teardown`` cannot be wrapped. Plugins can declare more hooks with
 ``Plugin.hookspecs``.
 
-With several processes, every hook fires on each process with the same counters, metrics and requests. A request of one process
-(``run.state.request_stop``) applies to all. Every process must call collective operations (``run.full_state_dict()``,
+With several processes, every hook except ``log_scalars`` fires on each process, with the same counters, metrics and requests. A request
+of one process (``run.state.request_stop``) applies to all. Every process must call collective operations (``run.full_state_dict()``,
 ``run.processes.all_reduce_sum``). Only ``run.is_main`` writes files, and checkpoints hold only its result of ``save_state``.
 """
 
@@ -248,6 +250,16 @@ def before_optimizer_step(run: Run, grad_norm: Tensor | None) -> None:
 @hookspec
 def after_step(run: Run, loss: Tensor) -> None:
     """An optimizer step is done and counted. Reading ``loss`` on the host waits for the device, so read it rarely."""
+
+
+@hookspec
+def log_scalars(run: Run, scalars: Mapping[str, float], step: int) -> None:
+    """Name -> value at a log point, or after an evaluation. Fires on the main process only, so call no collective operation.
+
+    At a log point, every ``train.log_every`` steps: ``train/loss``, the mean over the steps since the last log point; ``train/grad_norm``,
+    the total 2-norm of this step's gradients before clipping; ``train/lr``; ``train/samples_per_second`` and ``train/tokens_per_second``
+    since the last log point; ``train/memory_bytes``, which the device holds; and the values of ``run.log()``. After an evaluation:
+    ``validation/loss``, ``test/accuracy``, ... Values may be NaN or infinite. ``step``: optimizer steps done."""
 
 
 @hookspec

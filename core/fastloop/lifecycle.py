@@ -14,7 +14,7 @@ from accelerate.utils import set_seed
 from safetensors import SafetensorError
 from torch import nn
 
-from fastloop import loop
+from fastloop import log_points, loop
 from fastloop.checkpoint import folder, resume
 from fastloop.data import Loaders
 from fastloop.data.loaders import micro_batches
@@ -183,6 +183,7 @@ def _train_and_summarize(run: Run) -> dict[str, Any]:
                 if "test" in run.eval_loaders:
                     loop.evaluate(run, "test")
                 _export(run)
+                log_points.flush(run)
             _share_disabled(run)  # also a barrier: no process exits while another still needs it
     except BaseException as error:
         stopped = isinstance(error, KeyboardInterrupt | SystemExit)

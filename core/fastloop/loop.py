@@ -5,7 +5,7 @@ for each epoch:
         for each micro-batch:
             compute the loss, scale it to its share of the step, backward
         clip, step the optimizer, step the scheduler
-        evaluate and save when due
+        log, evaluate and save when due
     evaluate and save when due
 
 A stop signal takes effect at the end of a step or within an evaluation; the resumed run repeats that evaluation.
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor
 
+from fastloop import log_points
 from fastloop.checkpoint import resume
 from fastloop.evaluation import EvaluationResults, evaluating
 from fastloop.runtime.random_states import preserve_random_states, random_states, restore_random_states
@@ -45,6 +46,7 @@ def fit(run: Run) -> None:
     """Train until the epochs or ``max_steps`` are done, or a plugin requests a stop. Then evaluate the final weights."""
     with preserve_random_states(run.resume_point is not None):
         run.hooks.before_fit(run=run)
+    log_points.start(run)
     with run.clock("train"):
         if run.schedule.evaluation_due():  # the run resumes from an interrupted evaluation
             evaluate(run, "validation")
@@ -73,6 +75,7 @@ def train(run: Run) -> None:
                 continue
             loss = train_step(run, batches)
             hooks.after_step(run=run, loss=loss)
+            log_points.after_step(run, loss)
             run.sync_requests()
             if schedule.evaluation_due():
                 evaluate(run, "validation")
@@ -126,7 +129,9 @@ def train_step(run: Run, batches: list[Batch]) -> Tensor:
     assert step_loss is not None
     step_loss = run.processes.all_reduce_mean(step_loss)
     hooks.after_backward(run=run, loss=step_loss)
-    hooks.before_optimizer_step(run=run, grad_norm=run.clip_gradients())
+    grad_norm = run.clip_gradients()
+    log_points.before_optimizer_step(run)
+    hooks.before_optimizer_step(run=run, grad_norm=grad_norm)
     with region("optimizer"):
         optimizer.step()
         if run.scheduler is not None and not run.step_was_skipped():
@@ -144,7 +149,8 @@ def evaluate(run: Run, split: str) -> None:
         states = random_states()
         run.hooks.before_evaluate(run=run, split=split)
         try:
-            metrics: dict[str, float] = retry_after_recovery(run, lambda: run.hooks.evaluate(run=run, split=split), split)
+            with run.scalars.paused():
+                metrics: dict[str, float] = retry_after_recovery(run, lambda: run.hooks.evaluate(run=run, split=split), split)
         except EvaluationInterrupted:
             restore_random_states(states)
             run.state.request_evaluate()
@@ -153,6 +159,7 @@ def evaluate(run: Run, split: str) -> None:
         if split == "validation":
             run.state.evaluated_at = run.state.step
         run.hooks.after_evaluate(run=run, split=split, metrics=metrics)
+        log_points.emit(run, {f"{split}/{name}": value for name, value in metrics.items()})
         run.sync_requests()
         log.info("step %d, %s: %s", run.state.step, split, ", ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
 

@@ -24,6 +24,7 @@ from fastloop.hooks import PluginSet
 from fastloop.recipe import Recipe
 from fastloop.runtime.clock import Clock
 from fastloop.runtime.regions import NO_CONTEXT, each, region
+from fastloop.scalars import Reduction, Scalars
 from fastloop.schedule import Schedule
 from fastloop.state import INTERRUPTED, Batch, BatchTotals, DataLoaderDraft, State
 
@@ -59,6 +60,7 @@ class Run:
         signals: The stop signal that this process received.
         resume_point: ``(checkpoint folder, warnings)`` to resume from; None: start from the beginning.
         skipped_steps: The optimizer steps that fp16's loss scaling skipped.
+        scalars: The values since the last log point; see ``log``.
     """
 
     def __init__(self, recipe: Recipe, plugins: PluginSet) -> None:
@@ -78,6 +80,7 @@ class Run:
         self.metrics: MetricCollection | None = None
         self.schedule: Schedule
         self.skipped_steps: SkippedSteps
+        self.scalars = Scalars(enabled=any(plugins.each("log_scalars")))
         self._clipped_at = -1  # step whose gradients are final
         self._gradient_norm: Tensor | None = None
 
@@ -228,6 +231,25 @@ class Run:
         """Whether fp16's loss scaling found an overflow and skipped the newest optimizer step. The counters include a skipped step and
         its samples. With a fused optimizer, the first call after a step waits for the device."""
         return self.skipped_steps.newest()
+
+    def log(self, name: str, value: float | Tensor, reduce: Reduction = "mean") -> None:
+        """Log a value under a name of your own, such as ``my-plugin/noise``. Plugins receive it in ``log_scalars``, at the next log point.
+
+        A log point follows every ``train.log_every`` steps; remaining values follow at the end of a completed run. Values logged during
+        an evaluation are ignored: its metrics are logged instead. A checkpoint contains the values since the last log point.
+
+        Args:
+            value: A real number or 0-dim tensor. A tensor is detached and stays on its device; the host reads all values of a log
+                point together. Every process must log a ``DTensor``. A device tensor has at least float32 precision.
+            reduce: How to combine the values since the last log point, over steps and processes: ``mean``, ``sum`` or ``max``. With
+                these, every process must log the same names between two log points. ``main``: the mean on the main process, without
+                communication; other processes may log the name, too.
+
+        Raises:
+            PluginError: The value is not a real number, the name belongs to the core or was logged with another reduction, or (at a log
+                point) processes logged different names.
+        """
+        self.scalars.add(name, value, reduce, self.device)
 
     # -- processes -------------------------------------------------------------------------------------------------------
 

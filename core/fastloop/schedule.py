@@ -1,4 +1,4 @@
-"""When a run evaluates, saves and stops. Methods change nothing: the caller that handles a request clears it."""
+"""When a run logs, evaluates, saves and stops. Methods change nothing: the caller that handles a request clears it."""
 
 from __future__ import annotations
 
@@ -45,6 +45,10 @@ class Schedule:
     def needs_evaluation(self) -> bool:
         """Whether the current weights can be evaluated and are not yet."""
         return "validation" in self._eval_loaders and self._state.evaluated_at != self._state.step and not self.interrupted
+
+    def log_due(self, step: int) -> bool:
+        """Whether ``step`` is a log point."""
+        return step % self._train.log_every == 0
 
     def evaluation_due(self, epoch_ended: bool = False) -> bool:
         """Whether to evaluate now."""

@@ -102,6 +102,7 @@ EVALUATE = """
             compute_loss
             compute_loss
         after_evaluate validation
+        log_scalars
 """
 SAVE = """
         optimizer_state
@@ -124,6 +125,7 @@ END = """
         compute_loss
         compute_loss
     after_evaluate test
+    log_scalars
     export_model
     model_state
     write_summary

@@ -150,10 +150,10 @@ def test_default_plugins_come_last_with_reason_and_can_be_disabled():
 
 
 def test_a_default_plugin_that_is_listed_keeps_its_options_and_place():
-    resolution = resolve(make_recipe({"plugins": [{"log": {"every": 3}}, "ema"]}), CPU)
-    assert resolution.names() == ["log", "ema", "metric-check", "optimizer-check", "progress"]
+    resolution = resolve(make_recipe({"plugins": [{"progress": {"every": 3}}, "ema"]}), CPU)
+    assert resolution.names() == ["progress", "ema", "log", "metric-check", "optimizer-check"]
     assert resolution.plugins[0].config.every == 3
-    assert resolution.reasons["log"] == "listed in the recipe"
+    assert resolution.reasons["progress"] == "listed in the recipe"
 
 
 # -- order -------------------------------------------------------------------------------------------------------------------

@@ -73,7 +73,7 @@ def test_an_overflow_changes_no_weight_and_does_not_advance_the_schedule(tiny_ru
 @pytest.mark.parametrize("plugins", [[], ["fused-optimizer"]], ids=["ordinary", "fused"])
 def test_the_gradient_norm_is_of_unscaled_gradients_and_changes_no_number(tiny_run, plugins):
     logged, quiet = Fp16(), Fp16()
-    result = tiny_run([*plugins, logged, {"log": {"every": 1}}])
+    result = tiny_run([*plugins, logged], log_every=1)
     plain = tiny_run([*plugins, quiet, {"log": False}])
     assert result.losses == plain.losses
     assert all(torch.equal(result.weights[name], plain.weights[name]) for name in plain.weights)

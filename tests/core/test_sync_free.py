@@ -9,16 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from emulated_device import DEVICE, DeviceTensor, EmulatedDevice, emulation
+from emulated_device import DEVICE, DeviceTensor, EmulatedDevice, LogPointWaits, emulation
 from torch.amp import GradScaler
 
 from fastloop import Plugin, hookimpl, registry
+from fastloop.distributed.processes import Processes
 from fastloop.lifecycle import build, execute
 from fastloop.recipe import make_recipe
 from fastloop.run import Run
+from fastloop.scalars import Scalars
 from fastloop.testing import LANGUAGE, TEXTS, write_texts
 from fastloop_plugins.guards._numbers import of_step, read
-from fastloop_plugins.observe.log import Log
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator is found"),
@@ -40,11 +41,14 @@ def recipe(task: Mapping[str, Any] = TEXTS, plugins: tuple[Any, ...] = (), **tra
 def emulated(monkeypatch):
     """Trains on the emulated device: ``emulated(task, plugins, epochs=2)`` -> the plugin that recorded the waits, and the summary."""
 
-    def train(*arguments: Any, pin_memory: bool = True, **settings: Any) -> tuple[EmulatedDevice, dict[str, Any]]:
+    def train(
+        *arguments: Any, pin_memory: bool = True, objects: tuple[Plugin, ...] = (), **settings: Any
+    ) -> tuple[EmulatedDevice, dict[str, Any]]:
         device = EmulatedDevice(pin_memory)
         with device.emulate(monkeypatch):
             wanted = recipe(*arguments, **settings)
-            return device, execute(build(wanted, registry.resolve(wanted, objects=[device])))
+            observers = [device] if wanted.plugins.get("log") is False else [device, LogPointWaits(device)]
+            return device, execute(build(wanted, registry.resolve(wanted, objects=[*objects, *observers])))
 
     return train
 
@@ -59,7 +63,7 @@ def waiting(device: EmulatedDevice) -> dict[int, list[str]]:
     return {number: files(waits) for number, waits in enumerate(device.steps, 1) if waits}
 
 
-CHECK, LOG = "fastloop_plugins/guards/_updates.py", "fastloop_plugins/observe/log.py"
+CHECK, LOG = "fastloop_plugins/guards/_updates.py", "fastloop/scalars.py"
 """The first steps are read once each until all weights are known to change: step 1, and step 2 where warm-up starts from a rate of 0."""
 
 
@@ -130,7 +134,7 @@ def test_steps_of_the_fast_recipe_wait_once_at_a_log_point(emulated):
 
 
 def test_a_log_point_reads_its_losses_and_its_gradient_norm_together(emulated):
-    device, _ = emulated(TEXTS, ({"log": {"every": 3}},))
+    device, _ = emulated(TEXTS, log_every=3)
     assert waiting(device) == {1: [CHECK], 3: [LOG], 6: [LOG], 9: [LOG]}
 
 
@@ -185,12 +189,40 @@ def test_finite_makes_no_number_on_the_host_under_loss_scaling():
     assert len(waits) == 1
 
 
-def test_losses_of_a_log_point_are_read_together_and_across_a_resume():
+def test_values_of_plugins_are_read_with_the_losses_of_a_log_point(emulated):
+    class Logs(Plugin):
+        """Logs a value on the device, and changes it in place afterwards."""
+
+        name = "logs"
+        received: list[dict[str, float]] = []
+
+        @hookimpl
+        def after_step(self, run: Run, loss: torch.Tensor) -> None:
+            value = loss * 0 + run.state.step
+            run.log("logs/steps", value)
+            run.log("logs/last", value, reduce="max")
+            run.log("logs/integer", value.long(), reduce="sum")
+            value.zero_()
+
+        @hookimpl
+        def log_scalars(self, scalars: Mapping[str, float]) -> None:
+            self.received.append({name: value for name, value in scalars.items() if name.startswith("logs/")})
+
+    device, _ = emulated(TEXTS, objects=(Logs(),), log_every=3, evaluate_every=None, max_grad_norm=1.0)
+    assert waiting(device) == {1: [CHECK], 3: [LOG], 6: [LOG], 9: [LOG]}
+    assert Logs.received[:3] == [{"logs/steps": mean, "logs/last": mean + 1, "logs/integer": 3 * mean} for mean in (2.0, 5.0, 8.0)]
+
+
+def test_without_a_plugin_that_receives_scalars_no_step_waits_for_a_log_point(emulated):
+    device, _ = emulated(TEXTS, ({"log": False},), log_every=3)
+    assert waiting(device) == {1: [CHECK]}
+
+
+def test_pending_values_of_a_checkpoint_are_read_together():
     waits: list[str] = []
-    log = Log()
+    scalars, processes = Scalars(enabled=True), Processes()
     with emulation(waits):
-        log.load_state(run=SimpleNamespace(device=DEVICE), state={"offset": 0, "losses": [1.0, 2.5]})
-        waits.clear()
-        log.losses += [DeviceTensor(torch.tensor(loss)) for loss in (4.0, 5.0)]
-        assert log.save_state(run=SimpleNamespace()) == {"offset": 0, "losses": [1.0, 2.5, 4.0, 5.0]}
+        scalars.restore([{"values": {"train/loss": [1.0, 2.5]}, "reductions": {}}], processes)
+        scalars.values["train/loss"] += [DeviceTensor(torch.tensor(loss)) for loss in (4.0, 5.0)]
+        assert scalars.state(processes) == [{"values": {"train/loss": [1.0, 2.5, 4.0, 5.0]}, "reductions": {}}]
     assert len(waits) == 1

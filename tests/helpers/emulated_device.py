@@ -13,7 +13,7 @@ A tensor on the host is none of the device's: a batch's totals, the sampler's or
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -154,7 +154,8 @@ class EmulatedDevice(Plugin):
 
     Attributes:
         waits: Operation and source line of each wait since the start of a step or an evaluation.
-        steps: The waits of each training step, from the copy of its batches to the end of ``after_step``.
+        steps: The waits of each training step, from the copy of its batches to the end of ``after_step``. With ``LogPointWaits``, they
+            include those of a log point.
         evaluations: The waits of each evaluation, without what plugins wrap around it.
     """
 
@@ -214,3 +215,18 @@ class EmulatedDevice(Plugin):
         finally:
             self.evaluations.append(self.waits.copy())
             self.evaluating = False
+
+
+class LogPointWaits(Plugin):
+    """Adds the waits of log points to the steps of an ``EmulatedDevice``."""
+
+    name = "log-point-waits"
+
+    def __init__(self, device: EmulatedDevice) -> None:
+        super().__init__()
+        self.device = device
+
+    @hookimpl
+    def log_scalars(self, scalars: Mapping[str, float]) -> None:
+        if "train/loss" in scalars:
+            self.device.steps[-1] = self.device.waits.copy()

@@ -91,13 +91,13 @@ def rows(size=67, slow=0.0):
 RECIPE: dict[str, Any] = {
     "model": {"module": "code.py:Net"},
     "data": {"module": "code.py:rows"},
-    "train": {"epochs": 3, "batch_size": 8, "lr": 1e-2, "save_every": 4, "evaluate_every": 5, "device": "cpu", "eval_batch_size": 4},
+    "train": {"epochs": 3, "batch_size": 8, "lr": 1e-2, "save_every": 4, "evaluate_every": 5, "log_every": 3}
+    | {"device": "cpu", "eval_batch_size": 4},
     "plugins": [
         {"module": {"loss": "cross_entropy", "metrics": {"accuracy": {"type": "MulticlassAccuracy", "num_classes": 3}}}},
         {"checkpoint-best": {"monitor": "loss"}},
         {"lr-scheduler": {"schedule": "cosine", "warmup": 4}},
         {"ema": {"decay": 0.9}},
-        {"log": {"every": 3}},
         {"progress": False},
     ],
 }

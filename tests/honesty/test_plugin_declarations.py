@@ -341,12 +341,12 @@ def test_with_and_without_accumulate():
 
 def test_overrides_reach_plugins_that_are_on_by_default():
     recipe()
-    loaded = load_recipe("r.yaml", ["plugins.log.every=1", "plugins.progress.on_error=disable"])
+    loaded = load_recipe("r.yaml", ["plugins.progress.every=1", "plugins.log.on_error=disable"])
     plugins = {plugin.name: plugin for plugin in resolve(loaded).plugins}
-    assert plugins["log"].config.every == 1
-    assert plugins["progress"].on_error == "disable"
+    assert plugins["progress"].config.every == 1
+    assert plugins["log"].on_error == "disable"
     assert make_recipe(loaded.to_dict()).plugins == loaded.plugins, "the run folder's recipe keeps it"
-    assert "log" not in resolve(load_recipe("r.yaml", ["plugins.log.every=1"], without_plugins=["log"])).names()
+    assert "progress" not in resolve(load_recipe("r.yaml", ["plugins.progress.every=1"], without_plugins=["progress"])).names()
     recipe(plugins=[])
     (task,) = [plugin for plugin in resolve(load_recipe("r.yaml", ["plugins.module.loss=mse_loss"])).plugins if plugin.slot == "task"]
     assert task.config.loss == "mse_loss"

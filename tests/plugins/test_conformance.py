@@ -25,13 +25,11 @@ TRIED_ON: dict[str, dict[str, Any]] = {
     "cls-last-layer": {"task": TEXTS, "requires": ("text-classification",)},
     "length-bucketing": {"task": TEXTS, "options": {"window": 2}},
     "liger": {"task": LANGUAGE, "device": "auto"},
-    "log": {"options": {"every": 1}},
     "lora": {"task": TEXTS},
     "matmul-precision": {"device": "auto"},
     "packing": {"task": TEXTS},
     "token-cache": {"task": TEXTS, "options": {"folder": "tokens"}},
     "profile": {"options": {"wait": 1, "warmup": 1, "active": 1}},
-    "tensorboard": {"options": {"every": 1}},
     "text-classification": {"task": TEXTS},
     "torchao-fp8": {"device": "auto", "options": {"min_features": 16}},
 }

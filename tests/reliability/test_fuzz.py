@@ -194,7 +194,7 @@ def bases() -> dict[str, dict[str, Any]]:
         {"lr-scheduler": {"schedule": "cosine", "warmup": 0.1}},
         {"dataloader-workers": {"num_workers": 2}},
         "ddp",
-        {"log": {"every": 3}},
+        {"progress": {"every": 3}},
         "tensorboard",
     ]
     found["many"] = copy.deepcopy(found["quickstart"]) | {"plugins": many}

@@ -65,8 +65,8 @@ def rows(api_key=None):
 RECIPE: dict[str, Any] = {
     "model": {"module": "code.py:Net"},
     "data": {"module": "code.py:rows"},
-    "train": {"epochs": 2, "batch_size": 32, "lr": 1e-2, "save_every": 1, "device": "cpu"},
-    "plugins": [{"module": {"loss": "cross_entropy"}}, "auto-micro-batch", {"log": {"every": 1}}],
+    "train": {"epochs": 2, "batch_size": 32, "lr": 1e-2, "save_every": 1, "log_every": 1, "device": "cpu"},
+    "plugins": [{"module": {"loss": "cross_entropy"}}, "auto-micro-batch"],
 }
 
 

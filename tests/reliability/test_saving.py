@@ -212,11 +212,9 @@ def same(left: Any, right: Any) -> bool:
 @pytest.mark.parametrize("plugins", [[], ["async-save"]], ids=["plain", "async"])
 def test_full_disk_is_logged_and_training_continues(disk, tiny_run, plugins, caplog):
     """a disk that is full for a while, on_save_error=continue: said at each save, and the run ends as one on an empty disk"""
-    arguments: dict[str, Any] = {"save_every": 2, "evaluate_every": 3}
-    undisturbed = tiny_run(["checkpoint-best", {"log": {"every": 1}}], **arguments)
-    run = tiny_run(
-        ["checkpoint-best", {"log": {"every": 1}}, *plugins, Fills(disk, 5, 14)], output=disk / "run", model=tiny_model(), **arguments
-    )
+    arguments: dict[str, Any] = {"save_every": 2, "evaluate_every": 3, "log_every": 1}
+    undisturbed = tiny_run(["checkpoint-best"], **arguments)
+    run = tiny_run(["checkpoint-best", *plugins, Fills(disk, 5, 14)], output=disk / "run", model=tiny_model(), **arguments)
     assert same(run, undisturbed)
     assert run.summary["status"] == "completed"
     assert run.summary["save_errors"] >= 3

@@ -41,7 +41,7 @@ def test_memory_files_and_folders_stay_flat_over_many_steps(tiny_run, tmp_path):
     """a run of very many steps: memory, open files, checkpoints and log do not grow"""
     watch = Watch()
     result = tiny_run(
-        [watch, {"log": {"every": 10}}, "checkpoint-best", {"progress": False}],
+        [watch, "checkpoint-best", {"progress": False}],
         max_steps=STEPS,
         epochs=STEPS,
         evaluate_every=STEPS // 10,

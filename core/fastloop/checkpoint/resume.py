@@ -14,7 +14,7 @@ from accelerate.utils import set_seed
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fastloop import checkpoint
+from fastloop import checkpoint, log_points
 from fastloop.errors import CheckpointError, NoCheckpoint, PluginError
 from fastloop.recipe import secrets
 from fastloop.runtime.random_states import random_states, restore_random_states
@@ -46,6 +46,7 @@ def save(run: Run) -> None:
             "state": run.state.to_dict(),
             "clock": dict(run.clock.seconds),
             "data": run.loaders.fingerprints,
+            "scalars": run.scalars.state(run.processes),
             "random": run.processes.all_gather_object(random_states()),
             "optimizer": run.hooks.optimizer_state(run=run),
             "scheduler": scheduler and scheduler.state_dict(),
@@ -139,6 +140,9 @@ def load(run: Run, path: Path, skipped: list[str]) -> None:
         run.state.stop_reason = None  # it may not apply to other epochs or plugins
     run.saver.resumed(run.state.step)
     run.clock.seconds |= saved["clock"] | {"startup": run.clock.seconds["startup"]}
+    if "scalars" in saved:  # checkpoints of early versions have none
+        run.scalars.restore(saved["scalars"], run.processes)
+    log_points.start(run)
     for plugin, call in run.plugins.each("load_state"):
         if plugin.name not in saved["plugins"]:
             log.warning("plugin %r is not in the checkpoint: it starts anew at step %d", plugin.name, run.state.step)

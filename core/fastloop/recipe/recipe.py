@@ -9,7 +9,7 @@
     output:  runs/distilbert_imdb
 
 Order of precedence, low to high: the recipe named by ``extends:``, the file, ``--with``, overrides (``train.lr=1e-4``,
-``plugins.amp.dtype=fp16``), ``--without``. An override may also set an option of a plugin that is on by default (``plugins.log.every=1``).
+``plugins.amp.dtype=fp16``), ``--without``. An override may also set an option of a plugin that is on by default (``plugins.progress.every=1``).
 ``${train.lr}`` stands for another key's value. Resolvers such as ``${oc.env:...}`` are refused.
 
 A recipe is data (``safe_yaml``). fastloop writes no values of keys such as token, key or password (``secrets``).
@@ -65,6 +65,7 @@ class Train:
     seed: Annotated[int, option("Seeds initial weights, sample order and dropout.", ge=0, lt=2**32)] = 123
     max_steps: Annotated[int | None, option("Stop after this many optimizer steps; null: after the epochs.", ge=1)] = None
     max_grad_norm: Annotated[float | None, option("Clip the gradients' total 2-norm to this; null: no clipping.", gt=0)] = None
+    log_every: Annotated[int, option("Steps between two log points.", ge=1)] = 10
     evaluate_every: Annotated[Literal["epoch"] | PositiveInt | None, option("'epoch', a number of steps, or null: only at the end.")] = (
         "epoch"
     )

@@ -215,15 +215,22 @@ def train(tiny_run):
     """``train(folder, ...)``: three epochs of nine steps, saved every fourth, evaluated at every fifth; ``dies`` forks, and is killed."""
 
     def run(folder: str, plugins: list[Any], dies: Dies | None = None, resume: bool | str = False, **arguments: Any) -> Any:
-        defaults = {"data": Indexed(), "epochs": 3, "save_every": 4, "evaluate_every": 5, "test_loader": tiny_data(16, seed=2)}
+        defaults = {
+            "data": Indexed(),
+            "epochs": 3,
+            "log_every": 3,
+            "save_every": 4,
+            "evaluate_every": 5,
+            "test_loader": tiny_data(16, seed=2),
+        }
         arguments = {**defaults, **arguments, "output": folder, "resume": resume}
         audit = SampleAudit(Path(f"{folder}.audit"))
         if dies is None:
-            return tiny_run([{"log": {"every": 3}}, *plugins, audit], **arguments)
+            return tiny_run([*plugins, audit], **arguments)
         child = os.fork()
         if child == 0:
             try:
-                tiny_run([{"log": {"every": 3}}, *plugins, audit, dies], **arguments)
+                tiny_run([*plugins, audit, dies], **arguments)
             finally:
                 os._exit(1)  # it should have been killed
         _, status = os.waitpid(child, 0)

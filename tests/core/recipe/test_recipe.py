@@ -107,10 +107,11 @@ def test_invalid_value_error_has_file_and_key(text, said):
 
 def test_a_key_may_stand_for_another_keys_value():
     recipe = load_recipe(
-        write("train: {seed: 7}\nplugins: [{log: {every: '${train.seed}'}}]\noutput: runs/${train.seed}-${train.lr}\n"), ["train.lr=0.5"]
+        write("train: {seed: 7}\nplugins: [{progress: {every: '${train.seed}'}}]\noutput: runs/${train.seed}-${train.lr}\n"),
+        ["train.lr=0.5"],
     )
     assert recipe.output == "runs/7-0.5"
-    assert recipe.plugins["log"] == {"every": 7}
+    assert recipe.plugins["progress"] == {"every": 7}
 
 
 @pytest.mark.parametrize("text", ["${oc.env:HOME}", "a/${oc.env:HOME}/b", "${ oc.env : HOME }", "${${data.r}:HOME}", "${oc.decode:1}"])
@@ -216,7 +217,7 @@ OVERRIDES = {
     "train.epochs.x=1": "r.yaml: train.epochs: found {'x': 1} (dict).",
     "train=5": "r.yaml: train: found 5 (int), expected a mapping",
     "plugins.am.dtype=fp16": "plugins.am.dtype=fp16: the recipe r.yaml does not list 'am'. Did you mean 'amp'? Add it with --with am.",
-    "plugins.log.every=5": "plugins.log.every=5: the recipe r.yaml does not list 'log'. Expected one of: amp, ema, module. Add it",
+    "plugins.log.on_error=disable": "plugins.log.on_error=disable: the recipe r.yaml does not list 'log'.",
     "plugins=[ema]": "plugins=[ema]: expected plugins.NAME.OPTION=value. Plugins are added by --with",
     "plugins.amp=fp16": "r.yaml: plugins.amp: found 'fp16', expected a mapping of options",
 }

@@ -23,7 +23,7 @@ def file_handlers() -> list[logging.Handler]:
 
 
 def test_a_log_point_is_the_mean_of_the_losses_since_the_last(tiny_run):
-    result = tiny_run([{"log": {"every": 4}}])
+    result = tiny_run(["log"], log_every=4)
     points = [line for line in lines(result.trainer.run.folder) if "split" not in line]
     assert [point["step"] for point in points] == [4, 8, 12, 16]
     for point in points:
@@ -58,7 +58,7 @@ class Norms(Plugin):
 @pytest.mark.parametrize("max_norm", [None, 0.1])
 def test_a_log_point_has_the_norm_of_its_step_before_clipping(tiny_run, max_norm):
     norms = Norms()
-    result = tiny_run([{"log": {"every": 4}}, norms], max_grad_norm=max_norm)
+    result = tiny_run([norms], log_every=4, max_grad_norm=max_norm)
     points = [line for line in lines(result.trainer.run.folder) if "split" not in line]
     assert [point["grad_norm"] for point in points] == [norms.norms[point["step"] - 1] for point in points]
     assert norms.calls == (18 if max_norm else 4), "without clipping, only at log points"
@@ -90,7 +90,7 @@ def test_a_failed_run_leaves_its_record_whole_and_its_files_closed(tiny_run):
                 raise ValueError("on purpose")
 
     with pytest.raises(Exception, match=r"plugin 'fails' .* failed in before_step: ValueError: on purpose"):
-        tiny_run([{"log": {"every": 1}}, Fails()], output="out")
+        tiny_run([Fails()], log_every=1, output="out")
     assert [line["step"] for line in lines(Path("out"))] == [1, 2, 3, 4, 5]
     assert json.loads(Path("out/summary.json").read_text())["status"] == "failed"
     assert not file_handlers()
@@ -99,12 +99,12 @@ def test_a_failed_run_leaves_its_record_whole_and_its_files_closed(tiny_run):
 def test_a_loss_that_is_no_number_is_null_in_the_json(tiny_run):
     model = torch.nn.Linear(8, 3)
     torch.nn.init.constant_(model.weight, float("nan"))
-    folder = tiny_run([{"log": {"every": 9}}], model=model, epochs=1).trainer.run.folder
+    folder = tiny_run(log_every=9, model=model, epochs=1).trainer.run.folder
     assert lines(folder)[0]["loss"] is None
 
 
 def test_the_log_changes_no_number(tiny_run):
-    with_log, without = tiny_run([{"log": {"every": 1}}]), tiny_run([{"log": False}])
+    with_log, without = tiny_run(log_every=1), tiny_run([{"log": False}])
     assert with_log.losses == without.losses
     assert all(torch.equal(with_log.weights[name], without.weights[name]) for name in without.weights)
     assert not (without.trainer.run.folder / "metrics.jsonl").exists()

@@ -20,17 +20,19 @@ def scalars(folder) -> dict[str, list[tuple[int, float]]]:
 
 
 def test_curves_hold_the_losses_rates_and_metrics_of_the_run(tiny_run):
-    result = tiny_run([{"tensorboard": {"every": 3}}])
+    result = tiny_run(["tensorboard"], log_every=3)
     curves = scalars(result.trainer.run.folder)
-    assert set(curves) == {"train/loss", "train/lr", "train/samples_per_second", "validation/loss"}
+    names = ("loss", "grad_norm", "lr", "samples_per_second", "tokens_per_second", "memory_bytes")
+    assert set(curves) == {"validation/loss", *(f"train/{name}" for name in names)}
     assert [step for step, _ in curves["train/loss"]] == [3, 6, 9, 12, 15, 18]
-    assert [value for _, value in curves["train/loss"]] == pytest.approx(result.losses[2::3])
+    means = [sum(result.losses[step - 3 : step]) / 3 for step in range(3, 19, 3)]
+    assert [value for _, value in curves["train/loss"]] == pytest.approx(means)
     assert [step for step, _ in curves["validation/loss"]] == [9, 18]
 
 
 def test_a_resumed_run_goes_on_in_the_same_curves(tiny_run):
-    tiny_run([{"tensorboard": {"every": 3}}], epochs=1, output="run")
-    resumed = tiny_run([{"tensorboard": {"every": 3}}], epochs=2, output="run", resume=True)
+    tiny_run(["tensorboard"], log_every=3, epochs=1, output="run")
+    resumed = tiny_run(["tensorboard"], log_every=3, epochs=2, output="run", resume=True)
     curves = scalars(resumed.trainer.run.folder)
     assert [step for step, _ in curves["train/loss"]] == [3, 6, 9, 12, 15, 18]
 

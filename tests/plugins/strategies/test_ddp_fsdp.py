@@ -18,7 +18,7 @@ from fastloop.testing import Ended
 pytestmark = [pytest.mark.slow, *COMPILER]
 
 MICRO = {"micro_batch_size": 2}
-UNCLIPPED: dict[str, Any] = {"train": MICRO | {"max_grad_norm": None}, "log": {"every": 4}}
+UNCLIPPED: dict[str, Any] = {"train": MICRO | {"max_grad_norm": None, "log_every": 4}, "log": {}}
 COMPILE = {"compile": {"backend": "aot_eager", "cache": False}}
 
 

@@ -28,6 +28,7 @@ TRIED_ON: dict[str, dict[str, Any]] = {
     "lora": {"task": TEXTS},
     "matmul-precision": {"device": "auto"},
     "packing": {"task": TEXTS},
+    "trackers": {"options": {"trackers": []}},  # test_trackers.py trains with real ones
     "token-cache": {"task": TEXTS, "options": {"folder": "tokens"}},
     "profile": {"options": {"wait": 1, "warmup": 1, "active": 1}},
     "text-classification": {"task": TEXTS},

@@ -76,7 +76,7 @@ class SampleAudit(Plugin):
         dataset = run.datasets["train"]
         self.has_ids = run.train_loader.stream is None or not getattr(dataset, "shards_itself", False)
         if run.is_main:
-            self._open(run)
+            self._open(run, files)
             if not self.has_ids:
                 logger.warning(
                     "sample-audit: %s shards itself: its samples have no ids to check, and are only counted", type(dataset).__name__
@@ -86,9 +86,8 @@ class SampleAudit(Plugin):
             files.cut(run.rank, run.state.step)
         self.file = files.path(run.rank).open("a")
 
-    def _open(self, run: Run) -> None:
+    def _open(self, run: Run, files: Files) -> None:
         """Create the folder. For a resumed run, include the records from before."""
-        files = self.files
         if run.resume_point is not None:
             source = run.resume_point[0].resolve().parent.parent / "sample-audit"
             if source.is_dir() and source != files.folder.resolve():  # the run resumes in another folder
@@ -132,8 +131,7 @@ class SampleAudit(Plugin):
     def save_state(self, run: Run) -> dict[str, Any]:
         if self.file is not None:
             os.fsync(self.file.fileno())  # no checkpoint is ahead of the audit, even after a power failure
-        readers = [[*reader, samples] for reader, samples in self.readers.items()]
-        return {"totals": self.totals, "readers": readers, "unrecorded": self.unrecorded}
+        return {"totals": self.totals, "readers": [[*key, count] for key, count in self.readers.items()], "unrecorded": self.unrecorded}
 
     @hookimpl
     def write_summary(self, run: Run, summary: dict[str, Any]) -> None:
@@ -146,7 +144,6 @@ class SampleAudit(Plugin):
     def teardown(self) -> None:
         if self.file is not None:
             self.file.close()
-            self.file = None
 
     def _verify(self, run: Run, epoch: int, samples: int, done: bool) -> None:
         """Check an epoch on the main process, and act on the result on every process.

@@ -27,8 +27,7 @@
             clip_gradients                          # with train.max_grad_norm
             before_optimizer_step                   # run.gradient_norm() works here
             (optimizer, scheduler, zero_grad)
-            after_step
-            every train.log_every steps: log_scalars   # main process only
+            after_step; every train.log_every steps: log_scalars
             when evaluation is due: before_evaluate, evaluate, after_evaluate, log_scalars
             when saving is due:     optimizer_state, save_state, model_state, write_checkpoint
         after_epoch
@@ -37,12 +36,10 @@
     after_fit                                       # a plugin may replace the weights here
     before_evaluate, evaluate, after_evaluate, log_scalars   # on the test split
     export_model, model_state                       # into the run folder's model/
-    log_scalars                                     # values of run.log() since the last log point, if any
-    write_summary
+    log_scalars, write_summary                      # log_scalars: values of run.log() since the last log point, if any
 
     recover                                         # when training or an evaluation raises
     on_exception                                    # when the run fails; write_summary follows
-
     teardown                                        # last, once: also after a failure, a stop signal or a failed build
 
 Kinds of hooks:
@@ -54,9 +51,7 @@ Kinds of hooks:
 * All other hooks are called on every plugin, in order.
 
 An implementation takes only the arguments it needs. To run code around a hook, mark the implementation ``@hookimpl(wrapper=True)``.
-Draft and chain hooks, ``save_state``, ``load_state`` and ``teardown`` cannot be wrapped. Plugins can declare more hooks with
-``Plugin.hookspecs``.
-
+Draft and chain hooks, ``save_state``, ``load_state`` and ``teardown`` cannot be wrapped. ``Plugin.hookspecs`` declares more hooks.
 With several processes, every hook except ``log_scalars`` fires on each process, with the same counters, metrics and requests. A request
 of one process (``run.state.request_stop``) applies to all. Every process must call collective operations (``run.full_state_dict()``,
 ``run.processes.all_reduce_sum``). Only ``run.is_main`` writes files, and checkpoints hold only its result of ``save_state``.
@@ -86,14 +81,7 @@ if TYPE_CHECKING:
 hookspec = pluggy.HookspecMarker("fastloop")
 first = hookspec(firstresult=True)
 
-CHANGING_HOOKS = (
-    "environment",
-    "configure_accelerator",
-    "configure_dataloader",
-    "configure_optimizer",
-    "before_prepare",
-    "after_prepare",
-)
+CHANGING_HOOKS = ("environment", "configure_accelerator", "configure_dataloader", "configure_optimizer", "before_prepare", "after_prepare")
 """Hooks that change a run, beside the *first* hooks."""
 
 UNWRAPPABLE_HOOKS = (*CHANGING_HOOKS, "save_state", "load_state", "teardown")
@@ -254,12 +242,9 @@ def after_step(run: Run, loss: Tensor) -> None:
 
 @hookspec
 def log_scalars(run: Run, scalars: Mapping[str, float], step: int) -> None:
-    """Name -> value at a log point, or after an evaluation. Fires on the main process only, so call no collective operation.
-
-    At a log point, every ``train.log_every`` steps: ``train/loss``, the mean over the steps since the last log point; ``train/grad_norm``,
-    the total 2-norm of this step's gradients before clipping; ``train/lr``; ``train/samples_per_second`` and ``train/tokens_per_second``
-    since the last log point; ``train/memory_bytes``, which the device holds; and the values of ``run.log()``. After an evaluation:
-    ``validation/loss``, ``test/accuracy``, ... Values may be NaN or infinite. ``step``: optimizer steps done."""
+    """Name -> value, at a log point or after an evaluation. Fires on the main process only, so call no collective operation. Names of the
+    core: ``train/loss`` (mean since the last log point), ``grad_norm`` (before clipping), ``lr``, ``samples_per_second``,
+    ``tokens_per_second``, ``memory_bytes``; ``validation/loss``, ``test/accuracy``, ... Values may be NaN or infinite."""
 
 
 @hookspec
@@ -355,17 +340,11 @@ def recover(run: Run, error: Exception, split: str | None) -> bool | None:
 
 @hookspec
 def on_exception(run: Run, error: BaseException) -> None:
-    """Training, testing or the export failed, or a signal stopped it at once. fastloop writes the summary after this hook, then raises the
-    error."""
+    """The run failed after it was built. fastloop then writes the summary, calls ``teardown`` and raises the error."""
 
 
 @hookspec
 def teardown(run: Run) -> None:
-    """The run is over: close files and connections, end threads, restore settings. Fires once on every process, as the last hook.
-
-    It also fires after a failure, after a stop signal and when the run could not be built. After a failed build, ``run`` has ``recipe``,
-    ``plugins``, ``hooks``, ``state``, ``folder``, ``processes``, ``saver`` and ``signals``; another field exists if its build step was
-    completed. Initialize attributes that teardown needs in ``__init__``, as an earlier hook may not have fired.
-
-    Call no collective operation: other processes may have ended. An error is logged with the plugin's name, and the other plugins'
-    teardown still runs. It does not replace the run's own error. If the run succeeded, the run fails with it."""
+    """The run is over: close files, end threads, restore settings. Fires once on every process, also when the run could not be built (see
+    ``Run``). Call no collective operation: other processes may be gone. An error is logged with the plugin's name. It does not stop the
+    other plugins' teardown or replace the run's own error, but fails a run that succeeded."""

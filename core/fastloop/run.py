@@ -38,6 +38,9 @@ log = logging.getLogger("fastloop")
 class Run:
     """The argument ``run`` of hooks. A field exists once its build step in ``hookspecs`` is done.
 
+    After a failed build, ``teardown`` finds at least ``recipe``, ``plugins``, ``hooks``, ``state``, ``folder``, ``processes`` (rank 0 of 1
+    before the accelerator is built), ``saver``, ``signals`` and ``scalars``. A plugin sets attributes that it needs there in ``__init__``.
+
     Attributes:
         recipe: The resolved recipe.
         plugins: The plugins of the run, in call order.

@@ -95,12 +95,8 @@ class Compile(Plugin):
         why = f"{fused / profile.seconds:.0%} of a step is fusible operations, in {calls:,.0f} calls."
         if cut is not None:
             why = f"The graph breaks at {cut['where']}, which reads a number from a tensor. {why}"
-        return SpeedupEstimate(
-            seconds=FUSED * fused,
-            why=why,
-            options={} if cut is None else {"capture_scalars": True},
-            once=SECONDS_A_CALL * calls,
-        )
+        options = {} if cut is None else {"capture_scalars": True}
+        return SpeedupEstimate(seconds=FUSED * fused, why=why, options=options, once=SECONDS_A_CALL * calls)
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

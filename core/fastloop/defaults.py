@@ -15,13 +15,14 @@ from fastloop import loop
 from fastloop.checkpoint import resume
 from fastloop.checkpoint.export import save_model
 from fastloop.distributed.tensors import gather_full, shard_like, total_norm
-from fastloop.errors import RecipeError, SaveError, did_you_mean
+from fastloop.errors import PluginError, RecipeError, SaveError, did_you_mean
 from fastloop.plugin import hookimpl
 from fastloop.recipe.importing import import_object
 
 if TYPE_CHECKING:
     from fastloop.recipe import Recipe
     from fastloop.run import Run
+    from fastloop.state import Batch
 
 core_default = hookimpl(trylast=True)
 
@@ -80,6 +81,24 @@ def prepare(run: Run, model: torch.nn.Module, optimizer: torch.optim.Optimizer) 
     if type(prepared) is AcceleratedOptimizer and run.accelerator.scaler is None:
         return model, prepared.optimizer  # the wrapper only adds loss scaling, and looks up a package in each step
     return model, prepared
+
+
+@core_default
+def train_step(run: Run, batches: list[Batch]) -> torch.Tensor:
+    """Accumulate the gradients of the micro-batches, and change the weights by them.
+
+    Raises:
+        PluginError: A plugin's ``train_step`` changed the weights and returned None.
+    """
+    if run.updates:
+        plugin = next(plugin.name for plugin, _ in run.plugins.each("train_step"))
+        raise PluginError(
+            f"{run.recipe.where}: plugin {plugin!r}: train_step called run.apply_gradients and returned None. Return the step's loss. "
+            "None leaves the whole step to the core."
+        )
+    loss = run.accumulate_gradients(batches)
+    run.apply_gradients(loss)
+    return loss
 
 
 @core_default

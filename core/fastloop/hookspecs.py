@@ -21,12 +21,16 @@
         before_epoch
         for each optimizer step:
             before_step
-            for each micro-step:
-                compute_loss, backward
-            after_backward                          # gradients complete, unclipped
-            clip_gradients                          # with train.max_grad_norm
-            before_optimizer_step                   # run.gradient_norm() works here
-            (optimizer, scheduler, zero_grad)
+            train_step                              # the core's calls the two helpers once; a plugin's may call them more often
+                run.accumulate_gradients:
+                    for each micro-step:
+                        compute_loss, backward
+                run.apply_gradients:
+                    after_backward                  # gradients complete, unclipped
+                    clip_gradients                  # with train.max_grad_norm
+                    before_optimizer_step           # run.gradient_norm() works here
+                    (optimizer, zero_grad)
+            (scheduler, counters)
             after_step; every train.log_every steps: log_scalars
             when evaluation is due: before_evaluate, evaluate, after_evaluate, log_scalars
             when saving is due:     optimizer_state, save_state, model_state, write_checkpoint
@@ -204,7 +208,23 @@ def before_epoch(run: Run) -> None:
 
 @hookspec
 def before_step(run: Run, batches: list[Batch]) -> None:
-    """The step's micro-batches on this process, on the device."""
+    """The step's micro-batches on this process, on the device. Their ``inputs`` may be replaced here, and every pass of the step uses
+    them."""
+
+
+@first
+def train_step(run: Run, batches: list[Batch]) -> Tensor | None:
+    """First. The core calls ``run.accumulate_gradients(batches)``, then ``run.apply_gradients(loss)``, and returns the loss.
+
+    A plugin that implements it owns the step: it may compute gradients several times (SAM), and change the weights several times (a GAN's
+    two networks). It must call ``run.apply_gradients`` at least once, and every process must make the same calls. It returns the step's
+    loss for ``after_step``: 0-dim, detached, a mean over all processes. None leaves the whole step to the core.
+
+    ``before_step`` fires before it; the scheduler, the counters, ``after_step``, evaluation and saving follow, once per step.
+    ``compute_loss`` and ``backward`` fire in each ``run.accumulate_gradients``. ``after_backward``, ``clip_gradients`` and
+    ``before_optimizer_step`` fire in each ``run.apply_gradients``, and no other way.
+
+    If it raises, ``recover`` may repeat the step with the weights as they are then. Restore temporary changes in a ``finally`` block."""
 
 
 @first
@@ -220,7 +240,9 @@ def backward(run: Run, loss: Tensor) -> bool | None:
 
 @hookspec
 def after_backward(run: Run, loss: Tensor) -> None:
-    """All gradients of the step are computed, but not clipped. ``loss``: 0-dim, detached, the step's mean over all processes."""
+    """The gradients that change the weights are computed, but not clipped. ``loss``: 0-dim, detached, the mean over all processes.
+
+    In fp16, gradients are still multiplied by the loss scale (``run.accelerator.scaler``), and they may be infinite."""
 
 
 @first
@@ -237,7 +259,7 @@ def before_optimizer_step(run: Run, grad_norm: Tensor | None) -> None:
 
 @hookspec
 def after_step(run: Run, loss: Tensor) -> None:
-    """An optimizer step is done and counted. Reading ``loss`` on the host waits for the device, so read it rarely."""
+    """A step is done and counted. Reading ``loss`` on the host waits for the device, so read it rarely."""
 
 
 @hookspec

@@ -19,14 +19,6 @@ def start(run: Run) -> None:
     run.scalars.mark = run.clock.read("train"), run.state.samples, run.state.tokens
 
 
-def before_optimizer_step(run: Run) -> None:
-    """At a log point, compute the gradient norm. Every process must call it."""
-    if run.scalars.enabled and run.schedule.log_due(run.state.step + 1):
-        norm = run.gradient_norm()
-        if run.is_main:
-            run.scalars.values["train/grad_norm"] = [norm]
-
-
 def after_step(run: Run, loss: Tensor) -> None:
     """Keep a step's loss. At a log point, read all values and call ``log_scalars``. Every process must call it."""
     scalars = run.scalars

@@ -1,10 +1,11 @@
 """The training loop, for every plugin and strategy.
 
 for each epoch:
-    for the micro-batches of each step:
-        for each micro-batch:
+    for the micro-batches of each step:                 # train_step
+        for each micro-batch:                           # run.accumulate_gradients
             compute the loss, scale it to its share of the step, backward
-        clip, step the optimizer, step the scheduler
+        clip, step the optimizer                        # run.apply_gradients
+        step the scheduler, count the step
         log, evaluate and save when due
     evaluate and save when due
 
@@ -16,13 +17,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from fastloop import log_points
 from fastloop.checkpoint import resume
+from fastloop.errors import PluginError
 from fastloop.evaluation import EvaluationResults, evaluating
 from fastloop.runtime.random_states import preserve_random_states, random_states, restore_random_states
 from fastloop.runtime.regions import region
@@ -105,40 +107,35 @@ def retry_after_recovery(run: Run, function: Callable[[], T], split: str | None 
 
 
 def train_step(run: Run, batches: list[Batch]) -> Tensor:
-    """Do one optimizer step over its micro-batches, which are on the device.
-
-    Each micro-batch's mean loss is weighted by its samples or target tokens. The step's gradient is that of the mean over the full step,
-    however it is split.
+    """Do one step over its micro-batches, which are on the device: by the ``train_step`` hook, then the scheduler and the counters.
 
     Returns:
         The step's mean loss over all processes: 0-dim, detached, on the device.
+
+    Raises:
+        PluginError: A plugin's ``train_step`` did not change the weights, or returned no loss.
     """
-    hooks, optimizer = run.hooks, run.optimizer
-    hooks.before_step(run=run, batches=batches)
+    run.hooks.before_step(run=run, batches=batches)
     totals = run.totals(batches)
-    total = (totals.weight or 1) / run.processes.world_size  # processes average gradients, and their shares may differ
-    step_loss: Tensor | None = None
-    for index, batch in enumerate(batches):
-        with run.gradient_sync(last=index == len(batches) - 1):
-            with region("loss"):
-                output = hooks.compute_loss(run=run, model=run.model, batch=batch.inputs)
-                loss = output.loss if batch.loss_weight == total else output.loss * (batch.loss_weight / total)
-            with region("backward"):
-                hooks.backward(run=run, loss=loss)
-        step_loss = loss.detach() if step_loss is None else step_loss + loss.detach()
-    assert step_loss is not None
-    step_loss = run.processes.all_reduce_mean(step_loss)
-    hooks.after_backward(run=run, loss=step_loss)
-    grad_norm = run.clip_gradients()
-    log_points.before_optimizer_step(run)
-    hooks.before_optimizer_step(run=run, grad_norm=grad_norm)
-    with region("optimizer"):
-        optimizer.step()
-        if run.scheduler is not None and not run.step_was_skipped():
+    run.updates = 0
+    loss: Tensor = run.hooks.train_step(run=run, batches=batches)
+    if not run.updates or not isinstance(loss, Tensor) or loss.dim() or loss.requires_grad:
+        raise _step_error(run, loss)
+    if run.scheduler is not None and not run.step_was_skipped():
+        with region("optimizer"):
             run.scheduler.step()
-        optimizer.zero_grad()
     run.state.count_step(totals)
-    return step_loss
+    return loss
+
+
+def _step_error(run: Run, loss: Any) -> PluginError:
+    """The error for a plugin whose ``train_step`` breaks the hook's contract."""
+    plugin = next((plugin.name for plugin, _ in run.plugins.each("train_step")), "fastloop")
+    where = f"{run.recipe.where}: plugin {plugin!r}: train_step"
+    if not run.updates:
+        return PluginError(f"{where} did not call run.apply_gradients, so no weight changed. Call it at least once, on every process.")
+    found = f"a tensor of shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}" if isinstance(loss, Tensor) else repr(loss)
+    return PluginError(f"{where} returned {found}. Return the step's loss, 0-dim and detached, as run.accumulate_gradients does.")
 
 
 def evaluate(run: Run, split: str) -> None:

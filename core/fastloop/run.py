@@ -64,6 +64,7 @@ class Run:
         resume_point: ``(checkpoint folder, warnings)`` to resume from; None: start from the beginning.
         skipped_steps: The optimizer steps that fp16's loss scaling skipped.
         scalars: The values since the last log point; see ``log``.
+        updates: Calls of ``apply_gradients`` in the current step.
     """
 
     def __init__(self, recipe: Recipe, plugins: PluginSet) -> None:
@@ -84,6 +85,8 @@ class Run:
         self.schedule: Schedule
         self.skipped_steps: SkippedSteps
         self.scalars = Scalars(enabled=any(plugins.each("log_scalars")))
+        self.updates = 0
+        self._totals: tuple[list[Batch], BatchTotals] | None = None
         self._clipped_at = -1  # step whose gradients are final
         self._gradient_norm: Tensor | None = None
 
@@ -180,15 +183,70 @@ class Run:
         return batches
 
     def totals(self, batches: list[Batch]) -> BatchTotals:
-        """Sums over the micro-batches of a step, on all processes."""
+        """Sums over the micro-batches of a step, on all processes. The result is kept for the next call with the same list."""
+        if self._totals is not None and self._totals[0] is batches:
+            return self._totals[1]
         totals = BatchTotals.of(batches)
-        if self.processes.world_size == 1:
-            return totals
-        return BatchTotals(*map(int, self.processes.all_reduce_sum(torch.tensor(totals, dtype=torch.int64)).tolist()))
+        if self.processes.world_size > 1:
+            totals = BatchTotals(*map(int, self.processes.all_reduce_sum(torch.tensor(totals, dtype=torch.int64)).tolist()))
+        self._totals = batches, totals
+        return totals
 
     def should_skip_step(self) -> bool:
         """Whether the step that begins at the current counters failed before, and must not be trained again."""
         return [self.state.epoch, self.state.epoch_samples] in self.state.left_out
+
+    def accumulate_gradients(self, batches: list[Batch]) -> Tensor:
+        """Compute the gradients of a step's micro-batches and add them to ``grad``. Every process must call it.
+
+        Each micro-batch's mean loss is weighted by its samples or target tokens. The result is the gradient of the mean over the full step,
+        however it is split over micro-batches and processes. Gradients are reduced once, at the last micro-batch. A second call of a step
+        adds to the gradients; call ``run.optimizer.zero_grad()`` in between to replace them. In fp16, gradients stay multiplied by the loss
+        scale, and they may be infinite.
+
+        Dropout draws new random numbers in each call. To draw the same ones again, restore the states of
+        ``fastloop.runtime.random_states.random_states()`` that you took before the first call.
+
+        Args:
+            batches: Micro-batches on the device: the argument of ``train_step``, or other ones. Every process needs as many of them. Do not
+                change ``loss_weight`` between two calls with the same list.
+
+        Returns:
+            The step's mean loss over all processes: 0-dim, detached, on the device, not multiplied by the loss scale.
+        """
+        hooks, totals = self.hooks, self.totals(batches)
+        total = (totals.weight or 1) / self.world_size  # processes average gradients, and their shares may differ
+        step_loss: Tensor | None = None
+        for index, batch in enumerate(batches):
+            with self.gradient_sync(last=index == len(batches) - 1):
+                with region("loss"):
+                    output = hooks.compute_loss(run=self, model=self.model, batch=batch.inputs)
+                    loss = output.loss if batch.loss_weight == total else output.loss * (batch.loss_weight / total)
+                with region("backward"):
+                    hooks.backward(run=self, loss=loss)
+            step_loss = loss.detach() if step_loss is None else step_loss + loss.detach()
+        assert step_loss is not None
+        return self.processes.all_reduce_mean(step_loss)
+
+    def apply_gradients(self, loss: Tensor) -> None:
+        """Change the weights by the gradients, then clear all gradients. Every process must call it.
+
+        Calls ``after_backward``, clips to ``train.max_grad_norm``, calls ``before_optimizer_step``, and steps the optimizer. The loop steps
+        the scheduler, once per step.
+
+        Args:
+            loss: The argument ``loss`` of ``after_backward``: the result of ``accumulate_gradients``.
+        """
+        self.hooks.after_backward(run=self, loss=loss)
+        grad_norm = self.clip_gradients()
+        if self.scalars.enabled and self.schedule.log_due(self.state.step + 1):
+            self.scalars.set_gradient_norm(self.gradient_norm(), self.is_main)
+        self.hooks.before_optimizer_step(run=self, grad_norm=grad_norm)
+        with region("optimizer"):
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        self._clipped_at = -1
+        self.updates += 1
 
     def gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
         """Delay the all-reduce of gradients until the last micro-batch of a step."""

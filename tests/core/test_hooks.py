@@ -87,6 +87,7 @@ LOAD = """
 """
 STEP = """
         before_step
+        train_step
             compute_loss
             backward
             compute_loss

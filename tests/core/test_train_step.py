@@ -1,0 +1,284 @@
+"""The hook train_step, and the two helpers that every step consists of: run.accumulate_gradients and run.apply_gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastloop import Batch, Plugin, PluginError, hookimpl
+from fastloop.distributed.tensors import total_norm
+from fastloop.runtime.random_states import random_states, restore_random_states
+from fastloop.testing import VECTORS, Call, tiny_model, train
+from fastloop.testing.runs import STOPS_AT, DisableDropout, InterruptAtStep
+
+SCHEDULE = {"lr-scheduler": {"schedule": "linear", "warmup": 3}}
+
+
+class Plain(Plugin):
+    """Does by itself what the core does."""
+
+    name = "plain"
+
+    @hookimpl
+    def train_step(self, run, batches) -> Tensor:
+        loss: Tensor = run.accumulate_gradients(batches)
+        run.apply_gradients(loss)
+        return loss
+
+
+class TwoPasses(Plugin):
+    """Sharpness-aware minimization: the second gradient is computed at shifted weights, and applied to the original ones."""
+
+    name = "two-passes"
+    numerics = "changes-training"
+
+    @hookimpl
+    def train_step(self, run, batches) -> Tensor:
+        loss: Tensor = run.accumulate_gradients(batches)
+        weights = [weight for weight in run.model.parameters() if weight.grad is not None]
+        before = [weight.detach().clone() for weight in weights]
+        with torch.no_grad():
+            norm = total_norm(weight.grad for weight in weights)
+            for weight in weights:
+                weight.add_(0.05 * weight.grad / norm)
+        run.optimizer.zero_grad()
+        run.accumulate_gradients(batches)
+        with torch.no_grad():
+            for weight, original in zip(weights, before, strict=True):
+                weight.copy_(original)
+        run.apply_gradients(loss)
+        return loss
+
+
+class TwoUpdates(Plugin):
+    """Two updates in a step."""
+
+    name = "two-updates"
+
+    @hookimpl
+    def train_step(self, run, batches) -> Tensor:
+        for _ in range(2):
+            loss = run.accumulate_gradients(batches)
+            run.apply_gradients(loss)
+        return loss
+
+
+def equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
+    return all(torch.equal(ours[name], theirs[name]) for name in ours | theirs)
+
+
+def gradients(run: Any) -> list[Tensor]:
+    """Copies of the gradients, which are then cleared."""
+    copies = [weight.grad.clone() for weight in run.model.parameters()]
+    run.optimizer.zero_grad()
+    return copies
+
+
+@pytest.mark.parametrize("micro", [8, 2])
+def test_a_plugin_that_calls_both_helpers_once_is_the_core_to_the_bit(tiny_run, micro):
+    arguments = {"micro_batch_size": micro, "max_grad_norm": 0.5}
+    core, ours = tiny_run([SCHEDULE], **arguments), tiny_run([SCHEDULE, Plain()], **arguments)
+    assert ours.losses == core.losses
+    assert ours.recorder.lrs == core.recorder.lrs
+    assert equal(ours.weights, core.weights)
+    for key in ("status", "steps", "samples", "epochs", "validation"):
+        assert ours.summary[key] == core.summary[key]
+
+
+def test_micro_batches_add_up_to_the_gradients_of_the_whole_batch(tiny_run):
+    class Compare(Plain):
+        checked = 0
+
+        @hookimpl
+        def train_step(self, run, batches):
+            split_loss, split = run.accumulate_gradients(batches), gradients(run)
+            inputs = [torch.cat(parts) for parts in zip(*(batch.inputs for batch in batches), strict=True)]
+            samples = sum(batch.samples for batch in batches)
+            whole_loss, whole = run.accumulate_gradients([Batch(inputs, samples, samples)]), gradients(run)
+            torch.testing.assert_close(split_loss, whole_loss)
+            torch.testing.assert_close(split, whole)
+            assert len(batches) > 1
+            self.checked += 1
+            return super().train_step(run, batches)
+
+    compare = Compare()
+    tiny_run([compare], model=tiny_model(dropout=0.0), micro_batch_size=2, epochs=1)
+    assert compare.checked == 9  # the last step has three samples in two micro-batches
+
+
+def test_the_loss_is_the_mean_over_the_step_and_detached(tiny_run):
+    class Check(Plain):
+        losses: list[tuple[Tensor, Tensor]] = []
+
+        @hookimpl(wrapper=True)
+        def compute_loss(self):
+            output = yield
+            self.newest = output.loss.detach()
+            return output
+
+        @hookimpl
+        def after_step(self, loss):
+            self.losses.append((loss, self.newest))
+
+    tiny_run([Check()])
+    assert len(Check.losses) == 18
+    assert all(loss.dim() == 0 and not loss.requires_grad and torch.equal(loss, newest) for loss, newest in Check.losses)
+
+
+@pytest.mark.parametrize("restored", [True, False])
+def test_a_second_pass_draws_the_same_dropout_if_the_random_states_are_restored(tiny_run, restored):
+    class Twice(Plain):
+        same: list[bool]
+
+        @hookimpl
+        def train_step(self, run, batches):
+            states = random_states()
+            run.accumulate_gradients(batches)
+            first = gradients(run)
+            if restored:
+                restore_random_states(states)
+            loss = run.accumulate_gradients(batches)
+            self.same.append(all(torch.equal(a, weight.grad) for a, weight in zip(first, run.model.parameters(), strict=True)))
+            run.apply_gradients(loss)
+            return loss
+
+    Twice.same = []
+    tiny_run([Twice()], model=tiny_model(dropout=0.5))
+    assert all(Twice.same) if restored else not any(Twice.same)
+
+
+def test_a_second_pass_adds_to_the_gradients(tiny_run):
+    class Adds(Plain):
+        @hookimpl
+        def train_step(self, run, batches):
+            run.accumulate_gradients(batches)
+            once = [weight.grad.clone() for weight in run.model.parameters()]
+            loss = run.accumulate_gradients(batches)
+            torch.testing.assert_close([weight.grad for weight in run.model.parameters()], [2 * gradient for gradient in once])
+            run.apply_gradients(loss)
+            return loss
+
+    assert tiny_run([Adds()], model=tiny_model(dropout=0.0)).summary["steps"] == 18
+
+
+def test_several_updates_are_one_step_of_the_counters_and_the_schedule(tiny_run, hook_calls):
+    one = tiny_run([SCHEDULE], max_grad_norm=0.1)
+    hook_calls.clear()
+    two = tiny_run([SCHEDULE, TwoUpdates()], max_grad_norm=0.1)
+    assert (two.summary["steps"], two.summary["samples"]) == (one.summary["steps"], one.summary["samples"]) == (18, 134)
+    assert two.recorder.lrs == one.recorder.lrs
+    assert sum(two.losses[-9:]) < sum(one.losses[-9:])
+    step = ["before_step", "train_step", *["compute_loss", "backward", "after_backward", "clip_gradients", "before_optimizer_step"] * 2]
+    names = [call.hook for call in hook_calls]
+    first = names.index("before_step")
+    assert names[first : first + len(step) + 1] == [*step, "after_step"]
+    assert hook_calls.count(Call("after_step", ("run", "loss"))) == 18
+
+
+def test_none_leaves_the_step_to_the_core(tiny_run):
+    class Sometimes(TwoUpdates):
+        @hookimpl
+        def train_step(self, run, batches):
+            return super().train_step(run, batches) if run.state.step == 17 else None
+
+    core, ours = tiny_run(), tiny_run([Sometimes()])
+    assert ours.losses[:17] == core.losses[:17]
+    assert not equal(ours.weights, core.weights)
+
+
+class NoUpdate(Plain):
+    @hookimpl
+    def train_step(self, run, batches):
+        return run.accumulate_gradients(batches)
+
+
+class NoLoss(Plain):
+    @hookimpl
+    def train_step(self, run, batches):
+        super().train_step(run, batches)
+
+
+class Number(Plain):
+    @hookimpl
+    def train_step(self, run, batches):
+        return super().train_step(run, batches).item()
+
+
+class Attached(Plain):
+    @hookimpl
+    def train_step(self, run, batches):
+        return super().train_step(run, batches) * torch.ones((), requires_grad=True)
+
+
+WRONG = {
+    NoUpdate: r"plugin 'plain': train_step did not call run.apply_gradients, so no weight changed. Call it at least once",
+    NoLoss: r"plugin 'plain': train_step called run.apply_gradients and returned None. Return the step's loss",
+    Number: r"plugin 'plain': train_step returned \d\.\d+. Return the step's loss, 0-dim and detached",
+    Attached: r"plugin 'plain': train_step returned a tensor of shape \(\), requires_grad=True. Return the step's loss",
+}
+
+
+@pytest.mark.parametrize("plugin", WRONG)
+def test_a_step_that_breaks_the_contract_ends_the_run(tiny_run, plugin):
+    with pytest.raises(PluginError, match=WRONG[plugin]):
+        tiny_run([plugin()])
+
+
+def test_two_owners_of_the_step_are_refused(tiny_run):
+    with pytest.raises(PluginError, match="plugins 'plain' and 'two-updates' both implement train_step"):
+        tiny_run([Plain(), TwoUpdates()])
+
+
+def test_under_loss_scaling_gradients_are_scaled_and_losses_are_not(tiny_run):
+    class Scaled(TwoPasses):
+        scales: list[float] = []
+
+        @hookimpl
+        def after_prepare(self, run):
+            from accelerate.optimizer import AcceleratedOptimizer
+
+            run.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+            run.optimizer = AcceleratedOptimizer(run.optimizer, device_placement=False, scaler=run.accelerator.scaler)
+
+        @hookimpl
+        def after_backward(self, run):
+            self.scales.append(float(total_norm(weight.grad for weight in run.model.parameters())))
+
+        @hookimpl
+        def before_optimizer_step(self, run):
+            self.scales[-1] /= float(run.gradient_norm())
+
+    model = tiny_model(dropout=0.0)
+    scaled, plain = tiny_run([Scaled()], model=model), tiny_run([TwoPasses()], model=tiny_model(dropout=0.0))
+    assert Scaled.scales == pytest.approx([1024.0] * 18)
+    assert scaled.losses == pytest.approx(plain.losses, rel=1e-4)
+
+
+def test_a_run_that_is_interrupted_and_resumed_ends_as_one_that_is_not(tiny_run, tmp_path):
+    plugins, settings = [SCHEDULE, {"ema": {"decay": 0.9}}], {"max_grad_norm": 0.5, "micro_batch_size": 4}
+    whole = tiny_run([*plugins, TwoPasses()], **settings)
+    stopped = tiny_run([*plugins, TwoPasses(), InterruptAtStep()], output=tmp_path / "run", **settings)
+    resumed = tiny_run([*plugins, TwoPasses()], output=tmp_path / "run", resume=True, **settings)
+    assert len(stopped.losses) == STOPS_AT
+    assert [*stopped.losses, *resumed.losses] == whole.losses
+    assert equal(resumed.weights, whole.weights)
+
+
+@pytest.mark.parametrize("plugin", [TwoPasses, TwoUpdates])
+def test_two_processes_compute_what_one_does(processes, tmp_path, plugin):
+    settings = {
+        "train": {"epochs": 2, "batch_size": 8, "micro_batch_size": 2, "lr": 1e-2, "seed": 1, "device": "cpu", "max_grad_norm": 0.5}
+    }
+    plugins = [*VECTORS["plugins"], {"progress": False}, SCHEDULE]
+    one = VECTORS | settings | {"plugins": plugins, "output": "one"}
+    two = VECTORS | settings | {"plugins": [*plugins, "ddp"], "output": "two"}
+    (alone,) = (ended.result for ended in processes(1, train, one, plugin(), DisableDropout(), folder=tmp_path))
+    first, second = (ended.result for ended in processes(2, train, two, plugin(), DisableDropout(), folder=tmp_path))
+    assert first.losses == second.losses
+    assert first.replicas == second.replicas
+    assert first.losses == pytest.approx(alone.losses, rel=1e-5)
+    assert first.lrs == alone.lrs
+    torch.testing.assert_close(first.weights, alone.weights, rtol=1e-4, atol=1e-6)

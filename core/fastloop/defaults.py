@@ -16,6 +16,7 @@ from fastloop.checkpoint import resume
 from fastloop.checkpoint.export import save_model
 from fastloop.distributed.tensors import gather_full, shard_like, total_norm
 from fastloop.errors import PluginError, RecipeError, SaveError, did_you_mean
+from fastloop.optimizers import Optimizers, ScaledOptimizers
 from fastloop.plugin import hookimpl
 from fastloop.recipe.importing import import_object
 
@@ -78,9 +79,10 @@ def build_optimizer(run: Run, model: torch.nn.Module) -> torch.optim.Optimizer:
 def prepare(run: Run, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[torch.nn.Module, Any]:
     """Prepare with Accelerate: device, autocast, loss scaling, and DDP for several processes."""
     model, prepared = run.accelerator.prepare(model, optimizer)
-    if type(prepared) is AcceleratedOptimizer and run.accelerator.scaler is None:
+    scaler = run.accelerator.scaler
+    if type(prepared) is AcceleratedOptimizer and scaler is None:
         return model, prepared.optimizer  # the wrapper only adds loss scaling, and looks up a package in each step
-    return model, prepared
+    return model, ScaledOptimizers(optimizer, scaler) if isinstance(optimizer, Optimizers) else prepared
 
 
 @core_default

@@ -158,13 +158,17 @@ def before_prepare(run: Run, model: nn.Module) -> nn.Module | None:
 
 
 @first
-def build_optimizer(run: Run, model: nn.Module) -> Optimizer | None:
-    """First. The core builds the recipe's ``train.optimizer``. ``run.optimizer_arguments`` holds the arguments that plugins set."""
+def build_optimizer(run: Run, model: nn.Module) -> Optimizer | Mapping[str, Optimizer] | None:
+    """First. The core builds the recipe's ``train.optimizer``. ``run.optimizer_arguments`` holds the arguments that plugins set.
+
+    A dict of name -> optimizer becomes one optimizer of all their groups. ``run.optimizer["generator"]`` is one of the dict."""
 
 
 @first
-def build_scheduler(run: Run, optimizer: Optimizer) -> LRScheduler | None:
-    """First. The loop steps it once per optimizer step. Without a scheduler, the learning rate is constant."""
+def build_scheduler(run: Run, optimizer: Optimizer) -> LRScheduler | Mapping[str, LRScheduler] | None:
+    """First. The loop steps it once per step, and not after a skipped update. Without a scheduler, the learning rate is constant.
+
+    With several optimizers, one scheduler schedules all groups. A dict of an optimizer's name -> scheduler schedules each by its steps."""
 
 
 @first
@@ -208,23 +212,18 @@ def before_epoch(run: Run) -> None:
 
 @hookspec
 def before_step(run: Run, batches: list[Batch]) -> None:
-    """The step's micro-batches on this process, on the device. Their ``inputs`` may be replaced here, and every pass of the step uses
-    them."""
+    """The step's micro-batches on this process, on the device. A plugin may replace their ``inputs``."""
 
 
 @first
 def train_step(run: Run, batches: list[Batch]) -> Tensor | None:
     """First. The core calls ``run.accumulate_gradients(batches)``, then ``run.apply_gradients(loss)``, and returns the loss.
 
-    A plugin that implements it owns the step: it may compute gradients several times (SAM), and change the weights several times (a GAN's
-    two networks). It must call ``run.apply_gradients`` at least once, and every process must make the same calls. It returns the step's
-    loss for ``after_step``: 0-dim, detached, a mean over all processes. None leaves the whole step to the core.
+    A plugin that implements it owns the step, and may call both several times. Every process must make the same calls, and at least one of
+    ``apply_gradients``. Return the step's loss: 0-dim, detached, the mean over all processes. None leaves the whole step to the core.
 
-    ``before_step`` fires before it; the scheduler, the counters, ``after_step``, evaluation and saving follow, once per step.
-    ``compute_loss`` and ``backward`` fire in each ``run.accumulate_gradients``. ``after_backward``, ``clip_gradients`` and
-    ``before_optimizer_step`` fire in each ``run.apply_gradients``, and no other way.
-
-    If it raises, ``recover`` may repeat the step with the weights as they are then. Restore temporary changes in a ``finally`` block."""
+    ``before_step`` fires before it. Scheduler, counters and ``after_step`` follow, once per step. The hooks in between fire in the two
+    helpers alone. If it raises, ``recover`` may repeat the step: restore temporary changes of the weights in a ``finally`` block."""
 
 
 @first
@@ -240,9 +239,8 @@ def backward(run: Run, loss: Tensor) -> bool | None:
 
 @hookspec
 def after_backward(run: Run, loss: Tensor) -> None:
-    """The gradients that change the weights are computed, but not clipped. ``loss``: 0-dim, detached, the mean over all processes.
-
-    In fp16, gradients are still multiplied by the loss scale (``run.accelerator.scaler``), and they may be infinite."""
+    """The gradients to apply are computed, but not clipped. In fp16 they are still multiplied by the loss scale, and may be infinite.
+    ``loss``: 0-dim, detached, the mean over all processes, without the scale."""
 
 
 @first

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
@@ -23,10 +23,12 @@ from fastloop.distributed.processes import Processes
 from fastloop.distributed.skipped_steps import SkippedSteps
 from fastloop.errors import PluginError, SaveError
 from fastloop.hooks import PluginSet, make_crash
+from fastloop.optimizers import Optimizers
 from fastloop.recipe import Recipe
 from fastloop.run import Run
 from fastloop.runtime.clock import Clock
 from fastloop.schedule import Schedule
+from fastloop.schedulers import Schedulers
 from fastloop.state import DataLoaderDraft, OptimizerDraft
 
 log = logging.getLogger("fastloop")
@@ -155,7 +157,10 @@ def _build_model(run: Run) -> None:
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise PluginError(f"{run.recipe.where}: the model has no parameter that is trained.")
     optimizer = run.hooks.build_optimizer(run=run, model=model)
-    run.scheduler = run.hooks.build_scheduler(run=run, optimizer=optimizer)
+    if isinstance(optimizer, Mapping):
+        optimizer = Optimizers(optimizer, run.recipe.where)
+    scheduler = run.hooks.build_scheduler(run=run, optimizer=optimizer)
+    run.scheduler = Schedulers(optimizer, scheduler, run.recipe.where) if isinstance(scheduler, Mapping) else scheduler
     run.built_model = model
     model, run.optimizer = run.hooks.prepare(run=run, model=model, optimizer=optimizer)
     run.model = run.plugins.chain("after_prepare", model, run=run)

@@ -21,6 +21,7 @@ from fastloop.distributed.skipped_steps import SkippedSteps
 from fastloop.distributed.tensors import gather_full
 from fastloop.errors import PluginError, SaveError
 from fastloop.hooks import PluginSet
+from fastloop.optimizers import Optimizers
 from fastloop.recipe import Recipe
 from fastloop.runtime.clock import Clock
 from fastloop.runtime.regions import NO_CONTEXT, each, region
@@ -55,8 +56,10 @@ class Run:
         optimizer_arguments: From the finished ``OptimizerDraft``: arguments of the optimizer's class beside ``lr`` and ``weight_decay``.
         built_model: The model as built; ``unwrap_model()`` returns it.
         model: As trained: on its device, wrapped, compiled. ``unwrap_model()`` is the model as built.
-        optimizer: Torch's optimizer, or Accelerate's wrapper where loss scaling or a strategy needs it.
+        optimizer: Torch's optimizer, or Accelerate's wrapper where loss scaling or a strategy needs it. If ``build_optimizer`` returned a
+            dict, it is an optimizer of all groups, and ``run.optimizer["NAME"]`` is one of the dict.
         scheduler: Stepped by the loop, never prepared by Accelerate, which would step it once a process. None: a constant learning rate.
+            If ``build_scheduler`` returned a dict, ``run.scheduler["NAME"]`` is one of it.
         metrics: The task's metrics, or None.
         schedule: When to evaluate, save and stop.
         saver: The pending checkpoint, and the step of the newest complete one.
@@ -228,7 +231,7 @@ class Run:
         assert step_loss is not None
         return self.processes.all_reduce_mean(step_loss)
 
-    def apply_gradients(self, loss: Tensor) -> None:
+    def apply_gradients(self, loss: Tensor, optimizer: str | None = None) -> None:
         """Change the weights by the gradients, then clear all gradients. Every process must call it.
 
         Calls ``after_backward``, clips to ``train.max_grad_norm``, calls ``before_optimizer_step``, and steps the optimizer. The loop steps
@@ -236,7 +239,20 @@ class Run:
 
         Args:
             loss: The argument ``loss`` of ``after_backward``: the result of ``accumulate_gradients``.
+            optimizer: The name of the only optimizer to step, where ``build_optimizer`` returned a dict. The gradients of the others are
+                cleared first, so clipping, ``gradient_norm()`` and hooks see only the gradients that are applied. None: step all.
+
+        Raises:
+            PluginError: There is no optimizer of this name, or none of its parameters has a gradient.
         """
+        if optimizer is not None:
+            several = getattr(self.optimizer, "optimizer", self.optimizer)  # without the wrapper that scales losses
+            if not isinstance(several, Optimizers):
+                raise PluginError(
+                    f"run.apply_gradients: found the name {optimizer!r}, but the run has one optimizer. Let build_optimizer return a dict "
+                    "of name -> optimizer."
+                )
+            several.select(optimizer)
         self.hooks.after_backward(run=self, loss=loss)
         grad_norm = self.clip_gradients()
         if self.scalars.enabled and self.schedule.log_due(self.state.step + 1):

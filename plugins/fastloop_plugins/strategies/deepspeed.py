@@ -64,8 +64,15 @@ class DeepSpeed(Plugin):
     def prepare(self, run: Run, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Any]:
         import torch
 
+        from fastloop.optimizers import Optimizers
         from fastloop_plugins.strategies._deepspeed_state import LossScale, Sharded, Stepper, cast_around, imported
 
+        if isinstance(optimizer, Optimizers):
+            names = ", ".join(map(repr, optimizer.members))
+            raise PluginError(
+                f"{run.recipe.where}: plugins.deepspeed: build_optimizer returned several optimizers, {names}, and DeepSpeed steps one. "
+                "Use ddp or fsdp."
+            )
         elements = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         config, stage = self.configuration.build(run, elements), self.configuration.stage
         if not torch.distributed.is_initialized() and "LOCAL_RANK" not in os.environ:

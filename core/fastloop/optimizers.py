@@ -1,0 +1,160 @@
+"""Several optimizers that a run uses as one: the dict that ``build_optimizer`` may return."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from accelerate.optimizer import AcceleratedOptimizer
+from torch.optim import Optimizer
+
+from fastloop.errors import PluginError, did_you_mean
+
+
+class Optimizers(Optimizer):
+    """A dict of optimizers as one: ``run.optimizer["generator"]`` is one of them.
+
+    Loss scaling sees one optimizer: an overflow in any gradient skips all that step together. A scheduler of it schedules all groups.
+
+    Args:
+        members: Name -> optimizer, in the order in which they step. Adds the key ``optimizer``, the name, to their groups.
+        where: The recipe, for messages.
+
+    Attributes:
+        selected: Names of the optimizers that the next ``step`` steps. ``zero_grad`` selects all.
+        stepped: Names of the optimizers that stepped since ``Schedulers`` last cleared it.
+        is_stepping: Whether ``step`` is running.
+
+    Raises:
+        PluginError: The dict is empty, a value is no optimizer, or two optimizers hold the same parameter.
+    """
+
+    def __init__(self, members: Mapping[str, Optimizer], where: str) -> None:  # torch's would copy groups and state: the members hold both
+        where = f"{where}: build_optimizer returned"
+        owners: dict[Any, str] = {}
+        if not members:
+            raise PluginError(f"{where} an empty dict. Return an optimizer, or a dict of name -> optimizer.")
+        for name, member in members.items():
+            if not isinstance(member, Optimizer):
+                raise PluginError(f"{where} a dict with {name!r}: {type(member).__name__}. Expected a torch.optim.Optimizer.")
+            for group in member.param_groups:
+                group["optimizer"] = name
+                for parameter in group["params"]:
+                    if (other := owners.setdefault(parameter, name)) != name:
+                        shape = tuple(parameter.shape)
+                        raise PluginError(f"{where} {other!r} and {name!r}, which both hold a parameter of shape {shape}. Give it to one.")
+        self.members, self.selected, self.stepped, self.is_stepping = dict(members), tuple(members), set[str](), False
+        self.defaults: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Optimizer:
+        """One optimizer.
+
+        Raises:
+            PluginError: There is none of this name.
+        """
+        if name not in self.members:
+            hint, known = did_you_mean(name, self.members), ", ".join(self.members)
+            raise PluginError(f"run.optimizer has no optimizer {name!r}.{hint} build_optimizer returned: {known}.")
+        return self.members[name]
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """All groups, each with its optimizer's name under ``optimizer``."""
+        return [group for member in self.members.values() for group in member.param_groups]
+
+    @property
+    def state(self) -> dict[Any, Any]:  # type: ignore[override]
+        """Parameter -> state, of all optimizers."""
+        return {parameter: state for member in self.members.values() for parameter, state in member.state.items()}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse it: only the optimizer that steps a group can hold it."""
+        raise PluginError(f'Add the group to one of {", ".join(self.members)}: run.optimizer["NAME"].add_param_group(...).')
+
+    def select(self, name: str) -> None:
+        """Let the next ``step`` step only this optimizer, and clear the gradients of the others.
+
+        Raises:
+            PluginError: None of its parameters has a gradient, or there is none of this name.
+        """
+        if not any(parameter.grad is not None for group in self[name].param_groups for parameter in group["params"]):
+            raise PluginError(
+                f"run.apply_gradients: no parameter of the optimizer {name!r} has a gradient. Call run.accumulate_gradients before each "
+                "run.apply_gradients, which clears all gradients."
+            )
+        for other, member in self.members.items():
+            if other != name:
+                member.zero_grad()
+        self.selected = (name,)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Step the selected optimizers."""
+        self.is_stepping = True
+        try:
+            for name in self.selected:
+                self.members[name].step()
+                self.stepped.add(name)
+        finally:
+            self.is_stepping = False
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear all gradients, and select all optimizers."""
+        for member in self.members.values():
+            member.zero_grad(set_to_none)
+        self.selected = tuple(self.members)
+
+    def state_dict(self) -> dict[str, Any]:
+        """In torch's format: the groups of all optimizers, each with its optimizer's name, and one numbering of their parameters."""
+        state: dict[int, Any] = {}
+        groups: list[dict[str, Any]] = []
+        first = 0
+        for member in self.members.values():
+            own = member.state_dict()
+            state |= {first + index: values for index, values in own["state"].items()}
+            groups += [{**group, "params": [first + index for index in group["params"]]} for group in own["param_groups"]]
+            first += sum(len(group["params"]) for group in own["param_groups"])
+        return {"state": state, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load the result of ``state_dict``, each optimizer by its name.
+
+        Raises:
+            ValueError: It has other optimizers, or another order of them.
+        """
+        groups = state_dict["param_groups"]
+        saved, own = ([str(group.get("optimizer", "without a name")) for group in groups] for groups in (groups, self.param_groups))
+        if saved != own:
+            raise ValueError(f"its groups belong to the optimizers {', '.join(saved)}, and this run's to {', '.join(own)}")
+        first = 0
+        for name, member in self.members.items():
+            parts = [group for group in groups if group["optimizer"] == name]
+            end = first + sum(len(group["params"]) for group in parts)
+            member.load_state_dict(
+                {
+                    "state": {index - first: values for index, values in state_dict["state"].items() if first <= index < end},
+                    "param_groups": [{**group, "params": [index - first for index in group["params"]]} for group in parts],
+                }
+            )
+            first = end
+
+
+class ScaledOptimizers(AcceleratedOptimizer):  # type: ignore[misc] # Accelerate has no types
+    """``Optimizers`` under loss scaling: one scaler unscales, checks and skips them together."""
+
+    def __init__(self, optimizers: Optimizers, scaler: Any) -> None:
+        super().__init__(optimizers, device_placement=False, scaler=scaler)
+        for member in optimizers.members.values():
+            member.register_step_pre_hook(self._check_step)
+
+    def __getitem__(self, name: str) -> Optimizer:
+        """One optimizer."""
+        member: Optimizer = self.optimizer[name]
+        return member
+
+    def _check_step(self, member: Optimizer, *_: Any) -> None:
+        """Refuse a step that the scaler does not know: it would apply scaled gradients."""
+        if not self.optimizer.is_stepping:
+            name = member.param_groups[0]["optimizer"]
+            raise PluginError(
+                f"the optimizer {name!r} was stepped with scaled gradients (fp16). Call run.apply_gradients(loss, {name!r}) instead."
+            )

@@ -11,12 +11,18 @@ from package_helpers import ROOT, CleanVenv, build_wheel
 
 pytestmark = pytest.mark.slow
 
-NAMES = ("drawn-shapes", "energy-use", "layer-freezing")
+NAMES = ("drawn-shapes", "energy-use", "layer-freezing", "step-variants")
+PLUGINS = {
+    "drawn-shapes": ("drawn-shapes",),
+    "energy-use": ("energy-use",),
+    "layer-freezing": ("layer-freezing",),
+    "step-variants": ("muon", "sam"),
+}
 
 
 @pytest.fixture(scope="module")
 def shelf(tmp_path_factory: pytest.TempPathFactory, fastloop_wheel: Path) -> tuple[CleanVenv, Path]:
-    """A venv with all three packages, and a folder with a copy of their projects."""
+    """A venv with all packages, and a folder with a copy of their projects."""
     folder = tmp_path_factory.mktemp("examples")
     projects = shutil.copytree(ROOT / "examples", folder / "projects", ignore=shutil.ignore_patterns("__pycache__", "runs", ".*"))
     assert {project.name for project in projects.iterdir()} == set(NAMES)
@@ -35,13 +41,16 @@ def test_they_are_listed_with_distribution_and_version_and_not_imported(shelf, t
     done = venv.run("-X", "importtime", "-m", "fastloop", "plugins", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     rows = {row["name"]: row for row in json.loads(done.stdout)}
-    found = {name: [rows[name][key] for key in ("distribution", "version", "slot", "numerics")] for name in NAMES}
+    plugins = [plugin for name in NAMES for plugin in PLUGINS[name]]
+    found = {name: [rows[name][key] for key in ("distribution", "version", "slot", "numerics")] for name in plugins}
     assert found == {
         "drawn-shapes": ["drawn-shapes", "0.1.0", "task", "bitwise"],
         "energy-use": ["energy-use", "0.1.0", None, "bitwise"],
         "layer-freezing": ["layer-freezing", "0.1.0", None, "changes-training"],
+        "muon": ["step-variants", "0.1.0", None, "changes-training"],
+        "sam": ["step-variants", "0.1.0", None, "changes-training"],
     }
-    assert all(rows[name]["summary"] for name in NAMES)
+    assert all(rows[name]["summary"] for name in plugins)
     imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
     assert "fastloop" in imported
     assert not imported & {"torch", "fastloop_plugins", *(name.replace("-", "_") for name in NAMES)}
@@ -70,6 +79,13 @@ def test_the_task_learns(shelf):
     summary = train(venv, projects / "drawn-shapes", "recipe.yaml")
     assert "drawn-shapes" in summary["plugins"]
     assert summary["test"]["accuracy"] > 0.9
+
+
+def test_two_passes_and_two_optimizers_learn(shelf):
+    venv, projects = shelf
+    summary = train(venv, projects / "step-variants", "recipe.yaml")
+    assert {"sam", "muon"} <= {*summary["plugins"]}
+    assert summary["test"]["accuracy"] > 0.85
 
 
 def test_a_run_that_does_not_name_them_is_the_same_to_the_bit_as_without_them(shelf, clean_venv, tmp_path):

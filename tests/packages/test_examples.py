@@ -11,8 +11,9 @@ from package_helpers import ROOT, CleanVenv, build_wheel
 
 pytestmark = pytest.mark.slow
 
-NAMES = ("drawn-shapes", "energy-use", "layer-freezing", "step-variants")
+NAMES = ("digits-gan", "drawn-shapes", "energy-use", "layer-freezing", "step-variants")
 PLUGINS = {
+    "digits-gan": ("gan",),
     "drawn-shapes": ("drawn-shapes",),
     "energy-use": ("energy-use",),
     "layer-freezing": ("layer-freezing",),
@@ -47,6 +48,7 @@ def test_they_are_listed_with_distribution_and_version_and_not_imported(shelf, t
         "drawn-shapes": ["drawn-shapes", "0.1.0", "task", "bitwise"],
         "energy-use": ["energy-use", "0.1.0", None, "bitwise"],
         "layer-freezing": ["layer-freezing", "0.1.0", None, "changes-training"],
+        "gan": ["digits-gan", "0.1.0", None, "changes-training"],
         "muon": ["step-variants", "0.1.0", None, "changes-training"],
         "sam": ["step-variants", "0.1.0", None, "changes-training"],
     }
@@ -79,6 +81,13 @@ def test_the_task_learns(shelf):
     summary = train(venv, projects / "drawn-shapes", "recipe.yaml")
     assert "drawn-shapes" in summary["plugins"]
     assert summary["test"]["accuracy"] > 0.9
+
+
+def test_a_gan_trains_two_networks(shelf):
+    venv, projects = shelf
+    summary = train(venv, projects / "digits-gan", "recipe.yaml", "train.epochs=2")
+    assert "gan" in summary["plugins"]
+    assert summary["steps"] == 2 * 24
 
 
 def test_two_passes_and_two_optimizers_learn(shelf):

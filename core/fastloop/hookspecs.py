@@ -16,8 +16,7 @@
     load_model_state, load_optimizer_state, load_state   # only with --resume
 
     before_fit                                      # a plugin may call compute_loss here, to try a batch
-    when resuming from an interrupted evaluation: evaluate again
-    for each epoch:
+    for each epoch:                                 # a run that resumes from an interrupted evaluation first repeats it
         before_epoch
         for each optimizer step:
             before_step
@@ -95,9 +94,6 @@ SHARED_FIRST_HOOKS = ("recover",)
 """*First* hooks that several plugins of a run may implement. Each returns None for errors that it cannot handle."""
 
 
-# -- configure ---------------------------------------------------------------------------------------------------------
-
-
 @hookspec
 def environment(recipe: Recipe) -> dict[str, str] | None:
     """Environment variables that must be set before a process starts, such as LD_PRELOAD. `fastloop train` restarts itself with the
@@ -122,9 +118,6 @@ def configure_dataloader(draft: DataLoaderDraft) -> None:
 @hookspec
 def configure_optimizer(draft: OptimizerDraft) -> None:
     """Draft. Additional arguments of the optimizer."""
-
-
-# -- build -------------------------------------------------------------------------------------------------------------
 
 
 @first
@@ -197,9 +190,6 @@ def check_run(run: Run) -> None:
     """Check the built run before anything is written. Raise ``UsageError`` if it cannot train."""
 
 
-# -- train -------------------------------------------------------------------------------------------------------------
-
-
 @hookspec
 def before_fit(run: Run) -> None:
     """Everything is built and, with --resume, loaded."""
@@ -222,8 +212,8 @@ def train_step(run: Run, batches: list[Batch]) -> Tensor | None:
     A plugin that implements it owns the step, and may call both several times. Every process must make the same calls, and at least one of
     ``apply_gradients``. Return the step's loss: 0-dim, detached, the mean over all processes. None leaves the whole step to the core.
 
-    ``before_step`` fires before it. Scheduler, counters and ``after_step`` follow, once per step. The hooks in between fire in the two
-    helpers alone. If it raises, ``recover`` may repeat the step: restore temporary changes of the weights in a ``finally`` block."""
+    Scheduler, counters and ``after_step`` follow, once per step. The hooks in between fire in the two helpers. If it raises, ``recover``
+    may repeat the step: restore temporary changes of the weights in a ``finally`` block."""
 
 
 @first
@@ -233,14 +223,12 @@ def compute_loss(run: Run, model: nn.Module, batch: Any) -> Output | None:
 
 @first
 def backward(run: Run, loss: Tensor) -> bool | None:
-    """First; the core implements it. Compute the gradients of one micro-batch. ``loss`` is already scaled to its share of the
-    step."""
+    """First; the core implements it. Compute the gradients of one micro-batch. ``loss`` is scaled to its share of the step."""
 
 
 @hookspec
 def after_backward(run: Run, loss: Tensor) -> None:
-    """The gradients to apply are computed, but not clipped. In fp16 they are still multiplied by the loss scale, and may be infinite.
-    ``loss``: 0-dim, detached, the mean over all processes, without the scale."""
+    """The gradients to apply are computed, not clipped, and in fp16 still multiplied by the loss scale. ``loss``: as in ``after_step``."""
 
 
 @first
@@ -251,13 +239,12 @@ def clip_gradients(run: Run, max_norm: float) -> Tensor | None:
 
 @hookspec
 def before_optimizer_step(run: Run, grad_norm: Tensor | None) -> None:
-    """Gradients are final. ``grad_norm``: 0-dim, their norm before clipping; None without ``train.max_grad_norm``. Call
-    ``run.gradient_norm()`` for the norm in either case."""
+    """Gradients are final. ``grad_norm``: 0-dim, before clipping; None without ``train.max_grad_norm``. See ``run.gradient_norm()``."""
 
 
 @hookspec
 def after_step(run: Run, loss: Tensor) -> None:
-    """A step is done and counted. Reading ``loss`` on the host waits for the device, so read it rarely."""
+    """A step is done and counted. ``loss``: 0-dim, detached, the mean over all processes. Reading it on the host waits for the device."""
 
 
 @hookspec
@@ -277,9 +264,6 @@ def after_fit(run: Run) -> None:
     """Training has completed or stopped. The test split and the export use the weights as they are after this hook."""
 
 
-# -- evaluate ----------------------------------------------------------------------------------------------------------
-
-
 @hookspec
 def before_evaluate(run: Run, split: str) -> None:
     """An evaluation of ``validation`` or ``test`` begins."""
@@ -297,9 +281,6 @@ def evaluate(run: Run, split: str) -> dict[str, float] | None:
 @hookspec
 def after_evaluate(run: Run, split: str, metrics: dict[str, float]) -> None:
     """An evaluation is done. Call ``run.state.request_stop`` here to stop training."""
-
-
-# -- state -------------------------------------------------------------------------------------------------------------
 
 
 @first
@@ -332,8 +313,7 @@ def save_state(run: Run) -> dict[str, Any] | None:
 @first
 def write_checkpoint(run: Run, folder: Path, model: dict[str, Tensor], state: dict[str, Any]) -> Future[None] | None:
     """First; the core writes before training continues. Write both to ``folder`` with ``resume.write``. To write while training continues,
-    copy the tensors first: training changes them. The run waits for the future before the next save, before it rolls back to a checkpoint,
-    and at its end."""
+    copy the tensors first: training changes them. The run waits for the future before the next save, before a rollback, and at its end."""
 
 
 @hookspec

@@ -56,10 +56,8 @@ class Run:
         optimizer_arguments: From the finished ``OptimizerDraft``: arguments of the optimizer's class beside ``lr`` and ``weight_decay``.
         built_model: The model as built; ``unwrap_model()`` returns it.
         model: As trained: on its device, wrapped, compiled. ``unwrap_model()`` is the model as built.
-        optimizer: Torch's optimizer, or Accelerate's wrapper where loss scaling or a strategy needs it. If ``build_optimizer`` returned a
-            dict, it is an optimizer of all groups, and ``run.optimizer["NAME"]`` is one of the dict.
-        scheduler: Stepped by the loop, never prepared by Accelerate, which would step it once a process. None: a constant learning rate.
-            If ``build_scheduler`` returned a dict, ``run.scheduler["NAME"]`` is one of it.
+        optimizer: Torch's optimizer, or Accelerate's wrapper for loss scaling or a strategy. ``run.optimizer["NAME"]`` for a dict.
+        scheduler: Stepped by the loop, once a step. ``run.scheduler["NAME"]`` for a dict. None: a constant learning rate.
         metrics: The task's metrics, or None.
         schedule: When to evaluate, save and stop.
         saver: The pending checkpoint, and the step of the newest complete one.
@@ -92,8 +90,6 @@ class Run:
         self._totals: tuple[list[Batch], BatchTotals] | None = None
         self._clipped_at = -1  # step whose gradients are final
         self._gradient_norm: Tensor | None = None
-
-    # -- shortcuts to parts ----------------------------------------------------------------------------------------------
 
     @property
     def rank(self) -> int:
@@ -140,8 +136,6 @@ class Run:
         """Whether training is over. Plugins may have replaced the weights."""
         return self.signals.finishing
 
-    # -- model -----------------------------------------------------------------------------------------------------------
-
     def unwrap_model(self) -> nn.Module:
         """The model as built, without the wrappers of Accelerate, a strategy or a compiler."""
         return self.built_model
@@ -169,8 +163,6 @@ class Run:
         """Names of the metrics that an evaluation returns."""
         added = (name for plugin in self.plugins for name in plugin.adds_metrics)
         return ["loss", *map(str, self.metrics or ()), *added]
-
-    # -- steps -----------------------------------------------------------------------------------------------------------
 
     def to_device(self, steps: Iterable[list[Batch]]) -> Iterable[list[Batch]]:
         """Move the micro-batches of each step to the device."""
@@ -234,8 +226,7 @@ class Run:
     def apply_gradients(self, loss: Tensor, optimizer: str | None = None) -> None:
         """Change the weights by the gradients, then clear all gradients. Every process must call it.
 
-        Calls ``after_backward``, clips to ``train.max_grad_norm``, calls ``before_optimizer_step``, and steps the optimizer. The loop steps
-        the scheduler, once per step.
+        Calls ``after_backward``, clips to ``train.max_grad_norm``, calls ``before_optimizer_step``, and steps the optimizer.
 
         Args:
             loss: The argument ``loss`` of ``after_backward``: the result of ``accumulate_gradients``.
@@ -295,10 +286,8 @@ class Run:
             PluginError: It was called outside ``before_optimizer_step``.
         """
         if self._clipped_at != self.state.step:
-            raise PluginError(
-                "run.gradient_norm() was called where a step's gradients are not final. "
-                "Call it in before_optimizer_step, and keep its result."
-            )
+            problem = "run.gradient_norm() was called where a step's gradients are not final."
+            raise PluginError(f"{problem} Call it in before_optimizer_step, and keep its result.")
         if self._gradient_norm is None:
             with region("gradient norm"):
                 self._gradient_norm = self.hooks.clip_gradients(run=self, max_norm=math.inf)
@@ -327,8 +316,6 @@ class Run:
                 point) processes logged different names.
         """
         self.scalars.add(name, value, reduce, self.device)
-
-    # -- processes -------------------------------------------------------------------------------------------------------
 
     @property
     def interrupted(self) -> str | None:

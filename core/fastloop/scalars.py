@@ -59,6 +59,11 @@ class Scalars:
         if self.enabled:
             self.values.setdefault(name, []).append(value if isinstance(value, Tensor) else float(value))
 
+    def set_gradient_norm(self, norm: Tensor, is_main: bool) -> None:
+        """Keep the norm of the log point's own step."""
+        if is_main:
+            self.values["train/grad_norm"] = [norm]
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Inside the block, drop values."""

@@ -9,7 +9,7 @@
     output:  runs/distilbert_imdb
 
 Order of precedence, low to high: the recipe named by ``extends:``, the file, ``--with``, overrides (``train.lr=1e-4``,
-``plugins.amp.dtype=fp16``), ``--without``. An override may also set an option of a plugin that is on by default (``plugins.progress.every=1``).
+``plugins.amp.dtype=fp16``), ``--without``. An override may also set an option of a default plugin (``plugins.progress.every=1``).
 ``${train.lr}`` stands for another key's value. Resolvers such as ``${oc.env:...}`` are refused.
 
 A recipe is data (``safe_yaml``). fastloop writes no values of keys such as token, key or password (``secrets``).

@@ -55,6 +55,16 @@ def option_table(rows: list[OptionInfo]) -> str:
 # -- the loop and its hooks --------------------------------------------------------------------------------------------
 
 
+PHASES = {
+    "environment": "configure",
+    "build_datasets": "build",
+    "before_fit": "train",
+    "before_evaluate": "evaluate",
+    "model_state": "state",
+}
+"""First hook of a phase -> the phase."""
+
+
 def hooks() -> dict[str, Any]:
     """Every hook's specification, in order."""
     return {name: spec for name, spec in vars(hookspecs).items() if hasattr(spec, "fastloop_spec")}
@@ -74,20 +84,18 @@ def kind(name: str, spec: Any) -> str:
 
 def all_hooks() -> str:
     """One section for each hook, grouped by phase."""
-    phases = re.split(r"(?m)^# -- (\w+) -+$", inspect.getsource(hookspecs))[1:]
     text = []
-    for phase, source in zip(phases[::2], phases[1::2], strict=True):
-        text.append(f"## Phase: {phase}\n")
-        for name in re.findall(r"(?m)^def (\w+)", source):
-            spec = hooks()[name]
-            arguments = ", ".join(f"{key}: {argument.annotation}" for key, argument in inspect.signature(spec).parameters.items())
-            answered = [f"[`{plugin}`](plugins/{plugin}.md){how}" for plugin, how in implementers(name)]
-            text += [
-                f"### `{name}`\n",
-                f"    {name}({arguments}) -> {inspect.signature(spec).return_annotation}\n",
-                f"{re.sub(r'^(Draft|Chain|First)([.;] ?)', '', inspect.cleandoc(spec.__doc__))}\n",
-                f"Kind: {kind(name, spec)}. Our plugins that implement it: {', '.join(answered) or 'none'}.\n",
-            ]
+    for name, spec in hooks().items():
+        if name in PHASES:
+            text.append(f"## Phase: {PHASES[name]}\n")
+        arguments = ", ".join(f"{key}: {argument.annotation}" for key, argument in inspect.signature(spec).parameters.items())
+        answered = [f"[`{plugin}`](plugins/{plugin}.md){how}" for plugin, how in implementers(name)]
+        text += [
+            f"### `{name}`\n",
+            f"    {name}({arguments}) -> {inspect.signature(spec).return_annotation}\n",
+            f"{re.sub(r'^(Draft|Chain|First)([.;] ?)', '', inspect.cleandoc(spec.__doc__))}\n",
+            f"Kind: {kind(name, spec)}. Our plugins that implement it: {', '.join(answered) or 'none'}.\n",
+        ]
     return "\n".join(text)
 
 

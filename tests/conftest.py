@@ -29,8 +29,8 @@ pytest_plugins = ["fastloop.testing"]
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """Three workers for two cores: tests wait for the processes that they started a third of the time."""
-    return max(1, platform_support.cores() * 3 // 2)
+    """Two workers for each core: tests wait for the processes that they start a third of the time."""
+    return 2 * platform_support.cores()
 
 
 @pytest.fixture(autouse=True)

@@ -71,7 +71,7 @@ FILES = sorted(CORE.rglob("*.py"))
 
 def test_core_names_no_plugin():
     plugins = {name.rpartition(":")[2] for name in installed()}
-    ordinary = {"compile", "log", "allocator", "profile", "progress", "module"}  # words that mean something else too
+    ordinary = {"compile", "log", "allocator", "profile", "progress", "module", "auto"}  # words that mean something else too
     for path in FILES:
         assert not [name for name in imports(path) if name.partition(".")[0] == "fastloop_plugins"], path
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -180,7 +180,7 @@ class Ranks(Plugin):
 
 
 def on_processes(max_steps: int, resume: str | None, only: int | None = None) -> list[tuple[int, dict[str, float]]]:
-    settings = {"epochs": 1, "batch_size": 8, "log_every": 4, "save_every": 2, "max_steps": max_steps, "device": "cpu"}
+    settings = {"epochs": 2, "batch_size": 8, "log_every": 4, "save_every": 2, "max_steps": max_steps, "device": "cpu"}
     plugins = [{"module": {"loss": "cross_entropy"}}, "ddp", {"progress": False}]
     logger = Logger()
     train({**VECTORS, "train": settings, "plugins": plugins, "output": "run"}, Ranks(only), logger, resume=resume and Path(resume))

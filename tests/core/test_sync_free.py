@@ -112,7 +112,7 @@ def test_a_run_on_the_emulated_device_computes_what_one_on_the_cpu_does(emulated
     plain = recipe(still)
     expected = execute(build(plain, registry.resolve(plain)))
     assert summary["validation"] == pytest.approx(expected["validation"], rel=1e-4)
-    assert len(device.steps) == 9
+    assert len(device.steps) == 5
 
 
 # -- steps and evaluations -------------------------------------------------------------------------------------------------------------
@@ -128,14 +128,14 @@ def test_no_step_of_the_default_loop_waits_and_an_evaluation_does_after_its_last
 
 def test_steps_of_the_fast_recipe_wait_once_at_a_log_point(emulated):
     device, _ = emulated(TEXTS, (*FAST, "checkpoint-best"), epochs=2, max_grad_norm=1.0, micro_batch_size=4)
-    assert len(device.steps) == 18
+    assert len(device.steps) == 10
     assert waiting(device) == {1: [CHECK], 2: [CHECK], 10: [LOG]}
     assert [len(waits) for waits in device.evaluations] == [1, 1]
 
 
 def test_a_log_point_reads_its_losses_and_its_gradient_norm_together(emulated):
-    device, _ = emulated(TEXTS, log_every=3)
-    assert waiting(device) == {1: [CHECK], 3: [LOG], 6: [LOG], 9: [LOG]}
+    device, _ = emulated(TEXTS, log_every=2)
+    assert waiting(device) == {1: [CHECK], 2: [LOG], 4: [LOG]}
 
 
 def test_finite_reads_all_steps_since_last_check_at_once(emulated):
@@ -208,9 +208,9 @@ def test_values_of_plugins_are_read_with_the_losses_of_a_log_point(emulated):
         def log_scalars(self, scalars: Mapping[str, float]) -> None:
             self.received.append({name: value for name, value in scalars.items() if name.startswith("logs/")})
 
-    device, _ = emulated(TEXTS, objects=(Logs(),), log_every=3, evaluate_every=None, max_grad_norm=1.0)
-    assert waiting(device) == {1: [CHECK], 3: [LOG], 6: [LOG], 9: [LOG]}
-    assert Logs.received[:3] == [{"logs/steps": mean, "logs/last": mean + 1, "logs/integer": 3 * mean} for mean in (2.0, 5.0, 8.0)]
+    device, _ = emulated(TEXTS, objects=(Logs(),), log_every=2, evaluate_every=None, max_grad_norm=1.0)
+    assert waiting(device) == {1: [CHECK], 2: [LOG], 4: [LOG]}
+    assert Logs.received[:2] == [{"logs/steps": mean, "logs/last": mean + 0.5, "logs/integer": 2 * mean} for mean in (1.5, 3.5)]
 
 
 def test_without_a_plugin_that_receives_scalars_no_step_waits_for_a_log_point(emulated):

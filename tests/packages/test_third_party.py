@@ -266,8 +266,8 @@ def test_a_file_that_is_no_plugin_is_refused_when_the_recipe_is_read(code, said)
         ("class Warm(int):\n    name = 'warm'", "is not a subclass of fastloop.Plugin"),
         ("from fastloop import Plugin\nclass Warm(Plugin):\n    name = 'warm'\n    Config = 3", "its Config is 3, expected a dataclass"),
         (
-            "from fastloop import Plugin\nclass Warm(Plugin):\n    name = 'warm'\n    def __init__(self): super().__init__()",
-            r"plugins\.p\.py: Warm \(.*p\.py\) cannot be created: TypeError: ",
+            "from fastloop import Plugin\nclass Warm(Plugin):\n    name = 'warm'\n    def __init__(self): 1 / 0",
+            r"plugins\.p\.py: Warm \(.*p\.py\) cannot be created: ZeroDivisionError: ",
         ),
     ],
     ids=["error", "exit", "no plugin", "config", "constructor"],

@@ -29,8 +29,8 @@ pytest_plugins = ["fastloop.testing"]
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """Two workers for each core: tests wait for the processes that they start a third of the time."""
-    return 2 * platform_support.cores()
+    """Three workers for two cores: tests wait for the processes that they started. More of them only repeat the imports."""
+    return max(1, platform_support.cores() * 3 // 2)
 
 
 @pytest.fixture(autouse=True)

@@ -234,6 +234,7 @@ def test_parts_made_from_the_code_are_current(sources):
     assert not stale, f"{', '.join(stale)}: {STALE}"
 
 
+@pytest.mark.slow
 def test_stale_page_is_detected_and_rewritten(tmp_path):
     docs = shutil.copytree(ROOT / "docs", tmp_path / "docs", ignore=shutil.ignore_patterns("__pycache__"))
     ema, cli = docs / "plugins" / "ema.md", docs / "cli.md"

@@ -1,13 +1,13 @@
 """Every plugin of ours keeps what it promises, by the same suite that other packages use.
 
-Without the slow tests, two processes train under ddp only, and each strategy under itself.
+Without the slow tests, two processes train with the plugins that change numbers, under ddp only, and with each strategy under itself.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from fastloop.registry import installed
+from fastloop.registry import installed, load
 from fastloop.testing import IMAGES, LANGUAGE, TEXTS, Conformance
 from fastloop.testing.studies import strategies
 
@@ -36,10 +36,14 @@ TRIED_ON: dict[str, dict[str, Any]] = {
 }
 """Plugin -> what it is tried with, where the defaults do nothing on a tiny task."""
 
+ON_PROCESSES = ("checkpoint-best", "metric-check", "nan-guard", "optimizer-check", "sample-audit", "text-classification")
+"""Bitwise plugins whose work involves the other processes."""
+
 
 def suite(name: str) -> type[Conformance]:
     """The suite of one plugin."""
-    slow = [f"processes[{strategy}]" for strategy in strategies() if strategy not in ("ddp", name)]
+    quick = {name} if load(name).numerics == "bitwise" and name not in ON_PROCESSES else {name, "ddp"}
+    slow = [f"processes[{strategy}]" for strategy in strategies() if strategy not in quick]
     attributes = {"plugin": name, "__module__": __name__, "slow": slow, **TRIED_ON.get(name, {})}
     return type(f"Test_{name.replace('-', '_')}", (Conformance,), attributes)
 

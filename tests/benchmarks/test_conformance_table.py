@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ def test_every_plugin_of_ours_has_a_row_and_breaks_no_promise() -> None:
     text = (ROOT / "docs" / "conformance.md").read_text(encoding="utf-8")
     rows = [line.split(" | ")[0].removeprefix("| ") for line in text.splitlines() if line.startswith("| ")][1:]
     ours = [name for name, point in installed().items() if point.dist is not None and point.dist.name == "fastloop"]
-    assert rows == sorted([*ours, *(path.parent.name for path in ROOT.glob("examples/*/pyproject.toml"))])
+    projects = [tomllib.loads(path.read_text(encoding="utf-8"))["project"] for path in ROOT.glob("examples/*/pyproject.toml")]
+    assert rows == sorted([*ours, *(name for project in projects for name in project["entry-points"]["fastloop.plugins"])])
     assert "FAILED" not in text
 
 

@@ -13,8 +13,9 @@ from digits_gan.task import LATENT, Networks, digits
 
 TASK = {
     "model": {"module": "digits_gan.task:Networks", "arguments": {"width": 32}},
-    "data": {"module": "digits_gan.task:digits", "arguments": {"train": 67, "validation": 32}},
+    "data": {"module": "digits_gan.task:digits", "arguments": {"train": 35, "validation": 32}},
     "plugins": [{"module": {"loss": "digits_gan.task:discriminator_loss"}}],
+    "train": {"lr": 3e-3},
 }
 
 

@@ -83,12 +83,12 @@ def test_they_learn_together(tiny_run):
     assert sum(losses[-9:]) < 0.6 * sum(losses[:9])
 
 
-class TestSAM(Conformance):
+class TestSAMConformance(Conformance):
     plugin = "sam"
     slow = ("processes[fsdp]", "processes[deepspeed]")
 
 
-class TestMuon(Conformance):
+class TestMuonConformance(Conformance):
     plugin = "muon"
     task = VECTORS | {"train": {"lr": 3e-2}}
     slow = ("processes[fsdp]", "processes[deepspeed]")

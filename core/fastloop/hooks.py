@@ -22,7 +22,7 @@ import pluggy
 from fastloop import hookspecs, plugin_checks
 from fastloop.errors import FastloopError, PluginCrash, PluginError, UsageError, UserCodeError
 from fastloop.hook_callers import HookCallers
-from fastloop.plugin import GROUP, Plugin, entry_points
+from fastloop.plugin import GROUP, Plugin, distributions_of, entry_points
 from fastloop.recipe import Recipe, importing
 from fastloop.runtime.tracebacks import user_line
 from fastloop.state import Draft
@@ -212,7 +212,7 @@ def distribution_of(cls: type[Plugin]) -> importlib.metadata.Distribution | None
     for point in entry_points(GROUP):
         if point.value == f"{cls.__module__}:{cls.__qualname__}":
             return point.dist
-    names = importlib.metadata.packages_distributions().get(cls.__module__.partition(".")[0], [])
+    names = distributions_of(cls.__module__.partition(".")[0])
     return importlib.metadata.distribution(names[0]) if len(names) == 1 else None
 
 

@@ -257,14 +257,30 @@ def defaults() -> dict[str, importlib.metadata.EntryPoint]:
 
 
 def entry_points(group: str) -> importlib.metadata.EntryPoints:
-    """The entry points of a group. The metadata of all packages is read again only after ``sys.path`` or a folder on it has changed."""
+    """The entry points of a group."""
+    return _entry_points(group, _metadata_folders())
+
+
+def distributions_of(package: str) -> list[str]:
+    """Names of the installed distributions that hold an import package."""
+    return _packages(_metadata_folders()).get(package, [])
+
+
+def _metadata_folders() -> tuple[tuple[str, int], ...]:
+    """The folders of ``sys.path`` with their times of change. Reading all metadata takes up to a second, so the results are kept until one
+    of them changes."""
     folders = []
     for path in sys.path:
         with suppress(OSError):
             folders.append((str(Path(path).absolute()), Path(path).stat().st_mtime_ns))
-    return _entry_points(group, tuple(folders))
+    return tuple(folders)
 
 
 @lru_cache(maxsize=8)
 def _entry_points(group: str, folders: tuple[tuple[str, int], ...]) -> importlib.metadata.EntryPoints:
     return importlib.metadata.entry_points(group=group)
+
+
+@lru_cache(maxsize=2)
+def _packages(folders: tuple[tuple[str, int], ...]) -> Mapping[str, list[str]]:
+    return importlib.metadata.packages_distributions()

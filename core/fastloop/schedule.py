@@ -1,4 +1,7 @@
-"""When a run logs, evaluates, saves and stops. Methods change nothing: the caller that handles a request clears it."""
+"""When a run logs, evaluates, saves and stops, by steps and epochs. Methods change nothing: the caller that handles a request clears it.
+
+Processes must decide alike, so nothing here reads a clock. A decision by wall time is a request: ``Run.sync_requests`` shares it.
+"""
 
 from __future__ import annotations
 

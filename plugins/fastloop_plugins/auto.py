@@ -3,10 +3,10 @@
     plugins:
       - auto
 
-Each plugin of fastloop states by a rule whether it pays for a recipe on a machine: device, dtypes, number of processes, task, type of the
-model. Nothing is measured. The run's own ``recipe.yaml`` lists the selected plugins instead of ``auto``, and `fastloop plan` shows the
-reasons. Plugins that the recipe lists stay as they are, and those that it turns off (``packing: false``, ``--without packing``) stay off.
-``--without auto`` trains without the selection. `fastloop tune` measures what the rules assume.
+Each plugin of fastloop has a rule, its method ``recommend``: whether it pays for a recipe on a machine, by device, dtypes, number of
+processes, task and type of the model. Nothing is measured. The run's own ``recipe.yaml`` lists the selected plugins instead of ``auto``,
+and `fastloop plan` shows the reasons. Plugins that the recipe lists stay as they are, and those that it turns off (``packing: false``,
+``--without packing``) stay off. ``--without auto`` trains without the selection. `fastloop tune` measures what the rules assume.
 
 ``numerics`` is the largest effect on the numbers that a selected plugin may have. With the default, ``reduced-precision``, batches and
 schedule stay as they are. ``changes-training`` also allows plugins that group samples by length.

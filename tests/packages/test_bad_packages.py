@@ -77,7 +77,7 @@ BAD = [
         HEAD + "    @dataclass\n    class Config:\n        rate: 'Nothing' = 1\n",
         "its Config cannot be checked: NameError: ",
     ),
-    Bad("constructor", HEAD + "    def __init__(self): super().__init__()\n", "(bad-constructor 0.7) cannot be created: TypeError: "),
+    Bad("constructor", HEAD + "    def __init__(self): 1 / 0\n", "(bad-constructor 0.7) cannot be created: ZeroDivisionError: "),
     Bad("hook", HEAD + HOOK.format(hook="after_stp", argument="run"), "there is no hook 'after_stp'. Did you mean 'after_step'?"),
     Bad("argument", HEAD + HOOK.format(hook="after_step", argument="los"), "after_step gets no argument 'los'. Did you mean 'loss'?"),
     Bad("observer", HEAD + "    read_only = True\n" + HOOK.format(hook="build_scheduler", argument="run"), "is declared read_only"),

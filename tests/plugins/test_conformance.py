@@ -1,13 +1,14 @@
 """Every plugin of ours keeps what it promises, by the same suite that other packages use.
 
-Without the slow tests, two processes train with the plugins that change numbers, under ddp only, and with each strategy under itself.
+Without the slow tests, two processes train with the plugins whose work involves other processes, under ddp only, and with each strategy
+under itself.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from fastloop.registry import installed, load
+from fastloop.registry import installed
 from fastloop.testing import IMAGES, LANGUAGE, TEXTS, Conformance
 from fastloop.testing.studies import strategies
 
@@ -36,13 +37,16 @@ TRIED_ON: dict[str, dict[str, Any]] = {
 }
 """Plugin -> what it is tried with, where the defaults do nothing on a tiny task."""
 
-ON_PROCESSES = ("checkpoint-best", "metric-check", "nan-guard", "optimizer-check", "sample-audit", "text-classification")
-"""Bitwise plugins whose work involves the other processes."""
+ON_PROCESSES = (
+    "amp", "auto-micro-batch", "checkpoint-best", "ema", "length-bucketing", "metric-check", "nan-guard", "optimizer-check", "packing",
+    "sample-audit", "text-classification",
+)  # fmt: skip
+"""Plugins whose work involves the other processes."""
 
 
 def suite(name: str) -> type[Conformance]:
     """The suite of one plugin."""
-    quick = {name} if load(name).numerics == "bitwise" and name not in ON_PROCESSES else {name, "ddp"}
+    quick = {name, "ddp"} if name in ON_PROCESSES else {name}
     slow = [f"processes[{strategy}]" for strategy in strategies() if strategy not in quick]
     attributes = {"plugin": name, "__module__": __name__, "slow": slow, **TRIED_ON.get(name, {})}
     return type(f"Test_{name.replace('-', '_')}", (Conformance,), attributes)

@@ -247,12 +247,12 @@ def test_a_signal_under_a_launcher(pair, launcher, whom):
     options = ["--nproc", "2"] if launcher == "ours" else []
     fault = {"FAULT": "step 14 1 me('SIGTERM')" if whom == "rank 1" else "step 14 1 os.kill(os.getppid(), signal.SIGTERM); time.sleep(0.5)"}
     with command(*pair[launcher], *RUN, *options, environment=fault) as run:
-        assert run.wait() == (STOPPED if launcher == "ours" else 1), said()  # torchrun's own
+        assert run.wait(300) == (STOPPED if launcher == "ours" else 1), said()  # torchrun's own
     assert (summary()["status"], summary()["reason"]) == ("stopped", "interrupted by SIGTERM")
     assert steps()[-1] >= 14
     assert "did not stop" not in said()
     with command(*pair["ours"], *RUN, "--nproc", "2", "--resume") as run:
-        assert run.wait() == 0, said()
+        assert run.wait(300) == 0, said()
     assert record() == record("pair")
 
 
@@ -291,8 +291,9 @@ def killed_until_done(folder: str, kills: int, chance: random.Random, count: int
         assert all(each in (0, 1, -signal.SIGKILL) for each in codes), said()[-3000:]
 
 
-@pytest.mark.parametrize(("count", "short"), [(1, 5), pytest.param(2, 1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("options", [pytest.param([], marks=pytest.mark.slow), ["--with", "async-save"]], ids=["plain", "async"])
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "short"), [(1, 5), (2, 1)])
+@pytest.mark.parametrize("options", [[], ["--with", "async-save"]], ids=["plain", "async"])
 def test_resume_in_a_loop_completes_after_random_kills(count, short, options, record_property):
     """a run is killed at random moments, from its start on, and started again with --resume: it ends with the bits of one left alone"""
     write_recipe(data={"module": "code.py:rows", "arguments": {"slow": 0.001}}, train={"epochs": 8})

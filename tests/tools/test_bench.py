@@ -178,6 +178,8 @@ def bench(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, t
     return call
 
 
+CHECKS = ("metric-check", "optimizer-check")
+"""Default plugins that check a run, which stay on in a measurement."""
 SHORT = ("--steps", "3", "--seconds", "0", "--warmup", "1", "--repeats", "2")
 
 
@@ -197,7 +199,7 @@ def test_bench_measures_each_variant_in_new_processes_and_writes_results(recipe)
     for row in record["variants"]:
         assert len(row["measurements"]) == 2
         for found in row["measurements"]:
-            assert found["summary"]["plugins"] == ["bench-meter", "module", *row["plugins"]]  # neither progress nor log
+            assert found["summary"]["plugins"] == ["bench-meter", "module", *row["plugins"], *CHECKS]  # neither progress nor log
             assert (found["steps"], found["samples"], len(found["losses"])) == (3, 24, 4)
             assert found["seconds"] > 0
             assert found["startup_seconds"] > 0

@@ -25,7 +25,8 @@ STOP_TIMEOUT = 600.0
 EXIT_INTERRUPTED = 130
 """The exit code after Ctrl-C: a user ended the run."""
 EXIT_STOPPED = 75
-"""The exit code after any other signal: ``EX_TEMPFAIL`` of sysexits.h. A scheduler may start the command again with --resume."""
+"""The exit code after any other signal: ``EX_TEMPFAIL`` of sysexits.h. A scheduler may start the command again with --resume. The launcher
+(``cli/launch.py``) compares the codes of its processes with both."""
 
 
 def exit_code(name: str) -> int:

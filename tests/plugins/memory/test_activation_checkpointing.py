@@ -202,8 +202,9 @@ def test_a_copy_of_the_model_computes_with_its_own_weights(tiny_run):
     assert twin.blocks[0].forwards == model.blocks[0].forwards + 1
 
 
-@pytest.mark.parametrize("regional", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["regional", "whole"])
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("regional", [True, False], ids=["regional", "whole"])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # torch's own, inside inductor
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # the compiler asks, and looks away
 def test_it_is_compiled_along(pair, backend, regional):

@@ -115,7 +115,8 @@ output: run
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the allocator is glibc's on Linux only")
-@pytest.mark.parametrize("allocator", ["auto", *(pytest.param(name, marks=pytest.mark.slow) for name in ("glibc", "tcmalloc", "jemalloc"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("allocator", ["auto", "glibc", "tcmalloc", "jemalloc"])
 def test_the_command_line_starts_itself_again_with_the_allocator(allocator, tmp_path):
     names = {"tcmalloc": ("tcmalloc_minimal", "tcmalloc"), "jemalloc": ("jemalloc",)}
     installed = [name for name, found in names.items() if any(map(ctypes.util.find_library, found))]

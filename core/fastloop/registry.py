@@ -161,7 +161,7 @@ def resolve(recipe: Recipe, machine: Machine | None = None, objects: Iterable[Pl
         RecipeError: An option of a plugin is invalid.
     """
     expand(recipe, machine)
-    resolution = select(recipe, objects)
+    resolution = _collect(recipe, objects)
     machine = machine or this_machine(recipe.train.device)
     for plugin in resolution.plugins:
         for need in plugin.requirements:
@@ -196,6 +196,11 @@ def expand(recipe: Recipe, machine: Machine | None = None) -> None:
 def select(recipe: Recipe, objects: Iterable[Plugin] = ()) -> PluginSet:
     """``resolve`` without checking the requirements on the machine. Imports torch only for a recipe with ``auto``."""
     expand(recipe)
+    return _collect(recipe, objects)
+
+
+def _collect(recipe: Recipe, objects: Iterable[Plugin]) -> PluginSet:
+    """Make the plugins of an expanded recipe, add the defaults, check them together, and order them."""
     plugins: list[Plugin] = []
     reasons: dict[str, str] = {}
     names = {point.name for point in installed().values()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
@@ -166,7 +165,7 @@ class Draft:
     """
 
     def __init__(self, **defaults: Any) -> None:
-        self.__dict__.update(defaults, _writer="", _where="", writers={})
+        self.__dict__.update(defaults, _writer="", _where="", _written={}, writers={})
 
     def __setattr__(self, name: str, value: Any) -> None:
         from fastloop.errors import PluginError, did_you_mean
@@ -175,26 +174,23 @@ class Draft:
         if name not in fields:
             raise PluginError(f"{self._writer}: {type(self).__name__} has no field {name!r}.{did_you_mean(name, fields)}")
         is_mapping = isinstance(value, Mapping)
-        for field_name in [f"{name}[{key!r}]" for key in value] if is_mapping else [name]:
+        parts = {f"{name}[{key!r}]": item for key, item in value.items()} if is_mapping else {name: value}
+        for field_name, part in parts.items():
             writer = self.writers.setdefault(field_name, self._writer)
             if writer != self._writer:
                 raise PluginError(
                     f"{self._where}plugins {writer!r} and {self._writer!r} both set {type(self).__name__}.{field_name}. Remove one of them."
                 )
+            self._written[field_name] = part
         self.__dict__[name] = {**getattr(self, name), **value} if is_mapping else value
 
     def written_by(self, plugin: str) -> dict[str, Any]:
         """Field -> value, for the fields that one plugin set. A key of a mapping counts as a field: ``arguments['fused']``."""
-        values = {}
-        for name, writer in self.writers.items():
-            if writer == plugin:
-                field_name, _, key = name.partition("[")
-                value = getattr(self, field_name)
-                values[name] = value[ast.literal_eval(key.removesuffix("]"))] if key else value
-        return values
+        return {name: self._written[name] for name, writer in self.writers.items() if writer == plugin}
 
     _writer: str
     _where: str
+    _written: dict[str, Any]
     writers: dict[str, str]
 
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from _stub import result, specs
 from _tables import table
 
-from fastloop import hookspecs
 from fastloop.checkpoint.saver import CheckpointSaver
 from fastloop.data import Loaders
 from fastloop.distributed.processes import Processes
@@ -237,13 +237,9 @@ def type_of(cls: type, value: ast.expr, arguments: dict[str, str]) -> str:
 def run_hooks() -> str:
     """Every hook as a plugin calls it."""
     rows = []
-    for name, spec in vars(hookspecs).items():
-        if hasattr(spec, "fastloop_spec"):
-            arguments = inspect.signature(spec).parameters
-            result = str(inspect.signature(spec).return_annotation)
-            returned = result if spec.fastloop_spec["firstresult"] else "None" if result == "None" else f"list[{result}]"
-            call = f"run.hooks.{name}({', '.join(f'{key}={key}' for key in arguments)})"
-            rows.append((f"[`{name}`](loop.md#{name})", f"`{call}`", f"`{returned}`", FIRST))
+    for name, spec in specs().items():
+        call = f"run.hooks.{name}({', '.join(f'{key}={key}' for key in inspect.signature(spec).parameters)})"
+        rows.append((f"[`{name}`](loop.md#{name})", f"`{call}`", f"`{result(name, spec)}`", FIRST))
     about = (
         "Call a hook on every plugin of the run. Arguments are passed by name. A *first* hook returns the first result that is not None; "
         "any other returns a list. A plugin may call a hook of its own (`Plugin.hookspecs`). A strategy or a task may also call "

@@ -23,6 +23,7 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).parent))
 from _api import api_reference
+from _stub import STUB, hook_types
 from _tables import table
 
 from fastloop import defaults, hookspecs
@@ -240,8 +241,8 @@ PARTS: dict[str, Callable[[], str]] = {
 
 
 def sources() -> dict[Path, str]:
-    """Page -> its text as the code has it: the pages that hold a part, and those of plugins."""
-    pages = {DOCS / "plugins" / f"{name}.md": plugin_page(name, cls) for name, cls in ours().items()}
+    """File -> its text as the code has it: the pages that hold a part, those of plugins, and the stub of ``run.hooks``."""
+    pages = {STUB: hook_types()} | {DOCS / "plugins" / f"{name}.md": plugin_page(name, cls) for name, cls in ours().items()}
     for path in sorted(DOCS.rglob("*.md")):
         text = path.read_text(encoding="utf-8")
         if path not in pages and PART.search(text):

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pluggy
 
+if TYPE_CHECKING:
+    from fastloop.hook_types import HookTypes
+else:
+    HookTypes = object
 
-class HookCallers:
+
+class HookCallers(HookTypes):
     """The hooks of a run as functions: ``hooks.after_step(run=run, loss=loss)``.
 
     The plugins of a run do not change, so each function is made once, when it is first used. A hook without implementations does nothing.
+    Type checkers know the core's hooks; a hook that a plugin declares takes and returns Any.
     """
 
     def __init__(self, relay: pluggy.HookRelay) -> None:

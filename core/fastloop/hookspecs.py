@@ -217,7 +217,7 @@ def train_step(run: Run, batches: list[Batch]) -> Tensor | None:
 
 
 @first
-def compute_loss(run: Run, model: nn.Module, batch: Any) -> Output | None:
+def compute_loss(run: Run, model: nn.Module, batch: Any) -> Output:  # type: ignore[empty-body]
     """First. Forward and loss of one micro-batch, in training and evaluation. ``batch`` is ``Batch.inputs`` on the device."""
 
 

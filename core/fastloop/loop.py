@@ -118,7 +118,7 @@ def train_step(run: Run, batches: list[Batch]) -> Tensor:
     run.hooks.before_step(run=run, batches=batches)
     totals = run.totals(batches)
     run.updates = 0
-    loss: Tensor = run.hooks.train_step(run=run, batches=batches)
+    loss = run.hooks.train_step(run=run, batches=batches)
     if not run.updates or not isinstance(loss, Tensor) or loss.dim() or loss.requires_grad:
         raise _step_error(run, loss)
     if run.scheduler is not None and not run.step_was_skipped():
@@ -147,7 +147,7 @@ def evaluate(run: Run, split: str) -> None:
         run.hooks.before_evaluate(run=run, split=split)
         try:
             with run.scalars.paused():
-                metrics: dict[str, float] = retry_after_recovery(run, lambda: run.hooks.evaluate(run=run, split=split), split)
+                metrics = retry_after_recovery(run, lambda: run.hooks.evaluate(run=run, split=split), split)
         except EvaluationInterrupted:
             restore_random_states(states)
             run.state.request_evaluate()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accelerate.optimizer import AcceleratedOptimizer
 from torch.optim import Optimizer
@@ -136,6 +136,14 @@ class Optimizers(Optimizer):
                 }
             )
             first = end
+
+
+if TYPE_CHECKING:
+
+    class RunOptimizer(Optimizer):
+        """The type of ``run.optimizer``. Take one by its name only where ``build_optimizer`` returned a dict."""
+
+        def __getitem__(self, name: str) -> Optimizer: ...
 
 
 class ScaledOptimizers(AcceleratedOptimizer):  # type: ignore[misc] # Accelerate has no types

@@ -26,7 +26,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, TypeVar
 
 import pluggy
 
@@ -48,6 +48,8 @@ active until a recipe names it."""
 _place: ContextVar[str] = ContextVar("_place", default="")
 
 hookimpl = pluggy.HookimplMarker("fastloop")
+
+ConfigT = TypeVar("ConfigT", covariant=True)
 
 Numerics = Literal["bitwise", "reassociated", "reduced-precision", "changes-training"]
 """How a plugin affects the numbers: same bits; same mathematics in another summation order; fewer bits; different training.
@@ -134,6 +136,15 @@ class Observer:
     ] = "raise"
 
 
+class HasConfig(Protocol[ConfigT]):
+    """A class with a nested class ``Config``: the type of ``Plugin.config`` follows from it."""
+
+    _config: Any
+
+    @property
+    def Config(self) -> type[ConfigT]: ...
+
+
 class Plugin:
     """Base of every plugin: declarations on the class, options in ``config``, hooks as ``@hookimpl`` methods.
 
@@ -157,7 +168,6 @@ class Plugin:
     that plugin in ``requires``.
 
     Attributes:
-        config: The options: an instance of the nested dataclass ``Config``.
         where: The recipe's entry, for messages: ``recipes/x.yaml: plugins.warmth``. The name, if Python made the plugin.
 
     Raises:
@@ -213,7 +223,13 @@ class Plugin:
             raise RecipeError(
                 f"{where}.on_error: only read-only plugins can be disabled, and {self.name!r} changes the run. Remove the option."
             )
-        self.config: Any = parse(type(self).Config, options, where)
+        self._config = parse(type(self).Config, options, where)
+
+    @property
+    def config(self: HasConfig[ConfigT]) -> ConfigT:
+        """The options: an instance of the nested dataclass ``Config``. Type checkers know its fields."""
+        config: ConfigT = self._config
+        return config
 
     @classmethod
     def auto_enable(cls, recipe: Recipe) -> str | None:

@@ -138,10 +138,7 @@ def check_hooks(plugin: Plugin, known: Mapping[str, Sequence[str]], first: Colle
         if hook not in known:
             if marks["optionalhook"]:
                 continue
-            hint = did_you_mean(hook, known) or (
-                " A hook of another plugin exists only if that plugin is in the run; mark it optionalhook=True if it may be missing."
-            )
-            raise PluginError(f"plugin {plugin.name!r}: there is no hook {hook!r}.{hint}")
+            raise PluginError(f"plugin {plugin.name!r}: {unknown_hook(hook, known)}")
         if hook in hookspecs.UNWRAPPABLE_HOOKS and marks["wrapper"]:
             raise PluginError(f"{where} cannot be a wrapper: it is called on each plugin separately.")
         changes_run = hook in hookspecs.CHANGING_HOOKS or hook in first
@@ -149,7 +146,7 @@ def check_hooks(plugin: Plugin, known: Mapping[str, Sequence[str]], first: Colle
             problem = "changes the run" if changes_run else "is a wrapper"
             raise PluginError(f"{where} {problem}, but the plugin is declared read_only. Remove one of the two.")
         for parameter in inspect.signature(method).parameters.values():
-            _check_argument(where, known[hook], parameter)
+            check_argument(where, known[hook], parameter)
     for hook in plugin.fallback_hooks:
         if hook not in implemented or (hook in known and hook not in first):
             raise PluginError(
@@ -172,7 +169,24 @@ def _check_unmarked(plugin: Plugin, known: Mapping[str, Sequence[str]]) -> None:
         )
 
 
-def _check_argument(where: str, known: Sequence[str], parameter: inspect.Parameter) -> None:
+def unknown_hook(hook: str, known: Collection[str]) -> str:
+    """The message for an implementation of a hook that does not exist."""
+    hint = did_you_mean(hook, known) or (
+        " A hook of another plugin exists only if that plugin is in the run; mark it optionalhook=True if it may be missing."
+    )
+    return f"there is no hook {hook!r}.{hint}"
+
+
+def check_argument(where: str, known: Sequence[str], parameter: inspect.Parameter) -> None:
+    """Check that a hook's implementation takes an argument as the hook passes it.
+
+    Args:
+        where: The hook, for messages.
+        known: The hook's arguments.
+
+    Raises:
+        PluginError: It is none of these arguments, or cannot be passed by position.
+    """
     name, has_default = parameter.name, parameter.default is not parameter.empty
     if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or (has_default and name not in known):
         return

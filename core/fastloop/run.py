@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from torchmetrics import MetricCollection
 
+    from fastloop.optimizers import RunOptimizer
+
 log = logging.getLogger("fastloop")
 
 
@@ -80,7 +82,7 @@ class Run:
         self.optimizer_arguments: Mapping[str, Any]
         self.built_model: nn.Module
         self.model: nn.Module
-        self.optimizer: Any
+        self.optimizer: RunOptimizer
         self.scheduler: Any
         self.metrics: MetricCollection | None = None
         self.schedule: Schedule
@@ -151,9 +153,8 @@ class Run:
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The model's full weights on the CPU, for the main process to write; empty on the others. Every process must call it."""
-        state: dict[str, Tensor] = self.hooks.model_state(run=self)
         weights = {}
-        for name, tensor in state.items():
+        for name, tensor in self.hooks.model_state(run=self).items():
             full = gather_full(tensor)  # one at a time, to keep at most one full tensor on the device
             if self.is_main:
                 weights[name] = full.cpu()

@@ -48,7 +48,7 @@ class Auto(Plugin):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.numerics = self.config.numerics  # type: ignore[misc]
+        self.numerics = self.config.numerics  # type: ignore[assignment, misc]
 
     def select_plugins(self, recipe: Recipe, machine: Machine) -> dict[str, Recommendation]:
         """Ask each plugin of fastloop. A plugin that does not combine with the ones before it is left out."""

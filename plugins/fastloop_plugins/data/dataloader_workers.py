@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import NonNegativeInt
 
@@ -72,8 +72,8 @@ class DataLoaderWorkers(Plugin):
 
     @hookimpl
     def configure_dataloader(self, draft: DataLoaderDraft) -> None:
-        config: Any = self.config
-        workers: int = self._auto() if config.num_workers == "auto" else config.num_workers
+        config = self.config
+        workers = self._auto() if config.num_workers == "auto" else config.num_workers
         draft.num_workers = workers
         if workers:
             draft.persistent_workers = config.persistent_workers

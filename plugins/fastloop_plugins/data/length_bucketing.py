@@ -136,6 +136,7 @@ class LengthBucketing(Plugin):
     def split(self, dataset: Any, ids: list[int], processes: int) -> list[list[int]]:
         """Split a step into micro-batches within ``max_tokens``, enough to keep all processes busy; see ``DataLoaderDraft.split``."""
         lengths, limit = self.lengths(dataset), self.config.max_tokens
+        assert limit is not None
         ids = sorted(ids, key=lambda index: -lengths[index])
         parts: list[list[int]] = []
         while ids:

@@ -149,8 +149,7 @@ class Packing(Plugin):
         import torch
 
         with torch.no_grad():
-            output: Output = run.hooks.compute_loss(run=run, model=model, batch=inputs)
-        return output
+            return run.hooks.compute_loss(run=run, model=model, batch=inputs)
 
     @hookimpl
     def check_run(self, run: Run) -> None:

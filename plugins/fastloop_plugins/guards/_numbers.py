@@ -76,7 +76,8 @@ def unchanged(run: Run, bad: Tensor, buffers: list[tuple[Tensor, Tensor]], by_it
     for buffer, before in buffers:
         buffer.copy_(torch.where(bad, before, buffer))
     if by_itself:
-        run.optimizer.found_inf = bad.float()
+        optimizer: Any = run.optimizer
+        optimizer.found_inf = bad.float()  # a fused optimizer reads it
     elif run.accelerator.scaler is None and bad:
         run.optimizer.zero_grad()  # weights without gradients are left alone
 

@@ -71,7 +71,8 @@ class Attention(Plugin):
         if found is None:
             logger.warning("attention: %s is not a transformers model: its attention stays as it is", type(model).__name__)
             return
-        wanted, reason = self.config.implementation, "the recipe sets it"
+        wanted: str = self.config.implementation
+        reason = "the recipe sets it"
         if wanted == "auto":
             wanted, reason = self.choose(run, found)
         if wanted == "blocked":

@@ -75,7 +75,7 @@ class ActivationCheckpointing(Plugin):
     @hookimpl
     def check_run(self, run: Run) -> None:
         for plugin in run.plugins:
-            backend = plugin.config.backend if plugin.name == "compile" else ""
+            backend = getattr(plugin.config, "backend", "") if plugin.name == "compile" else ""
             if "eager" in backend and "aot" not in backend:
                 raise PluginError(
                     f"{run.recipe.where}: plugins.compile.backend: {backend!r} does not support activation checkpointing: dropout would "

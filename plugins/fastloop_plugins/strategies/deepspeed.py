@@ -113,7 +113,7 @@ class DeepSpeed(Plugin):
     @hookimpl
     def check_run(self, run: Run) -> None:
         names, sharded = run.plugins.names(), self.configuration.stage == 3
-        if sharded and any(plugin.name == "lora" and plugin.config.merge for plugin in run.plugins):
+        if sharded and any(plugin.name == "lora" and getattr(plugin.config, "merge", False) for plugin in run.plugins):
             why = "stage 3 shards the weights that the adapters would be merged into."
             raise PluginError(f"{run.recipe.where}: plugins 'deepspeed' and 'lora': {why} Set plugins.lora.merge: false, or stage: 2.")
         if sharded and "compile" in names:

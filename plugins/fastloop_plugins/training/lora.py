@@ -58,7 +58,7 @@ class LoRA(Plugin):
         options = LoraConfig(
             task_type=kind,
             r=config.r,
-            lora_alpha=config.alpha,
+            lora_alpha=config.alpha,  # type: ignore[arg-type] # peft divides it by r
             lora_dropout=config.dropout,
             target_modules=config.target_modules,
             modules_to_save=config.modules_to_save,

@@ -203,7 +203,7 @@ class Plugin:
     block the others. Users can set ``on_error: disable`` to disable it when it fails."""
     fallback_hooks: tuple[str, ...] = ()
     """*First* hooks that it implements only for runs in which no other plugin does. ``__init__`` may set it from options."""
-    hookspecs: ClassVar[Any] = None
+    hookspecs: Any = None  # no ClassVar: mypy does not let a module override one
     """A class or module of hooks that the plugin declares."""
 
     on_error: Literal["raise", "disable"] = "raise"

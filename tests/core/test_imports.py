@@ -16,7 +16,7 @@ from fastloop.recipe.importing import GC_THRESHOLD, reduced_gc
 from fastloop.registry import installed
 
 CORE = Path(fastloop.__file__).parent
-HEAVY = ("torch", "accelerate", "transformers", "datasets", "numpy", "fastloop_plugins")
+HEAVY = ("torch", "mypy", "accelerate", "transformers", "datasets", "numpy", "fastloop_plugins")
 
 PROBE = """
 import sys

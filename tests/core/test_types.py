@@ -122,6 +122,7 @@ def schedule(optimizer: Optimizer) -> None: ...
 OTHER_CLASSES = """
 from fastloop import Plugin, Run, hookimpl
 
+from night_watch import declarations
 from night_watch.correct import Freeze
 
 
@@ -129,6 +130,13 @@ class Inherits(Freeze):
     @hookimpl
     def after_cooling(self, run: Run) -> None:
         rate: float = self.config.rate
+
+
+class DeclaresByModule(Plugin):
+    hookspecs = declarations
+
+    @hookimpl
+    def after_rain(self, run: Run) -> None: ...
 
 
 class Requires(Plugin):
@@ -146,6 +154,14 @@ class RequiresMissing(Plugin):
     def after_stem(self, anything: int) -> None: ...
 """
 """Hooks that a base class in another module or a required plugin declares. The other plugin is not installed."""
+
+DECLARATIONS = """
+from fastloop import Run, hookspec
+
+
+@hookspec
+def after_rain(run: Run) -> None: "It is dry."
+"""
 
 WRONG_ARGUMENT_OF_REQUIRED = """
 from fastloop import Plugin, hookimpl
@@ -176,7 +192,12 @@ def messages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     """Module -> mypy's messages about it, from one run over all of them."""
     folder = tmp_path_factory.mktemp("night_watch")
     modules = {name: f"{HEAD}    {mistake}\n" for name, (mistake, _) in MISTAKES.items()}
-    modules |= {"correct": HEAD + CORRECT, "other_classes": OTHER_CLASSES, "wrong_argument_of_required": WRONG_ARGUMENT_OF_REQUIRED}
+    modules |= {
+        "correct": HEAD + CORRECT,
+        "other_classes": OTHER_CLASSES,
+        "declarations": DECLARATIONS,
+        "wrong_argument_of_required": WRONG_ARGUMENT_OF_REQUIRED,
+    }
     files = render("night-watch") | {f"src/night_watch/{name}.py": text for name, text in modules.items()}
     files |= {
         "site/steam.py": STEAM,

@@ -29,9 +29,10 @@ from _tables import table
 from fastloop import defaults, hookspecs
 from fastloop.cli import app
 from fastloop.cli.commands import Commands
+from fastloop.cli.plugins import hooks_of, is_wrapper, requirement
 from fastloop.cli.recipe_schema import recipe_schema, summary
 from fastloop.options import OptionInfo, describe
-from fastloop.plugin import DEFAULTS, Device, Dtype, Observer, Package, Plugin, When
+from fastloop.plugin import DEFAULTS, Observer, Plugin, When
 from fastloop.recipe import Train
 from fastloop.registry import installed, load
 
@@ -103,8 +104,8 @@ def all_hooks() -> str:
 def implementers(hook: str) -> Iterator[tuple[str, str]]:
     """Our plugins that implement a hook, and whether they wrap it."""
     for name, cls in ours().items():
-        if marks := getattr(getattr(cls, hook, None), "fastloop_impl", None):
-            yield name, " (wraps it)" if marks["wrapper"] or marks["hookwrapper"] else ""
+        if hook in hooks_of(cls):
+            yield name, " (wraps it)" * is_wrapper(cls, hook)
 
 
 # -- plugins -----------------------------------------------------------------------------------------------------------
@@ -127,7 +128,8 @@ def plugin_page(name: str, cls: type[Plugin]) -> str:
     """The page of a plugin: its module's docstring, its declarations, its options."""
     module = inspect.getmodule(cls)
     assert module is not None
-    answered = [f"[`{hook}`](../loop.md#{hook})" for hook in hooks() if hasattr(getattr(cls, hook, None), "fastloop_impl")]
+    answered = [f"[`{hook}`](../loop.md#{hook})" for hook in hooks_of(cls) if hook in hooks()]
+    conditional = [requirement(item.need) for item in cls.requirements if isinstance(item, When)]
     default = name in {point.name for point in importlib.metadata.entry_points(group=DEFAULTS)}
     file = f"plugins/{module.__name__.replace('.', '/')}.py"
     facts = [
@@ -140,8 +142,8 @@ def plugin_page(name: str, cls: type[Plugin]) -> str:
         ("conflicts with", "; ".join(f"{references((other,))}: {why}" for other, why in cls.conflicts.items())),
         ("runs after", references(cls.runs_after)),
         ("runs before", references(cls.runs_before)),
-        ("requirements", "; ".join(need(item) for item in cls.requirements if not isinstance(item, When))),
-        ("requirements of some options", "; ".join(dict.fromkeys(need(item.need) for item in cls.requirements if isinstance(item, When)))),
+        ("requirements", "; ".join(requirement(item) for item in cls.requirements if not isinstance(item, When))),
+        ("requirements of some options", "; ".join(dict.fromkeys(conditional))),
         ("adds metrics", ", ".join(f"`{metric}`" for metric in cls.adds_metrics)),
         ("source", f"`{file}`"),
     ]
@@ -157,19 +159,6 @@ def plugin_page(name: str, cls: type[Plugin]) -> str:
 def references(names: tuple[str, ...]) -> str:
     """Links to the plugins, or the slots, that another plugin names."""
     return ", ".join(f"[`{name}`]({name}.md)" if name in ours() else f"the slot `{name.removeprefix('slot:')}`" for name in names)
-
-
-def need(item: Any) -> str:
-    """A requirement in a few words."""
-    match item:
-        case Package():
-            extra = f": `pip install '{item.of}[{item.extra}]'`" if item.extra else ""
-            return f"the package `{item.distribution}{item.version}`{extra}"
-        case Device():
-            return f"a device of type {' or '.join(item.kinds)}"
-        case Dtype():
-            return f"a device that computes in {item.name}"
-    return inspect.cleandoc(type(item).__doc__ or "").partition("\n")[0].rstrip(".")
 
 
 # -- recipes and commands ----------------------------------------------------------------------------------------------
@@ -209,7 +198,7 @@ def argument(parameter: Any) -> str:
     """The form of an argument or an option on the command line."""
     if parameter.param_type_name == "argument":
         shown: str = parameter.metavar or parameter.name.upper()
-        return shown if parameter.required or shown.startswith("[") else f"[{shown}]"
+        return (shown if parameter.required else f"[{shown}]") + "..." * (parameter.nargs != 1)
     return f"{', '.join(parameter.opts)} {parameter.metavar or ''}".rstrip()
 
 

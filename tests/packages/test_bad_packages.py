@@ -169,10 +169,10 @@ def test_broken_plugin_is_rejected_with_one_line(venv, recipe, bad):
 
 
 def test_plugins_with_same_name_are_selected_by_package(venv, recipe):
-    code, out, _ = fastloop(venv, "plan", recipe, "--with", "fastloop:amp")
+    code, out, _ = fastloop(venv, "plan", recipe, "-v", "--with", "fastloop:amp")
     assert code == 0
     assert "amp  (slot precision, " in out
-    code, out, _ = fastloop(venv, "plan", recipe, "--with", "bad-amp:amp")
+    code, out, _ = fastloop(venv, "plan", recipe, "-v", "--with", "bad-amp:amp")
     assert code == 0
     assert "amp  (bitwise, listed in the recipe as bad-amp:amp)" in out
 

@@ -66,11 +66,11 @@ def imdb_like() -> list[str]:
 
 @pytest.fixture
 def plan(monkeypatch, capsys) -> Callable[[str], str]:
-    """Run ``fastloop plan NAME`` in this process and return its output."""
+    """Run ``fastloop plan NAME -v`` in this process and return its output."""
     from fastloop.cli import main
 
     def run(name: str) -> str:
-        monkeypatch.setattr(sys, "argv", ["fastloop", "plan", name])
+        monkeypatch.setattr(sys, "argv", ["fastloop", "plan", name, "--verbose"])
         with pytest.raises(SystemExit) as exited:
             main()
         assert not exited.value.code

@@ -26,6 +26,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # Rich reads "[default: ...]" in a help text as markup, and its panels leave little room for the text
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 

@@ -11,7 +11,7 @@ import typer
 RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a shipped one (`fastloop recipes`).")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, such as train.lr=1e-4 or plugins.amp.dtype=fp16."),
+    typer.Argument(metavar="KEY=VALUE", help="Overrides, such as train.lr=1e-4 or plugins.amp.dtype=fp16."),
 ]
 With = Annotated[list[str] | None, typer.Option("--with", metavar="A,B", help="Plugins to add. May be repeated.")]
 Without = Annotated[

@@ -40,10 +40,10 @@ class Commands(TyperGroup):
         if point is None:
             return None
         dist = point.dist
-        help_text = f"Of {dist.name} {dist.version}." if dist else "Of an installed package."
+        help_text = f"Of {dist.name} {dist.version}" if dist else "Of an installed package"
         if point.name in self.reserved():
-            help_text += f" `{point.name}` alone is fastloop's own."
-        return typer.main.get_command(_app(cmd_name, lambda: None, help_text))
+            help_text += f"; `{point.name}` alone is fastloop's own"
+        return typer.main.get_command(_app(cmd_name, lambda: None, f"{help_text}."))  # one sentence: the list shows no more
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The command to call. Imports it if it belongs to another package."""
@@ -99,6 +99,6 @@ def load(name: str, point: EntryPoint) -> Any:
 
 
 def _app(name: str, function: Any, help_text: str | None = None) -> typer.Typer:
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
     app.command(name, help=help_text)(function)
     return app

@@ -8,7 +8,10 @@ import typer
 
 
 def doctor() -> None:
-    """Print the capabilities of this machine: devices, dtypes, compilers, installed extras."""
+    """Print the capabilities of this machine.
+
+    It shows devices, dtypes, compilers, versions of packages, and installed extras.
+    """
     import importlib.metadata
     import platform
 

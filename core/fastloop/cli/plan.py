@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fastloop.cli.arguments import Overrides, RecipeName, With, Without, names
 from fastloop.distributed import ranks
 from fastloop.recipe import secrets
+
+if TYPE_CHECKING:
+    from fastloop.hooks import PluginSet
 
 
 def plan(
@@ -18,8 +21,12 @@ def plan(
     with_: With = None,
     without: Without = None,
     nproc: Annotated[int | None, typer.Option(min=1, metavar="N", help="For N processes.")] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Also show slots, effects, options and all reasons.")] = False,
 ) -> None:
-    """Resolve a recipe and print what would run: files with code, plugins in order with their effects, device, effective batch."""
+    """Resolve a recipe and show what would run, without training.
+
+    It shows the files whose code runs, the plugins in call order, the device and the effective batch.
+    """
     from fastloop.cli.messages import show_messages
     from fastloop.options import describe
     from fastloop.recipe import load_recipe
@@ -47,7 +54,9 @@ def plan(
     device_batch, micro_steps = micro_batches(loaded, world_size)
     machine = this_machine(loaded.train.device)
 
-    for number, plugin in enumerate(resolution.plugins, start=1):
+    if not verbose:
+        show_table(resolution)
+    for number, plugin in enumerate(resolution.plugins if verbose else (), start=1):
         reference = loaded.references.get(plugin.name)
         reason = resolution.reasons[plugin.name] + (f" as {reference}" if reference else "")
         details = ", ".join(filter(None, (plugin.slot and f"slot {plugin.slot}", plugin.numerics, reason)))
@@ -73,3 +82,18 @@ def plan(
     typer.echo(f"batch    {loaded.train.batch_size} samples a step {shares}")
     typer.echo(f"length   {loaded.train.max_steps or f'{loaded.train.epochs} epochs'}{' steps' * bool(loaded.train.max_steps)}")
     typer.echo(f"output   {loaded.output}")
+    if not verbose:
+        typer.echo("\n`fastloop plan -v` shows each plugin's effect and options.")
+
+
+def show_table(resolution: PluginSet) -> None:
+    """Print one row for each plugin: its place in call order, its numerics class, and why it runs."""
+    import rich
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table("", "plugin", "numerics", "reason", box=None, pad_edge=False)
+    for number, plugin in enumerate(resolution.plugins, start=1):
+        parts = [part.partition(":")[0] for part in resolution.reasons[plugin.name].split("; ")]  # without the details of a default
+        table.add_row(f"{number:>2}.", plugin.name, plugin.numerics, escape("; ".join(parts)))
+    rich.print(table)

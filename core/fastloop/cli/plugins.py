@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import json
 import re
-from importlib.metadata import EntryPoint
+from collections.abc import Iterable
+from importlib.metadata import EntryPoint, distributions
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fastloop.plugin import Plugin
+from fastloop.plugin import GROUP, Device, Dtype, Package, Plugin, When
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+KEYWORD = "fastloop-plugin"
+"""Keyword in the metadata of packages with plugins, and topic of their repositories. `fastloop new plugin` writes it."""
+SEARCH = f"""More plugins: search PyPI for the keyword {KEYWORD}, or open
+https://github.com/topics/{KEYWORD}"""
 
 
 def plugins(
-    name: Annotated[str | None, typer.Argument(help="Show one plugin's options, hooks and documentation.")] = None,
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Show this plugin's declarations, options and a recipe.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> None:
     """List the installed plugins, or show one."""
     import rich
-    from rich.markup import escape
-    from rich.table import Table
+    from rich.text import Text
 
     from fastloop.registry import installed
 
@@ -32,24 +40,41 @@ def plugins(
         typer.echo(json.dumps(rows, indent=2))
         return
     for package in sorted({(row["distribution"], row["version"]) for row in rows}):
-        table = Table(box=None, pad_edge=False, title=" ".join(package), title_justify="left", title_style="bold")
-        for column, wraps in (("plugin", False), ("slot", False), ("numbers", False), ("what it does", True)):
-            table.add_column(column, no_wrap=not wraps)
-        for row in rows:
-            if (row["distribution"], row["version"]) == package:
-                brief = re.split(r"[.:;]", row["summary"].replace("`", ""))[0]
-                table.add_row(row["name"], row["slot"] or "", row["numerics"] or "", escape(brief))
+        table = _table("plugin", "numerics", "what it does", title=" ".join(package), title_justify="left", title_style="bold")
+        members = [row for row in rows if (row["distribution"], row["version"]) == package]
+        for group in sorted({row["group"] for row in members}):
+            if group:
+                table.add_row(Text(group, style="bold"))
+            for row in members:
+                if row["group"] == group:
+                    brief = re.split(r"[.:;](?:\s|$)", row["summary"].replace("`", ""))[0]
+                    slot = f" (slot {row['slot']})" if row["slot"] else ""
+                    table.add_row("  " * bool(group) + row["name"], row["numerics"] or "", Text(brief + slot))
         rich.print(table)
-    typer.echo("\n`fastloop plugins NAME` shows one with its options.")
+        typer.echo()
+    for text in packages_without_plugins():
+        typer.echo(text)
+    typer.echo(f"`fastloop plugins NAME` shows one with its options and a recipe.\n{SEARCH}")
+
+
+def _table(*columns: str, **settings: Any) -> Table:
+    """A table without lines. The last column wraps."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, **settings)
+    for column in columns:
+        table.add_column(column, no_wrap=column != columns[-1], overflow="fold")
+    return table
 
 
 def listing(name: str, point: EntryPoint) -> dict[str, Any]:
-    """The row of a plugin, from package metadata and source text, without importing it."""
+    """The row of a plugin, from package metadata and source text, without importing it. ``group`` is the subpackage that holds it."""
     facts = {"slot": None, "numerics": None, "summary": "", **_declared(point)}
     return {
         "name": name,
         "distribution": point.dist.name if point.dist else "",
         "version": point.dist.version if point.dist else "",
+        "group": ".".join(point.module.split(".")[1:-1]),
         **facts,
     }
 
@@ -82,44 +107,120 @@ def _locate(file: str) -> Path | None:
     return next((path for folder in sys.path if (path := Path(folder or ".") / file).is_file()), None)
 
 
-def show(name: str, as_json: bool) -> None:
-    """Import a plugin and print its documentation, hooks, and options with types and defaults."""
-    import inspect
+def packages_without_plugins() -> list[str]:
+    """A sentence about each installed package that has the keyword, but no entry point for a plugin."""
+    return [
+        f"{dist.name} {dist.version} has the keyword {KEYWORD}, but no entry point in the group {GROUP}: its plugins cannot be listed."
+        for dist in distributions()
+        if re.search(rf"^Keywords:.*\b{KEYWORD}\b", dist.read_text("METADATA") or "", re.MULTILINE | re.IGNORECASE)
+        and not dist.entry_points.select(group=GROUP)
+    ]
 
+
+def hooks_of(cls: type[Plugin]) -> list[str]:
+    """The hooks that a plugin implements, in firing order; then those that other plugins declare."""
+    from fastloop import hookspecs
+
+    marked = [name for name in dir(cls) if hasattr(getattr(cls, name), "fastloop_impl")]
+    return [name for name in vars(hookspecs) if name in marked] + [name for name in marked if name not in vars(hookspecs)]
+
+
+def is_wrapper(cls: type[Plugin], hook: str) -> bool:
+    """Whether a plugin's implementation of a hook is a wrapper."""
+    marks = getattr(cls, hook).fastloop_impl
+    return bool(marks["wrapper"] or marks["hookwrapper"])
+
+
+def requirement(need: Any) -> str:
+    """A requirement in a few words."""
+    match need:
+        case Package():
+            extra = f": `pip install '{need.of}[{need.extra}]'`" if need.extra else ""
+            return f"the package `{need.distribution}{need.version}`{extra}"
+        case Device():
+            return f"a device of type {' or '.join(need.kinds)}"
+        case Dtype():
+            return f"a device that computes in {need.name}"
+        case When():
+            return f"with some options, {requirement(need.need)}"
+    return (type(need).__doc__ or type(need).__name__).strip().partition("\n")[0].rstrip(".")
+
+
+def documentation(cls: type[Plugin]) -> tuple[str, str]:
+    """The docstring of a plugin's module in two parts: the text, and the recipe that it shows. Without one, the recipe lists the name."""
+    import inspect
+    import textwrap
+
+    text = inspect.cleandoc(getattr(inspect.getmodule(cls), "__doc__", None) or cls.__doc__ or "")
+    blocks = re.findall(r"(?m)(?:^ {4}.*\n?)(?:(?:^ {4}.*|^[ ]*)\n?)*", text)
+    shown = next((block for block in blocks if re.search(r"(?m)^ {4}plugins:", block)), "")
+    recipe = textwrap.dedent(shown).strip() or f"plugins:\n  - {cls.name}"
+    return (text.replace(shown, "") if shown else text).strip(), recipe
+
+
+def show(name: str, as_json: bool) -> None:
+    """Import a plugin and print its documentation, declarations, options with types and defaults, and a recipe."""
     import rich
     from rich.markup import escape
-    from rich.table import Table
 
-    from fastloop import hookspecs
     from fastloop.options import describe
     from fastloop.plugin import Observer
     from fastloop.registry import find, load
 
     cls = load(name, "fastloop plugins")
     options = describe(cls.Config) + (describe(Observer) if cls.read_only else [])
-    hooks = [hook for hook in vars(hookspecs) if hasattr(getattr(cls, hook, None), "fastloop_impl")]
-    hooks += [hook for hook in dir(cls) if hook not in hooks and hasattr(getattr(cls, hook), "fastloop_impl")]
+    text, recipe = documentation(cls)
+    hooks = hooks_of(cls)
     facts = {
         **listing(cls.name, find(name, "fastloop plugins")),
-        "hooks": hooks,
+        "description": cls.description,
+        "requirements": list(dict.fromkeys(map(requirement, cls.requirements))),
         "requires": list(cls.requires),
         "conflicts": dict(cls.conflicts),
+        "hooks": hooks,
         "runs_after": list(cls.runs_after),
         "runs_before": list(cls.runs_before),
         "options": [vars(option) for option in options],
+        "recipe": recipe,
     }
     if as_json:
         typer.echo(json.dumps(facts, indent=2))
         return
     typer.echo(f"{cls.name} ({facts['distribution']} {facts['version']})\n")
-    typer.echo(inspect.cleandoc(inspect.getmodule(cls).__doc__ or cls.__doc__ or ""))
-    typer.echo(f"\nslot: {cls.slot or 'none'}    numbers: {cls.numerics}    hooks: {', '.join(hooks)}")
-    for key in ("requires", "conflicts", "runs_after", "runs_before"):
-        if facts[key]:
-            typer.echo(f"{key}: {', '.join(facts[key])}")
+    typer.echo(_wrapped(text))
+    table = _table("", "")
+    rows: dict[str, Iterable[str]] = {
+        "in a run": [cls.description],
+        "slot": [cls.slot or "none"],
+        "numerics": [cls.numerics],
+        "requirements": facts["requirements"],
+        "requires": cls.requires,
+        "conflicts": [f"{other}: {reason}" for other, reason in cls.conflicts.items()],
+        "hooks": [", ".join(f"{hook} (wraps it)" if is_wrapper(cls, hook) else hook for hook in hooks)],
+        "runs_after": [", ".join(cls.runs_after)],
+        "runs_before": [", ".join(cls.runs_before)],
+    }
+    for key, values in rows.items():
+        if shown := "\n".join(filter(None, values)):
+            table.add_row(key, escape(shown))
+    table.show_header = False
+    rich.print("", table)
     if options:
-        table = Table("option", "type", "default", "what it does", box=None, pad_edge=False)
+        table = _table("option", "type", "default", "what it does")
+        for column in table.columns[1:]:
+            column.no_wrap = False
         for option in options:
             table.add_row(*(escape(cell) for cell in vars(option).values()))  # list[str] is no markup
         typer.echo()
         rich.print(table)
+    typer.echo(f"\nIn a recipe:\n\n{recipe}")
+
+
+def _wrapped(text: str) -> str:
+    """Paragraphs that fit the terminal. Lists and code keep their lines."""
+    import shutil
+    import textwrap
+
+    width = shutil.get_terminal_size().columns
+    paragraphs = re.split(r"\n{2,}", text)
+    return "\n\n".join(part if re.search(r"(?m)^(?: |[*-] )", part) else textwrap.fill(part, width) for part in paragraphs)

@@ -13,7 +13,10 @@ def schema(
     output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write it there instead of printing it.")] = None,
     every: Annotated[bool, typer.Option("--all", help="Import other packages' plugins too, for their options.")] = False,
 ) -> None:
-    """Print the JSON Schema of recipes: every section, every installed plugin, every option."""
+    """Print the JSON Schema of recipes.
+
+    It has every section, every installed plugin and every option.
+    """
     from fastloop.cli.recipe_schema import recipe_schema
     from fastloop.errors import UsageError
 

@@ -24,10 +24,10 @@ def bench(
     variants: Annotated[
         str, typer.Option(metavar="'A;A,B;...'", help="Sets of plugins to measure, instead of adding the recipe's plugins one by one.")
     ] = "",
-    steps: Annotated[int, typer.Option(min=1, help="Minimum steps to measure.")] = 30,
-    seconds: Annotated[float, typer.Option(min=0, help="Minimum seconds to measure.")] = 10.0,
-    warmup: Annotated[int, typer.Option(min=1, help="Steps before the measurement.")] = 5,
-    repeats: Annotated[int, typer.Option(min=1, help="Measurements of each variant. At least 5 are needed to report a speedup.")] = 5,
+    steps: Annotated[int, typer.Option(min=1, metavar="N", help="Minimum steps to measure.")] = 30,
+    seconds: Annotated[float, typer.Option(min=0, metavar="SECONDS", help="Minimum seconds to measure.")] = 10.0,
+    warmup: Annotated[int, typer.Option(min=1, metavar="N", help="Steps before the measurement.")] = 5,
+    repeats: Annotated[int, typer.Option(min=1, metavar="N", help="Measurements of each variant. A speedup needs at least 5.")] = 5,
     leave_one_out: Annotated[bool, typer.Option(help="Also measure the full set without each plugin.")] = True,
     numerics: Annotated[bool, typer.Option(help="Check each plugin's numerics class.")] = True,
     quality: Annotated[bool, typer.Option("--quality", help="Train baseline and full set to the end, with three seeds each.")] = False,
@@ -36,11 +36,11 @@ def bench(
     output: Annotated[str, typer.Option(metavar="FOLDER", help="Output folder [default: runs/bench-RECIPE].")] = "",
     json_file: Annotated[str, typer.Option("--json", metavar="FILE", help="Also write the raw results to this file.")] = "",
 ) -> None:
-    """Measure the speedup, memory, start-up time and numerics of each plugin of a recipe.
+    """Measure the speedup and numerics of each plugin of a recipe.
 
-    Plugins are added one by one in the recipe's order. Each variant runs in fresh processes: --warmup steps, then a window of at least
-    --steps and --seconds, in alternating order. Exit code 1: a measurement failed or a plugin broke its numerics class; the other results
-    are written.
+    Memory and start-up time are measured, too. Plugins are added one by one in the recipe's order. Each variant runs in fresh processes:
+    --warmup steps, then a window of at least --steps and --seconds, in alternating order. Exit code 1: a measurement failed or a plugin
+    broke its numerics class; the other results are written.
     """
     environment = dict(os.environ)  # before plugins are resolved, which may set variables
     import tempfile

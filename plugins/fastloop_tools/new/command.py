@@ -15,7 +15,7 @@ import typer
 from fastloop import __version__
 from fastloop.errors import UsageError, did_you_mean
 
-new = typer.Typer(no_args_is_help=True, help="Create a package from a template.")
+new = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Create a package from a template.")
 
 FILES = {
     "pyproject.toml": "pyproject.toml",
@@ -36,12 +36,15 @@ TAKEN = {"Annotated", "Any", "Conformance", "Plugin", "Run", "Tensor"}
 
 @new.command("plugin")
 def plugin(
-    name: Annotated[str, typer.Argument(help="Name of the plugin in recipes: lower case words, joined by hyphens.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the plugin in recipes: lower case words, joined by hyphens.")],
     folder: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of the package [default: NAME].")] = None,
     license: Annotated[str, typer.Option(metavar="|".join(LICENSES), help="License of the package.")] = "MIT",
-    author: Annotated[str, typer.Option(help="Copyright holder [default: the package's authors].")] = "",
+    author: Annotated[str, typer.Option(metavar="TEXT", help="Copyright holder [default: the package's authors].")] = "",
 ) -> None:
-    """Create a package with a working plugin, its tests, README, recipe and CI file. Does not overwrite files."""
+    """Create a package with a working plugin.
+
+    It has tests, a README, a recipe and a CI file. Existing files are not overwritten.
+    """
     check_name(name)
     if license not in LICENSES:
         raise UsageError(f"--license: found {license!r}.{did_you_mean(license, LICENSES)}")

@@ -25,17 +25,17 @@ def profile(
     overrides: Overrides = None,
     with_: With = None,
     without: Without = None,
-    steps: Annotated[int, typer.Option(min=1, help="Steps that are timed, at the least.")] = 8,
-    seconds: Annotated[float, typer.Option(min=0, help="And for at least so long.")] = 5.0,
-    warmup: Annotated[int, typer.Option(min=1, help="Steps before them.")] = 3,
-    profile_steps: Annotated[int, typer.Option(min=1, help="Steps that are looked into after them.")] = 3,
+    steps: Annotated[int, typer.Option(min=1, metavar="N", help="Steps that are timed, at the least.")] = 8,
+    seconds: Annotated[float, typer.Option(min=0, metavar="SECONDS", help="And for at least so long.")] = 5.0,
+    warmup: Annotated[int, typer.Option(min=1, metavar="N", help="Steps before them.")] = 3,
+    profile_steps: Annotated[int, typer.Option(min=1, metavar="N", help="Steps that are looked into after them.")] = 3,
     nproc: Annotated[int | None, typer.Option(min=1, metavar="N", help="Start N processes on this machine.")] = None,
     output: Annotated[str, typer.Option(metavar="FOLDER", help="Where to write [default: runs/profile-RECIPE].")] = "",
 ) -> None:
-    """Show what a step spends its time on, and which edits of the recipe would give it back.
+    """Show what a step spends its time on, and what would save it.
 
-    A short training: a warm-up, steps that are timed alone, and a few under torch's profiler. Nothing of it is kept but the figures and a
-    trace (ui.perfetto.dev).
+    Suggestions are edits of the recipe. The run is short: a warm-up, steps that are timed alone, and a few under torch's profiler. It keeps
+    only the figures and a trace (ui.perfetto.dev).
     """
     from fastloop.cli.messages import show_messages
     from fastloop.recipe import load_recipe

@@ -25,16 +25,16 @@ def tune(
     ] = "budget",
     budget: Annotated[str, typer.Option(metavar="TIME", help="With --stop-after budget, how long it may take: 90s, 10m, 1h.")] = "10m",
     accept: Annotated[str, typer.Option(metavar="A,B", help="What plugins may do to the numbers (numerics classes).")] = ACCEPTED,
-    steps: Annotated[int, typer.Option(min=1, help="Steps of a measurement, at the least.")] = 2,
-    seconds: Annotated[float, typer.Option(min=0, help="And for at least so long.")] = 6.0,
-    warmup: Annotated[int, typer.Option(min=1, help="Steps before them.")] = 2,
+    steps: Annotated[int, typer.Option(min=1, metavar="N", help="Steps of a measurement, at the least.")] = 2,
+    seconds: Annotated[float, typer.Option(min=0, metavar="SECONDS", help="And for at least so long.")] = 6.0,
+    warmup: Annotated[int, typer.Option(min=1, metavar="N", help="Steps before them.")] = 2,
     nproc: Annotated[int, typer.Option(min=1, metavar="N", help="Measure with N processes on this machine.")] = 1,
     output: Annotated[str, typer.Option(metavar="FILE", help="The recipe to write [default: RECIPE.tuned.yaml].")] = "",
 ) -> None:
-    """Find the fastest set of plugins for a recipe on this machine, and write it as a recipe.
+    """Find the fastest set of plugins for a recipe on this machine.
 
-    Plugins estimate what they would win; the largest is tried next, in fresh processes, and kept when it is faster. At
-    the end the result is compared with the given recipe, in speed and in losses. A slower result is never written.
+    The result is written as a recipe. Plugins estimate what they would win; the largest is tried next, in fresh processes, and kept when
+    it is faster. At the end the result is compared with the given recipe, in speed and in losses. A slower result is never written.
 
     With --stop-after suggestions it tries only what `fastloop profile` suggests, and keeps an edit only when it is faster beyond noise.
     """

@@ -8,12 +8,20 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
+import yaml
 
+from fastloop import Plugin, hookimpl, hookspecs
+from fastloop.cli import app
+from fastloop.cli.commands import tools
+from fastloop.cli.plugins import KEYWORD, documentation, hooks_of
 from fastloop.recipe import load_recipe, shipped_recipes
-from fastloop.registry import installed
+from fastloop.registry import installed, load
 
 
 def test_program_prints_usage_error_to_stderr_and_exits_2():
@@ -38,7 +46,7 @@ def test_help_lists_every_command(cli):
     for flag in ("--help", "-h"):
         code, out, _ = cli(flag)
         assert code == 0
-        assert set(re.findall(r"^│ (\w+) ", out, re.MULTILINE)) >= {"train", "plan", "plugins", "recipes", "doctor"}
+        assert set(re.findall(r"^  (\w+) ", out, re.MULTILINE)) >= {"train", "plan", "plugins", "recipes", "doctor"}
 
 
 @pytest.mark.parametrize("command", ["train", "plan", "plugins", "recipes", "doctor"])
@@ -46,6 +54,35 @@ def test_every_command_has_help(cli, command):
     code, out, _ = cli(command, "--help")
     assert code == 0
     assert f"fastloop {command}" in out
+
+
+def command_lines(group: Any = None, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every command and group, by the words that call it."""
+    group = group or typer.main.get_command(app)
+    yield words, group
+    for word in [*group.commands, *tools()] if not words else group.commands:
+        command = group.get_command(None, word)
+        if hasattr(command, "commands"):
+            yield from command_lines(command, (*words, word))
+        else:
+            yield (*words, word), command
+
+
+COMMANDS = dict(command_lines())
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=lambda words: "-".join(words) or "fastloop")
+def test_help_fits_80_columns_and_leaves_out_nothing(cli, monkeypatch, words):
+    command = COMMANDS[words]
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = cli(*words, "--help")
+    assert code == 0
+    assert max(map(len, out.splitlines())) <= 80
+    shown = " ".join(out.split())
+    for text in [command.help, *(parameter.help for parameter in command.params)]:
+        assert " ".join((text or "").split()) in shown
+    listed = out.partition("Commands:\n")[2]
+    assert "..." not in listed, "a first sentence is too long for the list: move its end to the second paragraph"
 
 
 def test_the_version_is_the_distributions(cli):
@@ -71,14 +108,46 @@ def test_misspelled_command_exits_2(cli, arguments, said):
 # -- plugins -----------------------------------------------------------------------------------------------------------------------
 
 
-def test_plugins_lists_installed_with_distribution(cli):
+def test_plugins_are_listed_by_package_and_subpackage(cli):
     code, out, _ = cli("plugins")
     assert code == 0
-    assert out.startswith(f"fastloop {importlib.metadata.version('fastloop')}")
-    rows = {line.split()[0]: line for line in out.splitlines()[2:] if line and not line.startswith("`")}
-    assert set(rows) == set(installed())
-    assert "bitwise" in rows["log"]
-    assert "precision" in rows["amp"]
+    ours = out.partition(f"fastloop {importlib.metadata.version('fastloop')}")[2].partition("\n\n")[0]
+    heading, *lines = ours.strip().splitlines()
+    assert heading.split("  ")[0] == "plugin"
+    assert "numerics" in heading
+    groups: dict[str, dict[str, str]] = {"": {}}
+    for line in lines:
+        word = line.split()[0]
+        if len(line.split()) == 1:
+            groups[word] = {}
+        else:
+            groups[list(groups)[-1]][word] = line
+    for name, point in installed().items():
+        if point.dist is not None and point.dist.name == "fastloop":
+            group = point.value.split(".")[1] if point.value.count(".") == 2 else ""
+            assert point.load().numerics in groups[group].pop(name)
+    assert not any(groups.values())
+    assert out.rstrip().endswith(f"https://github.com/topics/{KEYWORD}")
+
+
+def test_the_list_of_plugins_fits_80_columns(cli, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out, _ = cli("plugins")
+    assert max(map(len, out.splitlines())) <= 80
+    assert "nn.Module" in out, "a summary ends with a sentence, not within a name"
+    assert "…" not in out
+
+
+def test_an_installed_package_with_the_keyword_but_without_plugins_is_reported(cli, install):
+    install("warm-pack", group="other.group", warmth="warm_pack:Warmth")
+    install("cold-pack", "", warmth="cold_pack:Warmth")
+    for name in ("warm_pack", "cold_pack"):
+        (metadata,) = Path("site").glob(f"{name}-*/METADATA")
+        metadata.write_text(metadata.read_text() + f"Keywords: fastloop,{KEYWORD},pytorch\n")
+    _, out, _ = cli("plugins")
+    assert f"warm-pack 1.2 has the keyword {KEYWORD}, but no entry point in the group fastloop.plugins" in out
+    assert "cold-pack 1.2 has" not in out
+    assert "warm_pack" not in sys.modules
 
 
 def test_plugins_json_has_the_same_content(cli):
@@ -90,6 +159,7 @@ def test_plugins_json_has_the_same_content(cli):
         "name": "amp",
         "distribution": "fastloop",
         "version": importlib.metadata.version("fastloop"),
+        "group": "precision",
         "slot": "precision",
         "numerics": "reduced-precision",
         "summary": rows["amp"]["summary"],
@@ -102,19 +172,58 @@ def test_a_plugins_page_has_its_options_with_their_whole_types(cli):
     assert code == 0
     assert "modules_to_save  list[str] | null" in out  # brackets are no markup
     assert "Rank of the adapters." in out
-    assert "hooks: before_prepare" in out
+    assert re.search(r"^hooks +before_prepare, export_model \(wraps it\) *$", out, re.MULTILINE)
+    assert re.search(r"^requirements +the package `peft>=", out, re.MULTILINE)
+    assert out.endswith("In a recipe:\n\nplugins:\n  - lora: {r: 8, alpha: 16}\n")
+
+
+def test_a_plugins_page_has_its_declarations_with_reasons(cli):
+    _, out, _ = cli("plugins", "channels-last")
+    cls = load("channels-last")
+    for key, values in {"conflicts": cls.conflicts, "runs_after": cls.runs_after, "runs_before": cls.runs_before}.items():
+        assert (key in out) is bool(values)
+    assert all(f"{other}: {reason}" in out for other, reason in cls.conflicts.items())
+    assert "in a run" in out
+    assert cls.description in out
 
 
 @pytest.mark.parametrize("name", sorted(installed()))
-def test_every_plugins_page_has_a_recipe_snippet_and_its_options_have_help(cli, name):
+def test_every_plugins_page_has_a_recipe_its_hooks_in_firing_order_and_options_with_help(cli, name):
     code, out, _ = cli("plugins", name)
     assert code == 0
     assert name in out
     code, out, _ = cli("plugins", name, "--json")
     facts = json.loads(out)
     assert code == 0
+    order = list(vars(hookspecs))
     assert facts["hooks"]
+    assert facts["hooks"] == sorted(facts["hooks"], key=order.index)
     assert all(option["help"] for option in facts["options"])
+    listed = yaml.safe_load(facts["recipe"])["plugins"]
+    assert name in [next(iter(entry)) if isinstance(entry, dict) else entry for entry in listed]
+
+
+def test_a_plugin_whose_docstring_shows_no_recipe_gets_one():
+    class Warmth(Plugin):
+        """How warm it is."""
+
+        name = "warmth"
+
+        @hookimpl(optionalhook=True)
+        def after_warmth(self):
+            """Of another plugin."""
+
+        @hookimpl
+        def teardown(self):
+            """Close it."""
+
+        @hookimpl
+        def after_step(self):
+            """Measure it."""
+
+    Warmth.__module__ = "no_module"
+    assert documentation(Warmth) == ("How warm it is.", "plugins:\n  - warmth")
+    assert hooks_of(Warmth) == ["after_step", "teardown", "after_warmth"]
 
 
 def test_plugins_listing_matches_class(cli):
@@ -155,7 +264,8 @@ def test_plan_shows_order_batch_and_reasons_and_trains_nothing(cli):
         "output=out",
         "plugins.ema.decay=0.5",
     ]
-    code, out, _ = cli("plan", "quickstart", *arguments, "--with", "ema, amp", "--without", "progress,checkpoint-best")
+    command = ["plan", "quickstart", *arguments, "--with", "ema, amp", "--without", "progress,checkpoint-best"]
+    code, out, _ = cli(*command, "-v")
     assert code == 0
     listed = re.findall(r"^ ?\d+\. ([\w-]+)  \((.*)\)$", out, re.MULTILINE)
     assert [name for name, _ in listed] == ["ema", "amp", "log", "metric-check", "optimizer-check", "text-classification"]
@@ -165,6 +275,16 @@ def test_plan_shows_order_batch_and_reasons_and_trains_nothing(cli):
     assert "sets mixed_precision=bf16" in out
     assert "16 samples a step = 4 x 4 micro-steps x 1 processes" in out
     assert "7 steps" in out
+    _, short, _ = cli(*command)
+    rows = re.findall(r"^ ?\d+\.  ([\w-]+) +([\w-]+) +(.*?) *$", short, re.MULTILINE)
+    assert [name for name, _, _ in rows] == [name for name, _ in listed]
+    assert [row[1:] for row in rows][:3] == [
+        ("changes-training", "listed in the recipe"),
+        ("reduced-precision", "listed in the recipe"),
+        ("bitwise", "on by default"),
+    ]
+    assert "decay=0.5" not in short
+    assert out.partition("\nrecipe ")[2] in short
     assert list(Path().iterdir()) == []
 
 
@@ -175,6 +295,13 @@ def test_plan_counts_the_processes_that_a_launcher_started(cli, monkeypatch):
     code, _, err = cli("plan", "quickstart", "train.batch_size=30", "train.device=cpu", "--with", "ddp")
     assert code == 2
     assert "Nearest that are: batch_size 28 or 32" in err
+
+
+def test_plan_fits_80_columns_and_shows_moves(cli, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out, _ = cli("plan", "quickstart", "train.device=cpu", "--with", "compile,lora")
+    assert max(map(len, out.partition("\nrecipe ")[0].splitlines())) <= 80
+    assert "listed in the recipe; moved after 'lora'" in " ".join(out.split())
 
 
 # -- doctor ------------------------------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN     = $(VENV)/bin
 
-.PHONY: quickstart test test-all lint docs docs-sources matrix conformance reliability audit clean
+.PHONY: quickstart test test-all lint docs docs-sources api-snapshot matrix conformance reliability audit clean
 
 quickstart: $(VENV)/ready
 	$(BIN)/fastloop train recipes/quickstart.yaml
@@ -30,6 +30,10 @@ lint: $(VENV)/ready
 # The reference parts of docs/, written from the code: commit the result.
 docs-sources: $(VENV)/ready
 	$(BIN)/python docs/_sources.py
+
+# The public API, into tests/core/public_api.txt: accepts a change of it. docs/stability.md states the rules.
+api-snapshot: $(VENV)/ready
+	$(BIN)/python docs/_public_api.py
 
 # The documentation, into site/; a warning is an error.
 docs: $(VENV)/ready

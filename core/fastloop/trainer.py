@@ -18,9 +18,10 @@ from torch.utils.data import BatchSampler, IterableDataset, default_collate
 
 from fastloop.data.user_loader import UserLoader, read_loader
 from fastloop.errors import PluginCrash, UsageError, UserCodeError, did_you_mean
+from fastloop.hooks import PluginSet
 from fastloop.lifecycle import build, execute
 from fastloop.plugin import Plugin, hookimpl
-from fastloop.recipe import make_recipe
+from fastloop.recipe import Recipe, make_recipe
 from fastloop.registry import resolve
 from fastloop.run import Run
 from fastloop.state import DataLoaderDraft, Output
@@ -194,6 +195,9 @@ class Trainer:
         UsageError: An argument is wrong.
     """
 
+    run: Run
+    """The run of ``fit``, once it is built."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -227,10 +231,10 @@ class Trainer:
         named = [plugin for plugin in plugins if not isinstance(plugin, Plugin)]
         objects = [plugin for plugin in plugins if isinstance(plugin, Plugin)]
         data = {} if pad_to_multiple_of is None else {"pad_to_multiple_of": pad_to_multiple_of}
-        self.recipe = make_recipe({"data": data, "train": train, "plugins": named, "output": str(output)})
+        self.recipe: Recipe = make_recipe({"data": data, "train": train, "plugins": named, "output": str(output)})
         self.task = TrainerTask(model, splits, loss, metrics, processing_class)
-        self.resolution = resolve(self.recipe, objects=[*objects, self.task])
-        self.resume = Path(output) if resume is True else Path(resume) if resume else None
+        self.resolution: PluginSet = resolve(self.recipe, objects=[*objects, self.task])
+        self.resume: Path | None = Path(output) if resume is True else Path(resume) if resume else None
 
     def fit(self) -> dict[str, Any]:
         """Train, test and export. Returns the summary, which is also ``summary.json`` in the run folder.

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from fastloop import __version__
-from fastloop_tools.new.command import LICENSES, TAKEN, render
+from fastloop.cli.plugins import KEYWORD
+from fastloop_tools.new.command import LICENSES, TAKEN, first_unsupported, render
 
 
 @pytest.fixture
@@ -55,6 +57,15 @@ def test_the_package_asks_for_this_fastloop_and_names_its_author(new):
     versions = SpecifierSet(wanted.removeprefix("fastloop"))
     assert versions.contains(__version__, prereleases=True)
     assert not versions.contains("99.0")
+
+
+@pytest.mark.parametrize(("version", "first"), [("0.1.0", "0.2"), ("0.2.0", "0.4"), ("0.9.3", "0.11"), ("1.4.0", "2")])
+def test_a_package_supports_versions_in_which_deprecated_names_work(version, first):
+    assert first_unsupported(Version(version)) == first
+
+
+def test_a_package_carries_the_keyword_by_which_plugins_are_found():
+    assert KEYWORD in tomllib.loads(render("night-watch")["pyproject.toml"])["project"]["keywords"]
 
 
 @pytest.mark.parametrize("license", LICENSES)

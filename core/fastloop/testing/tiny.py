@@ -93,8 +93,8 @@ class TinyResult:
 
     def __init__(self, trainer: Trainer, summary: dict[str, Any], model: nn.Module, recorder: Recorder) -> None:
         self.trainer, self.summary, self.model, self.recorder = trainer, summary, model, recorder
-        self.losses = recorder.losses
-        self.weights = {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}
+        self.losses: list[float] = recorder.losses
+        self.weights: dict[str, torch.Tensor] = {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}
 
 
 @pytest.fixture

@@ -8,12 +8,15 @@ import json
 import keyword
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fastloop import __version__
 from fastloop.errors import UsageError, did_you_mean
+
+if TYPE_CHECKING:
+    from packaging.version import Version
 
 new = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Create a package from a template.")
 
@@ -87,6 +90,13 @@ def check_name(name: str) -> None:
         raise UsageError(f"{name!r} would be the Python module {module!r}, which already exists. Choose another name, such as 'my-{name}'.")
 
 
+def first_unsupported(version: Version) -> str:
+    """The first release that may lack names of this one, by docs/stability.md."""
+    if version.major:
+        return f"{version.major + 1}"
+    return f"0.{version.minor + (1 if version.minor < 2 else 2)}"  # from 0.2 on, a deprecated name works for one more minor version
+
+
 def render(name: str, license: str = "MIT", author: str = "") -> dict[str, str]:
     """Path -> text of every file of the package."""
     import jinja2
@@ -103,7 +113,7 @@ def render(name: str, license: str = "MIT", author: str = "") -> dict[str, str]:
         "holder": author or f"The authors of {name}",
         "year": datetime.date.today().year,
         "above": f"{version.public}",
-        "below": f"{version.major + 1}" if version.major else f"0.{version.minor + 1}",  # a release 0.x may change hooks
+        "below": first_unsupported(version),
     }
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("fastloop_tools.new", "template"),

@@ -73,7 +73,7 @@ def hook_lines() -> Iterator[tuple[str, str]]:
 
 
 def python_lines() -> Iterator[tuple[str, str]]:
-    """What ``fastloop`` and ``fastloop.testing`` export, and the classes of docs/api.md, with their public members."""
+    """Exported names of ``fastloop`` and ``fastloop.testing``, and the classes of docs/api.md, with their public members."""
     named = {f"fastloop.{name}": getattr(fastloop, name) for name in fastloop.__all__}
     named |= {f"fastloop.testing.{name}": getattr(fastloop.testing, name) for name in fastloop.testing.__all__}
     named |= {f"{cls.__module__}.{cls.__name__}": cls for cls in RULES if cls not in named.values()}

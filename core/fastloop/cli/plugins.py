@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from importlib.metadata import EntryPoint, distributions
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -109,12 +110,13 @@ def _locate(file: str) -> Path | None:
 
 def packages_without_plugins() -> list[str]:
     """A sentence about each installed package that has the keyword, but no entry point for a plugin."""
-    return [
-        f"{dist.name} {dist.version} has the keyword {KEYWORD}, but no entry point in the group {GROUP}: its plugins cannot be listed."
-        for dist in distributions()
-        if re.search(rf"^Keywords:.*\b{KEYWORD}\b", dist.read_text("METADATA") or "", re.MULTILINE | re.IGNORECASE)
-        and not dist.entry_points.select(group=GROUP)
-    ]
+    found = []
+    for dist in distributions():
+        with suppress(UnicodeDecodeError):  # metadata that is not UTF-8
+            declared = re.search(rf"(?im)^Keywords:.*\b{KEYWORD}\b", dist.read_text("METADATA") or "")
+            if declared and not dist.entry_points.select(group=GROUP):
+                found.append(f"{dist.name} {dist.version} has the keyword {KEYWORD}, but no entry point in the group {GROUP}.")
+    return found
 
 
 def hooks_of(cls: type[Plugin]) -> list[str]:

@@ -138,18 +138,6 @@ def test_the_list_of_plugins_fits_80_columns(cli, monkeypatch):
     assert "…" not in out
 
 
-def test_an_installed_package_with_the_keyword_but_without_plugins_is_reported(cli, install):
-    install("warm-pack", group="other.group", warmth="warm_pack:Warmth")
-    install("cold-pack", "", warmth="cold_pack:Warmth")
-    for name in ("warm_pack", "cold_pack"):
-        (metadata,) = Path("site").glob(f"{name}-*/METADATA")
-        metadata.write_text(metadata.read_text() + f"Keywords: fastloop,{KEYWORD},pytorch\n")
-    _, out, _ = cli("plugins")
-    assert f"warm-pack 1.2 has the keyword {KEYWORD}, but no entry point in the group fastloop.plugins" in out
-    assert "cold-pack 1.2 has" not in out
-    assert "warm_pack" not in sys.modules
-
-
 def test_plugins_json_has_the_same_content(cli):
     code, out, _ = cli("plugins", "--json")
     assert code == 0

@@ -11,6 +11,8 @@ from typing import Any
 import forked
 import pytest
 
+from fastloop.cli.plugins import KEYWORD
+
 pytest_plugins = ["installing"]
 
 WARMTH = '''"""How warm it is."""
@@ -101,6 +103,20 @@ def test_plugins_of_one_name_are_both_listed_planned_and_trained(cli, install):
     code, out, err = cli("train", recipe("s.yaml", "warmth"))
     assert (code, err.count("\n")) == (2, 1)
     assert "Say which: " in err
+
+
+def test_an_installed_package_with_the_keyword_but_without_plugins_is_reported(cli, install):
+    install("warm-pack", group="other.group", warmth="warm_pack:Warmth")
+    install("cold-pack", "", warmth="cold_pack:Warmth")
+    for name in ("warm_pack", "cold_pack"):
+        (metadata,) = Path("site").glob(f"{name}-*/METADATA")
+        metadata.write_text(metadata.read_text() + f"Keywords: fastloop,{KEYWORD},pytorch\n")
+    install("old-pack", group="other.group")
+    Path("site/old_pack-1.2.dist-info/METADATA").write_bytes("Name: old-pack\nVersion: 1.2\nAuthor: Ünal\n".encode("latin-1"))
+    _, out, _ = cli("plugins")
+    assert f"warm-pack 1.2 has the keyword {KEYWORD}, but no entry point in the group fastloop.plugins" in out
+    assert "cold-pack 1.2 has" not in out
+    assert "warm_pack" not in sys.modules
 
 
 # -- plugins in files ---------------------------------------------------------------------------------------------------------

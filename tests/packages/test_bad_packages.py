@@ -132,7 +132,7 @@ def test_broken_packages_affect_no_other_run(venv, recipe):
     code, out, err = fastloop(venv, "--help")
     assert (code, err) == (0, "")
     assert "Of bad-command 0.7." in out
-    assert "Of bad-train 0.7." in out
+    assert "Of bad-train 0.7; `train` alone" in out
     code, out, err = fastloop(venv, "plugins", "--json")
     assert (code, err) == (0, "")
     rows = {row["name"]: row for row in json.loads(out)}
@@ -142,6 +142,7 @@ def test_broken_packages_affect_no_other_run(venv, recipe):
         "name": "crash",
         "distribution": "bad-crash",
         "version": "0.7",
+        "group": "",
         "slot": None,
         "numerics": "bitwise",
         "summary": "A package.",

@@ -75,7 +75,7 @@ def listing(name: str, point: EntryPoint) -> dict[str, Any]:
         "name": name,
         "distribution": point.dist.name if point.dist else "",
         "version": point.dist.version if point.dist else "",
-        "group": ".".join(point.module.split(".")[1:-1]),
+        "group": ".".join(point.value.partition(":")[0].strip().split(".")[1:-1]),
         **facts,
     }
 

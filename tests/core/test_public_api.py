@@ -52,7 +52,16 @@ def test_snapshot_covers_what_is_promised(api):
         assert name in stored
 
 
-def test_changed_hook_and_option_are_found(api, monkeypatch):
+@pytest.fixture
+def hooks_in_order():
+    """Restores the order of the hooks, too: monkeypatch puts a deleted one at the end, and the pages list hooks in firing order."""
+    before = dict(vars(hookspecs))
+    yield
+    vars(hookspecs).clear()
+    vars(hookspecs).update(before)
+
+
+def test_changed_hook_and_option_are_found(api, hooks_in_order, monkeypatch):
     stored = {**dict(api.hook_lines()), **dict(api.recipe_lines())}
 
     @hookspec

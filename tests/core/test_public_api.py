@@ -53,25 +53,26 @@ def test_snapshot_covers_what_is_promised(api):
 
 
 @pytest.fixture
-def hooks_in_order():
-    """Restores the order of the hooks, too: monkeypatch puts a deleted one at the end, and the pages list hooks in firing order."""
+def patch():
+    """A monkeypatch that also restores the order of the hooks: pages list them in firing order."""
     before = dict(vars(hookspecs))
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        yield patch
     vars(hookspecs).clear()
     vars(hookspecs).update(before)
 
 
-def test_changed_hook_and_option_are_found(api, hooks_in_order, monkeypatch):
+def test_changed_hook_and_option_are_found(api, patch):
     stored = {**dict(api.hook_lines()), **dict(api.recipe_lines())}
 
     @hookspec
     def after_step(run: Any, loss: Any, seconds: float) -> None:
         """Another one."""
 
-    monkeypatch.setattr(hookspecs, "after_step", after_step)
-    monkeypatch.delattr(hookspecs, "on_exception")
-    monkeypatch.setattr(hookspecs, "after_warmth", after_step, raising=False)
-    monkeypatch.setattr(Train.__dataclass_fields__["lr"], "default", 1.0)
+    patch.setattr(hookspecs, "after_step", after_step)
+    patch.delattr(hookspecs, "on_exception")
+    patch.setattr(hookspecs, "after_warmth", after_step, raising=False)
+    patch.setattr(Train.__dataclass_fields__["lr"], "default", 1.0)
     assert api.differences(stored, {**dict(api.hook_lines()), **dict(api.recipe_lines())}) == [
         "hook after_step\n    old: (run: Run, loss: Tensor) -> None [every plugin]"
         "\n    new: (run: Any, loss: Any, seconds: float) -> None [every plugin]",

@@ -1,6 +1,6 @@
-"""The hooks of one run: their declarations and implementations, the time of each call, and the plugin that failed.
+"""The hooks of one run: their declarations and implementations, and the plugin that failed.
 
-pluggy calls the hooks. ``Hooks`` adds hooks that plugins declare, and times every call. ``PluginSet`` adds drafts and chains.
+pluggy registers the implementations. ``Hooks`` adds hooks that plugins declare. ``PluginSet`` adds drafts and chains.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from time import perf_counter
 from typing import Any
 
 import pluggy
 
 from fastloop import hookspecs, plugin_checks
 from fastloop.errors import FastloopError, PluginCrash, PluginError, UsageError, UserCodeError
-from fastloop.hook_callers import HookCallers
+from fastloop.hook_callers import HookCallers, make_caller
 from fastloop.plugin import GROUP, Plugin, distributions_of, entry_points
 from fastloop.recipe import Recipe, importing
 from fastloop.runtime.tracebacks import user_line
@@ -30,23 +29,7 @@ from fastloop.state import Draft
 log = logging.getLogger("fastloop")
 
 Span = Callable[[str], AbstractContextManager[Any]]
-
-
-@dataclass(slots=True)
-class HookCalls:
-    """Number and time of the calls of one plugin's hook.
-
-    Attributes:
-        count: Number of calls.
-        seconds: Host time, without nested hooks and without waiting for the device.
-        first: Start of the first call, by ``perf_counter``.
-    """
-
-    plugin: str
-    hook: str
-    count: int = 0
-    seconds: float = 0.0
-    first: float = 0.0
+Replacement = Callable[[Plugin, str, Callable[..., Any], bool], Callable[..., Any]]
 
 
 class Hooks(pluggy.PluginManager):
@@ -55,10 +38,7 @@ class Hooks(pluggy.PluginManager):
     Attributes:
         known: Hook -> its arguments, for all hooks of this run.
         first: Names of the *first* hooks.
-        calls: (plugin, hook) -> number and time of its calls.
         disabled: Plugin -> why its hooks are no longer called.
-        span: ``span("PLUGIN.HOOK")`` surrounds each call of a plugin's hook, except wrappers; None: no span.
-        nested_seconds: Seconds of the hooks that the running hook has called.
         failure: ``(error, plugin, hook)`` of the newest error that a plugin's hook raised.
 
     Raises:
@@ -71,10 +51,7 @@ class Hooks(pluggy.PluginManager):
         plugins = list(plugins)
         self.known: dict[str, tuple[str, ...]] = {}
         self.first: set[str] = set()
-        self.calls: dict[tuple[str, str], HookCalls] = {}
         self.disabled: dict[str, str] = {}
-        self.span: Span | None = None
-        self.nested_seconds = 0.0
         self.failure: tuple[BaseException, Plugin, str] | None = None
         self._add_specs(plugins)
         for plugin in reversed(plugins):  # pluggy calls the last registered first
@@ -84,9 +61,11 @@ class Hooks(pluggy.PluginManager):
             except pluggy.PluginValidationError as error:
                 raise PluginError(f"plugin {plugin.name!r}: {error}") from None
         self.register(defaults, "fastloop")  # its implementations are trylast, so they run after plugins' fallback_hooks
+        wrapped = {hook for plugin in plugins for impl, hook in self.implementations(plugin) if impl.wrapper}
         for plugin in plugins:
-            for impl, hook in self._implementations(plugin):
-                impl.function = self._instrument(plugin, hook, impl.function, impl.wrapper)
+            for impl, hook in self.implementations(plugin):
+                if hook in wrapped:  # pluggy calls these itself, and does not report which implementation failed
+                    impl.function = self._guard(plugin, hook, impl.function, impl.wrapper)
 
     # -- declarations --------------------------------------------------------------------------------------------------
 
@@ -119,69 +98,71 @@ class Hooks(pluggy.PluginManager):
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 
-    def _implementations(self, plugin: Plugin) -> Iterator[tuple[Any, str]]:
+    def implementations(self, plugin: Plugin) -> Iterator[tuple[Any, str]]:
         """``(implementation, hook)`` for each hook of a plugin."""
         for caller in self.get_hookcallers(plugin) or ():
             for impl in caller.get_hookimpls():
                 if impl.plugin is plugin:
                     yield impl, caller.name
 
-    def _instrument(self, plugin: Plugin, hook: str, function: Callable[..., Any], wrapper: bool) -> Callable[..., Any]:
-        """Count and time the calls of an implementation, and record its errors."""
-        calls = self.calls[plugin.name, hook] = HookCalls(plugin.name, hook)
+    def replace(self, replacement: Replacement) -> Callable[[], None]:
+        """Call ``replacement(plugin, hook, function, is_wrapper)`` in place of each plugin's implementation. Returns a function that
+        undoes it."""
+        originals = []
+        for plugin in self.get_plugins():
+            for impl, hook in self.implementations(plugin) if isinstance(plugin, Plugin) and plugin.name not in self.disabled else ():
+                originals.append((impl, impl.function))
+                impl.function = replacement(plugin, hook, impl.function, impl.wrapper)
+
+        def undo() -> None:
+            for impl, function in originals:
+                if impl.plugin.name not in self.disabled:
+                    impl.function = function
+
+        return undo
+
+    def _guard(self, plugin: Plugin, hook: str, function: Callable[..., Any], wrapper: bool) -> Callable[..., Any]:
+        """Handle the errors of an implementation that pluggy calls."""
 
         @functools.wraps(function)
         def call(*arguments: Any) -> Any:
-            outer_seconds, self.nested_seconds, started = self.nested_seconds, 0.0, perf_counter()
-            try:
-                if self.span is None:
-                    return function(*arguments)
-                with self.span(f"{plugin.name}.{hook}"):
-                    return function(*arguments)
-            except Exception as error:
-                if self._disable(plugin, hook, error):
-                    return None
-                self._record_failure(error, plugin, hook)
-                raise
-            finally:  # repeated in timed(): another function call would double the overhead
-                seconds = perf_counter() - started
-                calls.count += 1
-                calls.seconds += seconds - self.nested_seconds
-                calls.first = calls.first or started
-                self.nested_seconds = outer_seconds + seconds
-
-        def timed(function: Callable[..., Any], *arguments: Any) -> Any:
-            outer_seconds, self.nested_seconds, started = self.nested_seconds, 0.0, perf_counter()
             try:
                 return function(*arguments)
-            finally:
-                seconds = perf_counter() - started
-                calls.seconds += seconds - self.nested_seconds
-                calls.first = calls.first or started
-                self.nested_seconds = outer_seconds + seconds
+            except Exception as error:
+                if self.handle_error(plugin, hook, error):
+                    return None
+                raise
 
         @functools.wraps(function)
         def call_wrapper(*arguments: Any) -> Generator[None, Any, Any]:
-            calls.count += 1
-            generator = function(*arguments)
-            inner_result: Any = None
+            inner: BaseException | None = None
             try:
-                timed(next, generator)
-                try:
-                    inner_result, resume = (yield), generator.send
-                except BaseException as error:  # raised inside the wrapper; not the wrapper's failure if it re-raises
-                    inner_result, resume = error, generator.throw
-                timed(resume, inner_result)
+                generator = function(*arguments)
+                next(generator)
+                while True:  # pluggy raises an error for a second yield
+                    try:
+                        result, resume = (yield), generator.send
+                    except BaseException as error:
+                        inner, result, resume = error, error, generator.throw
+                    resume(result)
             except StopIteration as done:
                 return done.value
             except Exception as error:
-                if error is not inner_result:
+                if error is not inner:  # an inner error that the wrapper passes on is not its own
                     self._record_failure(error, plugin, hook)
                 raise
-            yield  # a second yield, for which pluggy raises an error
-            return None
 
         return call_wrapper if wrapper else call
+
+    def handle_error(self, plugin: Any, hook: str, error: Exception) -> bool:
+        """Disable the plugin whose hook raised, if its ``on_error`` is ``disable``, else record the failure. Returns whether the run
+        continues."""
+        if not isinstance(plugin, Plugin):
+            return False  # the core
+        if self._disable(plugin, hook, error):
+            return True
+        self._record_failure(error, plugin, hook)
+        return False
 
     def _record_failure(self, error: Exception, plugin: Plugin, hook: str) -> None:
         is_recorded = self.failure is not None and self.failure[0] is error  # by a nested hook
@@ -194,7 +175,7 @@ class Hooks(pluggy.PluginManager):
             return False
         reason = str(make_crash(plugin, hook, error))
         self.disabled[plugin.name] = reason
-        for impl, _ in self._implementations(plugin):
+        for impl, _ in self.implementations(plugin):
             impl.function = lambda *arguments: None
         log.warning("%s. The plugin is disabled, and the run continues", reason)
         return True
@@ -255,13 +236,20 @@ class PluginSet:
     @cached_property
     def hooks(self) -> HookCallers:
         """Call a hook on all plugins: ``hooks.after_step(run=run, loss=loss)``."""
-        return HookCallers(self.manager.hook)
+        return HookCallers(self.manager, self.manager.handle_error)
 
     def each(self, hook: str) -> Iterator[tuple[Plugin, Callable[..., Any]]]:
-        """Each plugin that implements a hook, with its bound method, in call order."""
+        """Each plugin that implements a hook, with a function that calls it, in call order."""
         for impl in reversed(getattr(self.manager.hook, hook).get_hookimpls()):
             if isinstance(impl.plugin, Plugin):
-                yield impl.plugin, lambda _impl=impl, **arguments: _impl.function(*(arguments[name] for name in _impl.argnames))
+                yield impl.plugin, make_caller(hook, [impl], True, self.manager.handle_error)
+
+    def unsubscribe(self, plugin: Plugin, hook: str) -> None:
+        """Stop calling a plugin's hook. A plugin that only examines the first steps so costs nothing in later ones.
+
+        Draft and chain hooks, ``save_state``, ``load_state`` and ``teardown`` are still called.
+        """
+        self.hooks.unsubscribe(plugin, hook)
 
     def draft(self, hook: str, draft: Draft) -> Any:
         """Pass a draft to every plugin, and return it."""
@@ -298,22 +286,20 @@ class PluginSet:
     @contextmanager
     def around(self, span: Span) -> Iterator[None]:
         """Inside the block, surround each call of a plugin's hook with ``span("PLUGIN.HOOK")``. Wrappers get no span."""
-        previous, self.manager.span = self.manager.span, span
+
+        def surround(plugin: Plugin, hook: str, function: Callable[..., Any], is_wrapper: bool) -> Callable[..., Any]:
+            @functools.wraps(function)
+            def call(*arguments: Any) -> Any:
+                with span(f"{plugin.name}.{hook}"):
+                    return function(*arguments)
+
+            return function if is_wrapper else call
+
+        undo = self.manager.replace(surround)
         try:
             yield
         finally:
-            self.manager.span = previous
-
-    def calls(self) -> list[HookCalls]:
-        """Number and time of the calls of each hook that was called, in the order of the first calls."""
-        return sorted((calls for calls in self.manager.calls.values() if calls.count), key=lambda calls: calls.first)
-
-    def plugin_seconds(self) -> dict[str, float]:
-        """Seconds that each plugin spent in its hooks, in this process."""
-        seconds = dict.fromkeys(self.names(), 0.0)
-        for calls in self.calls():
-            seconds[calls.plugin] += calls.seconds
-        return seconds
+            undo()
 
     @property
     def disabled(self) -> dict[str, str]:

@@ -161,7 +161,6 @@ def summarize(run: Run, status: str, reason: str | None) -> dict[str, Any]:
     if state.unreadable:
         summary["unreadable_samples"] = state.unreadable
     run.hooks.write_summary(run=run, summary=summary)
-    summary["plugin_seconds"] = run.plugins.plugin_seconds()
     summary["train_seconds"] = max(summary["train_seconds"] - summary["compile_seconds"], 0.0)  # steps compile
     for name, count in (("samples", state.samples), ("tokens", state.tokens)):
         summary[f"{name}_per_second"] = count / summary["train_seconds"] if summary["train_seconds"] else 0.0

@@ -13,7 +13,7 @@ from fastloop.distributed import signals
 from fastloop.recipe import secrets
 
 if TYPE_CHECKING:
-    from fastloop.hooks import PluginSet
+    from fastloop.hook_timing import HookTimer
 
 
 def with_resume_value(arguments: list[str]) -> list[str]:
@@ -54,6 +54,7 @@ def train(
     2 usage error; 75 stopped by SIGTERM or SIGUSR1, continue with --resume; 130 stopped by Ctrl-C.
     """
     from fastloop.cli.messages import show_messages
+    from fastloop.hook_timing import HookTimer
     from fastloop.recipe import load_recipe
     from fastloop.recipe.importing import reduced_gc
     from fastloop.registry import resolve, select
@@ -67,6 +68,7 @@ def train(
         resumed = [] if resume is None else [f"--resume={resume}"]
         raise typer.Exit(launch.launch([*command, *resumed], nproc, nnodes, node_rank, master, Path(loaded.output)))
     launch.end_with_launcher()
+    timer = HookTimer()
     with signals.on_signals(signals.stop_now):
         show_messages()
         with reduced_gc():
@@ -74,12 +76,14 @@ def train(
             resolution = resolve(loaded)
             from fastloop.lifecycle import build, execute  # after resolve, to report errors of the recipe before importing torch
 
+            if trace_hooks:
+                resolution.manager.replace(timer)
             run = build(loaded, resolution, launch.resume_from(resume, Path(loaded.output)))
         with run.signals.handled(run.rank, run.world_size):
             summary = execute(run)
             if run.is_main:
                 if trace_hooks:
-                    show_calls(resolution)
+                    show_calls(timer)
                 show_summary(summary, run.folder)
                 if run.interrupted:
                     resume_command = " ".join(filter(None, ["fastloop", *command, launch.options(), "--resume"]))
@@ -95,7 +99,7 @@ def train(
     raise typer.Exit(code)
 
 
-def show_calls(resolution: PluginSet) -> None:
+def show_calls(timer: HookTimer) -> None:
     """Print the number and time of the calls of plugins' hooks in this process, in the order of their first calls."""
     import rich
     from rich.table import Table
@@ -105,7 +109,7 @@ def show_calls(resolution: PluginSet) -> None:
         table.add_column(column, no_wrap=True)
     for column in ("calls", "seconds", "us a call"):
         table.add_column(column, justify="right", no_wrap=True)
-    for calls in resolution.calls():
+    for calls in timer.sorted_calls():
         microseconds = 1e6 * calls.seconds / calls.count
         table.add_row(calls.plugin, calls.hook, str(calls.count), f"{calls.seconds:.3f}", f"{microseconds:,.1f}")
     rich.print(table)

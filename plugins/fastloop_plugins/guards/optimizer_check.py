@@ -6,7 +6,7 @@
 If a plugin replaces weights after the optimizer was built, the optimizer keeps the old ones, and the new ones silently never train. The
 plugin compares the model's parameters with the optimizer's, by identity. A difference after ``build_optimizer`` may be intended and is
 logged as a warning. A difference that ``prepare`` or ``after_prepare`` introduces is an error. The first optimizer steps are examined until
-every parameter has changed; parameters that do not change are logged as one warning. Later steps cost two empty calls.
+every parameter has changed; parameters that do not change are logged as one warning. Later steps cost nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class OptimizerCheck(Plugin):
         names: Name of each parameter of the model as the optimizer was built for it, by ``id``.
         built: These parameters, until the run is built: they stay alive, so that no ``id`` is reused.
         accepted: The parameters that differ after ``build_optimizer``, by ``id``.
-        updates: The check of the first optimizer steps; None: it is complete.
+        updates: The check of the first optimizer steps; None: not begun, or complete.
     """
 
     name = "optimizer-check"
@@ -75,11 +75,12 @@ class OptimizerCheck(Plugin):
 
     @hookimpl(tryfirst=True)  # before plugins that change weights
     def after_step(self, run: Run) -> None:
-        if self.updates is None:
-            return
+        assert self.updates is not None
         self.updates.after_step(run.step_was_skipped)
         if self.updates.is_done:
             self.updates = None
+            for hook in ("before_optimizer_step", "after_step"):
+                run.plugins.unsubscribe(self, hook)
 
     def compare_built(self, run: Run, model: nn.Module, optimizer: Any) -> None:
         """Compare the parameters before ``prepare``, and log differences. They are accepted later."""
@@ -87,7 +88,7 @@ class OptimizerCheck(Plugin):
         self.built = list(model.parameters())
         missing, orphans = missing_parameters(model, optimizer), orphaned_parameters(model, optimizer)
         self.accepted = {id(parameter): parameter for parameter in (*missing.values(), *orphans)}
-        author = format_plugins(self.called(run, "build_optimizer")[-1:])
+        author = format_plugins(self.others(run, "build_optimizer"))
         if missing:
             logger.warning(
                 "%s left trained parameters out of the optimizer in build_optimizer, so they will not change: %s. "
@@ -118,15 +119,15 @@ class OptimizerCheck(Plugin):
             names = by_module(self.names.get(id(weight), "an unknown parameter") for weight in orphans)
             problems += f" In the optimizer, but no longer in the model: {names}."
         raise PluginError(
-            f"{run.recipe.where}: {format_plugins(self.called(run, hook))} changed the model's parameters in {hook}, after the optimizer "
+            f"{run.recipe.where}: {format_plugins(self.others(run, hook))} changed the model's parameters in {hook}, after the optimizer "
             f"was built.{problems} Change parameters in before_prepare, or change the optimizer's param_groups along with them. An "
             "optimizer that holds other tensors, such as flat shards, needs a method model_parameters() that returns the parameters that "
             "it steps."
         )
 
-    def called(self, run: Run, hook: str) -> list[str]:
-        """The other plugins whose hook was called, in order."""
-        return [calls.plugin for calls in run.plugins.calls() if calls.hook == hook and calls.plugin != self.name]
+    def others(self, run: Run, hook: str) -> list[str]:
+        """The other plugins that implement a hook, in call order."""
+        return [plugin.name for plugin, _ in run.plugins.each(hook) if plugin.name != self.name]
 
 
 def format_plugins(plugins: list[str]) -> str:

@@ -177,7 +177,7 @@ def test_trace_hooks_prints_what_plugins_did_in_the_order_of_the_first_calls(cli
     assert rows[-1] == ["warmth", "write_summary", "1"]
     _, out, _ = cli("train", path)
     assert "us a call" not in out
-    assert [name for name in summary()["plugin_seconds"] if not name.endswith("-check")] == ["warmth", "ema", "module"]
+    assert [name for name in summary()["plugins"] if not name.endswith("-check")] == ["warmth", "ema", "module"]
 
 
 # -- commands of packages -----------------------------------------------------------------------------------------------------

@@ -1,0 +1,81 @@
+"""Numbers and times of hook calls: for `fastloop train --trace-hooks`. Nothing is counted unless a run asks for it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+from fastloop.plugin import Plugin
+
+
+@dataclass(slots=True)
+class HookCalls:
+    """Number and time of the calls of one plugin's hook.
+
+    Attributes:
+        count: Number of calls.
+        seconds: Host time, without nested hooks and without waiting for the device.
+        first: Start of the first call, by ``perf_counter``.
+    """
+
+    plugin: str
+    hook: str
+    count: int = 0
+    seconds: float = 0.0
+    first: float = 0.0
+
+
+class HookTimer:
+    """Counts and times the calls of implementations.
+
+    Attributes:
+        calls: (plugin, hook) -> number and time of its calls.
+        nested_seconds: Seconds of the hooks that the running hook has called.
+    """
+
+    def __init__(self) -> None:
+        self.calls: dict[tuple[str, str], HookCalls] = {}
+        self.nested_seconds = 0.0
+
+    def sorted_calls(self) -> list[HookCalls]:
+        """The hooks that were called, in the order of their first calls."""
+        return sorted((calls for calls in self.calls.values() if calls.count), key=lambda calls: calls.first)
+
+    def __call__(self, plugin: Plugin, hook: str, function: Callable[..., Any], wrapper: bool) -> Callable[..., Any]:
+        """The function that replaces an implementation."""
+        calls = self.calls[plugin.name, hook] = HookCalls(plugin.name, hook)
+
+        def timed(function: Callable[..., Any], *arguments: Any) -> Any:
+            outer_seconds, self.nested_seconds, started = self.nested_seconds, 0.0, perf_counter()
+            try:
+                return function(*arguments)
+            finally:
+                seconds = perf_counter() - started
+                calls.seconds += seconds - self.nested_seconds
+                calls.first = calls.first or started
+                self.nested_seconds = outer_seconds + seconds
+
+        @functools.wraps(function)
+        def call(*arguments: Any) -> Any:
+            calls.count += 1
+            return timed(function, *arguments)
+
+        @functools.wraps(function)
+        def call_wrapper(*arguments: Any) -> Generator[None, Any, Any]:
+            calls.count += 1
+            generator = function(*arguments)
+            try:
+                timed(next, generator)
+                while True:  # pluggy raises an error for a second yield
+                    try:
+                        result, resume = (yield), generator.send
+                    except BaseException as error:
+                        result, resume = error, generator.throw
+                    timed(resume, result)
+            except StopIteration as done:
+                return done.value
+
+        return call_wrapper if wrapper else call

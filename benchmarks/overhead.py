@@ -38,7 +38,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -199,7 +199,7 @@ def run_lightning(steps: int, device: str) -> float:
         return since(start, device)
 
 
-def run_fastloop(steps: int, device: str) -> float:
+def run_fastloop(steps: int, device: str, plugins: Sequence[Any] = ()) -> float:
     from fastloop import Trainer
 
     model, optimizer, loader = work(steps, device)
@@ -207,7 +207,7 @@ def run_fastloop(steps: int, device: str) -> float:
     settings |= {"log_every": LOG_EVERY, "device": "cpu" if device == "cpu" else "auto"}
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
-        Trainer(model, loader, output=folder, **settings).fit()
+        Trainer(model, loader, plugins=plugins, output=folder, **settings).fit()
         return since(start, device)
 
 

@@ -38,6 +38,11 @@ def installed(group: str = GROUP, taken: Iterable[str] = ()) -> dict[str, import
     return table
 
 
+def own_plugins() -> list[str]:
+    """Names of the plugins that fastloop itself installs. Other packages are not imported before a recipe names them."""
+    return [name for name, point in installed().items() if _distribution(point) == "fastloop" and name == point.name]
+
+
 def _distribution(point: importlib.metadata.EntryPoint) -> str:
     return point.dist.name if point.dist else "?"
 

@@ -52,7 +52,7 @@ class Auto(Plugin):
 
     def select_plugins(self, recipe: Recipe, machine: Machine) -> dict[str, Recommendation]:
         """Ask each plugin of fastloop. A plugin that does not combine with the ones before it is left out."""
-        from fastloop.registry import load, select
+        from fastloop.registry import load, own_plugins, select
 
         candidates = [load(name) for name in sorted(own_plugins()) if name not in recipe.plugins and name != self.name]
         candidates = [cls for cls in candidates if EFFECTS.index(cls.numerics) <= EFFECTS.index(self.config.numerics)]
@@ -76,10 +76,3 @@ class Auto(Plugin):
     @hookimpl
     def check_run(self, run: Run) -> None:
         logger.warning("auto: no plugin of fastloop is known to make this recipe faster on %s", run.device.type)
-
-
-def own_plugins() -> list[str]:
-    """Names of the plugins that fastloop itself installs. Other packages are not imported before a recipe names them."""
-    from fastloop.registry import installed
-
-    return [name for name, point in installed().items() if point.dist is not None and point.dist.name == "fastloop"]

@@ -374,7 +374,7 @@ def hooks_of(*plugins: Plugin) -> Any:
 
 def test_a_plugin_implements_the_hooks_of_another(tiny_run):
     guest = Guest()
-    result = tiny_run([guest, Oven()])
+    tiny_run([guest, Oven()])
     assert guest.felt == [200.0, 200.0]
 
 

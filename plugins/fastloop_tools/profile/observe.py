@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import mmap
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from time import perf_counter, thread_time
+from time import thread_time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +18,7 @@ from fastloop.errors import UsageError
 from fastloop.estimates import StepProfile
 from fastloop.plugin import hookimpl
 from fastloop.runtime import platform_support
+from fastloop.runtime.costs import DTYPES, fault_seconds, peaks
 from fastloop.runtime.platform_support import page_faults
 from fastloop.runtime.regions import PREFIX, region
 from fastloop_tools.measure.worker import Spec, StepMeter, WarningCollector
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 OTHER = "other"
 """Region of the time outside all named regions: the loop itself, and hooks."""
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Observer(StepMeter):
@@ -205,36 +204,6 @@ def spans(events: Iterable[Any], steps: int) -> tuple[float, dict[str, float], d
     own[OTHER] = total - covered
     scale = 1e-6 / steps
     return total * scale, {name: value * scale for name, value in own.items()}, {name: value * scale for name, value in hooks.items()}
-
-
-def peaks(device: torch.device, dtypes: Iterable[str]) -> dict[str, float]:
-    """Floating-point operations a second of square matrix products, for each dtype: the best of six."""
-    size = 2048 if device.type == "cpu" else 8192
-    found = {}
-    for name in dtypes:
-        a, b = (torch.randn(size, size, device=device).to(DTYPES[name]) for _ in range(2))
-        best = float("inf")
-        for _ in range(6):  # the first one is a warm-up and never the fastest
-            started = perf_counter()
-            torch.mm(a, b)
-            if device.type != "cpu":
-                torch.accelerator.synchronize()
-            best = min(best, perf_counter() - started)
-        found[name] = 2 * size**3 / best
-    return found
-
-
-def fault_seconds(pages: int = 8192) -> float:
-    """Seconds of one page fault."""
-    with mmap.mmap(-1, pages * mmap.PAGESIZE) as fresh:
-        faults, started = page_faults(), perf_counter()
-        for offset in range(0, len(fresh), mmap.PAGESIZE):
-            fresh[offset] = 1
-        seconds, got = perf_counter() - started, max(1, page_faults() - faults)
-    touched, again = perf_counter(), bytearray(pages)
-    for offset in range(pages):
-        again[offset] = 1  # the cost of the loop itself
-    return max(0.0, seconds - (perf_counter() - touched)) / got
 
 
 def depth(model: nn.Module) -> int:

@@ -12,7 +12,7 @@ from fastloop.errors import UsageError
 from fastloop.estimates import SpeedupEstimate, StepProfile
 from fastloop.plugin import Plugin
 from fastloop.recipe import Recipe, make_recipe
-from fastloop.registry import installed, load, load_listed
+from fastloop.registry import load, load_listed, own_plugins
 from fastloop.runtime.hardware import this_machine
 from fastloop_tools.bench.plan import check
 from fastloop_tools.measure.statistics import break_even
@@ -71,8 +71,8 @@ def suggest(profile: StepProfile, recipe: Recipe, never: Collection[str] = ()) -
 
 def candidates(recipe: Recipe) -> Iterator[type[Plugin]]:
     """fastloop's own plugins and those of the recipe. Other packages are not imported for an estimate."""
-    for name, point in installed().items():
-        if name not in recipe.plugins and point.dist is not None and point.dist.name == "fastloop" and name == point.name:
+    for name in own_plugins():
+        if name not in recipe.plugins:
             yield load(name, recipe.where)
     for name in recipe.plugins:
         yield load_listed(recipe, name)

@@ -1,0 +1,135 @@
+"""How much Python does a step run?  Function calls and bytecode instructions, which no other load on the machine can change.
+
+The arms are those of ``overhead.py``: a model of one layer, a hand-written loop (raw), and fastloop with its default plugins. Then each
+plugin is added (+) or left out (-) alone. The figures are the difference between a run of 2N steps and one of N, divided by N, so the cost
+of starting a run is not in them. Calls of C functions are not counted. Only the main thread is counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import overhead
+from _measure import cpu_model, version, write_section
+
+DEFAULTS = ("log", "metric-check", "optimizer-check", "progress")
+"""Plugins of every run, which are left out one at a time."""
+ADDED = ("lr-scheduler", "ema", "nan-guard", "fused-optimizer", "sample-audit", "watchdog", "tensorboard", "device-prefetch")
+"""Plugins that are added one at a time."""
+Run = Callable[[int, str], float]
+
+
+def count_calls(run: Run, steps: int) -> int:
+    """Calls of Python functions in a run of so many steps."""
+    calls = 0
+
+    def profile(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(profile)
+    try:
+        run(steps, "cpu")
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def count_instructions(run: Run, steps: int) -> int:
+    """Bytecode instructions in a run of so many steps."""
+    instructions = 0
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal instructions
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        instructions += event == "opcode"
+        return trace
+
+    sys.settrace(trace)
+    try:
+        run(steps, "cpu")
+    finally:
+        sys.settrace(None)
+    return instructions
+
+
+def per_step(count: Callable[[Run, int], int], run: Run, steps: int) -> float:
+    """The count of one step. ``steps`` is a multiple of ``overhead.LOG_EVERY``, so that log points are counted in proportion."""
+    return (count(run, 2 * steps) - count(run, steps)) / steps
+
+
+def arms() -> dict[str, Run]:
+    """Name -> the run to count."""
+
+    def fastloop(*plugins: Any) -> Run:
+        return lambda steps, device: overhead.run_fastloop(steps, device, plugins)
+
+    found = {"raw": overhead.run_raw, "fastloop": fastloop()}
+    found |= {f"fastloop - {name}": fastloop({name: False}) for name in DEFAULTS}
+    return found | {f"fastloop + {name}": fastloop(name) for name in ADDED}
+
+
+@contextmanager
+def quiet() -> Any:
+    """Send all output to /dev/null."""
+    import torch
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    kept, null = (os.dup(1), os.dup(2)), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1), os.dup2(null, 2)
+    try:
+        yield
+    finally:
+        sys.stdout.flush(), sys.stderr.flush()
+        os.dup2(kept[0], 1), os.dup2(kept[1], 2)
+        logging.disable(logging.NOTSET)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=100, help="N of the N and 2N step runs (default 100)")
+    parser.add_argument("--arms", nargs="+", help="arms to count; raw is always counted")
+    parser.add_argument("--no-instructions", action="store_true", help="count calls only, which is quicker")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
+    parser.add_argument("--docs", action="store_true", help="write the table into docs/benchmarks.md")
+    args = parser.parse_args()
+    target = args.json and args.json.resolve()
+    rows: dict[str, dict[str, float]] = {}
+    with quiet(), tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        for name, run in arms().items():
+            if args.arms is None or name in ("raw", *args.arms):
+                per_step(count_calls, run, 4 * overhead.LOG_EVERY)  # imports and caches; the check of the first 25 steps
+                rows[name] = {"calls": per_step(count_calls, run, args.steps)}
+                if not args.no_instructions:
+                    rows[name]["instructions"] = per_step(count_instructions, run, args.steps)
+    raw = rows["raw"]
+    lines = ["| arm | Python calls a step | over raw | instructions a step | over raw |", "| --- | ---: | ---: | ---: | ---: |"]
+    for name, row in rows.items():
+        cells = [f"{row[key]:.0f} | {row[key] - raw[key]:+.0f}" if key in row else " | " for key in ("calls", "instructions")]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    versions = {"python": sys.version.split()[0]} | {package: version(package) for package in ("torch", "accelerate", "fastloop")}
+    table = "\n".join(lines)
+    print(table)
+    if target:
+        target.write_text(json.dumps({"cpu": cpu_model(), "versions": versions, "steps": args.steps, "rows": rows}, indent=1))
+    if args.docs:
+        facts = ", ".join(f"{name} {value}" for name, value in versions.items())
+        write_section("Python of a step", f"{__doc__.strip()}\n\n{table}\n\n{facts}.")
+
+
+if __name__ == "__main__":
+    main()

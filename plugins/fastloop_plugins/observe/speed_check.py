@@ -1,0 +1,145 @@
+"""Logs one line if a plugin that the recipe does not list is estimated to make training 1.3 times as fast. On by default.
+
+    plugins:
+      - speed-check
+
+It times 20 steps after the first five, counts padding and page faults, and passes the figures to the plugins' ``estimate_speedup``. Matrix
+products are estimated from the size of the model and the peak of the device, so that no profiler is needed: `fastloop profile` measures.
+Plugins that change which samples a step trains on are left out, and so are runs that end within a minute. Later steps cost nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from fastloop import Plugin, PluginError, hookimpl
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from fastloop import Batch, Run
+    from fastloop.estimates import SpeedupEstimate, StepProfile
+    from fastloop.recipe import Recipe
+
+logger = logging.getLogger("fastloop")
+
+WARM_UP, STEPS = 5, 20
+"""Steps before the timed window, and in it: the first steps allocate memory and compile."""
+WORTH = 1.3
+"""Speedup from which a plugin is named. Smaller estimates are often wrong by as much."""
+LEFT = 60.0
+"""Seconds that the remaining steps must take. A shorter run ends before its user could restart it."""
+PEAK_SIZE = 1024
+"""Rows of the matrices that measure the peak: 0.1 s on two CPU cores, within about 10% of the peak of larger ones."""
+
+
+class SpeedCheck(Plugin):
+    """Estimates what plugins that are not listed would save."""
+
+    name = "speed-check"
+    read_only = True
+    numerics = "bitwise"
+    description = "names a plugin that would pay"
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.steps, self.padded, self.real = 0, 0, 0
+        self.longest: list[Any] = []  # tokens if padded to the longest sample; on the device, read after the window
+        self.started, self.faults, self.waited = 0.0, 0, 0.0
+
+    @classmethod
+    def auto_enable(cls, recipe: Recipe) -> str:
+        return "every run names a plugin that would pay"
+
+    @hookimpl(trylast=True)
+    def before_step(self, run: Run, batches: list[Batch]) -> None:
+        from fastloop.runtime.platform_support import page_faults
+
+        if self.steps == WARM_UP:
+            self.started, self.faults = perf_counter(), page_faults()
+        if self.steps == WARM_UP + STEPS:
+            run.plugins.unsubscribe(self, "before_step")
+            seconds = (perf_counter() - self.started) / STEPS
+            if run.is_main and (run.total_steps is None or (run.total_steps - run.state.step) * seconds >= LEFT):
+                self.show(run, self.profile(run, seconds, (page_faults() - self.faults) / STEPS))
+            self.longest.clear()
+        elif self.steps >= WARM_UP:
+            self.count(batches)
+        self.steps += 1
+
+    def count(self, batches: list[Batch]) -> None:
+        """Count the tokens of a step."""
+        for batch in batches:
+            inputs = batch.inputs
+            if not (isinstance(inputs, Mapping) and "input_ids" in inputs):
+                continue
+            mask: Any = inputs.get("attention_mask")
+            self.padded += inputs["input_ids"].numel()
+            self.real += batch.tokens
+            self.longest.append(len(mask) * mask.sum(1).max() if getattr(mask, "ndim", 0) == 2 else inputs["input_ids"].numel())
+
+    def profile(self, run: Run, seconds: float, faults: float) -> StepProfile:
+        """The figures of a step. All of its time counts as computing, and fp32's matrix products as running at the peak."""
+        from fastloop.estimates import StepProfile
+        from fastloop.runtime import costs, platform_support
+
+        precision = {"no": "fp32"}.get(run.accelerator.mixed_precision, run.accelerator.mixed_precision)
+        peaks = costs.peaks(run.device, ("fp32", "bf16"), PEAK_SIZE) if precision == "fp32" and self.padded else {}
+        flops = multiplications(run.model) * self.padded / STEPS
+        return StepProfile(
+            device=run.device.type,
+            precision=precision,
+            cores=platform_support.cores(),
+            world_size=run.world_size,
+            steps=STEPS,
+            seconds=seconds,
+            padded=self.padded / STEPS,
+            longest=sum(map(int, self.longest)) / STEPS,
+            real=self.real / STEPS,
+            regions={"loss": seconds},
+            operations={"aten::mm": min(flops / peaks["fp32"], seconds)} if peaks else {},
+            peaks=peaks,
+            page_faults=faults,
+            fault_seconds=costs.fault_seconds(1024) if run.device.type == "cpu" else 0.0,
+        )
+
+    def show(self, run: Run, profile: StepProfile) -> None:
+        """Log the plugin with the largest estimate, if it is worth a line."""
+        name, estimate = max(estimates(profile, run.recipe), key=lambda pair: pair[1].seconds, default=(None, None))
+        if estimate is None:
+            return
+        speedup = profile.seconds / max(profile.seconds - estimate.seconds, 0.1 * profile.seconds)
+        if speedup >= WORTH:
+            logger.warning("speed-check: %s --with %s, estimated %.1fx (fastloop profile shows more)", estimate.why, name, speedup)
+
+
+def multiplications(model: nn.Module) -> float:
+    """Floating-point operations of a token's matrix products in forward and backward: six a weight of a linear layer, four if frozen."""
+    from torch import nn
+
+    weights: Iterator[Tensor] = (module.weight for module in model.modules() if isinstance(module, nn.Linear))
+    return float(sum(weight.numel() * (6 if weight.requires_grad else 4) for weight in weights))
+
+
+def estimates(profile: StepProfile, recipe: Recipe) -> Iterator[tuple[str, SpeedupEstimate]]:
+    """``(plugin, estimate)`` for fastloop's plugins that could run with this recipe here, and train on the same samples a step."""
+    import dataclasses
+
+    from fastloop.registry import load, own_plugins, select
+    from fastloop.runtime.hardware import this_machine
+
+    for name in own_plugins():
+        cls = load(name)
+        estimate = None if name in recipe.plugins else cls.estimate_speedup(profile, recipe)
+        if estimate is None or estimate.overrides or cls.numerics == "changes-training":
+            continue
+        machine = this_machine(recipe.train.device)
+        try:
+            if not any(need.missing(cls(**estimate.options), machine) for need in cls.requirements):
+                select(dataclasses.replace(recipe, plugins={**recipe.plugins, name: dict(estimate.options)}, selected={}))
+                yield name, estimate
+        except PluginError:
+            continue  # it does not combine with the recipe's plugins

@@ -1,0 +1,28 @@
+"""The Python that a step runs, counted: the default plugins stay near the hand-written loop."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import forked
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parent.parent.parent / "benchmarks"
+CALLS = 75
+"""Python function calls that a step may add to those of the raw loop (70 when this was written)."""
+INSTRUCTIONS = 1750
+"""Bytecode instructions that a step may add (1,650 on Python 3.11 when this was written)."""
+
+
+@pytest.mark.slow
+def test_a_step_adds_few_calls_and_instructions_to_the_raw_loop(tmp_path: Path) -> None:
+    found = tmp_path / "counts.json"
+    done = forked.run(str(BENCHMARKS / "step_calls.py"), "--steps", "20", "--arms", "fastloop", "--json", str(found))
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(found.read_text())["rows"]
+    raw, ours = rows["raw"], rows["fastloop"]
+    assert raw["calls"] > 50
+    assert raw["instructions"] > 1000
+    assert ours["calls"] - raw["calls"] <= CALLS
+    assert ours["instructions"] - raw["instructions"] <= INSTRUCTIONS

@@ -22,7 +22,7 @@ from fastloop.runtime.hardware import Machine
 pytest_plugins = ["installing"]
 
 CPU = Machine("cpu", "AVX2", ("fp32", "bf16"))
-QUIET = {"log": False, "metric-check": False, "optimizer-check": False, "progress": False}
+QUIET = {"log": False, "metric-check": False, "optimizer-check": False, "progress": False, "speed-check": False}
 
 
 def make(name: str, **members: Any) -> Plugin:
@@ -144,14 +144,14 @@ def test_same_plugin_name_in_two_distributions(install):
 
 def test_default_plugins_come_last_with_reason_and_can_be_disabled():
     resolution = resolve(make_recipe({"plugins": [{"progress": False}]}), CPU, [make("mine")])
-    assert resolution.names() == ["mine", "log", "metric-check", "optimizer-check"]
+    assert resolution.names() == ["mine", "log", "metric-check", "optimizer-check", "speed-check"]
     assert resolution.reasons["log"].startswith("on by default: ")
     assert resolution.reasons["mine"] == "given in Python"
 
 
 def test_a_default_plugin_that_is_listed_keeps_its_options_and_place():
     resolution = resolve(make_recipe({"plugins": [{"progress": {"every": 3}}, "ema"]}), CPU)
-    assert resolution.names() == ["progress", "ema", "log", "metric-check", "optimizer-check"]
+    assert resolution.names() == ["progress", "ema", "log", "metric-check", "optimizer-check", "speed-check"]
     assert resolution.plugins[0].config.every == 3
     assert resolution.reasons["progress"] == "listed in the recipe"
 

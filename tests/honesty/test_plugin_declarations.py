@@ -16,7 +16,7 @@ from fastloop.plugin_checks import check_hooks, check_together, exclusive_hooks,
 from fastloop.recipe import load_recipe, make_recipe
 from fastloop.registry import PluginSet, installed, load, resolve
 
-QUIET = [{"log": False}, {"metric-check": False}, {"optimizer-check": False}, {"progress": False}]
+QUIET = [{"log": False}, {"metric-check": False}, {"optimizer-check": False}, {"progress": False}, {"speed-check": False}]
 CODE = """
 import torch
 from torch import nn
@@ -336,6 +336,7 @@ def test_with_and_without_accumulate():
         "metric-check",
         "optimizer-check",
         "progress",
+        "speed-check",
     ]
 
 

@@ -154,7 +154,14 @@ def test_broken_packages_affect_no_other_run(venv, recipe):
     assert "bad-amp:amp" in out
     code, out, err = fastloop(venv, "train", recipe)
     assert (code, err) == (0, "")
-    assert json.loads(Path("out/summary.json").read_text())["plugins"] == ["module", "log", "metric-check", "optimizer-check", "progress"]
+    assert json.loads(Path("out/summary.json").read_text())["plugins"] == [
+        "module",
+        "log",
+        "metric-check",
+        "optimizer-check",
+        "progress",
+        "speed-check",
+    ]
     assert not Path("imported.txt").exists(), "nothing of theirs was imported"
 
 

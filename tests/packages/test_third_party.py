@@ -153,10 +153,10 @@ def test_messages_name_a_plugin_as_the_recipe_does():
 def test_a_package_that_takes_a_name_of_ours_leaves_what_is_on_by_default_alone(install, caplog):
     install("rogue", WARMTH.replace('"warmth"', '"log"'), log="rogue:Warmth")
     resolution = resolve(make_recipe({}))
-    assert resolution.names() == ["log", "metric-check", "optimizer-check", "progress"]
+    assert resolution.names() == ["log", "metric-check", "optimizer-check", "progress", "speed-check"]
     assert type(resolution.plugins[0]).__module__ == "fastloop_plugins.observe.log"
     assert "rogue" not in sys.modules
-    assert select(make_recipe({"plugins": [{"log": False}]})).names() == ["metric-check", "optimizer-check", "progress"]
+    assert select(make_recipe({"plugins": [{"log": False}]})).names() == ["metric-check", "optimizer-check", "progress", "speed-check"]
     with pytest.raises(PluginError, match="'log' is the name of plugins in several packages"):
         resolve(make_recipe({"plugins": ["log"]}))
     assert type(resolve(make_recipe({"plugins": ["fastloop:log"]})).plugins[0]).__module__ == "fastloop_plugins.observe.log"
@@ -222,7 +222,7 @@ def test_a_run_folder_resumes_with_it_and_its_recipe_finds_the_file():
     assert train("deep/r.yaml", "train.max_steps=2")["warmth"] == [20.0, 2]
     saved = load_recipe("out/recipe.yaml")
     assert saved.references == {"warmth": str(Path("deep/warm.py").resolve())}
-    assert [plugin.name for plugin in select(saved).plugins] == ["warmth", "module", "metric-check", "optimizer-check"]
+    assert [plugin.name for plugin in select(saved).plugins] == ["warmth", "module", "metric-check", "optimizer-check", "speed-check"]
     assert train("deep/r.yaml", resume=True)["warmth"] == [20.0, 3]
 
 
@@ -231,7 +231,7 @@ def test_of_several_plugins_in_a_file_the_class_says_which():
     with pytest.raises(RecipeError, match=r"^recipe: plugins: both\.py: .* several plugins\. Say which: both\.py:Warmth or both\.py:Cold"):
         make_recipe({"plugins": ["both.py"]})
     recipe = make_recipe({"plugins": ["both.py:Cold", {"both.py:Warmth": {"degrees": 1.0}}, *QUIET]})
-    assert resolve(recipe).names() == ["cold", "warmth", "metric-check", "optimizer-check"]
+    assert resolve(recipe).names() == ["cold", "warmth", "metric-check", "optimizer-check", "speed-check"]
     assert make_recipe(recipe.to_dict()).references == recipe.references == {"cold": "both.py:Cold", "warmth": "both.py:Warmth"}
     with pytest.raises(RecipeError, match=r"both\.py:Warmt: Warmt is not a class of the file\. Did you mean 'Warmth'\?"):
         make_recipe({"plugins": ["both.py:Warmt"]})
@@ -687,7 +687,7 @@ def test_model_data_optimizer_and_metrics_come_from_a_package(kinds):
 def test_a_task_comes_from_a_package(kinds):
     recipe = make_recipe({"train": kinds["train"], "plugins": ["mine", *QUIET], "output": "out"})
     summary = execute(build(recipe, resolve(recipe)))
-    assert (summary["plugins"], summary["steps"]) == (["mine", "metric-check", "optimizer-check"], 3)
+    assert (summary["plugins"], summary["steps"]) == (["mine", "metric-check", "optimizer-check", "speed-check"], 3)
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,7 @@ def test_distilbert_imdb_baseline_pads_all_to_512_and_has_no_speedup(tiny_distil
     run = build(recipe, resolve(recipe))
     widths = {batch.inputs["input_ids"].shape[1] for batch in run.train_loader.batches()}
     assert widths == {512}
-    assert execute(run)["plugins"] == ["log", "metric-check", "optimizer-check", "progress", "text-classification"]
+    assert execute(run)["plugins"] == ["log", "metric-check", "optimizer-check", "progress", "speed-check", "text-classification"]
 
 
 def test_distilbert_imdb_cpu_has_every_line_at_work(tiny_distilbert, imdb_like, caplog):

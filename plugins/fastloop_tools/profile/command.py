@@ -82,7 +82,7 @@ def look(recipe: Recipe, folder: Path, window: Window, never: list[str]) -> bool
 
     tree = recipe.to_dict()
     tree["train"] |= {"max_steps": 10**9, "epochs": 10**6, "save_every": None}
-    tree["plugins"] = recipe.listed(recipe.plugins | dict.fromkeys(("log", "progress"), False))
+    tree["plugins"] = recipe.listed(recipe.plugins | dict.fromkeys(("log", "progress", "speed-check"), False))
     trace = folder / f"rank{ranks.rank()}.trace.json"
     observer = Observer(Spec(recipe={}, source=None, **vars(window)), WarningCollector(), trace)
     with tempfile.TemporaryDirectory(prefix="fastloop-profile-") as scratch:

@@ -256,7 +256,7 @@ def test_plan_shows_order_batch_and_reasons_and_trains_nothing(cli):
     code, out, _ = cli(*command, "-v")
     assert code == 0
     listed = re.findall(r"^ ?\d+\. ([\w-]+)  \((.*)\)$", out, re.MULTILINE)
-    assert [name for name, _ in listed] == ["ema", "amp", "log", "metric-check", "optimizer-check", "text-classification"]
+    assert [name for name, _ in listed] == ["ema", "amp", "log", "metric-check", "optimizer-check", "speed-check", "text-classification"]
     assert "slot precision, reduced-precision" in dict(listed)["amp"]
     assert "on by default" in dict(listed)["log"]
     assert "decay=0.5" in out

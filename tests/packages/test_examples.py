@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -11,12 +13,15 @@ from package_helpers import ROOT, CleanVenv, build_wheel
 
 pytestmark = pytest.mark.slow
 
-NAMES = ("digits-gan", "drawn-shapes", "energy-use", "layer-freezing", "step-variants")
+NAMES = ("digits-gan", "drawn-shapes", "energy-use", "layer-freezing", "local-sgd", "mixup", "sqlite-log", "step-variants")
 PLUGINS = {
     "digits-gan": ("gan",),
     "drawn-shapes": ("drawn-shapes",),
     "energy-use": ("energy-use",),
     "layer-freezing": ("layer-freezing",),
+    "local-sgd": ("local-sgd",),
+    "mixup": ("mixup",),
+    "sqlite-log": ("sqlite-log",),
     "step-variants": ("muon", "sam"),
 }
 
@@ -48,6 +53,9 @@ def test_they_are_listed_with_distribution_and_version_and_not_imported(shelf, t
         "drawn-shapes": ["drawn-shapes", "0.1.0", "task", "bitwise"],
         "energy-use": ["energy-use", "0.1.0", None, "bitwise"],
         "layer-freezing": ["layer-freezing", "0.1.0", None, "changes-training"],
+        "local-sgd": ["local-sgd", "0.1.0", "strategy", "changes-training"],
+        "mixup": ["mixup", "0.1.0", None, "changes-training"],
+        "sqlite-log": ["sqlite-log", "0.1.0", None, "bitwise"],
         "gan": ["digits-gan", "0.1.0", None, "changes-training"],
         "muon": ["step-variants", "0.1.0", None, "changes-training"],
         "sam": ["step-variants", "0.1.0", None, "changes-training"],
@@ -95,6 +103,38 @@ def test_two_passes_and_two_optimizers_learn(shelf):
     summary = train(venv, projects / "step-variants", "recipe.yaml")
     assert {"sam", "muon"} <= {*summary["plugins"]}
     assert summary["test"]["accuracy"] > 0.85
+
+
+def test_a_collator_mixes_training_samples_only(shelf):
+    venv, projects = shelf
+    summary = train(venv, projects / "mixup", "recipe.yaml", "train.epochs=10")
+    assert "mixup" in summary["plugins"]
+    assert summary["test"]["accuracy"] > 0.7
+
+
+def test_a_logger_writes_a_database(shelf):
+    venv, projects = shelf
+    summary = train(venv, projects / "sqlite-log", "recipe.yaml", "train.log_every=1")
+    with contextlib.closing(sqlite3.connect(projects / "sqlite-log/runs.sqlite")) as database:
+        ((count,),) = database.execute("SELECT COUNT(*) FROM scalars WHERE name = 'train/loss'")
+    assert count == summary["steps"]
+
+
+def test_a_strategy_joins_two_processes(shelf):
+    venv, projects = shelf
+    summary = train(venv, projects / "local-sgd", "recipe.yaml", "--nproc", "2")
+    assert (summary["world_size"], "local-sgd" in summary["plugins"]) == (2, True)
+    assert summary["test"]["accuracy"] > 0.85
+
+
+def test_plugin_files_of_the_newer_examples_are_short(shelf):
+    files = [
+        file
+        for name in ("digits-gan", "local-sgd", "mixup", "sqlite-log", "step-variants")
+        for file in (shelf[1] / name).glob("src/*/*.py")
+    ]
+    assert len(files) >= 7
+    assert {file.name: lines for file in files if (lines := len(file.read_text().splitlines())) > 60} == {}
 
 
 def test_a_run_that_does_not_name_them_is_the_same_to_the_bit_as_without_them(shelf, clean_venv, tmp_path):

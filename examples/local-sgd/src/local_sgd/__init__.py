@@ -1,0 +1,60 @@
+"""Trains on several processes that step alone, and averages their weights every few steps.
+
+    plugins:
+      - local-sgd: {every: 8}
+
+Evaluation, checkpoints and the export use averaged weights. Method: Stich, "Local SGD Converges Fast and Communicates Little", 2019.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from fastloop import Plugin, PluginError, hookimpl, option
+
+from local_sgd import weights
+
+
+class LocalSGD(Plugin):
+    """A strategy that exchanges weights."""
+
+    name = "local-sgd"
+    slot = "strategy"
+    numerics = "changes-training"
+    conflicts = {"ema": "it averages the weights of each process.", "nan-guard": "it expects equal gradients on all processes."}
+    description = "averages weights over the processes every few steps"
+
+    @dataclass(kw_only=True)
+    class Config:
+        every: Annotated[int, option("Optimizer steps between two averages.", ge=1)] = 8
+
+    @hookimpl
+    def prepare(self, run, model, optimizer):
+        if run.accelerator.mixed_precision == "fp16":  # an overflow would skip the step of one process
+            raise PluginError(f"{run.recipe.where}: plugins.local-sgd: found 'amp' with fp16. Set plugins.amp.dtype to bf16.")
+        return run.accelerator.prepare_model(model, evaluation_mode=True), optimizer  # on its device, with autocast, without DDP
+
+    @hookimpl
+    def model_state(self, run):
+        return weights.mean(run)
+
+    @hookimpl(wrapper=True)
+    def evaluate(self, run):
+        with weights.averaged(run):
+            return (yield)
+
+    @hookimpl
+    def after_step(self, run):
+        if run.state.step % self.config.every == 0:
+            weights.average(run)
+
+    @hookimpl
+    def after_fit(self, run):
+        weights.average(run)
+
+    @hookimpl
+    def save_state(self, run):
+        return {"processes": weights.gather(run)}  # a checkpoint holds the main process's result
+
+    @hookimpl
+    def load_state(self, run, state):
+        weights.restore(run, state["processes"])

@@ -30,7 +30,7 @@ from fastloop.testing.conformance import pytest_configure as pytest_configure
 from fastloop.testing.runs import Trained, train
 from fastloop.testing.starting import Ended, processes, start
 from fastloop.testing.studies import findings
-from fastloop.testing.tasks import IMAGES, LANGUAGE, TEXTS, VECTORS, write_texts
+from fastloop.testing.tasks import IMAGES, LANGUAGE, TEXTS, VECTORS, with_dropout, write_texts
 from fastloop.testing.tiny import Call, HookCalls, Recorder, TinyResult, hook_calls, tiny_data, tiny_model, tiny_run
 
 __all__ = [
@@ -53,5 +53,6 @@ __all__ = [
     "tiny_model",
     "tiny_run",
     "train",
+    "with_dropout",
     "write_texts",
 ]

@@ -19,14 +19,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from multiprocessing import connection
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fastloop.cli import launch
+from fastloop.errors import UsageError
 from fastloop.registry import installed
 from fastloop.runtime.platform_support import KILL, signal_group
+from fastloop.runtime.tracebacks import user_line
 
 PRELOADED = [
     "fastloop.testing.runs",
@@ -85,13 +88,25 @@ def start(count: int, function: Callable[..., Any], *arguments: Any, folder: Pat
 
     Args:
         function: One of an importable module, as a test's own is. It, ``arguments`` and the result go through pickle.
-        folder: The current folder of the processes; None: the caller's.
+        folder: The current folder of the processes, made if it is missing; None: the caller's.
         limit: Seconds that they get; then each writes where it is, and is ended.
 
     Returns:
         How each ended, by rank.
+
+    Raises:
+        UsageError: The function or its arguments cannot be pickled.
     """
+    try:
+        ForkingPickler.dumps((function, arguments))
+    except Exception as error:
+        name = getattr(function, "__qualname__", repr(function))
+        raise UsageError(
+            f"{name} and its arguments cannot be sent to a process: {error}. Define the function at the top level of a module, and pass "
+            "arguments that pickle can write."
+        ) from error
     context, folder = _context(), Path(folder or Path.cwd())
+    folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as aside:
         processes = []
         for rank, member in enumerate(launch.local_group(count)):
@@ -165,8 +180,16 @@ def _work(
 
     torch.set_num_threads(1)
     warnings.filters[:] = filters  # type: ignore[index]
-    result = function(*arguments)
-    report.with_suffix(".result").write_bytes(pickle.dumps(result))
+    try:
+        result = function(*arguments)
+    except Exception as error:
+        if place := user_line(error):
+            error.add_note(f"fastloop: your code failed at {place}")
+        raise
+    try:
+        report.with_suffix(".result").write_bytes(pickle.dumps(result))
+    except Exception as error:
+        raise UsageError(f"{function.__qualname__} returned a {type(result).__name__} that pickle cannot write: {error}.") from error
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     sys.stdout.flush()

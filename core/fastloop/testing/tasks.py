@@ -67,16 +67,29 @@ LANGUAGE: Mapping[str, Any] = {
 }
 """The same texts without their labels, and a Llama of two layers."""
 
+DROPOUT_KEYS = {"bert": ("hidden_dropout_prob", "attention_probs_dropout_prob"), "llama": ("attention_dropout",)}
+"""Type of a model of transformers -> its dropout rates."""
+
 SIZES = {"train": 35, "validation": 16}
 """Samples of each split: the last batch of 8 is a short one."""
+
+
+def with_dropout(task: Mapping[str, Any], rate: float) -> dict[str, Any]:
+    """A copy of a task of this module with another dropout rate, from 0 (no dropout) to 1: ``with_dropout(TEXTS, 0.0)``."""
+    model = dict(task["model"])
+    if "module" in model:
+        model["arguments"] = {**model.get("arguments", {}), "dropout": rate}
+    else:
+        model["config"] = model["config"] | dict.fromkeys(DROPOUT_KEYS[model["config"]["model_type"]], rate)
+    return {**task, "model": model}
 
 
 class Network(nn.Module):
     """Two layers and a layer norm. The run's seed determines the weights."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.1) -> None:
         super().__init__()
-        self.first, self.norm, self.dropout, self.second = nn.Linear(8, 13), nn.LayerNorm(13), nn.Dropout(0.1), nn.Linear(13, 3)
+        self.first, self.norm, self.dropout, self.second = nn.Linear(8, 13), nn.LayerNorm(13), nn.Dropout(dropout), nn.Linear(13, 3)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """(batch, 8) float32 -> (batch, 3) scores."""
@@ -87,9 +100,9 @@ class Network(nn.Module):
 class Convolutions(nn.Sequential):
     """Two convolutions, pooled."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.1) -> None:
         super().__init__(
-            nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Dropout(0.1), nn.Conv2d(8, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3)
+            nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Dropout(dropout), nn.Conv2d(8, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3)
         )
 
 

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from fastloop import UsageError
-from fastloop.testing import VECTORS, Call, Conformance, HookCalls, start, train
+from fastloop.lifecycle import build
+from fastloop.recipe import make_recipe
+from fastloop.registry import resolve
+from fastloop.testing import IMAGES, LANGUAGE, TEXTS, VECTORS, Call, Conformance, HookCalls, start, train, with_dropout, write_texts
 from fastloop.testing.studies import strategies
 
 # -- fixtures ----------------------------------------------------------------------------------------------------------
@@ -57,6 +64,18 @@ def fails_on_one() -> str:
     return "done"
 
 
+def helper_that_fails() -> None:
+    raise ValueError("this helper fails")
+
+
+def fails_with_helper() -> None:
+    helper_that_fails()
+
+
+def returns_a_generator() -> Any:
+    return (number for number in range(3))
+
+
 def warns() -> None:
     import warnings
 
@@ -86,6 +105,49 @@ def test_failing_process_fails_test_with_its_output(processes):
     assert "process 0 of 2: done" in str(failed.value)
     assert "process 1 of 2: exit code 1\nabout to fail" in str(failed.value)
     assert "ValueError: this one fails" in str(failed.value)
+
+
+def test_error_of_the_authors_function_names_its_line(tmp_path):
+    (ended,) = start(1, fails_with_helper, folder=tmp_path)
+    line = inspect.getsourcelines(helper_that_fails)[1] + 1
+    assert f"fastloop: your code failed at {__file__}:{line} in helper_that_fails" in ended.output
+
+
+def test_error_of_fastloop_is_not_attributed_to_the_author():
+    (ended,) = start(1, train, {"train": {"epochs": "many"}})
+    assert "RecipeError" in ended.output
+    assert "your code failed" not in ended.output
+
+
+def test_processes_make_their_folder(processes, tmp_path):
+    (ended,) = processes(1, os.getcwd, folder=tmp_path / "a" / "b")
+    assert ended.result == str(tmp_path / "a" / "b")
+
+
+def test_function_or_result_that_cannot_be_pickled_is_an_error_that_names_it(tmp_path):
+    with pytest.raises(
+        UsageError, match=r"<lambda> and its arguments cannot be sent to a process: .* Define the function"
+    ):
+        start(1, lambda: None, folder=tmp_path)
+    (ended,) = start(1, returns_a_generator, folder=tmp_path)
+    assert "returns_a_generator returned a generator that pickle cannot write" in ended.output
+
+
+def dropout_rates(task: Mapping[str, Any]) -> list[float]:
+    write_texts(Path.cwd())
+    recipe = make_recipe({**task, "output": "run", "train": {"device": "cpu"}})
+    model = build(recipe, resolve(recipe)).unwrap_model()
+    rates = {module.p for module in model.modules() if isinstance(module, nn.Dropout)}
+    config = getattr(model, "config", None)
+    return sorted(rates | {getattr(config, "attention_dropout", None)} - {None})
+
+
+@pytest.mark.parametrize("task", [VECTORS, IMAGES, TEXTS, LANGUAGE], ids=["vectors", "images", "texts", "language"])
+def test_dropout_of_a_task_is_an_argument(task, processes, tmp_path):
+    given = [task, with_dropout(task, 0.0), with_dropout(task, 0.5)]
+    rates = [processes(1, dropout_rates, task, folder=tmp_path)[0].result for task in given]
+    assert rates == [[0.1], [0.0], [0.5]]
+    assert task == given[0], "the task is not changed"
 
 
 def test_timeout_ends_all_processes(tmp_path):

@@ -50,3 +50,13 @@ def test_a_report_becomes_a_table(script: Any, tmp_path: Path) -> None:
     assert lines[2].startswith("| ema | changes-training | passed | (1) | (1) | FAILED (2) |")
     assert lines[2].endswith("| (3) | 1.00, 2.50 |")
     assert lines[-3:] == ["1. not reported", "2. promised and not kept", "3. declared: not with it"]
+
+
+def test_a_strategy_of_another_package_is_reported_with_itself(script: Any, tmp_path: Path) -> None:
+    report = REPORT.replace("ema", "local-sgd").replace(
+        "</testsuite>", f'<testcase name="test_processes[local-sgd]">{EMA}</testcase></testsuite>'
+    )
+    (tmp_path / "report.xml").write_text(report.replace('value="ema"', 'value="local-sgd"'))
+    found = script.read(tmp_path / "report.xml")["local-sgd"]
+    assert {check for check in found if check.startswith("processes")} == {f"processes[{name}]" for name in ("ddp", "deepspeed", "fsdp")}
+    assert found["processes[ddp]"] == ("passed", "with itself: it fills the slot 'strategy', too")

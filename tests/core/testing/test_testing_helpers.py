@@ -125,9 +125,7 @@ def test_processes_make_their_folder(processes, tmp_path):
 
 
 def test_function_or_result_that_cannot_be_pickled_is_an_error_that_names_it(tmp_path):
-    with pytest.raises(
-        UsageError, match=r"<lambda> and its arguments cannot be sent to a process: .* Define the function"
-    ):
+    with pytest.raises(UsageError, match=r"<lambda> and its arguments cannot be sent to a process: .* Define the function"):
         start(1, lambda: None, folder=tmp_path)
     (ended,) = start(1, returns_a_generator, folder=tmp_path)
     assert "returns_a_generator returned a generator that pickle cannot write" in ended.output

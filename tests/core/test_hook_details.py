@@ -1,0 +1,203 @@
+"""Each statement of the section "Details" of docs/loop.md."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from fastloop import Plugin, PluginCrash, hookimpl
+from fastloop.testing import VECTORS, start, tiny_data, tiny_model, train
+
+
+def plugin(plugin_name: str, **hooks: Any) -> Plugin:
+    """A plugin with these hooks; the other values are attributes of its class."""
+    marked = {key: value if hasattr(value, "fastloop_impl") or not callable(value) else hookimpl(value) for key, value in hooks.items()}
+    return type(plugin_name, (Plugin,), {"name": plugin_name, **marked})()
+
+
+# -- batches -----------------------------------------------------------------------------------------------------------
+
+
+def test_before_step_may_replace_inputs_and_change_them_in_place(tiny_run):
+    inputs, targets = tiny_data().tensors
+
+    def replace(self, batches):
+        for batch in batches:
+            batch.inputs = [batch.inputs[0] * 2, batch.inputs[1]]
+
+    def change(self, batches):
+        for batch in batches:
+            batch.inputs[0].mul_(2)
+
+    expected = tiny_run(data=torch.utils.data.TensorDataset(inputs * 2, targets)).losses
+    assert tiny_run([plugin("replaces", before_step=replace)]).losses == expected
+    assert tiny_run([plugin("changes", before_step=change)]).losses == expected
+    assert torch.equal(tiny_data().tensors[0], inputs), "a later epoch reads the samples again"
+
+
+def test_before_step_may_set_loss_weight_and_each_loss_is_scaled_to_its_share(tiny_run):
+    found: list[tuple[float, float]] = []
+    step: list[float] = []
+
+    def weights(self, batches):
+        batches[0].loss_weight, batches[1].loss_weight = 3, 1
+
+    def record(self, loss):
+        found.append(loss.item())
+
+    plugins = [plugin("weights", before_step=weights), plugin("records", backward=hookimpl(wrapper=True)(recording(found)))]
+    plugins.append(plugin("steps", after_backward=lambda self, loss: step.append(loss.item())))
+    model, (inputs, targets) = tiny_model(dropout=0.0), tiny_data(8).tensors
+    order = torch.randperm(8, generator=torch.Generator().manual_seed(123))
+    means = [cross_entropy(model(inputs[ids]), targets[ids]).item() for ids in order.split(4)]
+    tiny_run(plugins, model=model, data=tiny_data(8), micro_batch_size=4, epochs=1, device="cpu")
+    assert found == pytest.approx([means[0] * 3 / 4, means[1] / 4])
+    assert step == pytest.approx([sum(found)])
+
+
+def recording(found: list[float]) -> Any:
+    """A wrapper of ``backward`` that keeps the losses."""
+
+    def backward(self, loss):
+        found.append(loss.item())
+        return (yield)
+
+    return backward
+
+
+def backward_losses() -> tuple[list[float], list[float], list[dict[str, Any]]]:
+    found: list[float] = []
+    seen: list[dict[str, Any]] = []
+    sections = {"plugins": [*VECTORS["plugins"], "ddp"], "train": {"batch_size": 8, "max_steps": 1, "device": "cpu"}, "output": "run"}
+    records = plugin("records", backward=hookimpl(wrapper=True)(recording(found)))
+    return found, train(VECTORS | sections, records, summaries(seen)).losses, seen
+
+
+def test_with_several_processes_shares_average_to_the_loss_of_the_step(tmp_path):
+    (first, losses, seen), (second, _, others) = (ended.result for ended in start(2, backward_losses, folder=tmp_path))
+    assert (first[0] + second[0]) / 2 == pytest.approx(losses[0])
+    assert [summary["status"] for summary in seen + others] == ["completed"] * 2, "write_summary fires on each process"
+
+
+# -- fp16 --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_norm", [None, 1e6])
+def test_in_fp16_gradients_are_scaled_until_they_are_clipped(tiny_run, max_norm, monkeypatch):
+    scale = 2.0**10
+    found: dict[str, float] = {}
+
+    def scaler(self, run):
+        run.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+
+    def fp16(self, run):  # Accelerate prepares fp16 on CUDA only, so switch it on after the model is prepared
+        run.accelerator.native_amp = True
+        monkeypatch.setattr(type(run.accelerator), "mixed_precision", property(lambda self: "fp16"))
+
+    def norm(name):
+        def hook(self, run):
+            gradients = [weight.grad for weight in run.model.parameters()]
+            found.setdefault(name, torch.nn.utils.get_total_norm(gradients).item())
+            if name == "before_optimizer_step":
+                found.setdefault("gradient_norm", run.gradient_norm().item())
+
+        return hook
+
+    def losses(self, loss):
+        found.setdefault("loss", loss.item())
+
+    hooks = {name: norm(name) for name in ("after_backward", "before_optimizer_step")}
+    result = tiny_run(
+        [plugin("fp16", before_prepare=scaler, after_prepare=fp16, **hooks), plugin("loss", after_backward=losses)], max_grad_norm=max_norm
+    )
+    true = found["gradient_norm"]
+    assert found["after_backward"] == pytest.approx(scale * true, rel=1e-4)
+    assert found["before_optimizer_step"] == pytest.approx(true if max_norm else scale * true, rel=1e-4)
+    assert found["loss"] == result.losses[0], "the loss is not scaled"
+
+
+# -- order -------------------------------------------------------------------------------------------------------------
+
+
+def test_marks_come_before_the_order_of_plugins(tiny_run):
+    fired: list[str] = []
+
+    def after_step(name, **marks):
+        return plugin(name, after_step=hookimpl(**marks)(lambda self: fired.append(name)), runs_before=("plain-2",) * (name == "last-2"))
+
+    marks: dict[str, dict[str, bool]] = {"plain-1": {}, "last-1": {"trylast": True}, "first-1": {"tryfirst": True}}
+    marks |= {"plain-2": {}, "last-2": {"trylast": True}, "first-2": {"tryfirst": True}}
+    tiny_run([after_step(name, **options) for name, options in marks.items()], data=tiny_data(8), epochs=1)
+    assert fired == ["first-1", "first-2", "plain-1", "plain-2", "last-2", "last-1"]
+
+
+def test_wrappers_are_outside_of_other_implementations_whatever_their_marks(tiny_run):
+    fired: list[str] = []
+
+    def wrapper(name, **marks):
+        def evaluate(self):
+            fired.append(name)
+            return (yield)
+
+        return plugin(name, evaluate=hookimpl(wrapper=True, **marks)(evaluate))
+
+    def evaluate(self):
+        fired.append("implementation")
+
+    plugins = [plugin("implementation", evaluate=hookimpl(tryfirst=True)(evaluate)), wrapper("last", trylast=True)]
+    tiny_run([*plugins, wrapper("outer"), wrapper("inner"), wrapper("first", tryfirst=True)], data=tiny_data(8), epochs=1)
+    assert fired == ["first", "outer", "inner", "last", "implementation"]
+
+
+# -- the summary -------------------------------------------------------------------------------------------------------
+
+KEYS = {
+    *("status", "reason", "steps", "epochs", "samples", "world_size", "device", "plugins", "disabled", "train_seconds", "startup_seconds"),
+    *("compile_seconds", "evaluate_seconds", "save_seconds", "peak_memory_bytes", "validation", "test", "best", "save_errors"),
+}
+LATER = {"plugin_seconds", "samples_per_second", "tokens_per_second"}
+
+
+def summaries(seen: list[dict[str, Any]]) -> Plugin:
+    return plugin("reads", write_summary=lambda self, summary: seen.append(dict(summary)))
+
+
+def test_write_summary_gets_the_counters_and_the_newest_metrics(tiny_run):
+    seen: list[dict[str, Any]] = []
+    result = tiny_run([summaries(seen)])
+    assert len(seen) == 1
+    assert seen[0].keys() == KEYS
+    assert result.summary.keys() == KEYS | LATER
+    assert (seen[0]["status"], seen[0]["steps"], seen[0]["test"]) == ("completed", 18, None)
+    assert seen[0]["validation"] == result.recorder.metrics[-1][1]
+
+
+def test_write_summary_fires_after_a_stop_and_after_a_failure(tiny_run, tmp_path):
+    seen: list[dict[str, Any]] = []
+    tiny_run([summaries(seen), plugin("stops", after_step=lambda self, run: run.state.request_stop("enough"))])
+    assert (seen[0]["status"], seen[0]["reason"], seen[0]["steps"]) == ("stopped", "enough", 1)
+
+    def fail(self):
+        raise ValueError("on purpose")
+
+    order: list[str] = []
+    hooks = {name: (lambda self, name=name: order.append(name)) for name in ("on_exception", "write_summary", "teardown")}
+    with pytest.raises(PluginCrash, match="on purpose"):
+        tiny_run([plugin("fails", after_step=fail), plugin("order", **hooks), summaries(seen)], output=tmp_path / "failed")
+    assert order == ["on_exception", "write_summary", "teardown"]
+    assert (seen[1]["status"], seen[1]["validation"]) == ("failed", None)
+    assert json.loads((tmp_path / "failed/summary.json").read_text())["status"] == "failed"
+
+
+def test_write_summary_does_not_fire_if_the_run_cannot_be_built(tiny_run):
+    def fail(self):
+        raise ValueError("on purpose")
+
+    seen: list[dict[str, Any]] = []
+    with pytest.raises(PluginCrash, match="on purpose"):
+        tiny_run([summaries(seen), plugin("fails", check_run=fail)])
+    assert seen == []

@@ -57,6 +57,9 @@ Multiplies gradients (numerics class `changes-training`).
 | `factor` | float | 2.0 | What gradients are multiplied by. |
 """
 
+TEMPLATE = "A fastloop plugin that records the lowest training loss of a run, and its step"
+"""The description in the template's pyproject.toml."""
+
 Project = Callable[..., None]
 
 
@@ -72,18 +75,14 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Project
             {"readme": "README.md", "code": "src/night_watch/__init__.py"}[key]: text for key, text in changed.items()
         }
         if description:
-            files["pyproject.toml"] = files["pyproject.toml"].replace("Records the lowest training loss of a fastloop run", description)
+            files["pyproject.toml"] = files["pyproject.toml"].replace(TEMPLATE, description)
         for path, text in files.items():
             (home / path).parent.mkdir(parents=True, exist_ok=True)
             (home / path).write_text(text)
         shutil.copytree(home / "src", site, dirs_exist_ok=True)
         info = site / "night_watch-0.1.0.dist-info"
         info.mkdir()
-        shown = (
-            "an older description\n\nan older README"
-            if editable
-            else f"{description or 'Records the lowest training loss of a fastloop run'}\n\n"
-        )
+        shown = "an older description\n\nan older README" if editable else f"{description or TEMPLATE}\n\n"
         body = "" if editable else files["README.md"]
         (info / "METADATA").write_text(f"Metadata-Version: 2.4\nName: night-watch\nVersion: 0.1.0\nSummary: {shown}{body}")
         (info / "entry_points.txt").write_text("[fastloop.plugins]\nnight-watch = night_watch:NightWatch\n")

@@ -14,7 +14,8 @@ from packaging.version import Version
 
 from fastloop import __version__
 from fastloop.cli.plugins import KEYWORD
-from fastloop_tools.new.command import LICENSES, TAKEN, first_unsupported, render
+from fastloop_tools.new import command
+from fastloop_tools.new.command import LICENSES, TAKEN, described, first_unsupported, render
 
 
 @pytest.fixture
@@ -66,6 +67,19 @@ def test_a_package_supports_versions_in_which_deprecated_names_work(version, fir
 
 def test_a_package_carries_the_keyword_by_which_plugins_are_found():
     assert KEYWORD in tomllib.loads(render("night-watch")["pyproject.toml"])["project"]["keywords"]
+
+
+def test_description_and_options_have_one_source(monkeypatch):
+    files = render("night-watch")
+    source = files["src/night_watch/__init__.py"].replace("records the lowest", "keeps the lowest").replace("two reads", "two looks")
+    found = described(source.replace("] = 10", "] = 7"), "NightWatch")
+    monkeypatch.setattr(command, "described", lambda *_: found)
+    changed = render("night-watch")
+    assert "A fastloop plugin that keeps the lowest training loss of a run, and its step.\n" in changed["README.md"]
+    assert "| `every` | int | 7 | Steps between two looks of the loss. |\n" in changed["README.md"]
+    description = tomllib.loads(changed["pyproject.toml"])["project"]["description"]
+    assert description == "A fastloop plugin that keeps the lowest training loss of a run, and its step"
+    assert "| `every` | int | 10 | Steps between two reads of the loss. |\n\n" in files["README.md"]
 
 
 @pytest.mark.parametrize("license", LICENSES)

@@ -7,8 +7,10 @@ import importlib.util
 import json
 import keyword
 import re
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from types import ModuleType
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -97,6 +99,20 @@ def first_unsupported(version: Version) -> str:
     return f"0.{version.minor + (1 if version.minor < 2 else 2)}"  # from 0.2 on, a deprecated name works for one more minor version
 
 
+def described(source: str, title: str) -> dict[str, Any]:
+    """``description``, ``numerics`` and ``options`` of the class ``title`` in the text of a plugin's file, for the other files."""
+    from fastloop.options import describe
+
+    module = ModuleType("fastloop_tools.new.example")
+    sys.modules[module.__name__] = module  # dataclasses look up annotations there
+    try:
+        exec(source, vars(module))
+        cls = vars(module)[title]
+        return {"description": cls.description, "numerics": cls.numerics, "options": describe(cls.Config)}
+    finally:
+        del sys.modules[module.__name__]
+
+
 def render(name: str, license: str = "MIT", author: str = "") -> dict[str, str]:
     """Path -> text of every file of the package."""
     import jinja2
@@ -104,7 +120,7 @@ def render(name: str, license: str = "MIT", author: str = "") -> dict[str, str]:
 
     module, version = name.replace("-", "_"), Version(__version__)
     title = "".join(word.capitalize() for word in name.split("-"))
-    words = {
+    words: dict[str, Any] = {
         "name": name,
         "module": module,
         "title": f"{title}Plugin" if title in TAKEN else title,
@@ -124,5 +140,6 @@ def render(name: str, license: str = "MIT", author: str = "") -> dict[str, str]:
         undefined=jinja2.StrictUndefined,
     )
     environment.filters["toml"] = lambda text: json.dumps(text, ensure_ascii=False)
+    words |= described(environment.get_template("plugin.py.jinja").render(words), words["title"])
     files = FILES | ({"LICENSE": f"licenses/{LICENSES[license]}"} if LICENSES[license] else {})
     return {path.format(module=module): environment.get_template(f"{template}.jinja").render(words) for path, template in files.items()}

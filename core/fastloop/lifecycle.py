@@ -129,7 +129,7 @@ def _build_accelerator(run: Run) -> None:
     draft = DataLoaderDraft(pin_memory=device.type == "cuda", pad_to_multiple_of=recipe.data.get("pad_to_multiple_of"))
     settings: DataLoaderDraft = plugins.draft("configure_dataloader", draft)
     run.loaders = Loaders(recipe, settings, run.processes, *micro_batches(recipe, run.world_size))
-    run.optimizer_arguments = plugins.draft("configure_optimizer", OptimizerDraft()).arguments
+    run.optimizer_arguments = plugins.draft("configure_optimizer", OptimizerDraft(**recipe.train.optimizer_arguments)).arguments
 
 
 def _build_loaders(run: Run) -> None:

@@ -55,7 +55,7 @@ class Run:
         device: The device of this process.
         clock: Seconds by phase.
         loaders: Datasets, samplers, collators and loaders by split; the ones in use most are passed through.
-        optimizer_arguments: From the finished ``OptimizerDraft``: arguments of the optimizer's class beside ``lr`` and ``weight_decay``.
+        optimizer_arguments: From the finished ``OptimizerDraft``: arguments of the optimizer beside ``lr`` and ``weight_decay``.
         built_model: The model as built; ``unwrap_model()`` returns it.
         model: As trained: on its device, wrapped, compiled. ``unwrap_model()`` is the model as built.
         optimizer: Torch's optimizer, or Accelerate's wrapper for loss scaling or a strategy. ``run.optimizer["NAME"]`` for a dict.

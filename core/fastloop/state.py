@@ -269,7 +269,12 @@ class DataLoaderDraft(Draft):
 
 
 class OptimizerDraft(Draft):
-    """Arguments of the optimizer, in addition to the recipe's ``lr`` and ``weight_decay``."""
+    """Arguments of the optimizer, in addition to the recipe's ``lr`` and ``weight_decay``. It starts with those in ``train.optimizer``,
+    which plugins cannot change."""
 
     arguments: Mapping[str, Any] = MappingProxyType({})  # read-only, because all runs share this default
     """Additional keyword arguments of the optimizer's class, such as ``fused``."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(arguments=arguments)
+        self.writers.update({f"arguments[{name!r}]": "train.optimizer" for name in arguments})

@@ -146,7 +146,7 @@ class Watch(Plugin):
         weights = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter.ndim > 1]
         others = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter.ndim < 2]
         groups = [{"params": weights, "weight_decay": 0.1}, {"params": others, "lr": 5e-3}]
-        return getattr(torch.optim, run.recipe.train.optimizer)(groups, lr=run.recipe.train.lr)
+        return getattr(torch.optim, run.recipe.train.optimizer_name)(groups, lr=run.recipe.train.lr)
 
     @hookimpl
     def before_optimizer_step(self, run: Any, grad_norm: Any) -> None:

@@ -47,7 +47,7 @@ def plan(
     drafts = [
         resolution.draft("configure_accelerator", AcceleratorDraft()),
         resolution.draft("configure_dataloader", DataLoaderDraft(pad_to_multiple_of=loaded.data.get("pad_to_multiple_of"))),
-        resolution.draft("configure_optimizer", OptimizerDraft()),
+        resolution.draft("configure_optimizer", OptimizerDraft(**loaded.train.optimizer_arguments)),
     ]
     world_size = nproc or ranks.world_size()
     check_launcher(loaded, resolution, drafts[0].mixed_precision, world_size)

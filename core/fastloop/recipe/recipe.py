@@ -60,7 +60,10 @@ class Train:
     micro_batch_size: Annotated[int | None, option("Samples per micro-batch of one process; null: batch_size / world size.", ge=1)] = None
     eval_batch_size: Annotated[int | None, option("Samples per evaluation batch of one process; null: as in training.", ge=1)] = None
     lr: Annotated[float, option("Peak learning rate.", gt=0)] = 5e-5
-    optimizer: Annotated[str, option("A class of torch.optim, such as AdamW or SGD, or package.module:name, or file.py:name.")] = "AdamW"
+    optimizer: Annotated[
+        str | dict[str, Any],
+        option("A class of torch.optim, package.module:name or file.py:name. With arguments: {name: SGD, momentum: 0.9}."),
+    ] = "AdamW"
     weight_decay: Annotated[float, option("Weight decay of the optimizer.", ge=0)] = 0.0
     seed: Annotated[int, option("Seeds initial weights, sample order and dropout.", ge=0, lt=2**32)] = 123
     max_steps: Annotated[int | None, option("Stop after this many optimizer steps; null: after the epochs.", ge=1)] = None
@@ -82,6 +85,20 @@ class Train:
         Literal["stop", "warn"], option("If the data differs from the checkpoint's on --resume: stop, or warn and continue.")
     ] = "stop"
     device: Annotated[Literal["auto", "cpu"], option("'auto': the accelerator, if there is one, else the CPU.")] = "auto"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.optimizer, dict) and not isinstance(self.optimizer.get("name"), str):
+            raise ValueError(f"optimizer: found {self.optimizer!r} without a name. Expected such as {{name: SGD, momentum: 0.9}}.")
+
+    @property
+    def optimizer_name(self) -> str:
+        """The optimizer's name or reference."""
+        return self.optimizer if isinstance(self.optimizer, str) else str(self.optimizer["name"])
+
+    @property
+    def optimizer_arguments(self) -> dict[str, Any]:
+        """The optimizer's arguments in the recipe, without ``lr`` and ``weight_decay``."""
+        return {} if isinstance(self.optimizer, str) else {key: value for key, value in self.optimizer.items() if key != "name"}
 
 
 @dataclass(kw_only=True)

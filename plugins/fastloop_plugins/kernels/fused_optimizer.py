@@ -60,17 +60,17 @@ class FusedOptimizer(Plugin):
     @classmethod
     def recommend(cls, recipe: Recipe, machine: Machine) -> Recommendation | None:
         """For the optimizers of torch that have a fused kernel, on devices that have it."""
-        from fastloop.defaults import optimizer_class
+        from fastloop.defaults import optimizer_function
 
-        if machine.device not in ("cpu", "cuda") or "fused" not in inspect.signature(optimizer_class(recipe)).parameters:
+        if machine.device not in ("cpu", "cuda") or "fused" not in inspect.signature(optimizer_function(recipe)).parameters:
             return None
-        return Recommendation(why=f"{recipe.train.optimizer} steps in one kernel")
+        return Recommendation(why=f"{recipe.train.optimizer_name} steps in one kernel")
 
     @classmethod
     def estimate_speedup(cls, profile: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:
-        from fastloop.defaults import optimizer_class
+        from fastloop.defaults import optimizer_function
 
-        if cls.name in recipe.plugins or "fused" not in inspect.signature(optimizer_class(recipe)).parameters:
+        if cls.name in recipe.plugins or "fused" not in inspect.signature(optimizer_function(recipe)).parameters:
             return None
         stepping = profile.region("optimizer")
         return SpeedupEstimate(seconds=0.7 * stepping, why=f"The optimizer's step is {stepping / profile.seconds:.0%} of a step.")
@@ -84,10 +84,10 @@ class FusedOptimizer(Plugin):
 
     @hookimpl
     def check_recipe(self, recipe: Recipe) -> None:
-        from fastloop.defaults import optimizer_class
+        from fastloop.defaults import optimizer_function
 
-        wanted, name = self.config.implementation, recipe.train.optimizer
-        cls = optimizer_class(recipe)
+        wanted, name = self.config.implementation, recipe.train.optimizer_name
+        cls = optimizer_function(recipe)
         if eight_bits(self.config):
             if name not in EIGHT_BITS:
                 known = ", ".join(EIGHT_BITS)
@@ -120,7 +120,7 @@ class FusedOptimizer(Plugin):
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if any(isinstance(parameter, DTensor) for parameter in parameters):
             raise PluginError(f"{run.recipe.where}: plugins.fused-optimizer: bitsandbytes cannot step sharded weights. Use ddp or fused.")
-        optimizer: Optimizer = getattr(bitsandbytes.optim, f"{train.optimizer}8bit")(
+        optimizer: Optimizer = getattr(bitsandbytes.optim, f"{train.optimizer_name}8bit")(
             parameters, lr=train.lr, weight_decay=train.weight_decay, **run.optimizer_arguments
         )
         return optimizer

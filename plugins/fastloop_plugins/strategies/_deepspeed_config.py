@@ -61,8 +61,8 @@ class Configuration:
         self._agree("train_batch_size", "train.batch_size", train.batch_size)
         self._agree("train_micro_batch_size_per_gpu", "train.micro_batch_size", train.micro_batch_size)
         self._agree("gradient_clipping", "train.max_grad_norm", train.max_grad_norm or 0.0)
-        self._agree("optimizer.type", "train.optimizer", train.optimizer)
-        own = {"lr": train.lr, "weight_decay": train.weight_decay}
+        self._agree("optimizer.type", "train.optimizer", train.optimizer_name)
+        own = {"lr": train.lr, "weight_decay": train.weight_decay, **train.optimizer_arguments}
         for key in lookup(self.json, "optimizer.params") or {}:
             self._agree(f"optimizer.params.{key}", f"train.{key}" if key in own else "the recipe's optimizer", own.get(key, "its own"))
         for key in lookup(self.json, "scheduler.params") or {}:
@@ -73,9 +73,9 @@ class Configuration:
         for name, least in (("offload_optimizer", 1), ("offload_parameters", 3)):
             if getattr(options, name) and self.stage < least:
                 raise PluginError(f"{recipe.where}: plugins.deepspeed.{name}: needs stage {least} or more; the stage is {self.stage}.")
-        if self.stage and train.optimizer in WHOLE_TENSORS:
+        if self.stage and train.optimizer_name in WHOLE_TENSORS:
             raise PluginError(
-                f"{recipe.where}: train.optimizer: {train.optimizer} cannot be sharded: ZeRO gives it slices of flattened weights. "
+                f"{recipe.where}: train.optimizer: {train.optimizer_name} cannot be sharded: ZeRO gives it slices of flattened weights. "
                 "Use another, such as AdamW, or plugins.deepspeed.stage: 0."
             )
 

@@ -194,7 +194,7 @@ def check(recipe: Recipe) -> PluginSet:
     for hook, draft in (
         ("configure_accelerator", AcceleratorDraft()),
         ("configure_dataloader", DataLoaderDraft(pad_to_multiple_of=recipe.data.get("pad_to_multiple_of"))),
-        ("configure_optimizer", OptimizerDraft()),
+        ("configure_optimizer", OptimizerDraft(**recipe.train.optimizer_arguments)),
     ):
         resolution.draft(hook, draft)
     return resolution

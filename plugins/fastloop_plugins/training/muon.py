@@ -1,0 +1,72 @@
+"""Steps 2-D weights with Muon, and the rest with AdamW. On by default if ``train.optimizer`` is ``Muon``.
+
+    train: {optimizer: {name: Muon, momentum: 0.95}, lr: 0.001}
+    plugins:
+      - muon-optimizer: {adamw: ["head.*"]}      # optional: 2-D weights that AdamW steps
+
+Muon orthogonalizes the update of a 2-D weight. Torch's Muon refuses all other weights. Embeddings and the output layer of a language model
+are 2-D, too, but AdamW steps them, as the method prescribes. For a classifier's output layer, set ``adamw``. Both optimizers use
+``train.lr`` and ``train.weight_decay``: by default, ``adjust_lr_fn: match_rms_adamw`` scales Muon's updates to the size of AdamW's. The
+arguments in ``train.optimizer`` are Muon's. Methods: Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024; Liu et
+al., "Muon is Scalable for LLM Training", 2025.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated
+
+from fastloop import Plugin, RecipeError, hookimpl, option
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from fastloop import Run
+    from fastloop.recipe import Recipe
+
+
+class MuonOptimizer(Plugin):
+    """A dict of two optimizers, ``muon`` and ``adamw``. Does nothing for other optimizers than Muon: the recipe's key changes training."""
+
+    name = "muon-optimizer"
+    fallback_hooks = ("build_optimizer",)
+    description = "steps 2-D weights with Muon, and the rest with AdamW"
+
+    @dataclass(kw_only=True)
+    class Config:
+        """Options."""
+
+        adamw: Annotated[list[str], option("Patterns of 2-D weights that AdamW steps, such as head.*.")] = field(default_factory=list)
+
+    @classmethod
+    def auto_enable(cls, recipe: Recipe) -> str | None:
+        return "train.optimizer is Muon" if recipe.train.optimizer_name == "Muon" else None
+
+    @hookimpl
+    def build_optimizer(self, run: Run, model: nn.Module) -> dict[str, Optimizer] | None:
+        from torch import nn, optim
+
+        from fastloop.defaults import optimizer_keywords
+        from fastloop_plugins.training._patterns import matching, parameters_by_name
+
+        if run.recipe.train.optimizer_name != "Muon":
+            return None
+        where = f"{run.recipe.where}: plugins.muon-optimizer.adamw"
+        parameters = parameters_by_name(model)
+        kept = {id(parameters[name]) for pattern in self.config.adamw for name in matching(pattern, parameters, where)}
+        tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+        output = getattr(model, "get_output_embeddings", lambda: None)()
+        kept |= {id(weight) for module in [*tables, output] if module is not None for weight in module.parameters()}
+        trained = [weight for weight in parameters.values() if weight.requires_grad]
+        matrices = [weight for weight in trained if weight.ndim == 2 and id(weight) not in kept]
+        rest = [weight for weight in trained if weight.ndim != 2 or id(weight) in kept]
+        if not matrices:
+            raise RecipeError(f"{where}: no 2-D weight is left for Muon. Use another optimizer: train.optimizer=AdamW.")
+        arguments = {"adjust_lr_fn": "match_rms_adamw", **optimizer_keywords(run.recipe)}
+        try:
+            muon = optim.Muon(matrices, **arguments)
+        except (TypeError, ValueError) as error:
+            raise RecipeError(f"{run.recipe.where}: train.optimizer: Muon was called with {arguments}: {error}.") from error
+        shared = {name: arguments[name] for name in ("lr", "weight_decay")}
+        return {"muon": muon} | ({"adamw": optim.AdamW(rest, **shared)} if rest else {})

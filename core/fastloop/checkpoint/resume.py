@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from fastloop import checkpoint, log_points
 from fastloop.errors import CheckpointError, NoCheckpoint, PluginError
-from fastloop.recipe import secrets
+from fastloop.recipe import Train, secrets
 from fastloop.runtime.random_states import random_states, restore_random_states
 from fastloop.runtime.regions import region
 
@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("fastloop")
 
-FIXED_ON_RESUME = ("seed", "batch_size", "lr", "optimizer", "weight_decay", "max_grad_norm")
+FIXED_ON_RESUME = (
+    "seed", "batch_size", "lr", "optimizer", "weight_decay", "decay_biases_and_norms", "layer_lr_decay", "parameter_groups", "max_grad_norm"
+)  # fmt: skip
 """Keys of ``train`` that a resumed run cannot change, because the checkpoint's weights depend on them."""
 
 
@@ -221,7 +223,7 @@ def check_same(path: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
         CheckpointError: Names the key and both values.
     """
     pairs = [(key, old[key], new[key]) for key in ("model", "data")]
-    pairs += [(f"train.{key}", old["train"][key], new["train"][key]) for key in FIXED_ON_RESUME]
+    pairs += [(f"train.{key}", old["train"].get(key, getattr(Train, key)), new["train"][key]) for key in FIXED_ON_RESUME]
     for key, before, now in pairs:
         if before != now:
             raise CheckpointError(

@@ -65,6 +65,11 @@ class Train:
         option("A class of torch.optim, package.module:name or file.py:name. With arguments: {name: SGD, momentum: 0.9}."),
     ] = "AdamW"
     weight_decay: Annotated[float, option("Weight decay of the optimizer.", ge=0)] = 0.0
+    decay_biases_and_norms: Annotated[bool, option("Whether weight decay also applies to biases and to weights of norms.")] = True
+    layer_lr_decay: Annotated[float | None, option("Multiplies lr once for each layer below the output layer.", gt=0, le=1)] = None
+    parameter_groups: Annotated[
+        list[dict[str, Any]] | None, option("Other arguments for some parameters, by name: [{match: 'head.*', lr: 1.0e-3}].")
+    ] = None
     seed: Annotated[int, option("Seeds initial weights, sample order and dropout.", ge=0, lt=2**32)] = 123
     max_steps: Annotated[int | None, option("Stop after this many optimizer steps; null: after the epochs.", ge=1)] = None
     max_grad_norm: Annotated[float | None, option("Clip the gradients' total 2-norm to this; null: no clipping.", gt=0)] = None

@@ -1,0 +1,145 @@
+"""Gives some parameters another learning rate, weight decay or argument. On by default if the recipe has one of its keys.
+
+    train:
+      weight_decay: 0.01
+      decay_biases_and_norms: false                  # weight decay 0 for biases and norms
+      layer_lr_decay: 0.9                            # lower layers learn more slowly
+      parameter_groups:
+        - {match: "head.*", lr: 1.0e-3}
+        - {match: ["*.embeddings.*"], weight_decay: 0, betas: [0.9, 0.95]}
+    plugins:
+      - parameter-groups                             # needs no entry
+
+``match`` is one pattern of parameter names, or a list: ``*`` stands for any characters, dots included. Names are those of the model as
+built. The other keys are arguments of the optimizer. If several entries match a parameter, the later one sets the value. Layers do not
+decay an ``lr`` of an entry. Schedules multiply the rate of each group.
+
+``layer_lr_decay`` counts layers from the output. With ``n`` blocks, block ``i`` (from 0) learns with ``lr * decay ** (n - i)``, parameters
+before the first block with ``lr * decay ** (n + 1)``, and those after the last one with ``lr``. Method: Clark et al., "ELECTRA", 2020.
+
+Norms are modules whose class name contains ``Norm``. Biases are parameters named ``bias``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+from fastloop import Plugin, RecipeError, hookimpl, option
+from fastloop.errors import did_you_mean
+from fastloop.options import parse
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from fastloop import Run
+    from fastloop.recipe import Recipe
+
+log = logging.getLogger("fastloop")
+
+
+@dataclass(kw_only=True)
+class Group:
+    """The checked keys of an entry of ``train.parameter_groups``."""
+
+    match: Annotated[str | list[str], option("Pattern of parameter names, or a list of them.")]
+    lr: Annotated[float, option("Learning rate.", ge=0)] = 0.0
+    weight_decay: Annotated[float, option("Weight decay.", ge=0)] = 0.0
+
+
+class ParameterGroups(Plugin):
+    """Regroups the parameters of the optimizer that the run has, whichever plugin built it."""
+
+    name = "parameter-groups"
+    description = "gives some parameters their own learning rate, weight decay or other arguments"
+
+    @classmethod
+    def auto_enable(cls, recipe: Recipe) -> str | None:
+        train = recipe.train
+        keys = {"parameter_groups": train.parameter_groups, "layer_lr_decay": train.layer_lr_decay}
+        keys["decay_biases_and_norms"] = not train.decay_biases_and_norms
+        found = next((key for key, value in keys.items() if value), None)
+        return found and f"train.{found} is set"
+
+    @hookimpl
+    def check_recipe(self, recipe: Recipe) -> None:
+        self.where = f"{recipe.where}: train.parameter_groups"
+        self.patterns: list[tuple[str, list[str], dict[str, Any]]] = []
+        for index, entry in enumerate(recipe.train.parameter_groups or []):
+            where = f"{self.where}[{index}]"
+            checked = parse(Group, {key: value for key, value in entry.items() if key in ("match", "lr", "weight_decay")}, where)
+            arguments = {str(key): value for key, value in entry.items() if key != "match"}
+            if not arguments:
+                raise RecipeError(f"{where}: found only match, expected an argument of the optimizer beside it, such as lr.")
+            self.patterns.append((where, [checked.match] if isinstance(checked.match, str) else checked.match, arguments))
+
+    @hookimpl(wrapper=True)
+    def build_optimizer(self, run: Run, model: nn.Module) -> Generator[None, Any, Any]:
+        optimizer = yield
+        if self.auto_enable(run.recipe):
+            arguments, scales = self._arguments(run, model), self._scales(run, model)
+            for member in optimizer.values() if isinstance(optimizer, Mapping) else [optimizer]:
+                self._regroup(member, arguments, scales)
+        return optimizer
+
+    def _arguments(self, run: Run, model: nn.Module) -> dict[int, dict[str, Any]]:
+        """Parameter's ``id`` -> its own arguments."""
+        from fastloop_plugins.training._patterns import matching, parameters_by_name
+
+        parameters = parameters_by_name(model)
+        found: dict[int, dict[str, Any]] = {id(parameter): {} for parameter in parameters.values()}
+        if not run.recipe.train.decay_biases_and_norms:
+            for module in model.modules():
+                for name, parameter in module.named_parameters(recurse=False):
+                    if name == "bias" or "Norm" in type(module).__name__:
+                        found.setdefault(id(parameter), {})["weight_decay"] = 0.0
+        for where, patterns, arguments in self.patterns:
+            for pattern in patterns:
+                trained = [parameters[name] for name in matching(pattern, parameters, where) if parameters[name].requires_grad]
+                if not trained:
+                    raise RecipeError(f"{where}: {pattern!r} matches only parameters that are not trained. Remove it.")
+                for parameter in trained:
+                    found[id(parameter)] |= arguments
+        return found
+
+    def _scales(self, run: Run, model: nn.Module) -> dict[int, float]:
+        """Parameter's ``id`` -> factor of its learning rate; without ``layer_lr_decay``, empty."""
+        from fastloop_plugins.kernels._blocks import transformer_blocks
+
+        decay = run.recipe.train.layer_lr_decay
+        if decay is None:
+            return {}
+        blocks = transformer_blocks(model)
+        inner = {id(module) for block in blocks for module in list(block.modules())[1:]}
+        blocks = [block for block in blocks if id(block) not in inner]
+        if not blocks:
+            where = f"{run.recipe.where}: train.layer_lr_decay: {type(model).__name__}"
+            raise RecipeError(f"{where} has no list of repeated blocks. Set rates by name: train.parameter_groups.")
+        layers = {id(parameter): layer for layer, block in enumerate(blocks, 1) for parameter in block.parameters()}
+        scales, newest, top = {}, 0, len(blocks)
+        for parameter in model.parameters():
+            newest = layers.get(id(parameter), newest)
+            layer = newest if id(parameter) in layers or newest < top else top + 1
+            scales[id(parameter)] = decay ** (top + 1 - layer)
+        return scales
+
+    def _regroup(self, optimizer: Optimizer, arguments: Mapping[int, dict[str, Any]], scales: Mapping[int, float]) -> None:
+        """Split the groups of an optimizer. Parameters without arguments of their own come first, so ``train/lr`` is their rate."""
+        groups, optimizer.param_groups = optimizer.param_groups, []
+        for group in groups:
+            parts: dict[str, tuple[dict[str, Any], list[Any]]] = {"{}": ({}, [])}
+            for parameter in group["params"]:
+                scale = scales.get(id(parameter), 1.0)
+                own = ({"lr": group["lr"] * scale} if scale != 1.0 else {}) | arguments.get(id(parameter), {})
+                if unknown := own.keys() - group.keys():
+                    key, hint = min(unknown), did_you_mean(min(unknown), group.keys() - {"params"})
+                    raise RecipeError(f"{self.where}: {type(optimizer).__name__} has no argument {key!r} for a group of parameters.{hint}")
+                parts.setdefault(repr(sorted(own.items())) if own else "{}", (own, []))[1].append(parameter)
+            for own, parameters in parts.values():
+                if parameters:
+                    optimizer.add_param_group({**group, **own, "params": parameters})
+                    values = ", ".join(f"{key} {value}" for key, value in sorted(own.items())) or "train's values"
+                    log.info("parameter-groups: %d parameters with %s", len(parameters), values)

@@ -1,0 +1,130 @@
+"""``train.parameter_groups``, ``layer_lr_decay`` and ``decay_biases_and_norms``, against groups in a plain loop of torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from recipe_runs import LR, assert_same, make_run, torch_loop, trained
+from torch import nn
+from torch.optim import SGD, AdamW
+
+from fastloop import CheckpointError, RecipeError
+from fastloop.lifecycle import execute
+
+
+def grouped(model: nn.Module, chosen: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """One group for each parameter. ``chosen``: start or end of a name -> arguments; the later one wins."""
+    groups = []
+    for name, parameter in model.named_parameters():
+        arguments: dict[str, Any] = {}
+        for part, values in chosen.items():
+            if name.startswith(part) or name.endswith(part):
+                arguments |= values
+        groups.append({"params": [parameter], **arguments})
+    return groups
+
+
+def test_patterns_set_arguments_and_the_later_one_wins():
+    ours = trained(
+        weight_decay=0.1,
+        parameter_groups=[
+            {"match": "head.*", "lr": 0.01},
+            {"match": ["*.bias", "blocks.*.1.*"], "weight_decay": 0, "betas": [0.5, 0.9]},
+            {"match": "head.bias", "lr": 0.2},
+        ],
+    )
+    chosen = {
+        "head.": {"lr": 0.01},
+        ".bias": {"weight_decay": 0, "betas": (0.5, 0.9)},
+        "1.weight": {"weight_decay": 0, "betas": (0.5, 0.9)},
+        "head.bias": {"lr": 0.2},
+    }
+    assert_same(ours, torch_loop(lambda model: AdamW(grouped(model, chosen), lr=LR, weight_decay=0.1)))
+
+
+def test_biases_and_norms_do_not_decay():
+    ours = trained(weight_decay=0.3, decay_biases_and_norms=False)
+    chosen = {".bias": {"weight_decay": 0.0}, "1.weight": {"weight_decay": 0.0}}
+    assert_same(ours, torch_loop(lambda model: AdamW(grouped(model, chosen), lr=LR, weight_decay=0.3)))
+
+
+def test_lower_layers_learn_more_slowly():
+    ours = trained(layer_lr_decay=0.5, optimizer={"name": "SGD", "momentum": 0.9})
+    chosen = {"embed": {"lr": LR * 0.5**3}, "blocks.0": {"lr": LR * 0.5**2}, "blocks.1": {"lr": LR * 0.5}}
+    assert_same(ours, torch_loop(lambda model: SGD(grouped(model, chosen), lr=LR, momentum=0.9)))
+
+
+def test_a_rate_by_name_is_not_decayed_by_layers():
+    run = make_run(layer_lr_decay=0.5, parameter_groups=[{"match": "blocks.0.*", "lr": 0.01}])
+    rates = {id(parameter): group["lr"] for group in run.optimizer.param_groups for parameter in group["params"]}
+    found = {name.rpartition(".")[0]: rates[id(parameter)] for name, parameter in run.model.named_parameters()}
+    assert found == {"embed": LR / 8, "blocks.0.0": 0.01, "blocks.0.1": 0.01, "blocks.1.0": LR / 2, "blocks.1.1": LR / 2, "head": LR}
+    assert run.optimizer.param_groups[0]["lr"] == LR, "train/lr logs the first group"
+
+
+def test_optimizers_of_a_dict_are_regrouped():
+    run = make_run(
+        optimizer="Muon", weight_decay=0.1, decay_biases_and_norms=False, parameter_groups=[{"match": "head.weight", "lr": 0.01}]
+    )
+    found = {(group["optimizer"], group["lr"], group["weight_decay"], len(group["params"])) for group in run.optimizer.param_groups}
+    assert found == {("muon", LR, 0.1, 3), ("muon", 0.01, 0.1, 1), ("adamw", LR, 0.0, 8)}
+
+
+def test_a_schedule_multiplies_the_rate_of_each_group():
+    groups = [{"match": "head.*", "lr": 0.01}]
+    run = make_run(parameter_groups=groups, plugins=[{"lr-scheduler": {"schedule": "linear"}}], max_steps=4)
+    run.optimizer.step()
+    run.scheduler.step()
+    assert [group["lr"] for group in run.optimizer.param_groups] == [LR * 0.75, 0.01 * 0.75]
+
+
+def test_a_resumed_run_cannot_change_its_groups():
+    chosen: dict[str, Any] = {"parameter_groups": [{"match": "head.*", "lr": 0.01}]}
+    execute(make_run("output=cut", "train.max_steps=5", save_every=5, **chosen))
+    with pytest.raises(CheckpointError, match=r"was saved with train\.parameter_groups = .*0\.01.*and this run has .*0\.02"):
+        execute(make_run("output=cut", resume=Path("cut"), **{**chosen, "parameter_groups": [{"match": "head.*", "lr": 0.02}]}))
+    with pytest.raises(CheckpointError, match=r"was saved with train\.layer_lr_decay = None, and this run has 0\.5"):
+        execute(make_run("output=cut", resume=Path("cut"), layer_lr_decay=0.5, **chosen))
+
+
+def test_a_resumed_run_has_the_weights_of_a_whole_one():
+    chosen: dict[str, Any] = {"parameter_groups": [{"match": "head.*", "lr": 0.01, "betas": [0.5, 0.9]}], "layer_lr_decay": 0.5}
+    whole = trained(**chosen)
+    execute(make_run("output=cut", "train.max_steps=5", save_every=5, **chosen))
+    rest = make_run("output=cut", resume=Path("cut"), **chosen)
+    execute(rest)
+    assert_same(rest.unwrap_model().state_dict(), whole)
+
+
+@pytest.mark.parametrize(
+    ("train", "message"),
+    [
+        (
+            {"parameter_groups": [{"match": "haed.*", "lr": 0.1}]},
+            r"parameter_groups\[0\]: no parameter matches 'haed\.\*'\. Did you mean 'head\.\*'",
+        ),
+        ({"parameter_groups": [{"match": "head.*"}]}, r"parameter_groups\[0\]: found only match, expected an argument"),
+        ({"parameter_groups": [{"lr": 0.1}]}, r"parameter_groups\[0\]\.match: missing"),
+        ({"parameter_groups": [{"match": "head.*", "lr": -1}]}, r"parameter_groups\[0\]\.lr: found -1"),
+        ({"parameter_groups": [{"match": "head.*", "momentum": 0.9}]}, r"AdamW has no argument 'momentum' for a group"),
+        (
+            {"parameter_groups": [{"match": "head.*", "lr_": 0.9}]},
+            r"AdamW has no argument 'lr_' for a group of parameters\. Did you mean 'lr'",
+        ),
+        ({"layer_lr_decay": 1.5}, r"train\.layer_lr_decay: found 1\.5"),
+    ],
+)
+def test_errors_name_the_key(train, message):
+    with pytest.raises(RecipeError, match=message):
+        make_run(**train)
+
+
+def test_layers_need_repeated_blocks(tiny_run):
+    with pytest.raises(RecipeError, match=r"train\.layer_lr_decay: Sequential has no list of repeated blocks"):
+        tiny_run(layer_lr_decay=0.5)
+
+
+def test_without_its_keys_it_changes_nothing():
+    assert_same(trained(plugins=["parameter-groups"]), trained())

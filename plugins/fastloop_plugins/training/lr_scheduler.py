@@ -1,25 +1,37 @@
-"""Schedules the learning rate: linear, cosine or constant, with warm-up.
+"""Schedules the learning rate: linear, cosine or constant with warm-up, or any schedule of torch, transformers or your own.
 
     plugins:
       - lr-scheduler: {schedule: cosine, warmup: 0.06}
 
 With ``s`` steps done, ``w`` warm-up steps and ``n`` steps in the run, the rate is ``lr * s / w`` during warm-up. Then it is ``lr`` times,
 with ``p = (s - w) / (n - w)``: linear ``1 - p``, cosine ``(1 + cos(pi p)) / 2``, constant 1; scaled to end at ``min_ratio``.
+
+Other schedules are a class of ``torch.optim.lr_scheduler``, a name of transformers' ``get_scheduler``, or ``file.py:name``, a function or
+class ``(optimizer, **arguments)`` that returns a ``LRScheduler``:
+
+    plugins:
+      - lr-scheduler: {schedule: OneCycleLR, arguments: {pct_start: 0.1}}
+      - lr-scheduler: {schedule: warmup_stable_decay, warmup: 0.05, arguments: {num_decay_steps: 100}}
+
+The run sets ``total_steps``, ``T_max``, ``num_training_steps``, ``max_lr`` and, from ``warmup``, ``num_warmup_steps``, unless ``arguments``
+does. All schedules step once an optimizer step, so ``step_size`` and ``milestones`` count steps, not epochs.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any
 
-from fastloop import Plugin, UsageError, hookimpl, option
+from fastloop import Plugin, RecipeError, UsageError, hookimpl, option
+from fastloop_plugins.training._schedules import OWN, find_schedule, make_schedule, warmup_steps
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
     from fastloop import Run
+    from fastloop.recipe import Recipe
 
 
 class LRSchedule(Plugin):
@@ -33,19 +45,33 @@ class LRSchedule(Plugin):
     class Config:
         """Options."""
 
-        schedule: Annotated[Literal["linear", "cosine", "constant"], option("Shape after warm-up.")] = "linear"
+        schedule: Annotated[str, option("linear, cosine or constant; a class of torch, a name of transformers, or file.py:name.")] = (
+            "linear"
+        )
         warmup: Annotated[int | float, option("Warm-up steps; a fraction below 1 is a share of the run's steps.", ge=0)] = 0
-        min_ratio: Annotated[float, option("Final learning rate as a share of the peak.", ge=0, le=1)] = 0.0
+        min_ratio: Annotated[float, option("Final learning rate as a share of the peak: for linear and cosine.", ge=0, le=1)] = 0.0
+        arguments: Annotated[dict[str, Any], option("Keyword arguments of another schedule than the three.")] = field(default_factory=dict)
+
+    @hookimpl
+    def check_recipe(self, recipe: Recipe) -> None:
+        config, where = self.config, f"{recipe.where}: plugins.lr-scheduler"
+        if config.schedule not in OWN:
+            self.made = find_schedule(config.schedule, config.arguments, recipe)
+            if config.min_ratio:
+                raise RecipeError(f"{where}.min_ratio: is for linear and cosine, and the schedule is {config.schedule}. Use arguments.")
+        elif config.arguments:
+            raise RecipeError(f"{where}.arguments: {config.schedule} has only warmup and min_ratio. Remove {min(config.arguments)!r}.")
 
     @hookimpl
     def build_scheduler(self, run: Run, optimizer: Optimizer) -> LRScheduler:
         from torch.optim.lr_scheduler import LambdaLR
 
-        total, warmup, config = run.total_steps, self.config.warmup, self.config
-        if total is None and (config.schedule != "constant" or isinstance(warmup, float)):
+        total, config = run.total_steps, self.config
+        if config.schedule not in OWN:
+            return make_schedule(config.schedule, self.made, run, optimizer, config.warmup, config.arguments)
+        if total is None and (config.schedule != "constant" or isinstance(config.warmup, float)):
             raise UsageError(f"plugin {self.name!r}: the data has no known length, so the run has no known end. Set train.max_steps.")
-        if isinstance(warmup, float) and warmup < 1:
-            warmup = math.ceil(warmup * (total or 0))
+        warmup = warmup_steps(config.warmup, total)
 
         def ratio(step: int) -> Any:
             if step < warmup:

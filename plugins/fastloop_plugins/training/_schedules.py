@@ -1,0 +1,100 @@
+"""Schedules of torch and transformers, or of a file or package, for ``lr-scheduler``."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from fastloop import RecipeError, UsageError
+from fastloop.errors import did_you_mean
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
+
+    from fastloop import Run
+    from fastloop.recipe import Recipe
+
+OWN = ("linear", "cosine", "constant")
+LENGTHS = ("total_steps", "T_max", "num_training_steps")
+"""Parameters that mean the run's optimizer steps."""
+INSTEAD = {"total_steps": "epochs", "num_training_steps": "num_stable_steps"}
+"""Parameter -> another one that determines it."""
+BY_METRIC = ("ReduceLROnPlateau", "reduce_lr_on_plateau", "greedy")
+"""Schedules that step by a metric. The loop steps a schedule once an optimizer step."""
+
+
+def find_schedule(name: str, arguments: Mapping[str, Any], recipe: Recipe) -> Callable[..., LRScheduler]:
+    """The class or function that makes a schedule, called as ``(optimizer, **arguments)``.
+
+    Raises:
+        RecipeError: It does not exist, steps by a metric, or has no such argument.
+    """
+    from torch.optim import lr_scheduler
+    from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
+
+    from fastloop.recipe.importing import import_object
+
+    where = f"{recipe.where}: plugins.lr-scheduler"
+    if name in BY_METRIC:
+        raise RecipeError(f"{where}.schedule: {name} steps by a metric, and fastloop steps schedules by optimizer steps. Use another.")
+    made: Callable[..., Any] | None
+    if ":" in name:
+        made = import_object(name, recipe, "plugins.lr-scheduler.schedule")
+        if not callable(made):
+            raise RecipeError(f"{where}.schedule: {name} is of type {type(made).__name__}, expected a class or function.")
+    else:
+        torchs = {
+            key: cls for key, cls in vars(lr_scheduler).items() if isinstance(cls, type) and issubclass(cls, lr_scheduler.LRScheduler)
+        }
+        known = torchs | {str(kind.value): function for kind, function in TYPE_TO_SCHEDULER_FUNCTION.items()}
+        made = known.get(name)
+        if made is None:
+            hint = did_you_mean(name, [*OWN, *(other for other in known if other not in BY_METRIC)])
+            raise RecipeError(f"{where}.schedule: neither torch nor transformers has {name!r}.{hint} Another one is file.py:name.")
+    parameters = inspect.signature(made).parameters.values()
+    taken = [parameter.name for parameter in parameters][1:]
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        for key in arguments:
+            if key not in taken:
+                listed = inspect.Signature([parameter.replace(annotation=parameter.empty) for parameter in parameters])
+                raise RecipeError(f"{where}.arguments.{key}: no such argument.{did_you_mean(key, taken)} The signature: {name}{listed}")
+    return made
+
+
+def make_schedule(
+    name: str, made: Callable[..., LRScheduler], run: Run, optimizer: Optimizer, warmup: int | float, arguments: Mapping[str, Any]
+) -> LRScheduler:
+    """Make a schedule. Parameters of ``LENGTHS``, ``max_lr`` and ``num_warmup_steps`` that the recipe leaves out come from the run.
+
+    Raises:
+        UsageError: The run has no known end, or the schedule does not take the arguments.
+    """
+    from torch.optim.lr_scheduler import LRScheduler
+
+    where, given = f"{run.recipe.where}: plugins.lr-scheduler", dict(arguments)
+    taken = inspect.signature(made).parameters
+    lengths = [key for key in LENGTHS if key in taken and key not in given and INSTEAD.get(key) not in given]
+    if run.total_steps is None and (lengths or isinstance(warmup, float)):
+        raise UsageError(f"{where}: the data has no known length, so the run has no known end. Set train.max_steps.")
+    given |= dict.fromkeys(lengths, run.total_steps)
+    if "max_lr" in taken:
+        given.setdefault("max_lr", [group["lr"] for group in optimizer.param_groups])
+    if "num_warmup_steps" in taken:
+        given.setdefault("num_warmup_steps", warmup_steps(warmup, run.total_steps))
+    elif warmup:
+        raise RecipeError(f"{where}.warmup: {name} has no warm-up of its own. Remove it, or use linear, cosine or constant.")
+    try:
+        schedule = made(optimizer, **given)
+    except (TypeError, ValueError) as error:
+        raise RecipeError(f"{where}: {name} was called with {given}: {error}.") from error
+    if not isinstance(schedule, LRScheduler):
+        raise RecipeError(f"{where}.schedule: {name} returned a {type(schedule).__name__}, expected a torch LRScheduler.")
+    return schedule
+
+
+def warmup_steps(warmup: int | float, total: int | None) -> int | float:
+    """The number of warm-up steps: a float below 1 is a share of the run's steps."""
+    return math.ceil(warmup * (total or 0)) if isinstance(warmup, float) and warmup < 1 else warmup

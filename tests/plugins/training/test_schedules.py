@@ -1,0 +1,96 @@
+"""The plugin ``lr-scheduler`` with schedules of torch, of transformers and of a file, against a plain loop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from recipe_runs import LR, assert_same, make_run, torch_loop, trained
+from torch.optim import AdamW, lr_scheduler
+from transformers import get_scheduler
+
+from fastloop import RecipeError, UsageError
+from fastloop.lifecycle import execute
+from fastloop.testing import tiny_data
+
+STEPS = 16
+
+CASES: dict[str, tuple[dict[str, Any], Any]] = {
+    "StepLR": ({"schedule": "StepLR", "arguments": {"step_size": 4}}, lambda opt: lr_scheduler.StepLR(opt, 4)),
+    "MultiStepLR": ({"schedule": "MultiStepLR", "arguments": {"milestones": [3, 9]}}, lambda opt: lr_scheduler.MultiStepLR(opt, [3, 9])),
+    "OneCycleLR": ({"schedule": "OneCycleLR"}, lambda opt: lr_scheduler.OneCycleLR(opt, LR, total_steps=STEPS)),
+    "CosineAnnealingLR": ({"schedule": "CosineAnnealingLR"}, lambda opt: lr_scheduler.CosineAnnealingLR(opt, STEPS)),
+    "warm restarts": (
+        {"schedule": "CosineAnnealingWarmRestarts", "arguments": {"T_0": 5, "eta_min": 1e-3}},
+        lambda opt: lr_scheduler.CosineAnnealingWarmRestarts(opt, 5, eta_min=1e-3),
+    ),
+    "polynomial": (
+        {"schedule": "polynomial", "warmup": 0.25, "arguments": {"power": 2.0}},
+        lambda opt: get_scheduler("polynomial", opt, 4, STEPS, {"power": 2.0}),
+    ),
+    "inverse_sqrt": ({"schedule": "inverse_sqrt", "warmup": 3}, lambda opt: get_scheduler("inverse_sqrt", opt, 3)),
+    "warmup_stable_decay": (
+        {"schedule": "warmup_stable_decay", "warmup": 2, "arguments": {"num_decay_steps": 5}},
+        lambda opt: get_scheduler("warmup_stable_decay", opt, 2, STEPS, {"num_decay_steps": 5}),
+    ),
+    "file": ({"schedule": "code.py:halves", "arguments": {"every": 3}}, lambda opt: lr_scheduler.StepLR(opt, 3, gamma=0.5)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_weights_equal_those_of_a_plain_loop(case):
+    options, make = CASES[case]
+    theirs = torch_loop(lambda model: AdamW(model.parameters(), lr=LR, weight_decay=0.0), scheduler=make)
+    assert_same(trained(plugins=[{"lr-scheduler": options}]), theirs)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_resumed_run_has_the_weights_of_a_whole_one(case):
+    plugins = [{"lr-scheduler": CASES[case][0]}, {"interrupt.py": {}}]
+    Path("interrupt.py").write_text(
+        "from fastloop import Plugin, hookimpl\n\nclass Interrupt(Plugin):\n    name = 'interrupt'\n\n"
+        "    @hookimpl\n    def after_step(self, run):\n        if run.state.step == 5 and run.folder.name == 'cut' and not "
+        "run.resume_point:\n            run.signals.record('SIGINT')\n"
+    )
+    whole = trained(plugins=plugins)
+    execute(make_run("output=cut", plugins=plugins))
+    rest = make_run("output=cut", plugins=plugins, resume=Path("cut"))
+    execute(rest)
+    assert_same(rest.unwrap_model().state_dict(), whole)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"schedule": "cosin"}, r"schedule: neither torch nor transformers has 'cosin'\. Did you mean 'cosine'\?"),
+        (
+            {"schedule": "StepLR", "arguments": {"step": 4}},
+            r"arguments\.step: no such argument\..*The signature: StepLR\(optimizer, step_size",
+        ),
+        ({"schedule": "StepLR"}, r"plugins\.lr-scheduler: StepLR was called with \{\}: .*step_size"),
+        ({"schedule": "ReduceLROnPlateau"}, r"schedule: ReduceLROnPlateau steps by a metric"),
+        ({"schedule": "StepLR", "warmup": 3, "arguments": {"step_size": 4}}, r"warmup: StepLR has no warm-up of its own"),
+        ({"schedule": "StepLR", "min_ratio": 0.1, "arguments": {"step_size": 4}}, r"min_ratio: is for linear and cosine"),
+        ({"schedule": "linear", "arguments": {"power": 2}}, r"arguments: linear has only warmup and min_ratio\. Remove 'power'"),
+        ({"schedule": "code.py:number"}, r"schedule: code\.py:number is of type int, expected a class or function"),
+        ({"schedule": "code.py:returns_nothing", "arguments": {"lr": 1}}, r"returns_nothing returned a NoneType, expected a torch LRSch"),
+        ({"schedule": "code.py:nothing"}, r"lr-scheduler\.schedule: code\.py has no 'nothing'"),
+    ],
+)
+def test_errors_name_the_key(options, message):
+    with pytest.raises(RecipeError, match=message):
+        make_run(plugins=[{"lr-scheduler": options}])
+
+
+def test_data_of_unknown_length_needs_max_steps(tiny_run):
+    from torch.utils.data import IterableDataset
+
+    class Endless(IterableDataset):
+        def __iter__(self):
+            yield from tiny_data()
+
+    with pytest.raises(UsageError, match=r"lr-scheduler: the data has no known length.*Set train\.max_steps"):
+        tiny_run([{"lr-scheduler": {"schedule": "OneCycleLR"}}], data=Endless())
+    run = tiny_run([{"lr-scheduler": {"schedule": "StepLR", "arguments": {"step_size": 2, "gamma": 0.5}}}], data=Endless(), max_steps=4)
+    assert run.recorder.lrs == [1e-2, 5e-3, 5e-3, 2.5e-3]

@@ -24,6 +24,7 @@ TRIED_ON: dict[str, dict[str, Any]] = {
     "ema": {"options": {"decay": 0.9}},
     "fast-dropout": {"task": TEXTS},
     "cls-last-layer": {"task": TEXTS, "requires": ("text-classification",)},
+    "freeze": {"options": {"match": "*.bias"}},
     "length-bucketing": {"task": TEXTS, "options": {"window": 2}},
     "liger": {"task": LANGUAGE, "device": "auto"},
     "lora": {"task": TEXTS},

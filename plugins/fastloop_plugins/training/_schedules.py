@@ -49,7 +49,7 @@ def find_schedule(name: str, arguments: Mapping[str, Any], recipe: Recipe) -> Ca
         torchs = {
             key: cls for key, cls in vars(lr_scheduler).items() if isinstance(cls, type) and issubclass(cls, lr_scheduler.LRScheduler)
         }
-        known = torchs | {str(kind.value): function for kind, function in TYPE_TO_SCHEDULER_FUNCTION.items()}
+        known: dict[str, Any] = torchs | {str(kind.value): function for kind, function in TYPE_TO_SCHEDULER_FUNCTION.items()}
         made = known.get(name)
         if made is None:
             hint = did_you_mean(name, [*OWN, *(other for other in known if other not in BY_METRIC)])

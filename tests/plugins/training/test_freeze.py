@@ -1,0 +1,76 @@
+"""The plugin ``freeze``: against a plain loop of torch, with lora, and refused where it would freeze nothing or everything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from recipe_runs import LR, assert_same, make_run, torch_loop, trained
+from torch.optim import AdamW
+
+from fastloop import RecipeError
+from fastloop.lifecycle import build, execute
+from fastloop.recipe import make_recipe
+from fastloop.registry import resolve
+from fastloop.testing import TEXTS, write_texts
+
+
+def frozen(model, *parts):
+    """An optimizer of a plain loop for the parameters whose names do not begin with one of the parts."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(parts))
+    return AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=LR, weight_decay=0.0)
+
+
+def test_the_rest_trains_as_in_a_plain_loop():
+    ours = trained(plugins=[{"freeze": {"match": ["embed.*", "blocks.0.*"]}}])
+    assert_same(ours, torch_loop(lambda model: frozen(model, "embed.", "blocks.0.")))
+
+
+def test_frozen_parameters_are_in_no_optimizer_and_the_run_resumes():
+    plugins = [{"freeze": {"match": "embed.*"}}]
+    whole = make_run(plugins=plugins)
+    assert sum(len(group["params"]) for group in whole.optimizer.param_groups) == 10
+    execute(whole)
+    execute(make_run("output=cut", "train.max_steps=5", save_every=5, plugins=plugins))
+    rest = make_run("output=cut", plugins=plugins, resume=Path("cut"))
+    execute(rest)
+    assert_same(rest.unwrap_model().state_dict(), whole.unwrap_model().state_dict())
+
+
+@pytest.mark.parametrize(
+    ("match", "message"),
+    [
+        (["embed.*", "haed.*"], r"plugins\.freeze\.match: no parameter matches 'haed\.\*'\. Did you mean 'head\.\*'\?"),
+        ("*", r"plugins\.freeze\.match: '\*' freezes every parameter that is trained"),
+    ],
+)
+def test_patterns_that_freeze_nothing_or_everything_are_refused(match, message):
+    with pytest.raises(RecipeError, match=message):
+        make_run(plugins=[{"freeze": {"match": match}}])
+    assert not Path("out").exists()
+
+
+def text_run(*plugins):
+    """A built run of a tiny BERT."""
+    write_texts(Path.cwd())
+    recipe = make_recipe({**TEXTS, "train": {"device": "cpu", "epochs": 1, "lr": 0.01}, "plugins": list(plugins)})
+    return build(recipe, resolve(recipe))
+
+
+def test_with_lora_patterns_name_the_layers_of_the_model():
+    pytest.importorskip("peft")
+    run = text_run({"freeze": {"match": ["bert.encoder.layer.0.*", "classifier.*"]}}, {"lora": {"merge": False}})
+    names = [name for name, parameter in run.unwrap_model().named_parameters() if parameter.requires_grad]
+    assert names
+    assert all(".layer.1." in name and ".lora_" in name for name in names)
+    before = {name: parameter.detach().clone() for name, parameter in run.unwrap_model().named_parameters()}
+    execute(run)
+    assert {name for name, parameter in run.unwrap_model().named_parameters() if not torch.equal(parameter, before[name])} == set(names)
+
+
+def test_with_lora_nothing_may_be_left():
+    pytest.importorskip("peft")
+    with pytest.raises(RecipeError, match=r"freeze\.match: .* freezes every parameter that is trained"):
+        text_run("lora", {"freeze": {"match": ["classifier.*", "*.lora_*"]}})

@@ -17,6 +17,7 @@ from fastloop.options import parse
 from fastloop_plugins.tasks._hub import explain, is_hub_name, offline, quiet
 from fastloop_plugins.tasks._label_order import LabelOrder, label_order, start_head_fresh
 from fastloop_plugins.tasks._model_checks import unsupported
+from fastloop_plugins.tasks._warm_start import HELP, STRICT_HELP, load_weights, weight_files
 
 if TYPE_CHECKING:
     from fastloop.recipe import Recipe
@@ -38,6 +39,8 @@ class Model:
     attn_implementation: Annotated[str | None, option("Transformers' attention: sdpa, eager, ...; null: its default.")] = None
     trust_remote_code: Annotated[bool, option("Run Python code that ships with the model.")] = False
     revision: Annotated[str | None, option("Branch, tag or commit of the model on the hub.")] = None
+    weights: Annotated[str | None, option(HELP)] = None
+    weights_strict: Annotated[bool, option(STRICT_HELP)] = False
 
 
 @dataclass(kw_only=True)
@@ -84,6 +87,7 @@ class TextModel:
             if isinstance(name := getattr(self.options, key), str):
                 self._check_name(key, name)
         self._check_architecture(self.options.config or self._folder_config())
+        weight_files(recipe)
 
     def _folder_config(self) -> dict[str, Any]:
         """``config.json`` of a local model; empty if it cannot be read, which ``load_tokenizer`` reports."""
@@ -231,15 +235,20 @@ class TextModel:
         return label_order(classes, self.config, f"model.name={self.options.name}")
 
     def build(self, auto: Any, labels: LabelOrder | None = None) -> Any:
-        """Build the model with initial or pretrained weights, in float32.
+        """Build the model with initial or pretrained weights, or those of ``model.weights``, in float32.
 
         Args:
             auto: Transformers' Auto class of the task.
             labels: The classes of a classifier. If the checkpoint's head is for other classes, it is reinitialized.
 
         Raises:
-            RecipeError: The architecture cannot do the task, or the configuration is invalid.
+            RecipeError: The architecture cannot do the task, or the configuration or ``model.weights`` is invalid.
         """
+        model = self._build(auto, labels)
+        load_weights(model, self.recipe)
+        return model
+
+    def _build(self, auto: Any, labels: LabelOrder | None) -> Any:
         import torch
 
         theirs = dict(self.config.id2label)

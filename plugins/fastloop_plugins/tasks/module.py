@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from fastloop import Output, Plugin, RecipeError, hookimpl, option
 from fastloop.errors import did_you_mean
 from fastloop.options import parse
+from fastloop_plugins.tasks._warm_start import HELP, STRICT_HELP, load_weights, weight_files
 
 if TYPE_CHECKING:
     from torch import nn
@@ -28,10 +29,18 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class Code:
-    """The ``model`` section."""
+    """The keys of both sections."""
 
     module: Annotated[str, option("file.py:name or package.module:name.")]
     arguments: Annotated[dict[str, Any], option("Its keyword arguments.")] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class Model(Code):
+    """The ``model`` section."""
+
+    weights: Annotated[str | None, option(HELP)] = None
+    weights_strict: Annotated[bool, option(STRICT_HELP)] = False
 
 
 @dataclass(kw_only=True)
@@ -46,7 +55,7 @@ class Module(Plugin):
 
     name = "module"
     slot = "task"
-    sections = {"model": Code, "data": Data}
+    sections = {"model": Model, "data": Data}
     description = "trains a module of your own"
 
     @dataclass(kw_only=True)
@@ -81,6 +90,7 @@ class Module(Plugin):
             self.named["plugins.module.loss"] = self.config.loss
         for key, reference in self.named.items():
             check_reference(reference, recipe, key)
+        weight_files(recipe)
         self.loss = self._torch_loss()
         self.metrics = self._make_metrics()
 
@@ -116,6 +126,7 @@ class Module(Plugin):
         model = self._call("model")
         if not isinstance(model, nn.Module):
             raise RecipeError(f"{self.where}: model.module: made a {type(model).__name__}, expected a torch.nn.Module.")
+        load_weights(model, self.recipe)
         return model
 
     @hookimpl

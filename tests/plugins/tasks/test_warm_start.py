@@ -1,0 +1,113 @@
+"""``model.weights``: a warm start, and what it logs about tensors that do not match."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from recipe_runs import assert_same, make_run, user_code
+from safetensors.torch import save_file
+
+from fastloop import RecipeError
+from fastloop.lifecycle import build, execute
+from fastloop.recipe import make_recipe
+from fastloop.registry import resolve
+from fastloop.testing import LANGUAGE, write_texts
+
+
+def other_weights() -> dict[str, torch.Tensor]:
+    """Weights of the shapes of ``Net``, with other values."""
+    generator = torch.Generator().manual_seed(9)
+    return {name: torch.randn(tensor.shape, generator=generator) for name, tensor in user_code()["Net"]().state_dict().items()}
+
+
+def save(weights, path="weights.safetensors"):
+    save_file(weights, path) if path.endswith(".safetensors") else torch.save(weights, path)
+    return path
+
+
+FORMS = {
+    "safetensors": lambda weights: save(weights),
+    "pt": lambda weights: save(weights, "weights.pt"),
+    "nested": lambda weights: save({"state_dict": weights, "epoch": 3}, "last.ckpt"),
+    "ddp": lambda weights: save({f"module.{name}": tensor for name, tensor in weights.items()}, "ddp.pth"),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_model_begins_with_the_weights_of_the_file(form, caplog):
+    caplog.set_level(logging.INFO, "fastloop")
+    path = FORMS[form](other_weights())
+    run = make_run(model={"weights": path, "weights_strict": True})
+    assert_same(run.unwrap_model().state_dict(), other_weights())
+    assert f"r.yaml: model.weights: {path}: 12 of 12 tensors loaded" in caplog.messages
+
+
+def test_a_run_folder_is_a_source():
+    first = make_run()
+    execute(first)
+    assert_same(make_run("output=second", model={"weights": "out"}).unwrap_model().state_dict(), first.unwrap_model().state_dict())
+
+
+def test_mismatches_are_logged_and_keep_their_initial_values(caplog):
+    weights = other_weights()
+    weights["head.weight"] = torch.zeros(5, 8)
+    weights["classifier.bias"] = weights.pop("head.bias")
+    run = make_run(model={"weights": save(weights)})
+    state, initial = run.unwrap_model().state_dict(), user_code()["Net"]().state_dict()
+    assert_same({name: state[name] for name in initial if "head" in name}, {name: initial[name] for name in initial if "head" in name})
+    assert_same(
+        {name: state[name] for name in initial if "head" not in name}, {name: weights[name] for name in initial if "head" not in name}
+    )
+    assert (
+        "r.yaml: model.weights: weights.safetensors: 10 of 12 tensors loaded; 1 not in the file: head.bias; 1 of another shape: "
+        "head.weight (3, 8), there (5, 8); 1 not in the model: classifier.bias"
+    ) in caplog.messages
+
+
+def test_tied_weights_are_saved_once_and_not_missing(caplog):
+    caplog.set_level(logging.INFO, "fastloop")
+    write_texts(Path.cwd())
+    config = {**LANGUAGE["model"]["config"], "tie_word_embeddings": True}
+    tree = {**LANGUAGE, "model": {**LANGUAGE["model"], "config": config}, "train": {"device": "cpu", "epochs": 1}, "output": "first"}
+    first = build(recipe := make_recipe(tree), resolve(recipe))
+    execute(first)
+    warm = make_recipe({**tree, "model": {**tree["model"], "weights": "first", "weights_strict": True}, "output": "second"})
+    second = build(warm, resolve(warm))
+    assert_same(second.unwrap_model().state_dict(), first.unwrap_model().state_dict())
+
+
+class Evil:
+    def __reduce__(self):
+        return (Path.touch, (Path("touched"),))
+
+
+def broken() -> str:
+    Path("broken.safetensors").write_bytes(b"no weights")
+    return "broken.safetensors"
+
+
+ERRORS = {
+    "missing": (lambda: "nowhere.pt", False, r"model\.weights: nowhere\.pt: no such file or folder\. Expected a \.safetensors"),
+    "empty folder": (lambda: str(Path("empty").mkdir() or "empty"), False, r"model\.weights: empty: holds no \.safetensors file"),
+    "broken": (broken, False, r"broken\.safetensors cannot be read: .*header"),
+    "code": (lambda: save({"head.bias": Evil()}, "evil.pt"), False, r"evil\.pt cannot be read: .*[Ww]eights.only"),
+    "no tensors": (lambda: save({"epoch": 3}, "none.pt"), False, r"none\.pt holds no tensors by name"),
+    "nothing matches": (
+        lambda: save({"encoder.weight": torch.zeros(2)}),
+        False,
+        r"no tensor matches one of the model\. The file has encoder\.weight; the model has embed\.weight, embed\.bias, .*\.\.\.",
+    ),
+    "strict": (lambda: save({"head.bias": torch.zeros(3)}), True, r"1 of 12 tensors match; 11 not in the file: .*Correct it, or set"),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors_name_the_key_and_the_file(case):
+    make, strict, message = ERRORS[case]
+    with pytest.raises(RecipeError, match=message):
+        make_run(model={"weights": make(), "weights_strict": strict})
+    assert not Path("touched").exists()
+    assert not Path("out").exists()

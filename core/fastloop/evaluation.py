@@ -52,13 +52,13 @@ class EvaluationResults:
         self.metrics, self.where, self.split = metrics, where, split
         self.newest: Output | None = None
         self.losses: list[Tensor] = []
-        self.weights: list[int] = []
+        self.weights: list[float] = []
         self.waiting: list[tuple[Tensor, Tensor]] = []
         self.bytes = 0
         if metrics is not None:
             metrics.reset()
 
-    def add(self, output: Output, weight: int, samples: int) -> None:
+    def add(self, output: Output, weight: float, samples: int) -> None:
         """Add the output of a batch. Metrics ignore a batch without samples: its process only joined the collective operations."""
         self.newest = output
         self.losses.append(output.loss.detach())
@@ -96,7 +96,7 @@ class EvaluationResults:
             advice = "Choose a metric, or arguments of it, that fit the predictions and targets."
             raise MetricError(f"{self.where}: {label} failed for {self.split}: {reason}. {advice}", label, self.newest) from error
 
-    def read(self) -> tuple[float, int, dict[str, float]]:
+    def read(self) -> tuple[float, float, dict[str, float]]:
         """``(sum of loss times weight, sum of weights, metrics)``. Torchmetrics reduces the metrics over processes; the sums are local.
 
         The host reads the device once. A metric may read it more often."""

@@ -184,7 +184,8 @@ class Run:
             return self._totals[1]
         totals = BatchTotals.of(batches)
         if self.processes.world_size > 1:
-            totals = BatchTotals(*map(int, self.processes.all_reduce_sum(torch.tensor(totals, dtype=torch.int64)).tolist()))
+            weight, *counts = self.processes.all_reduce_sum(torch.tensor(totals, dtype=torch.float64)).tolist()
+            totals = BatchTotals(weight, *map(int, counts))
         self._totals = batches, totals
         return totals
 

@@ -89,7 +89,8 @@ class Batch:
 
     Attributes:
         inputs: The argument ``batch`` of ``compute_loss``: any nesting of tensors.
-        loss_weight: Samples or target tokens that the loss is the mean over; weights accumulated micro-batches. 0: ``samples``.
+        loss_weight: Samples or target tokens that the loss is the mean over, or the sum of their weights; weights accumulated
+            micro-batches. 0: ``samples``.
         samples: Number of samples.
         tokens: Number of tokens without padding. With 0, the default, ``tokens_per_second`` is 0 too.
         ids: Sample ids: indices of a map-style dataset, positions in an iterable one.
@@ -99,7 +100,7 @@ class Batch:
     """
 
     inputs: Any
-    loss_weight: int = 0
+    loss_weight: float = 0
     samples: int = 0
     tokens: int = 0
     ids: tuple[int, ...] = ()
@@ -125,7 +126,7 @@ class BatchTotals(NamedTuple):
         unreadable: Number of samples that could not be read.
     """
 
-    weight: int
+    weight: float
     samples: int
     tokens: int
     unreadable: int

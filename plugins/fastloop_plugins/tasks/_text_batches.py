@@ -98,5 +98,5 @@ class Ragged:
 
     columns: Mapping[str, tuple[Sequence[NDArray[Any]], int]]
     fixed: dict[str, Tensor] = field(default_factory=dict)
-    loss_weight: int
+    loss_weight: float
     tokens: int

@@ -5,6 +5,10 @@
     plugins:
       - module: {loss: cross_entropy, metrics: {accuracy: {type: MulticlassAccuracy, num_classes: 10}}}
 
+A loss with arguments is a mapping: ``{name: cross_entropy, label_smoothing: 0.1}``, ``{name: focal, gamma: 2}``. ``class_weights``
+of ``cross_entropy`` and ``focal`` are a list, or ``balanced``: from the targets of the training split. Micro-batches and processes then
+give the weighted loss of one big batch.
+
 ``data.module`` is a function that returns ``{"train": dataset, "validation": dataset, "test": dataset}``; the last two are optional. The
 loss of a sample ``(inputs, target)`` is ``loss(model(inputs), target)``; that of a mapping is ``model(**batch).loss``.
 """
@@ -18,6 +22,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from fastloop import Output, Plugin, RecipeError, hookimpl, option
 from fastloop.errors import did_you_mean
 from fastloop.options import parse
+from fastloop_plugins.tasks._losses import ClassLoss, WeightedCollator, targets_of, torch_loss, with_arguments
+from fastloop_plugins.tasks._metrics import collect, find_metrics, make_metrics
 from fastloop_plugins.tasks._warm_start import HELP, STRICT_HELP, load_weights, weight_files
 
 if TYPE_CHECKING:
@@ -62,7 +68,10 @@ class Module(Plugin):
     class Config:
         """Options."""
 
-        loss: Annotated[str | None, option("Function of torch.nn.functional, or file.py:name; null: the model returns .loss.")] = None
+        loss: Annotated[
+            str | dict[str, Any] | None,
+            option("focal, a function of torch.nn.functional or file.py:name, or {name: ..., arguments}; null: the model returns .loss."),
+        ] = None
         collate: Annotated[str | None, option("file.py:name of a collator; null: stack tensors.")] = None
         metrics: Annotated[
             dict[str, dict[str, Any]], option("Name -> {type: a class of torchmetrics, or file.py:name, and its arguments}.")
@@ -70,7 +79,13 @@ class Module(Plugin):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        answered_if_set = {"build_collator": self.config.collate, "build_metrics": self.config.metrics}
+        loss = self.config.loss
+        self.loss_name = loss.get("name") if isinstance(loss, dict) else loss
+        if loss is not None and not isinstance(self.loss_name, str):
+            raise RecipeError(f"{self.where}.loss: found {loss!r} without a name. Expected such as {{name: cross_entropy}}.")
+        weighted = isinstance(loss, dict) and loss.get("class_weights") is not None
+        self.uses_classes = weighted or self.loss_name == "focal"
+        answered_if_set = {"build_collator": self.config.collate or weighted, "build_metrics": self.config.metrics}
         self.fallback_hooks = ("compute_loss", *(hook for hook, value in answered_if_set.items() if not value))
 
     @classmethod
@@ -86,13 +101,20 @@ class Module(Plugin):
         self.named = {f"{key}.module": code.module for key, code in self.code.items()}
         if self.config.collate is not None:
             self.named["plugins.module.collate"] = self.config.collate
-        if self.config.loss is not None and ":" in self.config.loss:
-            self.named["plugins.module.loss"] = self.config.loss
+        if self.loss_name is not None and ":" in self.loss_name:
+            self.named["plugins.module.loss"] = self.loss_name
         for key, reference in self.named.items():
             check_reference(reference, recipe, key)
         weight_files(recipe)
-        self.loss = self._torch_loss()
-        self.metrics = self._make_metrics()
+        self.loss: Any = None
+        place, metrics = f"{recipe.where}: plugins.module.loss", self.config.metrics
+        if self.uses_classes:
+            self.loss = ClassLoss(self.config.loss, place)
+        elif self.loss_name is not None and "plugins.module.loss" not in self.named:
+            self.loss = torch_loss(self.config.loss, place)
+        place = f"{recipe.where}: plugins.module.metrics"
+        found = find_metrics(metrics, recipe, "plugins.module.metrics")
+        self.metrics = collect(make_metrics(found, metrics, place), place) if metrics else None
 
     @hookimpl
     def build_datasets(self) -> Mapping[str, Any]:
@@ -113,11 +135,20 @@ class Module(Plugin):
         for split in datasets:
             if split not in splits:
                 raise RecipeError(f"{self.where}: data.module: returned a split {split!r}.{did_you_mean(split, splits)}")
+        if self.uses_classes:
+            self.loss.set_weights(lambda: targets_of(datasets.get("train"), self.loss.where))
+        elif (loss := self.found.get("plugins.module.loss")) is not None:
+            self.loss = with_arguments(loss, self.config.loss, f"{self.where}: plugins.module.loss")
         return datasets
 
     @hookimpl
     def build_collator(self) -> Callable[[list[Any]], Any] | None:
-        return self.found.get("plugins.module.collate")
+        collate = self.found.get("plugins.module.collate")
+        if not self.uses_classes or self.loss.weights is None:
+            return collate
+        from torch.utils.data import default_collate
+
+        return WeightedCollator(collate or default_collate, self.loss)
 
     @hookimpl
     def build_model(self) -> nn.Module:
@@ -137,7 +168,7 @@ class Module(Plugin):
     def compute_loss(self, model: nn.Module, batch: Any) -> Output:
         from fastloop.trainer import forward
 
-        return forward(model, batch, self.found.get("plugins.module.loss", self.loss))
+        return forward(model, batch, self.loss)
 
     def _call(self, key: str) -> Any:
         try:
@@ -148,45 +179,3 @@ class Module(Plugin):
             raise RecipeError(
                 f"{self.where}: {key}.arguments: {self.code[key].module} was called with {self.code[key].arguments}: {error}."
             ) from error
-
-    def _torch_loss(self) -> Any:
-        """The function of torch.nn.functional that ``loss`` names; None for other values."""
-        from torch.nn import functional
-
-        name = self.config.loss
-        if name is None or ":" in name:
-            return None
-        losses = [known for known in dir(functional) if known.endswith(("loss", "entropy", "with_logits", "div"))]
-        if not hasattr(functional, name):
-            raise RecipeError(f"{self.where}: plugins.module.loss: torch.nn.functional has no {name!r}.{did_you_mean(name, losses)}")
-        return getattr(functional, name)
-
-    def _make_metrics(self) -> MetricCollection | None:
-        if not self.config.metrics:
-            return None
-        import torchmetrics
-        from torchmetrics import classification, regression
-
-        from fastloop.recipe.importing import import_object
-
-        known = {name: getattr(home, name) for home in (torchmetrics, classification, regression) for name in home.__all__}
-        made = {}
-        for name, options in self.config.metrics.items():
-            key = f"{self.where}: plugins.module.metrics.{name}"
-            kind = str(options.get("type"))
-            if ":" in kind:
-                cls = import_object(kind, self.recipe, f"plugins.module.metrics.{name}.type")
-                if not (isinstance(cls, type) and issubclass(cls, torchmetrics.Metric)):
-                    raise RecipeError(f"{key}.type: {kind} is not a subclass of torchmetrics.Metric.")
-            elif kind in known:
-                cls = known[kind]
-            else:
-                raise RecipeError(f"{key}.type: torchmetrics has no {kind!r}.{did_you_mean(kind, known)}")
-            try:
-                made[name] = cls(**{option: value for option, value in options.items() if option != "type"})
-            except (TypeError, ValueError) as error:
-                raise RecipeError(f"{key}: {error}") from None
-        try:
-            return torchmetrics.MetricCollection(made)
-        except KeyError as error:  # names of nn.Module's attributes, such as float
-            raise RecipeError(f"{self.where}: plugins.module.metrics: {error.args[0]}. Call the metric something else.") from None

@@ -8,6 +8,17 @@
 Labels are text, or whole numbers from 0; the training split defines the classes. If a checkpoint has classes with the same names, the run
 keeps its ids and its head. Otherwise the head is reinitialized, with a warning.
 
+    plugins:
+      - text-classification:
+          loss: {name: cross_entropy, class_weights: balanced, label_smoothing: 0.1}     # or {name: focal, gamma: 2}
+          metrics: {auroc: {type: BinaryAUROC}, recall: {type: MulticlassRecall}}         # beside accuracy and f1
+          threshold: 0.3                                                                 # predict class 1 above this probability
+
+``class_weights`` are a list, a mapping of the classes' names, or ``balanced``: ``N / (C * count)`` of the training labels. Micro-batches,
+packed rows and processes give the weighted loss of one big batch. Evaluation computes the same loss.
+
+The task sets the metrics' ``num_classes``, ``task`` and ``threshold``, and gives ``Binary...`` metrics the probability of class 1.
+
 ``f1`` follows scikit-learn: with two classes it is the F1 score of class 1 (``average="binary"``), else the mean over the classes
 (``average="macro"``).
 """
@@ -15,9 +26,12 @@ keeps its ids and its head. Otherwise the head is reinitialized, with a warning.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any
 
-from fastloop import Batch, Output, Plugin, SpeedupEstimate, hookimpl
+from fastloop import Batch, Output, Plugin, SpeedupEstimate, hookimpl, option
+from fastloop_plugins.tasks._losses import HELP, ClassLoss
+from fastloop_plugins.tasks._metrics import classifier_metrics, find_metrics
 from fastloop_plugins.tasks._model_checks import PROBE, check_classifies
 from fastloop_plugins.tasks._text_data import Data, TextData
 from fastloop_plugins.tasks._text_model import Model, TextModel
@@ -26,7 +40,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import nn
-    from torchmetrics import Metric, MetricCollection
+    from torchmetrics import MetricCollection
 
     from fastloop import Run
     from fastloop.estimates import StepProfile
@@ -42,6 +56,18 @@ class TextClassification(Plugin):
     fallback_hooks = ("compute_loss",)
     sections = {"model": Model, "data": Data}
     description = "model, data, loss and metrics of text classification"
+
+    @dataclass(kw_only=True)
+    class Config:
+        """Options."""
+
+        loss: Annotated[str | dict[str, Any], option(HELP)] = "cross_entropy"
+        metrics: Annotated[
+            dict[str, dict[str, Any]], option("More metrics: name -> {type: a class of torchmetrics, or file.py:name, and its arguments}.")
+        ] = field(default_factory=dict)
+        threshold: Annotated[
+            float | None, option("For two classes: predict class 1 if its probability is above this; null: the likelier class.", gt=0, lt=1)
+        ] = None
 
     @classmethod
     def auto_enable(cls, recipe: Recipe) -> str | None:
@@ -61,6 +87,8 @@ class TextClassification(Plugin):
     @hookimpl
     def check_recipe(self, recipe: Recipe) -> None:
         self.data, self.text_model = TextData(recipe, labelled=True), TextModel(recipe, classify=True)
+        self.loss = ClassLoss(self.config.loss, f"{recipe.where}: plugins.{self.name}.loss")
+        self.metric_classes = find_metrics(self.config.metrics, recipe, f"plugins.{self.name}.metrics")
 
     @hookimpl
     def build_datasets(self, run: Run) -> Mapping[str, Sequences]:
@@ -74,7 +102,9 @@ class TextClassification(Plugin):
         run.state.unreadable += self.data.unreadable
         self.labels = self.text_model.order_labels(self.data.classes)
         ids = np.array(self.labels.ids)
-        return {name: Sequences(split.ids, split.lengths, ids[split.labels]) for name, split in splits.items()}
+        datasets = {name: Sequences(split.ids, split.lengths, ids[split.labels]) for name, split in splits.items()}
+        self.loss.set_weights(lambda: datasets["train"].labels, self.labels.names)
+        return datasets
 
     @hookimpl
     def build_collator(self, run: Run) -> Collator:
@@ -82,7 +112,7 @@ class TextClassification(Plugin):
 
         options = self.data.options
         width = Width(options.max_length, run.loader_settings.pad_to_multiple_of, options.padding == "max_length")
-        return Collator(self.text_model.tokenizer.pad_token_id, width)
+        return Collator(self.text_model.tokenizer.pad_token_id, width, self.loss)
 
     @hookimpl
     def build_model(self, run: Run) -> nn.Module:
@@ -96,26 +126,17 @@ class TextClassification(Plugin):
         return model
 
     @hookimpl
-    def build_metrics(self) -> MetricCollection:
-        from torchmetrics import MetricCollection
-        from torchmetrics.classification import BinaryF1Score, MulticlassAccuracy, MulticlassF1Score
-        from torchmetrics.wrappers import LambdaInputTransformer
-
-        count = len(self.labels.names)
-        f1: Metric = MulticlassF1Score(count, average="macro")
-        if count == 2:
-            f1 = LambdaInputTransformer(BinaryF1Score(validate_args=False), transform_pred=lambda logits: logits.argmax(1))
-        return MetricCollection({"accuracy": MulticlassAccuracy(count, average="micro"), "f1": f1})
+    def build_metrics(self, run: Run) -> MetricCollection:
+        where = f"{run.recipe.where}: plugins.{self.name}.metrics"
+        return classifier_metrics(self.metric_classes, self.config.metrics, where, len(self.labels.names), self.config.threshold)
 
     @hookimpl
     def compute_loss(self, model: nn.Module, batch: dict[str, Any]) -> Output:
-        from torch.nn.functional import cross_entropy
-
         from fastloop_plugins.tasks._text_masks import forward
 
         inputs = {name: value for name, value in batch.items() if name != "labels"}
         logits = forward(model, inputs, never="position_ids" in batch).logits  # inputs with positions are packed rows, which need no mask
-        return Output(cross_entropy(logits.float(), batch["labels"]), logits, batch["labels"])
+        return Output(self.loss(logits.float(), batch["labels"]), logits, batch["labels"])
 
     @hookimpl
     def export_model(self, run: Run, folder: Path) -> Path:
@@ -125,8 +146,8 @@ class TextClassification(Plugin):
 class Collator:
     """Pads a list of samples. The mask is 1 for real tokens; a batch without padding has no mask."""
 
-    def __init__(self, pad_token_id: int, width: Width) -> None:
-        self.pad_token_id, self.width = pad_token_id, width
+    def __init__(self, pad_token_id: int, width: Width, loss: ClassLoss) -> None:
+        self.pad_token_id, self.width, self.loss = pad_token_id, width, loss
 
     def __call__(self, samples: list[dict[str, Any]]) -> Batch:
         import torch
@@ -149,6 +170,6 @@ class Collator:
 
         rows = [sample["input_ids"] for sample in samples]
         labels = torch.tensor([sample["label"] for sample in samples])
-        return Ragged(
-            columns={"input_ids": (rows, self.pad_token_id)}, fixed={"labels": labels}, loss_weight=len(rows), tokens=sum(map(len, rows))
-        )
+        weight = len(rows) if self.loss.weights is None else self.loss.weight_of(labels)
+        columns = {"input_ids": (rows, self.pad_token_id)}
+        return Ragged(columns=columns, fixed={"labels": labels}, loss_weight=weight, tokens=sum(map(len, rows)))

@@ -1,0 +1,189 @@
+"""Losses of a recipe: cross entropy and focal loss with class weights, functions of torch, or code of your own."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from fastloop import Batch, RecipeError, UsageError, option
+from fastloop.errors import did_you_mean
+from fastloop.options import parse
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+HELP = "cross_entropy or focal, or with options: {name: cross_entropy, label_smoothing: 0.1, class_weights: balanced}."
+
+
+@dataclass(kw_only=True)
+class LossOptions:
+    """The options of a classifier's loss."""
+
+    name: Annotated[Literal["cross_entropy", "focal"], option("The loss.")] = "cross_entropy"
+    class_weights: Annotated[
+        Literal["balanced"] | list[float] | dict[str, float] | None,
+        option("A weight for each class: a list, a mapping of the classes' names, or balanced."),
+    ] = None
+    label_smoothing: Annotated[float, option("Share of the target that is spread over all classes, for cross_entropy.", ge=0, le=1)] = 0.0
+    gamma: Annotated[float, option("Exponent of focal: 0 gives cross entropy.", ge=0)] = 2.0
+
+    def __post_init__(self) -> None:
+        if self.name == "focal" and self.label_smoothing:
+            raise ValueError("label_smoothing: is for cross_entropy, and the loss is focal. Remove it.")
+
+
+class ClassLoss:
+    """The mean loss of logits of shape (N, C, ...) and classes of shape (N, ...), weighted by class.
+
+    The mean is over the sum of the targets' weights, as in torch. So that micro-batches and processes give the loss of one big batch, a
+    batch's ``loss_weight`` must be ``weight_of`` its targets. Focal loss: Lin et al., "Focal Loss for Dense Object Detection", 2017.
+
+    Args:
+        value: The recipe's value: a name or a mapping of ``LossOptions``.
+        where: The recipe and the key, for messages.
+
+    Attributes:
+        weights: One weight for each class, shape (C,), float32, on the CPU; None: all are 1.
+
+    Raises:
+        RecipeError: An option is invalid.
+    """
+
+    def __init__(self, value: str | Mapping[str, Any], where: str) -> None:
+        self.options = parse(LossOptions, {"name": value} if isinstance(value, str) else value, where)
+        self.where = f"{where}.class_weights"
+        self.weights: Tensor | None = None
+        self._placed: Tensor | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_placed": None}  # workers of a loader get a copy
+
+    def set_weights(self, labels: Callable[[], Any], names: Sequence[str] | None = None) -> None:
+        """Compute ``weights``. ``balanced`` is ``N / (C * count)``, as in scikit-learn, with the counts of the training split.
+
+        Args:
+            labels: Returns the classes of the training samples, int64.
+            names: The classes' names; None: unknown, and as many as ``balanced`` finds or the list has.
+
+        Raises:
+            RecipeError: A class has no weight, or ``balanced`` finds no sample of it.
+        """
+        import torch
+
+        given = self.options.class_weights
+        if given is None:
+            return
+        if given == "balanced":
+            counts = torch.bincount(torch.as_tensor(labels()), minlength=len(names or ()))
+            if not counts.all():
+                raise RecipeError(f"{self.where}: balanced: class {int(counts.argmin())} has no training sample. Give a list of weights.")
+            self.weights = (counts.sum() / (len(counts) * counts.double())).float()
+            return
+        if isinstance(given, dict):
+            for name in {*given, *(names or ())}:
+                if name not in given or name not in (names or ()):
+                    hint = f" The classes: {', '.join(names)}." if names else " The task has no names of classes: give a list."
+                    raise RecipeError(f"{self.where}: {'no weight for' if name not in given else 'no class'} {name!r}.{hint}")
+            given = [given[name] for name in names or ()]
+        if (names is not None and len(given) != len(names)) or min(given, default=0.0) <= 0:
+            raise RecipeError(f"{self.where}: found {given}, expected a weight above 0 for each of the {len(names or given)} classes.")
+        self.weights = torch.tensor(given)
+
+    def weight_of(self, targets: Tensor) -> float:
+        """The sum of the targets' weights, in float64. Negative targets are ignored, as in torch.
+
+        Raises:
+            UsageError: A target is no class with a weight.
+        """
+        import torch
+
+        assert self.weights is not None
+        if targets.is_floating_point() or (targets.numel() and targets.max() >= len(self.weights)):
+            found = targets.dtype if targets.is_floating_point() else f"the class {int(targets.max())}"
+            raise UsageError(f"{self.where}: has {len(self.weights)} weights, and a batch's targets have {found}. Expected classes from 0.")
+        return float(self.weights.double()[targets[targets >= 0].to(torch.int64)].sum())
+
+    def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
+        from torch.nn.functional import cross_entropy, log_softmax, nll_loss
+
+        if self.weights is not None and (self._placed is None or self._placed.device != logits.device):
+            self._placed = self.weights.to(logits.device)
+        if self.options.name == "cross_entropy":
+            return cross_entropy(logits, targets, self._placed, label_smoothing=self.options.label_smoothing)
+        log = log_softmax(logits, 1)
+        return nll_loss((1 - log.exp()) ** self.options.gamma * log, targets, self._placed)
+
+
+class WeightedCollator:
+    """Sets ``loss_weight`` of batches ``(inputs, targets)`` to the sum of the targets' class weights."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any], loss: ClassLoss) -> None:
+        self.collate, self.loss = collate, loss
+
+    def __call__(self, samples: list[Any]) -> Batch:
+        result = self.collate(samples)
+        batch = result if isinstance(result, Batch) else Batch(result)
+        if not (isinstance(batch.inputs, Sequence) and len(batch.inputs) == 2):
+            raise UsageError(f"{self.loss.where}: needs batches (inputs, targets), and found one of type {type(batch.inputs).__name__}.")
+        batch.loss_weight = self.loss.weight_of(batch.inputs[1])
+        return batch
+
+
+def targets_of(dataset: Any, where: str) -> Any:
+    """The targets of all samples ``(inputs, target)`` of a map-style dataset, int64. Reads every sample, except of a ``TensorDataset``.
+
+    Raises:
+        RecipeError: The dataset has no length, or its samples another form.
+    """
+    import torch
+    from torch.utils.data import TensorDataset
+
+    if isinstance(dataset, TensorDataset):
+        return dataset.tensors[-1].flatten()
+    try:
+        return torch.tensor([int(dataset[index][1]) for index in range(len(dataset))])
+    except (TypeError, ValueError, KeyError, IndexError) as error:
+        problem = f"{type(error).__name__}: {error}"
+        raise RecipeError(
+            f"{where}: balanced: cannot read the class of each training sample: {problem}. Give a list of weights."
+        ) from error
+
+
+def torch_loss(value: str | Mapping[str, Any], where: str) -> Callable[..., Tensor]:
+    """The function of torch.nn.functional that a recipe names, with its arguments.
+
+    Raises:
+        RecipeError: It does not exist, or has no such argument.
+    """
+    from torch.nn import functional
+
+    name = value if isinstance(value, str) else str(value["name"])
+    losses = [known for known in dir(functional) if known.endswith(("loss", "entropy", "with_logits", "div"))]
+    if not hasattr(functional, name):
+        raise RecipeError(f"{where}: torch.nn.functional has no {name!r}.{did_you_mean(name, [*losses, 'focal'])}")
+    function: Callable[..., Tensor] = getattr(functional, name)
+    return with_arguments(function, value, where)
+
+
+def with_arguments(function: Callable[..., Any], value: str | Mapping[str, Any], where: str) -> Callable[..., Any]:
+    """A function ``(predictions, targets)`` with the keyword arguments in a recipe's value.
+
+    Raises:
+        RecipeError: It has no such argument, or the loss would not be a mean.
+    """
+    if isinstance(value, str):
+        return function
+    name, arguments = value["name"], {key: item for key, item in value.items() if key != "name"}
+    parameters = inspect.signature(function).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    for key in arguments:
+        if key in ("reduction", "size_average", "reduce"):
+            raise RecipeError(f"{where}.{key}: fastloop needs the mean, which it weights by samples. Remove it.")
+        if key == "weight":
+            raise RecipeError(f"{where}.weight: set class_weights instead: they also weight micro-batches and processes.")
+        if key not in list(parameters)[2:] and not takes_any:
+            raise RecipeError(f"{where}.{key}: {name} has no such argument.{did_you_mean(key, list(parameters)[2:])}")
+    return functools.partial(function, **arguments)

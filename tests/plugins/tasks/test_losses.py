@@ -1,0 +1,214 @@
+"""Losses and metrics by name, in ``module`` and ``text-classification``, against torch, torchmetrics and scikit-learn's formula."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from recipe_runs import LR, assert_same, make_run, torch_loop, trained, user_code
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import AdamW
+from torchmetrics.functional.classification import binary_auroc, binary_f1_score, multiclass_recall
+
+from fastloop import RecipeError
+from fastloop.lifecycle import build, execute
+from fastloop.recipe import make_recipe
+from fastloop.registry import resolve
+from fastloop.testing import TEXTS, write_texts
+
+WEIGHTS = [1.0, 2.5, 0.25]
+
+
+def focal(logits: Tensor, targets: Tensor, gamma: float = 2.0) -> Tensor:
+    """Focal loss, sample by sample, without weights."""
+    probabilities = logits.softmax(1)[torch.arange(len(targets)), targets]
+    return (-((1 - probabilities) ** gamma) * probabilities.log()).mean()
+
+
+def adamw(model: nn.Module) -> AdamW:
+    return AdamW(model.parameters(), lr=LR, weight_decay=0.0)
+
+
+def balanced() -> Tensor:
+    """scikit-learn's ``compute_class_weight("balanced")``: ``n_samples / (n_classes * bincount(y))``."""
+    counts = user_code()["data"]()["train"].tensors[1].bincount()
+    return (counts.sum() / (3 * counts.double())).float()
+
+
+LOSSES: dict[str, tuple[Any, Any]] = {
+    "smoothing": ({"name": "cross_entropy", "label_smoothing": 0.1}, lambda x, y: functional.cross_entropy(x, y, label_smoothing=0.1)),
+    "weights": (
+        {"name": "cross_entropy", "class_weights": WEIGHTS},
+        lambda x, y: functional.cross_entropy(x, y, torch.tensor(WEIGHTS)),
+    ),
+    "balanced and smoothing": (
+        {"name": "cross_entropy", "class_weights": "balanced", "label_smoothing": 0.2},
+        lambda x, y: functional.cross_entropy(x, y, balanced(), label_smoothing=0.2),
+    ),
+    "multi margin": ({"name": "multi_margin_loss", "margin": 0.5}, lambda x, y: functional.multi_margin_loss(x, y, margin=0.5)),
+}
+
+
+@pytest.mark.parametrize("case", LOSSES)
+def test_the_weights_equal_those_of_a_plain_loop(case):
+    recipe, loss = LOSSES[case]
+    assert_same(trained(loss=recipe), torch_loop(adamw, loss))
+
+
+def test_focal_loss_follows_its_formula_and_is_cross_entropy_for_gamma_0():
+    theirs = torch_loop(adamw, focal)
+    for name, tensor in trained(loss="focal").items():
+        torch.testing.assert_close(tensor, theirs[name], rtol=1e-4, atol=1e-6)
+    plain = trained("output=plain")
+    for name, tensor in trained("output=zero", loss={"name": "focal", "gamma": 0}).items():
+        torch.testing.assert_close(tensor, plain[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("loss", [{"name": "cross_entropy", "class_weights": WEIGHTS}, {"name": "focal", "class_weights": WEIGHTS}])
+@pytest.mark.parametrize("micro_batch", [1, 2])
+def test_micro_batches_give_the_weighted_loss_of_one_big_batch(loss, micro_batch):
+    """Plain averages of micro-batch means would differ by several percent."""
+    whole = trained("output=whole", loss=loss, optimizer="SGD")
+    split = trained("output=split", loss=loss, optimizer="SGD", micro_batch_size=micro_batch)
+    for name, tensor in split.items():
+        torch.testing.assert_close(tensor, whole[name], rtol=1e-5, atol=1e-6)
+
+
+def weighted_on_processes(output: str) -> dict[str, Tensor]:
+    """The weights after training on this process and others, with uneven shares."""
+    run = make_run(
+        f"output={output}", loss={"name": "cross_entropy", "class_weights": WEIGHTS}, optimizer="SGD", micro_batch_size=2, plugins=["ddp"]
+    )
+    execute(run)
+    return run.unwrap_model().state_dict()
+
+
+def test_processes_give_the_weighted_loss_of_one_big_batch(processes, tmp_path):
+    theirs = torch_loop(
+        lambda model: torch.optim.SGD(model.parameters(), lr=LR), lambda x, y: functional.cross_entropy(x, y, torch.tensor(WEIGHTS))
+    )
+    for ended in processes(2, weighted_on_processes, "out", folder=tmp_path):
+        for name, tensor in ended.result.items():
+            torch.testing.assert_close(tensor, theirs[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (
+            {"name": "cross_entropy", "label_smooth": 0.1},
+            r"module\.loss\.label_smooth: .*no such argument\. Did you mean 'label_smoothing'",
+        ),
+        ({"label_smoothing": 0.1}, r"module\.loss: found .* without a name"),
+        ({"name": "cross_entropy", "reduction": "sum"}, r"module\.loss\.reduction: fastloop needs the mean"),
+        (
+            {"name": "cross_entropy", "class_weights": [1.0, -1.0, 1.0]},
+            r"loss\.class_weights: found \[1\.0, -1\.0, 1\.0\], expected a weight",
+        ),
+        ({"name": "cross_entropy", "class_weights": {"a": 1.0}}, r"loss\.class_weights: no class 'a'\. The task has no names of classes"),
+        ({"name": "focal", "label_smoothing": 0.1}, r"loss: label_smoothing: is for cross_entropy, and the loss is focal"),
+        ({"name": "cross_entropy", "weight": [1.0, 1.0, 1.0]}, r"module\.loss\.weight: set class_weights instead"),
+        ({"name": "mse_loss", "class_weights": "balanced"}, r"loss\.name: found 'mse_loss'"),
+        ("focl", r"loss: torch\.nn\.functional has no 'focl'"),
+    ],
+)
+def test_errors_name_the_key(loss, message):
+    with pytest.raises(RecipeError, match=message):
+        make_run(loss=loss)
+    assert not Path("out").exists()
+
+
+# -- text-classification -------------------------------------------------------------------------------------------------
+
+
+def text_run(*plugins: Any, output: str = "texts-run", **options: Any) -> Any:
+    """A built run of a tiny BERT without dropout, on unbalanced labels."""
+    write_texts(Path.cwd())
+    file = Path("texts/train.jsonl")
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    file.write_text("".join(json.dumps(row) + "\n" for index, row in enumerate(rows) if row["label"] == 0 or index % 3 == 0))
+    config = {**TEXTS["model"]["config"], "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    micro = {"micro_batch_size": options.pop("micro_batch_size")} if "micro_batch_size" in options else {}
+    recipe = make_recipe(
+        {
+            **TEXTS,
+            "model": {**TEXTS["model"], "config": config},
+            "train": {"device": "cpu", "epochs": 1, "lr": 0.01, "batch_size": 8, "optimizer": "SGD", **micro},
+            "plugins": [{"text-classification": options}, *plugins],
+            "output": output,
+        }
+    )
+    return build(recipe, resolve(recipe))
+
+
+def test_balanced_weights_come_from_the_training_labels():
+    run = text_run(loss={"class_weights": "balanced"})
+    counts = torch.from_numpy(run.datasets["train"].labels).bincount()
+    assert counts[0] > counts[1] > 0
+    (task,) = [plugin for plugin in run.plugins if plugin.name == "text-classification"]
+    torch.testing.assert_close(task.loss.weights, (counts.sum() / (2 * counts.double())).float(), rtol=0, atol=0)
+
+
+def test_packed_rows_and_micro_batches_give_the_weighted_loss_of_one_big_batch():
+    results = {}
+    for name, plugins, options in (
+        ("whole", [], {}),
+        ("split", [], {"micro_batch_size": 2}),
+        ("packed", ["packing"], {"micro_batch_size": 2}),
+    ):
+        run = text_run(*plugins, output=name, loss={"class_weights": {"0": 1.0, "1": 4.0}}, **options)
+        execute(run)
+        results[name] = run.unwrap_model().state_dict(), run.state.metrics["validation"]["loss"]
+    for name in ("split", "packed"):
+        assert results[name][1] == pytest.approx(results["whole"][1], rel=1e-4)
+        for key, tensor in results[name][0].items():
+            torch.testing.assert_close(tensor, results["whole"][0][key], rtol=1e-3, atol=1e-5)
+
+
+def validation_logits(run: Any) -> tuple[Tensor, Tensor]:
+    """The logits and labels of the validation split, one sample at a time."""
+    dataset, collate = run.datasets["validation"], run.loaders.collators["validation"]
+    batches = [collate([dataset[index]]).inputs for index in range(len(dataset))]
+    model = run.unwrap_model().eval()
+    with torch.no_grad():
+        logits = [model(**{key: value for key, value in batch.items() if key != "labels"}).logits for batch in batches]
+    return torch.cat(logits), torch.cat([batch["labels"] for batch in batches])
+
+
+def test_metrics_and_a_threshold_beside_the_built_in_ones():
+    metrics = {"auroc": {"type": "BinaryAUROC"}, "recall": {"type": "MulticlassRecall", "average": "macro"}, "acc": {"type": "Accuracy"}}
+    run = text_run(metrics=metrics, threshold=0.4)
+    execute(run)
+    logits, labels = validation_logits(run)
+    probability, found = logits.softmax(1)[:, 1], run.state.metrics["validation"]
+    predicted = (probability > 0.4).long()
+    assert set(found) == {"loss", "accuracy", "f1", *metrics}
+    assert found["accuracy"] == pytest.approx((predicted == labels).float().mean().item())
+    assert found["f1"] == pytest.approx(binary_f1_score(predicted, labels).item())
+    assert found["auroc"] == pytest.approx(binary_auroc(probability, labels).item(), abs=1e-6)
+    assert found["recall"] == pytest.approx(multiclass_recall(logits, labels, 2).item())
+    assert found["acc"] == pytest.approx((logits.argmax(1) == labels).float().mean().item())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss": "hinge"}, r"text-classification\.loss\.name: found 'hinge'"),
+        ({"loss": {"label_smothing": 0.1}}, r"text-classification\.loss\.label_smothing: no such option\. Did you mean 'label_smoothing'"),
+        ({"loss": {"class_weights": [1.0]}}, r"loss\.class_weights: found \[1\.0\], expected a weight above 0 for each of the 2 classes"),
+        ({"loss": {"class_weights": {"0": 1.0}}}, r"loss\.class_weights: no weight for '1'\. The classes: 0, 1"),
+        (
+            {"metrics": {"a": {"type": "BinaryAUC"}}},
+            r"text-classification\.metrics\.a\.type: torchmetrics has no 'BinaryAUC'\. Did you mean",
+        ),
+        ({"metrics": {"f1": {"type": "BinaryAUROC"}}}, r"metrics\.f1: the task has a metric 'f1'"),
+        ({"threshold": 1.5}, r"text-classification\.threshold: found 1\.5"),
+    ],
+)
+def test_errors_of_the_text_task_name_the_key(options, message):
+    with pytest.raises(RecipeError, match=message):
+        text_run(**options)

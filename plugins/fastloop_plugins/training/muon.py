@@ -7,8 +7,10 @@
 Muon orthogonalizes the update of a 2-D weight. Torch's Muon refuses all other weights. Embeddings and the output layer of a language model
 are 2-D, too, but AdamW steps them, as the method prescribes. For a classifier's output layer, set ``adamw``. Both optimizers use
 ``train.lr`` and ``train.weight_decay``: by default, ``adjust_lr_fn: match_rms_adamw`` scales Muon's updates to the size of AdamW's. The
-arguments in ``train.optimizer`` are Muon's. Methods: Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024; Liu et
-al., "Muon is Scalable for LLM Training", 2025.
+arguments in ``train.optimizer`` are Muon's. Several processes need ``ddp``: sharded weights are refused.
+
+Methods: Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024; Liu et al., "Muon is Scalable for LLM Training",
+2025.
 """
 
 from __future__ import annotations
@@ -46,6 +48,7 @@ class MuonOptimizer(Plugin):
     @hookimpl
     def build_optimizer(self, run: Run, model: nn.Module) -> dict[str, Optimizer] | None:
         from torch import nn, optim
+        from torch.distributed.tensor import DTensor
 
         from fastloop.defaults import optimizer_keywords
         from fastloop_plugins.training._patterns import matching, parameters_by_name
@@ -63,6 +66,8 @@ class MuonOptimizer(Plugin):
         rest = [weight for weight in trained if weight.ndim != 2 or id(weight) in kept]
         if not matrices:
             raise RecipeError(f"{where}: no 2-D weight is left for Muon. Use another optimizer: train.optimizer=AdamW.")
+        if any(isinstance(weight, DTensor) for weight in matrices):
+            raise RecipeError(f"{run.recipe.where}: train.optimizer: Muon on sharded weights gives other updates. Use ddp instead of fsdp.")
         arguments = {"adjust_lr_fn": "match_rms_adamw", **optimizer_keywords(run.recipe)}
         try:
             muon = optim.Muon(matrices, **arguments)

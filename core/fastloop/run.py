@@ -184,8 +184,7 @@ class Run:
             return self._totals[1]
         totals = BatchTotals.of(batches)
         if self.processes.world_size > 1:
-            weight, *counts = self.processes.all_reduce_sum(torch.tensor(totals, dtype=torch.float64)).tolist()
-            totals = BatchTotals(weight, *map(int, counts))
+            totals = BatchTotals.read(self.processes.all_reduce_sum(torch.tensor(totals, dtype=torch.float64)))
         self._totals = batches, totals
         return totals
 

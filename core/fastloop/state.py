@@ -137,6 +137,12 @@ class BatchTotals(NamedTuple):
         counts = [(batch.loss_weight, batch.samples, batch.tokens, len(batch.unreadable)) for batch in batches]
         return cls(*map(sum, zip(*counts, strict=True)))
 
+    @classmethod
+    def read(cls, totals: Tensor) -> BatchTotals:
+        """The totals in a tensor of shape (4,), float64."""
+        weight, *counts = totals.tolist()
+        return cls(weight, *map(int, counts))
+
 
 @dataclass(slots=True)
 class Output:

@@ -107,11 +107,12 @@ class Module(Plugin):
             check_reference(reference, recipe, key)
         weight_files(recipe)
         self.loss: Any = None
+        chosen: Any = self.config.loss
         place, metrics = f"{recipe.where}: plugins.module.loss", self.config.metrics
         if self.uses_classes:
-            self.loss = ClassLoss(self.config.loss, place)
+            self.loss = ClassLoss(chosen, place)
         elif self.loss_name is not None and "plugins.module.loss" not in self.named:
-            self.loss = torch_loss(self.config.loss, place)
+            self.loss = torch_loss(chosen, place)
         place = f"{recipe.where}: plugins.module.metrics"
         found = find_metrics(metrics, recipe, "plugins.module.metrics")
         self.metrics = collect(make_metrics(found, metrics, place), place) if metrics else None
@@ -138,7 +139,7 @@ class Module(Plugin):
         if self.uses_classes:
             self.loss.set_weights(lambda: targets_of(datasets.get("train"), self.loss.where))
         elif (loss := self.found.get("plugins.module.loss")) is not None:
-            self.loss = with_arguments(loss, self.config.loss, f"{self.where}: plugins.module.loss")
+            self.loss = with_arguments(loss, self.config.loss or "", f"{self.where}: plugins.module.loss")
         return datasets
 
     @hookimpl

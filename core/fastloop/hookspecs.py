@@ -44,6 +44,7 @@
     recover                                         # when training or an evaluation raises
     on_exception                                    # when the run fails; write_summary follows
     teardown                                        # last, once: also after a failure, a stop signal or a failed build
+    build_prediction_data, predict                  # only in `fastloop predict`; it and `fastloop evaluate` build no optimizer
 
 Kinds of hooks:
 
@@ -62,7 +63,7 @@ of one process (``run.state.request_stop``) applies to all. Every process must c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -122,14 +123,12 @@ def configure_optimizer(draft: OptimizerDraft) -> None:
 
 @first
 def build_datasets(run: Run) -> Mapping[str, Any] | None:
-    """First. Split -> torch dataset, map-style or iterable: ``train``, and optionally ``validation`` and ``test``. A dataset may also
-    declare its samples' lengths, a fingerprint for --resume and more: see ``fastloop.data.DatasetProtocol``."""
+    """First. Split -> dataset, map-style or iterable (``fastloop.data.DatasetProtocol``): ``train``; maybe ``validation``, ``test``."""
 
 
 @first
 def build_sampler(run: Run, split: str) -> BatchSampler | None:
     """First. The order of a map-style dataset: torch's ``BatchSampler`` around any sampler with a length.
-
     Its ``drop_last`` drops the samples at an epoch's end that do not fill a batch. The batch has ``train.batch_size`` samples in training,
     and the sampler's own ``batch_size`` in evaluation. Without a sampler, training shuffles all samples by seed and epoch, and evaluation
     keeps the dataset's order."""
@@ -153,21 +152,18 @@ def before_prepare(run: Run, model: nn.Module) -> nn.Module | None:
 @first
 def build_optimizer(run: Run, model: nn.Module) -> Optimizer | Mapping[str, Optimizer] | None:
     """First. The core builds the recipe's ``train.optimizer``. ``run.optimizer_arguments`` holds the arguments that plugins set.
-
     A dict of name -> optimizer becomes one optimizer of all their groups. ``run.optimizer["generator"]`` is one of the dict."""
 
 
 @first
 def build_scheduler(run: Run, optimizer: Optimizer) -> LRScheduler | Mapping[str, LRScheduler] | None:
     """First. The loop steps it once per step, and not after a skipped update. Without a scheduler, the learning rate is constant.
-
     With several optimizers, one scheduler schedules all groups. A dict of an optimizer's name -> scheduler schedules each by its steps."""
 
 
 @first
 def prepare(run: Run, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Any] | None:
     """First; by default, Accelerate prepares both. Returns the model and the optimizer that the loop uses.
-
     Implement it for a strategy without Accelerate. The optimizer needs ``step``, ``zero_grad`` and ``param_groups``; the model's forward
     must keep its arguments. The optimizer must step every trained parameter, or the run ends with an error. If ``param_groups`` hold other
     tensors, such as flat shards, the optimizer's ``model_parameters()`` must return the parameters that it steps."""
@@ -181,8 +177,7 @@ def after_prepare(run: Run, model: nn.Module) -> nn.Module | None:
 
 @first
 def build_metrics(run: Run) -> MetricCollection | None:
-    """First. Torchmetrics that evaluation updates with ``Output.predictions`` and ``Output.targets``, concatenated over several batches.
-    ``loss`` is always computed."""
+    """First. Torchmetrics, updated with ``Output.predictions`` and ``Output.targets`` of several batches. ``loss`` is always computed."""
 
 
 @hookspec
@@ -208,10 +203,8 @@ def before_step(run: Run, batches: list[Batch]) -> None:
 @first
 def train_step(run: Run, batches: list[Batch]) -> Tensor | None:
     """First. The core calls ``run.accumulate_gradients(batches)``, then ``run.apply_gradients(loss)``, and returns the loss.
-
     A plugin that implements it owns the step, and may call both several times. Every process must make the same calls, and at least one of
     ``apply_gradients``. Return the step's loss: 0-dim, detached, the mean over all processes. None leaves the whole step to the core.
-
     Scheduler, counters and ``after_step`` follow, once per step. The hooks in between fire in the two helpers. If it raises, ``recover``
     may repeat the step: restore temporary changes of the weights in a ``finally`` block."""
 
@@ -273,7 +266,6 @@ def before_evaluate(run: Run, split: str) -> None:
 def evaluate(run: Run, split: str) -> dict[str, float] | None:
     """First; the core implements it. Wrap it to evaluate other weights than the trained ones. A wrapper that adds metrics needs
     ``trylast=True``.
-
     When a signal stops the run, an exception passes through wrappers, and the run is saved afterwards. Restore what you changed in a
     ``finally`` block."""
 
@@ -285,8 +277,7 @@ def after_evaluate(run: Run, split: str, metrics: dict[str, float]) -> None:
 
 @first
 def model_state(run: Run) -> dict[str, Tensor] | None:
-    """First; the core implements it. The weights under the model's own names: full tensors, ``DTensor`` shards, or on the main process
-    only."""
+    """First; the core implements it. Weights by the model's own names: full tensors, ``DTensor`` shards, or on the main process only."""
 
 
 @first
@@ -296,8 +287,7 @@ def load_model_state(run: Run, state: dict[str, Tensor]) -> bool | None:
 
 @first
 def optimizer_state(run: Run) -> dict[str, Any] | None:
-    """First; the core implements it. Every strategy returns the format of torch's ``Optimizer.state_dict()``, so that a run can resume
-    with another strategy."""
+    """First; the core implements it. The format is that of torch's ``Optimizer.state_dict()``, so a run can resume with any strategy."""
 
 
 @first
@@ -324,6 +314,16 @@ def load_state(run: Run, state: dict[str, Any]) -> None:
 @first
 def export_model(run: Run, folder: Path) -> Path | None:
     """First. Write ``run.full_state_dict()`` for use outside fastloop. Every process must call that method; the main process writes."""
+
+
+@first
+def build_prediction_data(run: Run, source: Any, start: int, size: int) -> Iterable[Any] | None:
+    """First; the core divides a split. Map-style datasets of up to ``size`` samples, from sample ``start`` of ``source``: file or texts."""
+
+
+@first
+def predict(run: Run, batch: Any) -> Mapping[str, Sequence[Any]] | None:
+    """First. Column -> a prediction for each sample of the batch: ``Batch.inputs`` on the device, as in ``compute_loss``; no gradients."""
 
 
 @hookspec

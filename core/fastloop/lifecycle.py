@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -16,15 +17,16 @@ from torch import nn
 
 from fastloop import log_points, loop
 from fastloop.checkpoint import folder, resume
+from fastloop.checkpoint.export import load_model
 from fastloop.data import Loaders
 from fastloop.data.loaders import micro_batches
 from fastloop.distributed.accelerator import build_accelerator
 from fastloop.distributed.processes import Processes
 from fastloop.distributed.skipped_steps import SkippedSteps
-from fastloop.errors import PluginError, SaveError
+from fastloop.errors import PluginError, RecipeError, SaveError
 from fastloop.hooks import PluginSet, make_crash
 from fastloop.optimizers import Optimizers
-from fastloop.recipe import Recipe
+from fastloop.recipe import Inference, Recipe
 from fastloop.run import Run
 from fastloop.runtime.clock import Clock
 from fastloop.schedule import Schedule
@@ -35,7 +37,7 @@ log = logging.getLogger("fastloop")
 
 
 def build(recipe: Recipe, plugins: PluginSet, resume_from: Path | None = None) -> Run:
-    """Build a run, without writing anything.
+    """Build a run, without writing anything. With ``recipe.inference``, build it for ``inference``: without training data and optimizer.
 
     Args:
         resume_from: A run folder or checkpoint to resume from; None: start from the beginning.
@@ -48,7 +50,8 @@ def build(recipe: Recipe, plugins: PluginSet, resume_from: Path | None = None) -
     with _teardown_after_error(run), explain_errors(run):
         run.hooks.check_recipe(recipe=recipe)
         run.resume_point = resume.find(run.folder, resume_from) if resume_from is not None else None
-        folder.check(run)
+        if recipe.inference is None:
+            folder.check(run)
         _build_accelerator(run)
         set_seed(recipe.train.seed)
         _build_loaders(run)
@@ -56,7 +59,8 @@ def build(recipe: Recipe, plugins: PluginSet, resume_from: Path | None = None) -
         run.metrics = run.hooks.build_metrics(run=run)
         if run.metrics is not None:
             run.metrics.to(run.device)
-        run.hooks.check_run(run=run)
+        if recipe.inference is None:
+            run.hooks.check_run(run=run)
     set_seed(recipe.train.seed + run.rank)  # training draws the same numbers however the model was built
     run.clock.seconds["startup"] = perf_counter() - started
     return run
@@ -84,6 +88,22 @@ def execute(run: Run) -> dict[str, Any]:
     finally:
         if lock is not None:
             lock.release()
+
+
+@contextmanager
+def inference(run: Run) -> Iterator[None]:
+    """Evaluate and predict with a built run inside the block. On exit, close its loaders and tear it down.
+
+    Raises:
+        FastloopError: A plugin or user code failed.
+    """
+    try:
+        with _teardown_after_error(run), explain_errors(run):
+            yield
+    finally:
+        run.loaders.close()
+    if (error := _teardown(run)) is not None:
+        raise error
 
 
 def _teardown(run: Run) -> BaseException | None:
@@ -133,25 +153,43 @@ def _build_accelerator(run: Run) -> None:
 
 
 def _build_loaders(run: Run) -> None:
-    loaders = run.loaders
-    loaders.set_datasets(run.hooks.build_datasets(run=run) or {})
-    if "train" not in loaders.datasets:
+    loaders, inference, trains = run.loaders, run.recipe.inference, run.recipe.inference is None
+    datasets = run.hooks.build_datasets(run=run) or {} if inference is None or not inference.chunk else _first_chunk(run, inference)
+    if trains and "train" not in datasets:
         raise PluginError(
             f"{run.recipe.where}: no plugin built a training dataset. The task in use: {run.plugins.in_slot('task') or 'none'}."
         )
+    if loaders.first not in datasets:
+        there = ", ".join(datasets) or "none"
+        raise RecipeError(f"{run.recipe.where}: data: there is no split {loaders.first!r}. There are: {there}.")
+    loaders.set_datasets({split: dataset for split, dataset in datasets.items() if trains or split == loaders.first})
     for split in sorted(loaders.datasets, key=lambda split: split != "train"):  # train first: plugins fit the other splits to it
         loaders.samplers[split] = run.hooks.build_sampler(run=run, split=split)
         loaders.collators[split] = run.hooks.build_collator(run=run, split=split)
     loaders.build()
-    sampler = loaders.train.sampler
-    epoch_samples = sampler.size if sampler is not None else None
-    run.schedule = Schedule(run.recipe.train, run.state, loaders.train.steps_per_epoch(), epoch_samples, loaders.evaluation)
+    sampler = loaders.train.sampler if trains else None
+    steps, epoch_samples = loaders.train.steps_per_epoch() if trains else None, sampler.size if sampler is not None else None
+    run.schedule = Schedule(run.recipe.train, run.state, steps, epoch_samples, loaders.evaluation)
+
+
+def _first_chunk(run: Run, inference: Inference) -> dict[str, Any]:
+    """The first samples to predict, as the split of the run. ``run.loaders.chunks`` gives all of them."""
+    chunks = iter(run.hooks.build_prediction_data(run=run, source=inference.source, start=inference.start, size=inference.chunk))
+    first: Any = next(chunks, [])
+    run.loaders.chunks = chain([first], chunks)
+    return {inference.split: first}
 
 
 def _build_model(run: Run) -> None:
     model = run.hooks.build_model(run=run)
     if model is None:
         raise PluginError(f"{run.recipe.where}: no plugin built a model. The task in use: {run.plugins.in_slot('task') or 'none'}.")
+    if run.recipe.inference is not None:
+        load_model(run.recipe, model)
+        run.built_model = run.plugins.chain("before_prepare", model, run=run)
+        prepared = run.accelerator.prepare_model(run.built_model, evaluation_mode=True)
+        run.model = run.plugins.chain("after_prepare", prepared, run=run)
+        return
     _set_train_mode(model)
     model = run.plugins.chain("before_prepare", model, run=run)
     if not any(parameter.requires_grad for parameter in model.parameters()):

@@ -16,7 +16,7 @@ If training or an evaluation raises and a plugin recovers, training continues fr
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -31,6 +31,7 @@ from fastloop.runtime.regions import region
 from fastloop.state import Batch
 
 if TYPE_CHECKING:
+    from fastloop.data import Loader
     from fastloop.run import Run
 
 log = logging.getLogger("fastloop")
@@ -161,6 +162,42 @@ def evaluate(run: Run, split: str) -> None:
         log.info("step %d, %s: %s", run.state.step, split, ", ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
 
 
+def evaluation_batches(run: Run, loader: Loader) -> Iterator[Batch]:
+    """The batches of an evaluated split, on the device.
+
+    Raises:
+        EvaluationInterrupted: A signal stopped the run; raised on every process.
+    """
+    for number, (batch,) in enumerate(run.to_device([batch] for batch in loader.batches())):
+        if run.world_size == 1 or (number % POLL_EVERY == 0 and loader.in_step):
+            run.sync_requests()
+            if run.interrupted:
+                raise EvaluationInterrupted
+        yield batch
+
+
+@torch.no_grad()
+def predict(run: Run, loader: Loader) -> dict[str, list[Any]]:
+    """Predictions for the samples of a loader, in the order of its map-style dataset: column -> a value for each sample.
+
+    Raises:
+        PluginError: The task predicts nothing, or not one value for each sample.
+    """
+    columns: dict[str, list[Any]] = {}
+    with evaluating(run.model):
+        for batch in evaluation_batches(run, loader):
+            found = run.hooks.predict(run=run, batch=batch.inputs)
+            if found is None or any(len(values) != len(batch.ids) for values in found.values()):
+                task, counts = run.plugins.in_slot("task"), {name: len(values) for name, values in (found or {}).items()}
+                problem = f"predict returned {counts} for {len(batch.ids)} samples" if found else "it does not implement the hook predict"
+                raise PluginError(f"{run.recipe.where}: the task {task!r} cannot predict: {problem}.")
+            for name, values in found.items():
+                column = columns.setdefault(name, [None] * len(loader.dataset))
+                for index, value in zip(batch.ids, values, strict=True):
+                    column[index] = value
+    return columns
+
+
 @torch.no_grad()
 def evaluation_loop(run: Run, split: str) -> dict[str, float]:
     """Mean loss and the task's metrics over all processes, counting every sample of the split once.
@@ -171,13 +208,9 @@ def evaluation_loop(run: Run, split: str) -> dict[str, float]:
         EvaluationInterrupted: A signal stopped the run; raised on every process.
         MetricError: A metric failed, or its value is not one number.
     """
-    results, loader = EvaluationResults(run.metrics, run.recipe.where, split), run.eval_loaders[split]
+    results = EvaluationResults(run.metrics, run.recipe.where, split)
     with evaluating(run.model):
-        for number, (batch,) in enumerate(run.to_device([batch] for batch in loader.batches())):
-            if run.world_size == 1 or (number % POLL_EVERY == 0 and loader.in_step):
-                run.sync_requests()
-                if run.interrupted:
-                    raise EvaluationInterrupted
+        for batch in evaluation_batches(run, run.eval_loaders[split]):
             with region("loss"):
                 output = run.hooks.compute_loss(run=run, model=run.model, batch=batch.inputs)
             results.add(output, batch.loss_weight, batch.samples)

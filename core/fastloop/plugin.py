@@ -191,6 +191,9 @@ class Plugin:
     """Requirements on the device, dtypes and installed versions."""
     adds_metrics: ClassVar[tuple[str, ...]] = ()
     """Metrics that its wrapper of ``evaluate`` adds to ``loss`` and those of ``build_metrics``."""
+    for_inference: ClassVar[bool] = False
+    """Whether runs that only evaluate or predict have the plugin too: it changes how data is read or how the forward pass is computed. In
+    such a run, the only split replaces ``train``, there is no optimizer, and ``check_run`` and ``before_fit`` are not called."""
     sections: ClassVar[Mapping[str, type]] = {}
     """For a task: ``model`` and ``data`` -> the dataclass of their keys. `fastloop schema` and the docs show them."""
     numerics: ClassVar[Numerics] = "bitwise"

@@ -214,6 +214,8 @@ def _collect(recipe: Recipe, objects: Iterable[Plugin]) -> PluginSet:
             if name not in names and name not in recipe.references:
                 raise PluginError(f"{recipe.where}: plugins.{name}: no plugin {name!r} is installed.{did_you_mean(name, names)}")
             continue
+        if not _takes_part(load_listed(recipe, name), recipe):
+            continue
         plugins.append(make(recipe, name))
         reasons[plugins[-1].name] = recipe.selected.get(name, "listed in the recipe")
     for plugin in objects:
@@ -224,7 +226,7 @@ def _collect(recipe: Recipe, objects: Iterable[Plugin]) -> PluginSet:
         if name in reasons or recipe.plugins.get(name) is False:
             continue
         cls = point.load()
-        reason = cls.auto_enable(recipe)
+        reason = cls.auto_enable(recipe) if _takes_part(cls, recipe) else None
         if reason and (cls.slot is None or cls.slot not in filled):
             plugins.append(cls())
             filled.add(cls.slot)
@@ -233,6 +235,11 @@ def _collect(recipe: Recipe, objects: Iterable[Plugin]) -> PluginSet:
     ordered = _order(plugins, reasons, recipe.where)
     check_together(ordered, names, reasons, recipe.where)
     return PluginSet(ordered, reasons)
+
+
+def _takes_part(cls: type[Plugin], recipe: Recipe) -> bool:
+    """Whether a plugin of the recipe is in the run. Without training, only the task and plugins that declare ``for_inference`` are."""
+    return recipe.inference is None or cls.slot == "task" or cls.for_inference
 
 
 def _matching(reference: str, plugins: list[Plugin]) -> list[Plugin]:

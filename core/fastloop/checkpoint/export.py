@@ -6,9 +6,16 @@ import inspect
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from safetensors import SafetensorError
+from safetensors.torch import load_model as load_file
+
 from fastloop.checkpoint.store import save_tensors
+from fastloop.errors import RecipeError
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from fastloop.recipe import Recipe
     from fastloop.run import Run
 
 
@@ -31,3 +38,27 @@ def save_model(run: Run, folder: Path) -> Path:
         takes_weights = any(one.name == "state_dict" or one.kind is one.VAR_KEYWORD for one in parameters)
         save(folder, **({"state_dict": weights} if takes_weights else {}))
     return folder
+
+
+def load_model(recipe: Recipe, model: nn.Module) -> None:
+    """Load the weights that ``save_model`` wrote to ``recipe.inference.model``. Does nothing if ``from_pretrained`` loaded the model there.
+
+    Raises:
+        RecipeError: The folder has no weights, or they are not this model's.
+    """
+    assert recipe.inference is not None
+    folder = recipe.inference.model
+    if getattr(model, "name_or_path", None) == str(folder):
+        return
+    try:
+        pretrained: Any = getattr(type(model), "from_pretrained", None)
+        if pretrained is not None:
+            model.load_state_dict(pretrained(folder).state_dict())
+        else:
+            load_file(model, folder / "model.safetensors")
+    except (OSError, RuntimeError, SafetensorError) as error:
+        problem = str(error).strip().splitlines()[0].rstrip(".:")
+        raise RecipeError(
+            f"{folder}: its weights cannot be loaded into {type(model).__name__}, the model of {recipe.where}: {problem}. "
+            "Give the recipe that the model was trained with."
+        ) from None

@@ -140,6 +140,7 @@ def summarize(run: Run, status: str, reason: str | None) -> dict[str, Any]:
     summary: dict[str, Any] = {
         "status": status,
         "reason": reason,
+        "recipe": str(run.recipe.source.resolve()) if run.recipe.source else None,
         "steps": state.step,
         "epochs": state.epoch,
         "samples": state.samples,

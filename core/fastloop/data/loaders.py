@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,8 @@ def micro_batches(recipe: Recipe, world_size: int) -> tuple[int, int]:
     """
     train = recipe.train
     device = train.micro_batch_size or max(1, train.batch_size // world_size)
+    if recipe.inference is not None:
+        return device, 1
     if train.batch_size % (device * world_size) == 0:
         return device, train.batch_size // (device * world_size)
     given = train.micro_batch_size is not None
@@ -51,6 +53,7 @@ class Loaders:
         collators: Split -> collator.
         train: Loader of the training split.
         evaluation: Split -> loader, for all other splits.
+        chunks: Datasets of the samples to predict, in order.
         micro_batch_size: Samples of a training micro-batch on one process.
         micro_steps: Micro-batches of an optimizer step on one process.
     """
@@ -63,6 +66,12 @@ class Loaders:
         self.collators: dict[str, Any] = {}
         self.train: Loader
         self.evaluation: dict[str, Loader] = {}
+        self.chunks: Iterator[Any] = iter(())
+
+    @property
+    def first(self) -> str:
+        """The split that plugins fit the others to: ``train``, or the only one of a run that does not train."""
+        return "train" if self._recipe.inference is None else self._recipe.inference.split
 
     def set_datasets(self, datasets: Mapping[str, Any]) -> None:
         """Set the datasets of all splits.
@@ -81,8 +90,9 @@ class Loaders:
         Raises:
             UsageError: A sampler's order cannot be repeated, or differs between processes.
         """
-        self.train = self._build_loader("train", self.micro_batch_size)
-        for split in [split for split in self.datasets if split != "train"]:
+        if self._recipe.inference is None:
+            self.train = self._build_loader("train", self.micro_batch_size)
+        for split in [split for split in self.datasets if split != "train" or self._recipe.inference is not None]:
             sampler = self.samplers[split]
             default = self.micro_batch_size if sampler is None else sampler.batch_size
             self.evaluation[split] = self._build_loader(split, self._recipe.train.eval_batch_size or default)
@@ -108,10 +118,22 @@ class Loaders:
         else:
             self.evaluation[split] = loader
 
+    def replace(self, split: str, dataset: Any) -> Loader:
+        """Build the loader of another dataset for an evaluated split, in the dataset's order."""
+        if split in self.evaluation:
+            self.evaluation[split].close()
+        self.datasets[split], self.samplers[split] = dataset, None
+        self.evaluation[split] = self._build_loader(split, self._recipe.train.eval_batch_size or self.micro_batch_size)
+        return self.evaluation[split]
+
     def close(self) -> None:
         """End the worker processes of every loader."""
-        for loader in (self.train, *self.evaluation.values()):
+        for loader in self._all.values():
             loader.close()
+
+    @property
+    def _all(self) -> dict[str, Loader]:
+        return ({"train": self.train} if self._recipe.inference is None else {}) | self.evaluation
 
     @cached_property
     def fingerprints(self) -> dict[str, str]:
@@ -121,22 +143,21 @@ class Loaders:
     @cached_property
     def _orders(self) -> dict[str, str]:
         """Split -> a string that changes with the order of its samples; empty for fastloop's default order."""
-        loaders = {"train": self.train, **self.evaluation}
-        return {split: loader.sampler.fingerprint() if loader.sampler is not None else "" for split, loader in loaders.items()}
+        return {split: loader.sampler.fingerprint() if loader.sampler is not None else "" for split, loader in self._all.items()}
 
     def _build_loader(self, split: str, size: int, pieces: int = 1) -> Loader:
-        train, processes = self._recipe.train, self._processes
+        train, processes, trains = self._recipe.train, self._processes, split == "train" and self._recipe.inference is None
         return Loader(
             self.datasets[split],
             self.collators[split],
             self.settings,
-            batch_size=train.batch_size if split == "train" else size * processes.world_size,
+            batch_size=train.batch_size if trains else size * processes.world_size,
             micro_batch_size=size,
             pieces=pieces,
             rank=processes.rank,
             world_size=processes.world_size,
             seed=train.seed,
-            shuffle=split == "train",
+            shuffle=trains,
             split=split,
             sampler=self.samplers[split],
         )

@@ -36,7 +36,7 @@ def build_accelerator(recipe: Recipe, resolution: PluginSet) -> Accelerator:
             f"{recipe.where}: plugin {draft.writers['mixed_precision']!r} set AcceleratorDraft.mixed_precision to "
             f"{draft.mixed_precision!r}. Expected one of: {', '.join(PRECISIONS)}. For another precision, convert layers in before_prepare."
         )
-    check_launcher(recipe, resolution, draft.mixed_precision, world_size())
+    check_launcher(recipe, resolution, draft.mixed_precision, world_size() if recipe.inference is None else 1)
     for variable in STRATEGIES:
         os.environ.pop(variable, None)  # a plugin of the recipe sets up the strategy
     cpu = this_machine(recipe.train.device).device == "cpu"  # explicit, because otherwise Accelerate does not connect processes on CPUs

@@ -32,6 +32,7 @@ class DataLoaderWorkers(Plugin):
 
     name = "dataloader-workers"
     numerics = "bitwise"
+    for_inference = True
     description = "reads batches in worker processes"
 
     @dataclass(kw_only=True)

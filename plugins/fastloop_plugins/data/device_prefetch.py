@@ -32,6 +32,7 @@ class DevicePrefetch(Plugin):
     name = "device-prefetch"
     numerics = "bitwise"
     runs_after = ("dataloader-workers",)
+    for_inference = True
     description = "copies the next batches to the GPU during a step"
     kind = ""  # device type; configure_dataloader may run without check_recipe
 

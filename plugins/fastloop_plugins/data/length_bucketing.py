@@ -39,6 +39,7 @@ class LengthBucketing(Plugin):
     name = "length-bucketing"
     numerics = "changes-training"
     runs_after = ("compile",)  # which sets a multiple of its own
+    for_inference = True
     description = "makes batches of samples of like length"
     kind = ""  # of the device
 
@@ -63,7 +64,7 @@ class LengthBucketing(Plugin):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.known: dict[int, Sequence[int]] = {}  # id of a dataset -> its lengths
+        self.known: dict[int, tuple[Any, Sequence[int]]] = {}  # id of a dataset -> the dataset and its lengths
 
     @hookimpl
     def check_recipe(self, recipe: Recipe) -> None:
@@ -108,17 +109,14 @@ class LengthBucketing(Plugin):
             logger.warning("length-bucketing: all samples have length %d: there is nothing to sort", lengths[0])
             return
         sampler: Any = run.train_loader.sampler
-        ids, size = sampler.order(), sampler.batch_size
+        ids, size, micro = sampler.order(), sampler.batch_size, run.loaders.micro_batch_size
         steps = [sampler.micro_batches(ids[first : first + size]) for first in range(0, len(ids), size)]
-        micro = run.loaders.micro_batch_size
         plain = [list(range(first, min(first + micro, len(ids)))) for first in range(0, len(ids), micro)]
         shapes = self.shapes(lengths, (batch for step in steps for batch in step))
         share, before = (self.padding(lengths, found) for found in (shapes, self.shapes(lengths, plain)))
         logger.info("length-bucketing: %.0f%% of the computed tokens are padding, instead of %.0f%%", 100 * share, 100 * before)
-        logger.info(
-            "length-bucketing: %d shapes in %d micro-batches (%.1f a step), %d widths",
-            len(shapes), sum(shapes.values()), sum(shapes.values()) / len(steps), len({width for _, width in shapes}),
-        )  # fmt: skip
+        counts = len(shapes), sum(shapes.values()), sum(shapes.values()) / len(steps), len({width for _, width in shapes})
+        logger.info("length-bucketing: %d shapes in %d micro-batches (%.1f a step), %d widths", *counts)
 
     def shapes(self, lengths: Sequence[int], batches: Iterable[list[int]]) -> Counter[tuple[int, int]]:
         """(samples, width) -> number of batches with that shape."""
@@ -180,12 +178,14 @@ class LengthBucketing(Plugin):
             PluginError: The samples have no lengths.
         """
         if id(dataset) not in self.known:
+            self.known = {} if len(self.known) > 3 else self.known  # `fastloop predict` has a dataset for each part of a file
             found = getattr(dataset, "lengths", None)
             try:
-                self.known[id(dataset)] = list(found) if found is not None else [len(dataset[i]["input_ids"]) for i in range(len(dataset))]
+                lengths = list(found) if found is not None else [len(dataset[i]["input_ids"]) for i in range(len(dataset))]
             except (TypeError, KeyError, IndexError):
                 raise PluginError(
                     f"plugin 'length-bucketing': {type(dataset).__name__} has no lengths. "
                     "Give it an attribute `lengths`, a number for each sample, or samples that are mappings with `input_ids`."
                 ) from None
-        return self.known[id(dataset)]
+            self.known[id(dataset)] = dataset, lengths
+        return self.known[id(dataset)][1]

@@ -39,8 +39,6 @@ logger = logging.getLogger("fastloop")
 FLASH = "flash_attention_2"
 INSIDE = {"sdpa": "sdpa", "eager": "sdpa", FLASH: "sdpa", "fast_dropout": "fast_dropout", "fastloop_blocked": "fastloop_blocked"}
 """The model's attention -> the attention called for each sequence. FlashAttention needs CUDA, so the trial on the CPU uses sdpa."""
-
-
 PACKABLE = (*BERT_LIKE, "gpt2", "llama", "mistral", "qwen2")
 """Types of models that the tests pack."""
 
@@ -52,6 +50,7 @@ class Packing(Plugin):
     numerics = "reassociated"
     runs_after = ("cls-last-layer", "attention", "fast-dropout", "lora")
     runs_before = ("activation-checkpointing", "slot:strategy", "compile")
+    for_inference = True
     description = "packs sequences end to end, so that no padding is computed"
     collator: PackedCollator
 
@@ -76,7 +75,7 @@ class Packing(Plugin):
         from fastloop_plugins.data._packing import PackedCollator, pack_with
 
         collate = yield
-        if split != "train":
+        if split != run.loaders.first:
             return partial(pack_with, self.collator, collate)
         self.collator = PackedCollator(collate, run.loader_settings.pad_to_multiple_of)
         return self.collator
@@ -100,7 +99,7 @@ class Packing(Plugin):
         from fastloop_plugins.data import _varlen
         from fastloop_plugins.data._packing import first_tokens, register
 
-        current, dataset = found.config._attn_implementation, run.datasets["train"]
+        current, dataset = found.config._attn_implementation, run.datasets[run.loaders.first]
         longest = max(int(max(getattr(split, "lengths", [0]))) for split in run.datasets.values())
         stack = next((module for module in found.modules() if any(isinstance(part, nn.ModuleList) for part in module.children())), None)
         if current not in INSIDE or not getattr(found, "_supports_sdpa", False):
@@ -129,7 +128,7 @@ class Packing(Plugin):
         """Compute a short batch padded and packed, for each place where models let positions begin."""
         from fastloop.evaluation import evaluating
 
-        dataset, collator = run.datasets["train"], self.collator
+        dataset, collator = run.datasets[run.loaders.first], self.collator
         try:
             with evaluating(model):
                 samples = [shortened(dataset[0], 12), shortened(dataset[len(dataset) - 1], 7)]

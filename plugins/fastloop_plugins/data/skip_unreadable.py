@@ -29,6 +29,7 @@ class SkipUnreadable(Plugin):
 
     name = "skip-unreadable"
     numerics = "changes-training"
+    for_inference = True
     description = "skips samples that cannot be read"
 
     @dataclass(kw_only=True)

@@ -28,6 +28,7 @@ class TokenCache(Plugin):
 
     name = "token-cache"
     numerics = "bitwise"
+    for_inference = True
     description = "caches token ids on disk"
 
     @dataclass(kw_only=True)

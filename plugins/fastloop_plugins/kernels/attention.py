@@ -45,6 +45,7 @@ class Attention(Plugin):
         When(lambda config: config.implementation == FLASH, Device("cuda")),
         When(lambda config: config.implementation == "blocked", Device("cpu")),
     )
+    for_inference = True
     description = "chooses the attention kernel"
 
     @dataclass(kw_only=True)

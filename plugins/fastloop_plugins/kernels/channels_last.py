@@ -32,6 +32,7 @@ class ChannelsLast(Plugin):
         "fsdp": "torch's fully_shard takes contiguous weights only.",
         "deepspeed": "it broadcasts contiguous weights only.",
     }
+    for_inference = True
     description = "stores convolution weights channels-last"
 
     @classmethod

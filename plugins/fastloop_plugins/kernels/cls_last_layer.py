@@ -36,6 +36,7 @@ class ClsLastLayer(Plugin):
     numerics = "reassociated"
     requires = ("text-classification",)
     runs_before = ("attention", "fast-dropout", "activation-checkpointing", "slot:strategy", "compile")
+    for_inference = True
     description = "computes the last layer only at the first token"
 
     @classmethod

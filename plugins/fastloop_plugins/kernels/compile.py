@@ -49,6 +49,7 @@ class Compile(Plugin):
     name = "compile"
     numerics = "reassociated"
     runs_after = ("slot:strategy", "lora", "activation-checkpointing")
+    for_inference = True
     description = "compiles the model"
 
     @dataclass(kw_only=True)

@@ -39,6 +39,7 @@ class FastDropout(Plugin):
     numerics = "reassociated"
     runs_before = ("activation-checkpointing", "slot:strategy", "compile")
     runs_after = ("attention",)
+    for_inference = True
     description = "draws dropout masks from a faster generator"
 
     @classmethod

@@ -29,6 +29,7 @@ class Liger(Plugin):
     numerics = "reassociated"
     runs_before = ("lora", "activation-checkpointing", "compile", "slot:strategy")
     requirements = (Device("cuda"), Package("liger-kernel", ">=0.5", extra="liger"))
+    for_inference = True
     description = "puts fused kernels into the model"
 
     @hookimpl

@@ -39,6 +39,7 @@ class Amp(Plugin):
         When(wants("bf16"), Dtype("bf16")),
         When(wants("fp16"), Dtype("fp16")),
     )
+    for_inference = True
     description = "forward pass in a smaller dtype"
 
     @dataclass(kw_only=True)

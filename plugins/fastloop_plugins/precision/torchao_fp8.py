@@ -34,6 +34,7 @@ class TorchaoFp8(Plugin):
     runs_before = ("activation-checkpointing", "compile", "slot:strategy")
     conflicts = {"lora": "adapters are too narrow for fp8, and peft does not merge into layers in fp8."}
     requirements = (Device("cuda"), Dtype("fp8"), Package("torchao", ">=0.10", extra="fp8"))
+    for_inference = True
     description = "multiplies matrices in fp8"
 
     @dataclass(kw_only=True)

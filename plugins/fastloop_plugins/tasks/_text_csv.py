@@ -42,6 +42,20 @@ def read_delimited(path: Path, how: Read, text: str, label: str | None, skip_unr
         csv.field_size_limit(limit)
 
 
+def stream_delimited(path: Path, how: Read, text: str) -> Iterator[str]:
+    """Yield the column ``text`` row by row. Raises like ``read_delimited``."""
+    with open_text(path, how) as stream:
+        sample = stream.read(SAMPLE)
+    file = _File(path, how, sample, text, None)
+    limit = csv.field_size_limit(LARGEST_CELL)
+    try:
+        with open_text(path, how) as stream:
+            for _, _, row in file.records(stream, skip_unreadable=False):
+                yield row[file.positions[0]]
+    finally:
+        csv.field_size_limit(limit)
+
+
 class _File:
     """One file, and what its first lines show about it."""
 
@@ -51,6 +65,9 @@ class _File:
         self.delimiter = self._find_delimiter()
         self.header: list[str] = []
         self.names: set[str] = set()  # column names, to detect a repeated header
+        self.positions: list[int] = []  # of the wanted columns
+        self.lines: list[str] = []  # of the current record
+        self.unreadable = 0
 
     # -- detection -----------------------------------------------------------------------------------------------------
 
@@ -103,18 +120,29 @@ class _File:
 
     def read(self, stream: io.TextIOWrapper, skip_unreadable: bool) -> Part:
         """Read all rows, and skip empty lines."""
-        lines: list[str] = []  # of the current record
+        found: dict[str, list[str]] = {name: [] for name in self.wanted.values()}
+        append = [column.append for column in found.values()]
+        joined: list[tuple[int, int, list[str]]] = []  # records of several lines: numbers of the first and the last line, and the lines
+        for first, last, row in self.records(stream, skip_unreadable):
+            for add, index in zip(append, self.positions, strict=True):
+                add(row[index])
+            if len(self.lines) > 1:
+                joined.append((first, last, self.lines[:]))
+        if joined and self.how.quoting is None:
+            self._check_joined(joined, found)
+        return Part(str(self.path), found, unreadable=self.unreadable, untyped=True, notes=self.notes)
+
+    def records(self, stream: io.TextIOWrapper, skip_unreadable: bool) -> Iterator[tuple[int, int, list[str]]]:
+        """Yield the numbers of the first and the last line of each row, and its cells; ``self.lines`` are its lines."""
+        lines = self.lines
 
         def kept() -> Iterator[str]:
             for line in stream:
                 lines.append(line)
                 yield line
 
-        reader, first, unreadable, line_end = self._reader(kept(), self.delimiter), 1, 0, ""
-        found: dict[str, list[str]] = {name: [] for name in self.wanted.values()}
-        positions = self._start(self.how.columns, 0) if self.how.columns is not None else []
-        cells = [(found[name].append, index) for name, index in zip(found, positions, strict=False)]
-        joined: list[tuple[int, int, list[str]]] = []  # records of several lines: numbers of the first and the last line, and the lines
+        reader, first, line_end = self._reader(kept(), self.delimiter), 1, ""
+        positions = self.positions = self._start(self.how.columns, 0) if self.how.columns is not None else []
         try:
             for row in reader:
                 tail = lines[-1][-2:]
@@ -123,26 +151,19 @@ class _File:
                         raise self._other_line_end(reader.line_num, end, line_end)
                     line_end = end
                 if row and not positions:
-                    positions = self._start(row, first)
-                    cells = [(found[name].append, index) for name, index in zip(found, positions, strict=True)]
+                    positions = self.positions = self._start(row, first)
                 elif row and len(row) != len(self.header):
                     if not skip_unreadable:
                         raise self._other_width(first, len(row), "".join(lines))
-                    unreadable += 1
+                    self.unreadable += 1
                 elif row:
                     if row[positions[0]] in self.names and (row[positions[1]] in self.names if positions[1:] else row == self.header):
                         raise self._header_again(first, row)
-                    for append, index in cells:
-                        append(row[index])
-                    if len(lines) > 1:
-                        joined.append((first, reader.line_num, lines[:]))
+                    yield first, reader.line_num, row
                 first = reader.line_num + 1
                 lines.clear()
         except csv.Error as error:
             raise self._bad_quotes(first, reader.line_num, error) from None
-        if joined and self.how.quoting is None:
-            self._check_joined(joined, found)
-        return Part(str(self.path), found, unreadable=unreadable, untyped=True, notes=self.notes)
 
     def _start(self, header: list[str], line: int) -> list[int]:
         """Use a line as the header; returns the positions of the wanted columns."""

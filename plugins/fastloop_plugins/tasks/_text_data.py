@@ -11,7 +11,7 @@ import inspect
 import json
 import logging
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -22,7 +22,7 @@ from fastloop.recipe.importing import check_reference, import_object
 from fastloop_plugins._cache import digest
 from fastloop_plugins.tasks._hub import explain, is_hub_name, offline, quiet
 from fastloop_plugins.tasks._text_files import FORMATS, Part, Read, format_of, make_part, read_file, show
-from fastloop_plugins.tasks._text_labels import count_classes, is_label, number_labels
+from fastloop_plugins.tasks._text_labels import count_classes, is_label, labels_of_model, number_labels
 from fastloop_plugins.tasks._text_paths import find_files, refuse_options_without_files, refuse_url
 
 if TYPE_CHECKING:
@@ -110,7 +110,8 @@ class TextData:
         self.splits = parse(Splits, self.options.splits, f"{self.where}.splits")
         self.limit = parse(Limit, self.options.limit, f"{self.where}.limit")
         self.how = parse(Read, self.options.read, f"{self.where}.read")
-        self.classes: list[str] = []
+        self.inference = recipe.inference
+        self.classes: list[str] = []  # in inference: set before ``load``, from the model
         self.messages: list[tuple[int, str]] = []  # level and message
         self.skip_unreadable, self.unreadable = False, 0  # whether to skip unreadable rows; number of skipped rows
         if labelled and self.options.label is None:
@@ -120,6 +121,9 @@ class TextData:
         for key in ("label_offset", "label_map"):
             if not labelled and getattr(self.options, key):
                 raise RecipeError(f"{self.where}.{key}: a language model has no labels. Remove it.")
+        self.files: dict[str, list[Path]] = {}
+        if self.inference is not None and self.inference.source is not None:
+            return  # the rows come from there
         if self.options.name is not None and self.options.files is not None:  # as when a user adds files to a shipped recipe
             logger.info("data: files are given, so data.name (%s) is not used", self.options.name)
             self.options.name = None
@@ -129,15 +133,15 @@ class TextData:
             raise RecipeError(f"{self.where}: found {found}, expected one of: name (a dataset), files, module (a function).")
         if self.options.arguments is not None and self.options.module is None:
             raise RecipeError(f"{self.where}.arguments: they are for the function of data.module, which is not there.")
-        self.files: dict[str, list[Path]] = {}
         if self.options.files is not None:
             files = vars(parse(Files, self.options.files, f"{self.where}.files"))
+            given = {split: paths for split, paths in files.items() if paths is not None}
+            needed = given if self.inference is None else self._needed(given).values()
             self.files = {
-                split: find_files(recipe, given, split, f"{self.where}.files.{split}")
-                for split, given in files.items()
-                if given is not None
+                split: find_files(recipe, paths, split, f"{self.where}.files.{split}") if split in needed else []
+                for split, paths in given.items()
             }
-            if "train" not in self.files:
+            if "train" not in self.files and self.inference is None:
                 raise RecipeError(f"{self.where}.files.train: missing. Expected a file to train on.")
         if self.options.module is not None:
             check_reference(self.options.module, recipe, "data.module")
@@ -172,33 +176,47 @@ class TextData:
             RecipeError: Files, columns or labels are invalid.
         """
         self.messages, self.unreadable, parts = [], 0, self._read()
-        splits = {role: name for role, name in vars(self.splits).items() if name is not None}
+        splits, held_out = self._needed(parts), self.options.validation_fraction and self.splits.validation not in parts
         if self.skip_unreadable:
             parts = {name: [self._readable(part) for part in found] if name in splits.values() else found for name, found in parts.items()}
         for role, name in splits.items():
-            if name not in parts and (role == "train" or role in (self.options.splits or {})):
+            if name not in parts and (self.inference or role == "train" or role in (self.options.splits or {})):
                 raise RecipeError(f"{self.where}.splits.{role}: there is no split {name!r}. There are: {', '.join(parts) or 'none'}.")
         rows = {role: self._rows(role, parts[name]) for role, name in splits.items() if name in parts}
         used = {role: parts[splits[role]] for role in rows}
         self.messages += [(logging.INFO, note) for found in used.values() for part in found for note in part.notes]
         if self.options.label is not None:
-            labels = number_labels(used, self.options, self.where)
+            if self.inference is None:
+                labels = number_labels(used, self.options, self.where)
+            else:
+                labels = labels_of_model(used, self.options, self.classes, str(self.inference.model))
             self.messages += [(logging.INFO, note) for note in labels.notes] + [(logging.WARNING, line) for line in labels.warnings]
             self.classes = labels.classes
             for role in rows:
                 rows[role].labels = labels.ids[role]
         suffix = ""
-        if "validation" not in rows and self.options.validation_fraction:
+        if "train" in rows and held_out:
             rows["train"], rows["validation"] = self._hold_out(rows["train"])
             suffix = f" (no validation split: {self.options.validation_fraction:.0%} of train held out)"
         for role, count in (("train", self.limit.train), ("validation", self.limit.validation), ("test", self.limit.test)):
             if count is not None and role in rows and count < len(rows[role].texts):
                 rows[role] = rows[role].keep(sorted(random.Random(DRAW).sample(range(len(rows[role].texts)), count)))
-        if rows["train"].labels is not None:
+        if "train" in rows and rows["train"].labels is not None:
             suffix += f"; rows of each class in train: {count_classes(rows['train'].labels, self.classes)}"
+        rows = {role: split for role, split in rows.items() if self.inference is None or role == self.inference.split}
         self.messages.append((logging.INFO, f"data: {', '.join(f'{role} {len(split.texts)}' for role, split in rows.items())}{suffix}"))
         self.log_messages()
         return rows
+
+    def _needed(self, there: Collection[str]) -> dict[str, str]:
+        """Role -> split, of those to read. For inference: the evaluated one, or ``train``, if that is held out of it."""
+        splits = {role: name for role, name in vars(self.splits).items() if name is not None}
+        if self.inference is None:
+            return splits
+        role = self.inference.split
+        if role == "validation" and self.splits.validation not in there and self.options.validation_fraction:
+            role = "train"
+        return {key: name for key, name in splits.items() if key == role}
 
     def log_messages(self) -> None:
         """Log the findings about the data; the last message has its sizes."""
@@ -210,6 +228,8 @@ class TextData:
         options = vars(self.options) | {"files": None, "label_map": sorted(map(str, (self.options.label_map or {}).items()))}
         chosen = {"options": options, "splits": vars(self.splits), "limit": vars(self.limit), "draw": DRAW, "reader": READER}
         chosen["skip_unreadable"] = self.skip_unreadable
+        if self.inference is not None:
+            chosen["inference"] = [str(self.inference.model), self.inference.split]
         facts = [json.dumps(chosen, sort_keys=True)]
         for split, paths in self.files.items():
             for path in paths:

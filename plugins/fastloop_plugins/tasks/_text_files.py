@@ -6,7 +6,8 @@ import codecs
 import io
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -138,10 +139,21 @@ def read_file(path: Path, how: Read, text: str, label: str | None = None, skip_u
     Raises:
         RecipeError: The file cannot be read in the format of its suffix, with the options in ``how``.
     """
+    with explain_reading(path, how):
+        return _read_as(path, format_of(path)[0], how, text, label, skip_unreadable)
+
+
+@contextmanager
+def explain_reading(path: Path, how: Read) -> Iterator[None]:
+    """Raise errors of reading a file inside the block as errors that name the file, and the line if it is known.
+
+    Raises:
+        RecipeError: The file cannot be read in the format of its suffix, with the options in ``how``.
+    """
     import pyarrow  # type: ignore[import-untyped]
 
     try:
-        return _read_as(path, format_of(path)[0], how, text, label, skip_unreadable)
+        yield
     except json.JSONDecodeError as error:
         raise RecipeError(f"{path}, line {error.lineno}: not valid JSON: {error.msg}.") from None
     except UnicodeError as error:
@@ -169,12 +181,12 @@ def _read_as(path: Path, suffix: str, how: Read, text: str, label: str | None, s
         blocks = re.split(r"\n\s*\n", content.strip("\n")) if re.search(r"\S\s*\n\s*\n\s*\S", content) else content.split("\n")
         return Part(str(path), {text: [block for block in blocks if block.strip()]})
     if content.lstrip().startswith("["):
-        return make_part(str(path), _parsed(path, 1, content))
+        return make_part(str(path), parse_json(path, 1, content))
     rows, broken = [], 0
     for number, line in enumerate(content.split("\n"), 1):
         if line.strip():
             try:
-                rows.append(_parsed(path, number, line))
+                rows.append(parse_json(path, number, line))
             except (RecipeError, json.JSONDecodeError) as error:
                 if not skip_unreadable:
                     if isinstance(error, RecipeError):
@@ -186,7 +198,17 @@ def _read_as(path: Path, suffix: str, how: Read, text: str, label: str | None, s
     return part
 
 
-def _parsed(path: Path, line: int, content: str) -> Any:
+def parse_json(path: Path, line: int, content: str) -> Any:
+    """Parse one JSON document.
+
+    Args:
+        line: Its line in the file, for messages.
+
+    Raises:
+        RecipeError: A key is repeated, or the document cannot be read.
+        json.JSONDecodeError: It is not valid JSON.
+    """
+
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) < len(pairs):

@@ -96,6 +96,56 @@ def number_labels(parts: Mapping[str, list[Part]], options: Data, where: str) ->
     return Labels(found_ids, classes, [f"{files}: {line}" for line in _oddities(found_ids["train"], classes)], notes)
 
 
+def labels_of_model(parts: Mapping[str, list[Part]], options: Data, classes: list[str], model: str) -> Labels:
+    """Give each row the id of its label in a trained model. A row may lack any of the classes.
+
+    A label is a class if their names are equal, or else equal except for case and spaces. Other whole numbers are ids, from
+    ``data.label_offset``.
+
+    Args:
+        classes: The model's class names, in the order of its ids.
+        model: The model, for messages.
+
+    Raises:
+        RecipeError: A row has no label, or one that is no class of the model.
+    """
+    what, notes = f"column {options.label!r} (data.label)", list[str]()
+    ids = {_same(name): index for index, name in enumerate(classes)} if len({*map(_same, classes)}) == len(classes) else {}
+    ids |= {name: index for index, name in enumerate(classes)}
+
+    def find(part: Part, label: Label) -> int | None:
+        """The id of a label; None: the model has no such class."""
+        if isinstance(label, str) and part.untyped and label not in ids and WHOLE.fullmatch(label):
+            label = int(label.partition(".")[0])
+        name = str(label)
+        if name in ids or _same(name) in ids:
+            return ids.get(name, ids.get(_same(name)))
+        if isinstance(label, str):
+            return None
+        index = label - options.label_offset
+        return index if 0 <= index < len(classes) else None
+
+    found: dict[str, list[int]] = {}
+    for role, those in parts.items():
+        found[role] = []
+        for part in those:
+            labels = _values(part, options, what, notes)
+            names = {str(_plain(label)): name for label, name in (options.label_map or {}).items()}
+            labels = [names.get(str(label), label) for label in labels]
+            if part.classes is not None and not options.label_map:
+                named = dict(enumerate(part.classes, options.label_offset))
+                labels = [named.get(label, label) if isinstance(label, int) else label for label in labels]
+            table = {label: find(part, label) for label in set(labels)}
+            if unknown := {label for label, index in table.items() if index is None}:
+                number = next(number for number, label in enumerate(labels, 1) if label in unknown)
+                raise RecipeError(
+                    f"{part.row(number)}: {what} holds {labels[number - 1]!r}, which is no class of the model {model}. "
+                    f"Its classes: {list_labels(classes)}. To rename a label: data.label_map={{{labels[number - 1]!r}: CLASS}}."
+                )
+            found[role] += [index for label in labels if (index := table[label]) is not None]
+    return Labels(found, classes, [], notes)
+
+
 # -- reading the column ------------------------------------------------------------------------------------------------
 
 

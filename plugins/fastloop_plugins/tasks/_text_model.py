@@ -64,6 +64,8 @@ class TextModel:
     def __init__(self, recipe: Recipe, classify: bool) -> None:
         self.recipe, self.where, self.classify = recipe, f"{recipe.where}: model", classify
         self.options = parse(Model, recipe.model, self.where)
+        if recipe.inference is not None:  # the exported model and its tokenizer
+            self.options.name, self.options.config, self.options.tokenizer = str(recipe.inference.model), None, None
         self.trained: TrainedTokenizer | None = None
         self.tokenizer: Any = None
         self.config: Any = None
@@ -223,6 +225,10 @@ class TextModel:
         return digest([transformers.__version__, tokenizers.__version__, *(part for file in files for part in file)])
 
     # -- the model -------------------------------------------------------------------------------------------------------
+
+    def class_names(self) -> list[str]:
+        """The classes of a pretrained model in the order of its ids. Call it after ``load_tokenizer``."""
+        return [str(self.config.id2label[index]) for index in range(len(self.config.id2label))]
 
     def order_labels(self, classes: list[str]) -> LabelOrder:
         """The classes, in the checkpoint's order if their names match. Call it after ``load_tokenizer`` and before ``build``.

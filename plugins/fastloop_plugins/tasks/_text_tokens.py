@@ -55,6 +55,8 @@ def read(data: TextData, model: TextModel, documents: bool = False, **arguments:
     import numpy as np
 
     model.load_tokenizer(data.options.max_length)
+    if data.inference is not None and data.options.label is not None:
+        data.classes = model.class_names()
     folder = None if model.options.trust_remote_code else _cache.TOKENS.get()  # the hash does not cover such code
     source, how = None, json.dumps([documents, arguments], sort_keys=True)
     if folder is not None and model.trained is None and data.files:
@@ -62,7 +64,8 @@ def read(data: TextData, model: TextModel, documents: bool = False, **arguments:
         if (found := _read_entry(source, data)) is not None:
             return found
     splits = data.load()
-    model.finish_tokenizer(splits["train"].texts, data.options.max_length)
+    if model.trained is not None:
+        model.finish_tokenizer(splits["train"].texts, data.options.max_length)
     tokenizer, found, keys = model.tokenizer, {}, {}
     known = "" if folder is None else model.fingerprint()
     end = [tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id] if documents else []

@@ -88,7 +88,8 @@ class CausalLM(Plugin):
         from transformers import AutoModelForCausalLM
 
         model: nn.Module = self.text_model.build(AutoModelForCausalLM)
-        check_causal(run, model, run.datasets["train"][0]["input_ids"][:8].tolist(), self.text_model.where)
+        if run.recipe.inference is None:
+            check_causal(run, model, run.datasets["train"][0]["input_ids"][:8].tolist(), self.text_model.where)
         return model
 
     @hookimpl

@@ -1,0 +1,1 @@
+"""``fastloop evaluate`` and ``fastloop predict``: use a trained model without training."""

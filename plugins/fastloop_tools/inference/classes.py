@@ -1,0 +1,99 @@
+"""Counts of target and predicted class in an evaluation, and the metrics of each class."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric, MetricCollection
+
+from fastloop import Plugin, Run, hookimpl
+
+KEY = "fastloop_class_counts"
+"""Name of the additional metric. It is removed from the results."""
+
+
+class Counts(Metric):
+    """Counts pairs of target and predicted class on this process. Ignores outputs of other shapes: its value has no meaning.
+
+    Attributes:
+        matrix: (classes, classes), int64, target by prediction; None: no output had one score for each class.
+    """
+
+    full_state_update = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix: Tensor | None = None
+
+    def reset(self) -> None:
+        super().reset()
+        self.matrix = None
+
+    def update(self, predictions: Any, targets: Any) -> None:
+        """Add (N, classes) scores and (N,) class ids."""
+        tensors = isinstance(predictions, Tensor) and isinstance(targets, Tensor)
+        if not tensors or predictions.dim() != 2 or targets.shape != predictions.shape[:1] or targets.is_floating_point():
+            return
+        classes = predictions.shape[1]
+        if classes < 2 or len(targets) == 0:
+            return
+        pairs = targets * classes + predictions.argmax(1)
+        matrix = torch.bincount(pairs[targets >= 0], minlength=classes**2).reshape(classes, classes)
+        self.matrix = matrix if self.matrix is None else self.matrix + matrix
+
+    def compute(self) -> Tensor:
+        return torch.zeros(())
+
+
+class ClassCounts(Plugin):
+    """Counts the predictions of an evaluation by class, through an additional metric."""
+
+    name = "class-counts"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = Counts()
+
+    @hookimpl(wrapper=True)
+    def build_metrics(self) -> Generator[None, MetricCollection | None, MetricCollection | None]:
+        metrics = yield
+        if metrics is not None:
+            metrics.add_metrics({KEY: self.counts})
+            self.counts = metrics[KEY]  # type: ignore[assignment]
+        return metrics
+
+    @hookimpl(wrapper=True, trylast=True)
+    def evaluate(self) -> Generator[None, dict[str, float], dict[str, float]]:
+        metrics = yield
+        return {name: value for name, value in metrics.items() if name != KEY}
+
+    def results(self, run: Run) -> dict[str, Any]:
+        """``classes``, the metrics of each class, and ``confusion``, the counts over all processes: a row for each target.
+
+        Both are empty for a task that does not classify. Every process must call it."""
+        local = None if self.counts.matrix is None else self.counts.matrix.cpu()
+        matrices = [matrix for matrix in run.processes.all_gather_object(local) if matrix is not None]
+        if not matrices:
+            return {"classes": [], "confusion": []}
+        matrix = torch.stack(matrices).sum(0).tolist()
+        names = getattr(getattr(run.unwrap_model(), "config", None), "id2label", None) or {}
+        named = len(names) == len(matrix)
+        classes = [
+            {"name": str(names[index]) if named else str(index), **scores(matrix, index), "samples": sum(matrix[index])}
+            for index in range(len(matrix))
+        ]
+        return {"classes": classes, "confusion": matrix}
+
+
+def scores(matrix: list[list[int]], index: int) -> dict[str, float]:
+    """Precision, recall and F1 of one class; 0 where a denominator is 0, as in scikit-learn."""
+    hits, predicted, actual = matrix[index][index], sum(row[index] for row in matrix), sum(matrix[index])
+    total = predicted + actual
+    return {
+        "precision": hits / predicted if predicted else 0.0,
+        "recall": hits / actual if actual else 0.0,
+        "f1": 2 * hits / total if total else 0.0,
+    }

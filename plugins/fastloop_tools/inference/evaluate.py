@@ -1,0 +1,102 @@
+"""``fastloop evaluate``: the metrics of a trained model, without training."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from time import perf_counter
+from typing import Annotated, Any
+
+import typer
+
+from fastloop.cli import launch
+from fastloop.distributed import signals
+from fastloop.recipe import Inference
+
+Target = Annotated[str, typer.Argument(metavar="RUN|MODEL", help="A run folder, such as runs/quickstart, or an exported model.")]
+Arguments = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[RECIPE] [KEY=VALUE]...", help="The recipe of an exported model, and overrides. A run has its own recipe."),
+]
+
+
+def evaluate(
+    target: Target,
+    arguments: Arguments = None,
+    split: Annotated[str, typer.Option(metavar="NAME", help="The split to evaluate: train, validation or test.")] = "test",
+    file: Annotated[Path | None, typer.Option(metavar="FILE", help="A file to evaluate instead, with the recipe's columns.")] = None,
+    json_file: Annotated[
+        str, typer.Option("--json", metavar="FILE", help="Also write the results to this file; - for stdout instead of the table.")
+    ] = "",
+    nproc: Annotated[int | None, typer.Option(min=1, metavar="N", help="Start N processes on this machine.")] = None,
+) -> None:
+    """Evaluate a split or a file with a trained model: loss, the task's metrics, and the metrics of each class.
+
+    The metrics are those that the training run computes for the same split and number of processes.
+    """
+    from fastloop_tools.inference.target import build_run, load, read_file_instead
+
+    recipe = load(target, arguments or (), Inference(Path(), split))
+    command = ["evaluate", target, *(arguments or ()), "--split", split]
+    command += [*(["--file", str(file)] if file else []), *(["--json", json_file] if json_file else [])]
+    if nproc is not None:
+        assert recipe.inference is not None
+        raise typer.Exit(launch.launch(command, nproc, 1, 0, None, recipe.inference.model))
+    if file is not None:
+        read_file_instead(recipe, file)
+    launch.end_with_launcher()
+    with signals.on_signals(signals.stop_now):
+        from fastloop_tools.inference.classes import ClassCounts
+
+        counts = ClassCounts()
+        run = build_run(recipe, [counts], file)
+        from fastloop import lifecycle, loop
+
+        with lifecycle.inference(run):
+            started = perf_counter()
+            loop.evaluate(run, split)
+            record: dict[str, Any] = {
+                "model": target,
+                "split": split,
+                "file": str(file) if file else None,
+                "metrics": run.state.metrics[split],
+                **counts.results(run),
+                "device": str(run.device),
+                "world_size": run.world_size,
+                "seconds": perf_counter() - started,
+            }
+            if run.is_main:
+                show(record, json_file)
+            run.processes.barrier()
+        run.processes.close()
+        if run.world_size > 1:
+            launch.leave(0)
+
+
+def show(record: dict[str, Any], json_file: str) -> None:
+    """Print the results as tables, and write them to ``json_file``; ``-``: print JSON only."""
+    import rich
+    from rich.table import Table
+
+    from fastloop.runtime.files import write
+
+    text = json.dumps(record, indent=2) + "\n"
+    if json_file == "-":
+        typer.echo(text, nl=False)
+        return
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for name, value in record["metrics"].items():
+        table.add_row(f"{record['file'] or record['split']} {name}", f"{value:.4f}")
+    rich.print(table)
+    if record["classes"]:
+        table = Table(box=None, pad_edge=False)
+        table.add_column("class")
+        for column in ("precision", "recall", "f1", "samples"):
+            table.add_column(column, justify="right")
+        for row in record["classes"]:
+            scores = [f"{row[column]:.4f}" for column in ("precision", "recall", "f1")]
+            table.add_row(row["name"], *scores, str(row["samples"]))
+        rich.print(table)
+    if json_file:
+        write(Path(json_file), text)
+        typer.echo(f"written to {json_file}")

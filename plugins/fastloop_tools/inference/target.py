@@ -1,0 +1,100 @@
+"""The model of an inference run: the folder of a run, or of an exported model."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastloop.cli import launch
+from fastloop.errors import UsageError
+from fastloop.recipe import Inference, Recipe, load_recipe
+
+if TYPE_CHECKING:
+    from fastloop import Plugin
+    from fastloop.run import Run
+
+
+def load(target: str, arguments: Sequence[str], inference: Inference) -> Recipe:
+    """The recipe of a run folder or of an exported model, for inference.
+
+    Args:
+        target: RUN, with ``recipe.yaml`` and ``model/``, or MODEL, a folder with weights in safetensors files.
+        arguments: At most one RECIPE, and overrides. Without RECIPE, the run's own is used.
+        inference: Its ``model`` is replaced by the folder found.
+
+    Raises:
+        UsageError: The target is neither, the run exported no model, or a model comes without a recipe.
+    """
+    named = [argument for argument in arguments if "=" not in argument]
+    overrides = [argument for argument in arguments if "=" in argument]
+    if len(named) > 1:
+        raise UsageError(f"found {len(named)} recipes: {', '.join(named)}. Expected at most one; overrides are KEY=VALUE.")
+    folder = Path(target)
+    if not folder.is_dir():
+        raise UsageError(f"{target}: no such folder. Expected a run folder, such as runs/quickstart, or an exported model.")
+    run = next((place for place in (folder, folder.parent) if (place / "recipe.yaml").is_file()), None)
+    model = folder if run is None or run != folder else folder / "model"
+    if not any(model.glob("*.safetensors")):
+        if run == folder:
+            raise UsageError(
+                f"{target}: this run has exported no model: there are no weights in {model}. It failed, was stopped or still trains: "
+                f"`fastloop train RECIPE --resume {target}` completes it."
+            )
+        raise UsageError(f"{target}: neither a run folder (recipe.yaml, model/) nor an exported model (*.safetensors).")
+    if not named and (run is None or model != run / "model"):
+        raise UsageError(f"{target}: an exported model. Name the recipe that gives its task and data: {target} RECIPE.")
+    recipe = load_recipe(named[0] if named else str(folder.parent / "recipe.yaml" if run != folder else folder / "recipe.yaml"), overrides)
+    if not named:
+        assert run is not None
+        recipe.source = _trained_from(run) or recipe.source
+    recipe.inference = dataclasses.replace(inference, model=model.resolve())
+    return recipe
+
+
+def _trained_from(run: Path) -> Path | None:
+    """The recipe's file that a run was started with: paths in the recipe may be relative to it. None: unknown, or gone."""
+    try:
+        source = json.loads((run / "summary.json").read_text(encoding="utf-8")).get("recipe")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return Path(source) if isinstance(source, str) and Path(source).is_file() else None
+
+
+def read_file_instead(recipe: Recipe, file: Path) -> None:
+    """Make a file the recipe's only data, as the evaluated split."""
+    assert recipe.inference is not None
+    if not file.is_file():
+        raise UsageError(f"--file {file}: no such file.")
+    elsewhere = ("name", "subset", "module", "arguments", "splits", "limit")
+    recipe.data = {key: value for key, value in recipe.data.items() if key not in elsewhere}
+    recipe.data["files"] = {recipe.inference.split: str(file)}
+
+
+def build_run(recipe: Recipe, objects: Iterable[Plugin] = (), file: Path | None = None) -> Run:
+    """Build the run of an inference recipe.
+
+    Args:
+        objects: Plugins to add.
+        file: The file of the option --file; None: the recipe's data.
+
+    Raises:
+        UsageError: The recipe or the data is wrong, or the task cannot read ``file``.
+    """
+    from fastloop.cli.messages import show_messages
+    from fastloop.recipe.importing import reduced_gc
+    from fastloop.registry import resolve, select
+
+    show_messages()
+    with reduced_gc():
+        launch.start_again(select(recipe).environment(recipe))
+        plugins = resolve(recipe, objects=objects)
+        task: Any = next((plugin for plugin in plugins if plugin.slot == "task"), None)
+        section = getattr(task, "sections", {}).get("data")
+        if file is not None and (section is None or "files" not in {field.name for field in dataclasses.fields(section)}):
+            raise UsageError(f"--file {file}: the task {task.name if task else 'none'!r} reads no files (data.files). Use --split.")
+        from fastloop.lifecycle import build
+
+        return build(recipe, plugins)

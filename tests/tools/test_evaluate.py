@@ -1,0 +1,231 @@
+"""`fastloop evaluate`: the metrics of training, from the exported model alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from inference_runs import CLASSES, texts, train, write_csv, write_recipe
+from text_helpers import TINY_GPT
+
+from fastloop.recipe import Inference, load_recipe
+from fastloop.registry import resolve
+
+CODE = """
+import torch
+
+def data(splits=("train", "validation", "test")):
+    rows = [(torch.full((4,), float(i % 3)) + torch.arange(4) / 10, i % 3) for i in range(30)]
+    return {split: rows for split in splits}
+
+class Net(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(4, 3)
+"""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder with a recipe, its files and its run."""
+    folder = tmp_path_factory.mktemp("trained")
+    train(write_recipe(folder))
+    return folder
+
+
+def results(cli: Any, *arguments: Any) -> dict[str, Any]:
+    code, _, err = cli("evaluate", *map(str, arguments), "--json", "results.json")
+    assert code == 0, err
+    found: dict[str, Any] = json.loads(Path("results.json").read_text())
+    return found
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return found
+
+
+def copied(trained: Path, without: str = "") -> Path:
+    """A copy of the run in the current folder; the recipe's file and one more are gone."""
+    shutil.copytree(trained, "copy")
+    for name in filter(None, ("recipe.yaml", without)):
+        Path("copy", name).unlink()
+    return Path("copy")
+
+
+@pytest.mark.parametrize("split", ["test", "validation"])
+def test_metrics_equal_those_of_training(trained, cli, split):
+    found = results(cli, trained / "run", "--split", split)
+    assert found["metrics"] == summary(trained / "run")[split]
+    assert 0.4 < found["metrics"]["accuracy"] < 1
+
+
+def test_training_data_is_not_read(tmp_path, cli):
+    recipe = write_recipe(tmp_path)
+    train(recipe)
+    (tmp_path / "train.csv").unlink()
+    assert results(cli, tmp_path / "run")["metrics"] == summary(tmp_path / "run")["test"]
+
+
+def test_held_out_rows_are_those_of_training(tmp_path, cli):
+    recipe = write_recipe(tmp_path)
+    tree = yaml.safe_load(recipe.read_text())
+    del tree["data"]["files"]["validation"]
+    recipe.write_text(yaml.safe_dump(tree | {"data": tree["data"] | {"validation_fraction": 0.3}}))
+    train(recipe)
+    assert results(cli, tmp_path / "run", "--split", "validation")["metrics"] == summary(tmp_path / "run")["validation"]
+
+
+@pytest.mark.parametrize(
+    "plugins",
+    [["packing", "length-bucketing", "ema"], [{"amp": {"dtype": "bf16"}}, "attention", "cls-last-layer", "checkpoint-best"]],
+    ids=["packing", "amp"],
+)
+def test_metrics_equal_those_of_training_with_plugins(tmp_path, cli, plugins):
+    train(write_recipe(tmp_path, plugins))
+    found = results(cli, tmp_path / "run")
+    assert found["metrics"] == summary(tmp_path / "run")["test"]
+
+
+def test_classes_are_those_of_scikit_learn(trained, cli):
+    from sklearn.metrics import precision_recall_fscore_support
+
+    found = results(cli, trained / "run")
+    actual = [target for target, row in enumerate(found["confusion"]) for count in row for _ in range(count)]
+    predicted = [index for row in found["confusion"] for index, count in enumerate(row) for _ in range(count)]
+    expected = precision_recall_fscore_support(actual, predicted, labels=range(3), zero_division=0)
+    assert [row["name"] for row in found["classes"]] == list(CLASSES)
+    for column, values in zip(("precision", "recall", "f1", "samples"), expected, strict=True):
+        assert [row[column] for row in found["classes"]] == pytest.approx(list(values))
+    rows = texts(30, 200)
+    assert [row["samples"] for row in found["classes"]] == [sum(row["label"] == name for row in rows) for name in CLASSES]
+    assert sum(row[index] for index, row in enumerate(found["confusion"])) / 30 == pytest.approx(found["metrics"]["accuracy"])
+
+
+def test_a_file_and_an_exported_model(trained, cli):
+    model = shutil.copytree(trained / "run" / "model", "model")
+    found = results(cli, model, trained / "recipe.yaml", "--file", trained / "validation.csv")
+    assert found["metrics"] == summary(trained / "run")["validation"]
+    few = write_csv(Path("few.csv"), [row for row in texts(30) if row["label"] == "good"])
+    found = results(cli, trained / "run", "--file", few)
+    assert [row["samples"] for row in found["classes"]] == [0, 0, 10]
+    numbers = write_csv(Path("numbers.csv"), [row | {"label": CLASSES.index(row["label"])} for row in texts(24, 100)])
+    assert results(cli, trained / "run", "--file", numbers)["metrics"] == summary(trained / "run")["validation"]
+
+
+def test_the_table_and_json_on_stdout(trained, cli):
+    code, out, _ = cli("evaluate", str(trained / "run"))
+    assert code == 0
+    assert f"test accuracy  {summary(trained / 'run')['test']['accuracy']:.4f}" in out
+    assert [line.split()[0] for line in out.splitlines()[-3:]] == list(CLASSES)
+    code, out, _ = cli("evaluate", str(trained / "run"), "--json", "-")
+    assert json.loads(out[out.index("{\n") :])["metrics"] == summary(trained / "run")["test"]
+
+
+def test_a_module(tmp_path, cli, monkeypatch):
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "code.py").write_text(CODE)
+    metrics = {"accuracy": {"type": "MulticlassAccuracy", "num_classes": 3}}
+    recipe = {
+        "model": {"module": "code.py:Net"},
+        "data": {"module": "code.py:data"},
+        "train": {"epochs": 2, "batch_size": 8, "lr": 0.1, "device": "cpu"},
+        "plugins": [{"module": {"loss": "cross_entropy", "metrics": metrics}}],
+        "output": str(tmp_path / "run"),
+    }
+    (home / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    train(home / "recipe.yaml")
+    found = results(cli, tmp_path / "run")
+    assert found["metrics"] == summary(tmp_path / "run")["test"]
+    assert [row["name"] for row in found["classes"]] == ["0", "1", "2"]
+    code, _, err = cli("evaluate", str(tmp_path / "run"), "--file", str(home / "code.py"))
+    assert code == 2
+    assert "the task 'module' reads no files" in err
+    code, _, err = cli("evaluate", str(tmp_path / "run"), "data.arguments={splits: [train]}")
+    assert code == 2
+    assert "there is no split 'test'. There are: train" in err
+
+
+def test_a_language_model(tmp_path, cli):
+    recipe = write_recipe(tmp_path)
+    tree = yaml.safe_load(recipe.read_text())
+    tree["model"]["config"], tree["model"]["tokenizer"] = TINY_GPT, {"kind": "bpe", "vocab_size": 300}
+    tree["data"] = {"files": tree["data"]["files"], "max_length": 16}
+    recipe.write_text(yaml.safe_dump(tree))
+    train(recipe)
+    found = results(cli, tmp_path / "run")
+    assert found["metrics"] == summary(tmp_path / "run")["test"]
+    assert found["metrics"].keys() == {"loss", "perplexity"}
+    assert found["classes"] == []
+
+
+def refused(cli: Any, *arguments: Any) -> str:
+    code, _, err = cli("evaluate", *map(str, arguments))
+    assert code == 2
+    error: str = err
+    return error
+
+
+def test_targets_that_are_refused(trained, cli):
+    assert "nowhere: no such folder" in refused(cli, "nowhere")
+    copy = copied(trained)
+    shutil.rmtree(copy / "run" / "model")
+    assert "this run has exported no model" in refused(cli, copy / "run")
+    Path("empty").mkdir()
+    assert "neither a run folder" in refused(cli, "empty")
+    shutil.copytree(trained / "run" / "model", "model")
+    assert "Name the recipe" in refused(cli, "model")
+    assert "found 2 recipes" in refused(cli, "model", "a", "b")
+    assert "weights cannot be loaded" in refused(cli, "model", other_model(trained))
+
+
+def other_model(trained: Path) -> Path:
+    """A recipe of a module, which the exported classifier is not."""
+    Path("code.py").write_text(CODE)
+    recipe = {"model": {"module": "code.py:Net"}, "data": {"module": "code.py:data"}, "plugins": [{"module": {"loss": "cross_entropy"}}]}
+    Path("other.yaml").write_text(yaml.safe_dump(recipe | {"train": {"device": "cpu"}}))
+    return Path("other.yaml")
+
+
+def test_files_that_are_refused(trained, cli):
+    rows = texts(6)
+    other = write_csv(Path("other.csv"), [row | {"label": row["label"].replace("fine", "odd")} for row in rows])
+    error = refused(cli, trained / "run", "--file", other)
+    assert "row 2: column 'label' (data.label) holds 'odd', which is no class of the model" in error
+    assert "'bad', 'fine', 'good'" in error
+    beyond = write_csv(Path("beyond.csv"), [row | {"label": 3} for row in rows])
+    assert "holds '3', which is no class" in refused(cli, trained / "run", "--file", beyond)
+    unlabelled = write_csv(Path("unlabelled.csv"), [{"text": row["text"]} for row in rows])
+    assert "there is no column 'label'" in refused(cli, trained / "run", "--file", unlabelled)
+    assert "no such file" in refused(cli, trained / "run", "--file", "nowhere.csv")
+    assert "there is no split 'dev'" in refused(cli, trained / "run", "--split", "dev")
+
+
+def test_only_plugins_for_inference_take_part(trained):
+    recipe = load_recipe(str(trained / "recipe.yaml"), with_plugins=["amp", "ema", "checkpoint-best", "compile"])
+    recipe.inference = Inference(trained / "run" / "model", "test")
+    assert resolve(recipe).names() == ["amp", "compile", "text-classification"]
+
+
+@pytest.mark.slow
+def test_metrics_equal_those_of_training_on_two_processes(tmp_path):
+    recipe = write_recipe(tmp_path, ["ddp"])
+
+    def call(*arguments: str) -> None:
+        command = [sys.executable, "-m", "fastloop", *arguments, "--nproc", "2"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    call("train", str(recipe))
+    call("evaluate", str(tmp_path / "run"), "--json", "two.json")
+    found = json.loads(Path("two.json").read_text())
+    assert found["world_size"] == 2
+    assert found["metrics"] == summary(tmp_path / "run")["test"]
+    assert sum(row["samples"] for row in found["classes"]) == 30

@@ -6,15 +6,20 @@
       - causal-lm
 
 Texts are concatenated and cut into blocks of ``max_length`` tokens, so only the last block has padding.
+
+`fastloop predict` continues texts. By default, it takes the most probable token (greedy). With a ``temperature``, it draws tokens:
+
+    fastloop predict runs/gpt prompts.txt plugins.causal-lm.temperature=0.8 plugins.causal-lm.top_p=0.95
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Generator, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 
-from fastloop import Batch, Output, Plugin, RecipeError, hookimpl
+from fastloop import Batch, Output, Plugin, RecipeError, hookimpl, option
 from fastloop_plugins.tasks._model_checks import check_causal
 from fastloop_plugins.tasks._text_data import Data, TextData
 from fastloop_plugins.tasks._text_model import Model, TextModel
@@ -29,6 +34,7 @@ if TYPE_CHECKING:
     from fastloop import Run
     from fastloop.recipe import Recipe
     from fastloop_plugins.tasks._text_batches import Ragged, Sequences, Width
+    from fastloop_plugins.tasks._text_prompts import PromptCollator
 
 IGNORED = -100
 """Target that cross entropy ignores."""
@@ -43,6 +49,15 @@ class CausalLM(Plugin):
     sections = {"model": Model, "data": Data}
     adds_metrics = ("perplexity",)
     description = "model, data and loss of a causal language model"
+
+    @dataclass(kw_only=True)
+    class Config:
+        """Options of `fastloop predict`."""
+
+        max_new_tokens: Annotated[int, option("Tokens to generate for each text at most.", ge=1)] = 64
+        temperature: Annotated[float, option("Divides the logits before drawing a token; 0: take the most probable token.", ge=0)] = 0.0
+        top_k: Annotated[int | None, option("Draw only from this many tokens, the most probable ones.", ge=1)] = None
+        top_p: Annotated[float | None, option("Draw only from the fewest tokens with this total probability.", gt=0, le=1)] = None
 
     @classmethod
     def auto_enable(cls, recipe: Recipe) -> str | None:
@@ -76,9 +91,26 @@ class CausalLM(Plugin):
         return Sequences(ids, lengths)
 
     @hookimpl
-    def build_collator(self, run: Run) -> Collator:
-        from fastloop_plugins.tasks._text_batches import Width
+    def build_prediction_data(self, run: Run, source: Any, start: int, size: int) -> Iterator[Sequences]:
+        from fastloop_plugins.tasks._text_stream import token_chunks
 
+        where, new = f"{run.recipe.where}: plugins.causal-lm", self.config.max_new_tokens
+        if source is None:
+            raise RecipeError(f"{where}: continues texts, and a split has blocks of tokens. Give a file or a text to predict.")
+        self.text_model.load_tokenizer(self.data.options.max_length)
+        positions = getattr(self.text_model.config, "max_position_embeddings", None)
+        if positions is not None and positions <= new:
+            raise RecipeError(f"{where}.max_new_tokens: found {new}, expected fewer than the model's {positions} positions.")
+        self.room = positions - new if positions is not None else None
+        return token_chunks(self.data, self.text_model.tokenizer, source, start, size, {"add_special_tokens": False, "verbose": False})
+
+    @hookimpl
+    def build_collator(self, run: Run, split: str) -> Collator | PromptCollator:
+        from fastloop_plugins.tasks._text_batches import Width
+        from fastloop_plugins.tasks._text_prompts import PromptCollator
+
+        if split == "predict":
+            return PromptCollator(self.text_model.tokenizer, self.room)
         options = self.data.options
         width = Width(options.max_length, run.loader_settings.pad_to_multiple_of, options.padding == "max_length")
         return Collator(self.text_model.tokenizer.pad_token_id, width)
@@ -102,6 +134,16 @@ class CausalLM(Plugin):
         inputs = {name: value for name, value in batch.items() if name != "targets"} | {"use_cache": False}
         logits = forward(model, inputs, never=True).logits
         return Output(cross_entropy(logits.flatten(0, 1).float(), batch["targets"].flatten(), ignore_index=IGNORED))
+
+    @hookimpl
+    def predict(self, run: Run, batch: dict[str, Any]) -> Mapping[str, list[str]]:
+        config, tokenizer, model = self.config, self.text_model.tokenizer, run.unwrap_model()
+        drawing: dict[str, Any] = {"do_sample": False}
+        if config.temperature:
+            drawing = {"do_sample": True, "temperature": config.temperature, "top_k": config.top_k or 0, "top_p": config.top_p or 1.0}
+        ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+        ids = model.generate(**batch, max_new_tokens=config.max_new_tokens, **drawing, **ends)  # type: ignore[operator]
+        return {"text": tokenizer.batch_decode(ids[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)}
 
     @hookimpl(wrapper=True, trylast=True)
     def evaluate(self) -> Generator[None, dict[str, float], dict[str, float]]:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torchmetrics import MetricCollection
 
+    from fastloop import Run
     from fastloop.recipe import Recipe
 
 
@@ -170,6 +171,12 @@ class Module(Plugin):
         from fastloop.trainer import forward
 
         return forward(model, batch, self.loss)
+
+    @hookimpl
+    def predict(self, run: Run, batch: Any) -> Mapping[str, list[Any]]:
+        from fastloop_plugins.tasks._predictions import prediction_columns
+
+        return prediction_columns(run.hooks.compute_loss(run=run, model=run.model, batch=batch))
 
     def _call(self, key: str) -> Any:
         try:

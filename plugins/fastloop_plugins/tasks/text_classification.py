@@ -25,7 +25,7 @@ The task sets the metrics' ``num_classes``, ``task`` and ``threshold``, and give
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -107,6 +107,17 @@ class TextClassification(Plugin):
         return datasets
 
     @hookimpl
+    def build_prediction_data(self, source: Any, start: int, size: int) -> Iterator[Sequences] | None:
+        if source is None:  # a split
+            return None
+        from fastloop_plugins.tasks._text_stream import token_chunks
+
+        self.text_model.load_tokenizer(self.data.options.max_length)
+        self.labels = self.text_model.order_labels(self.text_model.class_names())
+        arguments = {"truncation": True, "max_length": self.data.options.max_length}
+        return token_chunks(self.data, self.text_model.tokenizer, source, start, size, arguments)
+
+    @hookimpl
     def build_collator(self, run: Run) -> Collator:
         from fastloop_plugins.tasks._text_batches import Width
 
@@ -137,6 +148,12 @@ class TextClassification(Plugin):
         inputs = {name: value for name, value in batch.items() if name != "labels"}
         logits = forward(model, inputs, never="position_ids" in batch).logits  # inputs with positions are packed rows, which need no mask
         return Output(self.loss(logits.float(), batch["labels"]), logits, batch["labels"])
+
+    @hookimpl
+    def predict(self, run: Run, batch: dict[str, Any]) -> Mapping[str, list[Any]]:
+        from fastloop_plugins.tasks._predictions import prediction_columns
+
+        return prediction_columns(run.hooks.compute_loss(run=run, model=run.model, batch=batch), self.labels.names)
 
     @hookimpl
     def export_model(self, run: Run, folder: Path) -> Path:

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from fastloop.cli import launch
+from fastloop.cli.arguments import With, Without, names
 from fastloop.distributed import signals
 from fastloop.recipe import Inference
 
@@ -29,6 +30,8 @@ def evaluate(
         str, typer.Option("--json", metavar="FILE", help="Also write the results to this file; - for stdout instead of the table.")
     ] = "",
     nproc: Annotated[int | None, typer.Option(min=1, metavar="N", help="Start N processes on this machine.")] = None,
+    with_: With = None,
+    without: Without = None,
 ) -> None:
     """Evaluate a split or a file with a trained model: loss, the task's metrics, and the metrics of each class.
 
@@ -36,9 +39,11 @@ def evaluate(
     """
     from fastloop_tools.inference.target import build_run, load, read_file_instead
 
-    recipe = load(target, arguments or (), Inference(Path(), split))
+    recipe = load(target, arguments or (), Inference(Path(), split), names(with_), names(without))
     command = ["evaluate", target, *(arguments or ()), "--split", split]
     command += [*(["--file", str(file)] if file else []), *(["--json", json_file] if json_file else [])]
+    for key, listed in (("--with", names(with_)), ("--without", names(without))):
+        command += [key, ",".join(listed)] if listed else []
     if nproc is not None:
         assert recipe.inference is not None
         raise typer.Exit(launch.launch(command, nproc, 1, 0, None, recipe.inference.model))
@@ -48,6 +53,10 @@ def evaluate(
     with signals.on_signals(signals.stop_now):
         from fastloop_tools.inference.classes import ClassCounts
 
+        if json_file == "-":
+            import rich
+
+            rich.reconfigure(stderr=True)  # log messages must not mix with JSON
         counts = ClassCounts()
         run = build_run(recipe, [counts], file)
         from fastloop import lifecycle, loop

@@ -17,13 +17,17 @@ if TYPE_CHECKING:
     from fastloop.run import Run
 
 
-def load(target: str, arguments: Sequence[str], inference: Inference) -> Recipe:
+def load(
+    target: str, arguments: Sequence[str], inference: Inference, with_plugins: Iterable[str] = (), without_plugins: Iterable[str] = ()
+) -> Recipe:
     """The recipe of a run folder or of an exported model, for inference.
 
     Args:
         target: RUN, with ``recipe.yaml`` and ``model/``, or MODEL, a folder with weights in safetensors files.
         arguments: At most one RECIPE, and overrides. Without RECIPE, the run's own is used.
         inference: Its ``model`` is replaced by the folder found.
+        with_plugins: Plugins to add to the recipe's.
+        without_plugins: Plugins to leave out.
 
     Raises:
         UsageError: The target is neither, the run exported no model, or a model comes without a recipe.
@@ -46,7 +50,7 @@ def load(target: str, arguments: Sequence[str], inference: Inference) -> Recipe:
         raise UsageError(f"{target}: neither a run folder (recipe.yaml, model/) nor an exported model (*.safetensors).")
     if not named and (run is None or model != run / "model"):
         raise UsageError(f"{target}: an exported model. Name the recipe that gives its task and data: {target} RECIPE.")
-    recipe = load_recipe(named[0] if named else str(folder.parent / "recipe.yaml" if run != folder else folder / "recipe.yaml"), overrides)
+    recipe = load_recipe(named[0] if named else str(run / "recipe.yaml" if run else ""), overrides, with_plugins, without_plugins)
     if not named:
         assert run is not None
         recipe.source = _trained_from(run) or recipe.source

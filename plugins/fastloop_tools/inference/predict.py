@@ -1,0 +1,134 @@
+"""``fastloop predict``: the predictions of a trained model for a file, for texts or for a split."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import sys
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fastloop import __version__
+from fastloop.cli.arguments import With, Without, names
+from fastloop.distributed import ranks, signals
+from fastloop.errors import UsageError
+from fastloop.recipe import Inference, Recipe, secrets
+from fastloop_tools.inference.evaluate import Target
+
+if TYPE_CHECKING:
+    from fastloop.run import Run
+    from fastloop_tools.inference.output import Output
+
+log = logging.getLogger("fastloop")
+
+FILES = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".txt", ".gz", ".bz2", ".zst")
+"""Suffixes of an argument that is a file and not a text."""
+
+
+def predict(
+    target: Target,
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="FILE|-|TEXT [RECIPE] [KEY=VALUE]...",
+            help="A file with the recipe's column of texts; -: one text a line from stdin; or a text. With --split, none of them.",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="File to write: .csv, .jsonl or .parquet. Without it: JSON lines on stdout.")
+    ] = None,
+    split: Annotated[str | None, typer.Option(metavar="NAME", help="Predict a split of the recipe's data.")] = None,
+    chunk: Annotated[int, typer.Option(min=1, metavar="ROWS", help="Rows to read, predict and write at once.")] = 4096,
+    with_: With = None,
+    without: Without = None,
+) -> None:
+    """Predict with a trained model: labels and probabilities, texts of a language model, or the outputs of a module.
+
+    Rows keep their order. An interrupted job with --out continues after the last complete chunk, if the same command is repeated.
+    """
+    from fastloop_tools.inference.output import Output
+    from fastloop_tools.inference.target import build_run, load
+
+    if ranks.world_size() > 1:
+        raise UsageError("predict uses one process. Start it without a launcher.")
+    given = list(arguments or ())
+    if split is None and not given:
+        raise UsageError("found nothing to predict. Expected a FILE, - for stdin, a TEXT, or --split NAME.")
+    name = None if split is not None else given.pop(0)
+    source = None if name is None else read_source(name)
+    recipe = load(target, given, Inference(Path(), split or "predict", source, chunk=chunk), names(with_), names(without))
+    output = Output(out, None if name == "-" else describe(recipe, target, name))
+    if out is None:
+        import rich
+
+        rich.reconfigure(stderr=True)  # log messages must not mix with predictions
+    with signals.on_signals(signals.stop_now):
+        if not output.complete:
+            assert recipe.inference is not None
+            recipe.inference = dataclasses.replace(recipe.inference, start=len(output.parts) * chunk)
+            run = build_run(recipe)
+            if output.parts:
+                log.info("predict: continues after %d rows of an interrupted job", len(output.parts) * chunk)
+            from fastloop import lifecycle
+
+            with lifecycle.inference(run):
+                predict_chunks(run, output, threaded=name != "-")
+        output.finish()
+    if out is not None:
+        typer.echo(f"written to {out}")
+
+
+def read_source(name: str) -> Path | Iterable[str]:
+    """The argument FILE, - or TEXT as a path or as texts.
+
+    Raises:
+        UsageError: It has the suffix of a file that does not exist.
+    """
+    if name == "-":
+        return (line.rstrip("\r\n") for line in sys.stdin)
+    if len(name) < 4096 and "\n" not in name:
+        if Path(name).is_file():
+            return Path(name)
+        if Path(name).is_dir() or (name.lower().endswith(FILES) and " " not in name):
+            raise UsageError(f"{name}: {'a folder, expected a file' if Path(name).is_dir() else 'no such file'}.")
+    return [name]
+
+
+def describe(recipe: Recipe, target: str, name: str | None) -> dict[str, Any]:
+    """What determines the predictions: recipe, model, input and version. Files by size and time of change."""
+    assert recipe.inference is not None
+    paths = sorted(path for path in recipe.inference.model.iterdir() if path.is_file())
+    if isinstance(recipe.inference.source, Path):
+        paths.append(recipe.inference.source.resolve())
+    stats = [(path, path.stat()) for path in paths]
+    return {
+        "version": __version__,
+        "recipe": secrets.hidden(recipe.to_dict()),
+        "input": [name, recipe.inference.split, recipe.inference.chunk],
+        "files": [[str(path), stat.st_size, stat.st_mtime_ns] for path, stat in stats],
+    }
+
+
+def predict_chunks(run: Run, output: Output, threaded: bool) -> None:
+    """Predict the chunks of a run in order.
+
+    Args:
+        threaded: Whether to read the next chunk in a thread meanwhile. A thread that waits for stdin would block the exit.
+    """
+    from accelerate.utils import set_seed
+
+    from fastloop import loop
+
+    chunks, split = run.loaders.chunks, run.loaders.first
+    with ThreadPoolExecutor(1) as pool:
+        chunk = next(chunks)
+        while chunk is not None:
+            following = pool.submit(next, chunks, None) if threaded else None
+            set_seed(run.recipe.train.seed + len(output.parts))  # so that sampled texts do not depend on interruptions
+            columns = loop.predict(run, run.loaders.replace(split, chunk))
+            chunk = next(chunks, None) if following is None else following.result()
+            output.add(columns, last=chunk is None)

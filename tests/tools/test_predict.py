@@ -1,0 +1,284 @@
+"""`fastloop predict`: labels and probabilities of a trained model, in the order of the file."""
+
+from __future__ import annotations
+
+import bz2
+import csv
+import io
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from inference_runs import CLASSES, texts, train, write_csv, write_recipe
+from test_evaluate import CODE
+from text_helpers import TINY_GPT
+
+from fastloop_tools.inference.output import Output
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder with a recipe, its files and its run."""
+    folder = tmp_path_factory.mktemp("trained")
+    train(write_recipe(folder))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(trained):
+    """The predictions of transformers' pipeline for the test file: name -> probability, for each text."""
+    from transformers import pipeline
+
+    classify = pipeline("text-classification", model=str(trained / "run" / "model"), device="cpu", top_k=None)
+    found = classify([row["text"] for row in texts(30, 200)], truncation=True, max_length=32)
+    return [{item["label"]: item["score"] for item in items} for items in found]
+
+
+def predict(cli: Any, *arguments: Any) -> str:
+    code, out, err = cli("predict", *map(str, arguments))
+    assert code == 0, err
+    found: str = out
+    return found
+
+
+def same(rows: list[dict[str, Any]], expected: list[dict[str, float]]) -> bool:
+    """Whether labels are equal, and probabilities within 1e-5."""
+    assert len(rows) == len(expected)
+    assert [row["label"] for row in rows] == [max(scores, key=scores.__getitem__) for scores in expected]
+    for row, scores in zip(rows, expected, strict=True):
+        assert {name: float(row[f"probability_{name}"]) for name in CLASSES} == pytest.approx(scores, abs=1e-5)
+        assert float(row["probability"]) == pytest.approx(max(scores.values()), abs=1e-5)
+    return True
+
+
+def read(path: str) -> list[dict[str, Any]]:
+    if path.endswith(".parquet"):
+        from pyarrow import parquet
+
+        table: list[dict[str, Any]] = parquet.read_table(path).to_pylist()
+        return table
+    content = Path(path).read_text(encoding="utf-8")
+    return [json.loads(line) for line in content.splitlines()] if path.endswith(".jsonl") else list(csv.DictReader(io.StringIO(content)))
+
+
+@pytest.mark.parametrize("chunk", [7, 4096])
+@pytest.mark.parametrize("out", ["out.csv", "out.jsonl", "out.parquet"])
+def test_predictions_equal_those_of_transformers(trained, expected, cli, out, chunk):
+    assert f"written to {out}" in predict(cli, trained / "run", trained / "test.csv", "--out", out, "--chunk", chunk)
+    assert same(read(out), expected)
+    assert not Path(f"{out}.parts").exists()
+
+
+@pytest.mark.parametrize("plugins", ["packing", "length-bucketing", "packing,length-bucketing", "dataloader-workers"])
+def test_plugins_keep_predictions_and_order(trained, expected, cli, plugins):
+    options = ["plugins.dataloader-workers.num_workers=2"] if "workers" in plugins else []
+    predict(cli, trained / "run", trained / "test.csv", *options, "--with", plugins, "--out", "out.jsonl", "--chunk", 11)
+    assert same(read("out.jsonl"), expected)
+
+
+def test_half_precision_comes_from_the_recipe(trained, expected, cli):
+    predict(cli, trained / "run", trained / "test.csv", "plugins.amp.dtype=bf16", "--with", "amp", "--out", "out.jsonl")
+    found = [row["probability_good"] for row in read("out.jsonl")]
+    exact = [scores["good"] for scores in expected]
+    assert found != pytest.approx(exact, abs=1e-6)
+    assert found == pytest.approx(exact, abs=0.05)
+
+
+def test_every_format_and_texts(trained, expected, cli, monkeypatch):
+    rows = [{"text": row["text"]} for row in texts(30, 200)]
+    Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    Path("rows.json").write_text(json.dumps(rows))
+    Path("rows.txt").write_text("\n".join(row["text"] for row in rows))
+    Path("rows.csv.bz2").write_bytes(bz2.compress(write_csv(Path("rows.csv"), rows).read_bytes()))
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    parquet.write_table(pa.Table.from_pylist(rows), "rows.parquet")
+    for name in ("rows.jsonl", "rows.json", "rows.txt", "rows.csv.bz2", "rows.parquet"):
+        out = predict(cli, trained / "run", name, "--chunk", 8)
+        assert same([json.loads(line) for line in out.splitlines()], expected), name
+    monkeypatch.setattr(sys, "stdin", io.StringIO(Path("rows.txt").read_text()))
+    assert same([json.loads(line) for line in predict(cli, trained / "run", "-", "--chunk", 8).splitlines()], expected)
+    assert same([json.loads(predict(cli, trained / "run", rows[3]["text"]))], expected[3:4])
+
+
+def test_a_split_and_an_exported_model(trained, expected, cli):
+    model = shutil.copytree(trained / "run" / "model", "model")
+    out = predict(cli, model, trained / "recipe.yaml", "--split", "test", "--chunk", 9)
+    assert same([json.loads(line) for line in out.splitlines()], expected)
+
+
+@pytest.mark.parametrize("out", ["out.csv", "out.jsonl", "out.parquet"])
+def test_an_interrupted_job_continues(trained, cli, monkeypatch, out):
+    command = [trained / "run", trained / "test.csv", "--chunk", 8, "--out"]
+    predict(cli, *command, f"whole-{out}")
+    added: list[int] = []
+    add = Output.add
+
+    def interrupt(self: Output, columns: Any, last: bool) -> None:
+        added.append(len(self.parts))
+        if added == [0, 1, 2]:
+            raise KeyboardInterrupt
+        add(self, columns, last)
+
+    monkeypatch.setattr(Output, "add", interrupt)
+    code, _, _ = cli("predict", *map(str, command), out)
+    assert code == 130
+    assert not Path(out).exists()
+    Path(f"{out}.parts", "unfinished").write_text("half a chunk")
+    assert "continues after 16 rows" in predict(cli, *command, out)
+    assert added == [0, 1, 2, 2, 3]
+    assert Path(out).read_bytes() == Path(f"whole-{out}").read_bytes()
+    assert not Path(f"{out}.parts").exists()
+
+
+@pytest.mark.slow
+def test_a_killed_job_continues(trained, cli):
+    rows = write_csv(Path("rows.csv"), texts(4000))
+    command = [str(trained / "run"), str(rows), "--chunk", "20", "--out"]
+    process = subprocess.Popen([sys.executable, "-m", "fastloop", "predict", *command, "out.csv"])
+    deadline = time.monotonic() + 300
+    while len(list(Path("out.csv.parts").glob("0*"))) < 3 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    assert not Path("out.csv").exists()
+    assert "rows of an interrupted job" in predict(cli, *command, "out.csv")
+    predict(cli, *command, "whole.csv")
+    assert Path("out.csv").read_bytes() == Path("whole.csv").read_bytes()
+    assert len(read("out.csv")) == 4000
+
+
+def test_another_job_does_not_continue(trained, cli, monkeypatch):
+    command = [trained / "run", "rows.csv", "--chunk", 4, "--out", "out.csv"]
+    write_csv(Path("rows.csv"), texts(10))
+    finish = Output.finish
+    monkeypatch.setattr(Output, "finish", lambda self: None)
+    predict(cli, *command)
+    assert len(list(Path("out.csv.parts").glob("0*"))) == 3
+    monkeypatch.setattr(Output, "finish", finish)
+    write_csv(Path("rows.csv"), texts(7))
+    assert "the parts of another job are removed" in predict(cli, *command)
+    assert len(read("out.csv")) == 7
+
+
+def test_a_complete_job_only_writes_the_file(trained, cli, monkeypatch):
+    command = [trained / "run", trained / "test.csv", "--out", "out.csv"]
+    predict(cli, *command)
+    whole = Path("out.csv").read_bytes()
+    finish = Output.finish
+    monkeypatch.setattr(Output, "finish", lambda self: None)
+    predict(cli, *command)
+    monkeypatch.setattr(Output, "finish", finish)
+    monkeypatch.setattr("fastloop_tools.inference.target.build_run", None)
+    predict(cli, *command)
+    assert Path("out.csv").read_bytes() == whole
+
+
+def module_run(tmp_path: Path, code: str, **options: Any) -> Path:
+    (tmp_path / "code.py").write_text(code)
+    recipe = {
+        "model": {"module": "code.py:Net"},
+        "data": {"module": "code.py:data"},
+        "train": {"epochs": 2, "batch_size": 8, "lr": 0.1, "device": "cpu"},
+        "plugins": [{"module": options}],
+        "output": str(tmp_path / "run"),
+    }
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    train(tmp_path / "recipe.yaml")
+    return tmp_path / "run"
+
+
+def test_a_module_predicts_a_split(tmp_path, cli):
+    import torch
+    from safetensors.torch import load_file
+
+    home = tmp_path / "home"
+    home.mkdir()
+    run = module_run(home, CODE, loss="cross_entropy")
+    rows = [json.loads(line) for line in predict(cli, run, "--split", "test", "--chunk", 12).splitlines()]
+    weights = load_file(run / "model" / "model.safetensors")
+    inputs = torch.stack([torch.full((4,), float(i % 3)) + torch.arange(4) / 10 for i in range(30)])
+    exact = (inputs @ weights["weight"].T + weights["bias"]).softmax(1)
+    assert [row["label"] for row in rows] == exact.argmax(1).tolist()
+    assert [[row[f"probability_{index}"] for index in range(3)] for row in rows] == [pytest.approx(row) for row in exact.tolist()]
+    code, _, err = cli("predict", str(run), "a text")
+    assert code == 2
+    assert "the task 'module' reads no files or texts to predict. Predict a split" in err
+    code, _, err = cli("predict", str(run), "--split", "dev")
+    assert code == 2
+    assert "cannot predict the split 'dev': there are: train, validation, test" in err
+
+
+def test_a_regression_gives_its_output(tmp_path, cli):
+    home = tmp_path / "home"
+    home.mkdir()
+    code = CODE.replace("(4, 3)", "(4, 1)").replace("i % 3) for", "torch.ones(1)) for")
+    run = module_run(home, code, loss="mse_loss")
+    rows = [json.loads(line) for line in predict(cli, run, "--split", "validation").splitlines()]
+    assert [list(row) for row in rows] == [["output"]] * 30
+    assert all(isinstance(row["output"][0], float) for row in rows)
+
+
+@pytest.fixture(scope="module")
+def language_model(tmp_path_factory):
+    """The run of a tiny language model that knows a few sentences."""
+    folder = tmp_path_factory.mktemp("gpt")
+    recipe = write_recipe(folder)
+    tree = yaml.safe_load(recipe.read_text())
+    tree["model"] = {"config": TINY_GPT | {"n_positions": 32}, "tokenizer": {"kind": "bpe", "vocab_size": 300}}
+    tree["data"] = {"files": tree["data"]["files"], "max_length": 16}
+    recipe.write_text(yaml.safe_dump(tree))
+    train(recipe)
+    return folder / "run"
+
+
+def test_a_language_model_continues_texts_like_transformers(language_model, cli):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    prompts = ["a lovely film", "a", "a plain film number 3 indeed", "", "a film " * 40]
+    Path("prompts.txt").write_text("\n".join(prompts))
+    out = predict(cli, language_model, "prompts.txt", "plugins.causal-lm.max_new_tokens=8")
+    found = [json.loads(line)["text"] for line in out.splitlines()]
+    model = AutoModelForCausalLM.from_pretrained(language_model / "model")
+    tokenizer = AutoTokenizer.from_pretrained(language_model / "model")
+    for prompt, text in zip(prompts, found, strict=True):  # one by one, without padding
+        ids = tokenizer(prompt or tokenizer.eos_token, return_tensors="pt", verbose=False)["input_ids"][:, -24:]
+        whole = model.generate(ids, attention_mask=ids >= 0, max_new_tokens=8, do_sample=False, pad_token_id=tokenizer.pad_token_id)
+        assert text == tokenizer.decode(whole[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+def test_drawn_texts_depend_on_the_seed_alone(language_model, cli):
+    command = [language_model, "a lovely film", "plugins.causal-lm.max_new_tokens=12", "plugins.causal-lm.temperature=1.5"]
+    first, again, other = predict(cli, *command), predict(cli, *command), predict(cli, *command, "train.seed=9")
+    assert first == again
+    assert first != other
+
+
+def test_what_is_refused(trained, language_model, cli):
+    def refused(*arguments: Any) -> str:
+        code, _, err = cli("predict", *map(str, arguments))
+        assert code == 2
+        error: str = err
+        return error
+
+    run = trained / "run"
+    assert "found nothing to predict" in refused(run)
+    assert "nowhere.csv: no such file" in refused(run, "nowhere.csv")
+    assert "expected one of: .csv, .jsonl, .parquet" in refused(run, "a text", "--out", "out.xml")
+    assert "expected a file in an existing folder" in refused(run, "a text", "--out", "nowhere/out.csv")
+    for name, content in (("other.csv", "words,label\na,b\n"), ("other.jsonl", '{"words": "a"}\n')):
+        Path(name).write_text(content)
+        assert "there is no column 'text', which data.text names. Its columns: words" in refused(run, name)
+    Path("empty.csv").write_text("text\n")
+    assert "the predict split is empty" in refused(run, "empty.csv")
+    assert "continues texts, and a split has blocks" in refused(language_model, "--split", "test")
+    assert "max_new_tokens: found 99, expected fewer than the model's 32" in refused(
+        language_model, "a", "plugins.causal-lm.max_new_tokens=99"
+    )

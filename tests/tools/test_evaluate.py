@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import yaml
@@ -17,6 +18,7 @@ from text_helpers import TINY_GPT
 
 from fastloop.recipe import Inference, load_recipe
 from fastloop.registry import resolve
+from fastloop_tools.inference.picture import draw
 
 CODE = """
 import torch
@@ -106,6 +108,24 @@ def test_classes_are_those_of_scikit_learn(trained, cli):
     rows = texts(30, 200)
     assert [row["samples"] for row in found["classes"]] == [sum(row["label"] == name for row in rows) for name in CLASSES]
     assert sum(row[index] for index, row in enumerate(found["confusion"])) / 30 == pytest.approx(found["metrics"]["accuracy"])
+
+
+def test_the_picture_shows_each_count(trained, cli):
+    found = results(cli, trained / "run")
+    picture = ElementTree.parse("results.svg").getroot()
+    texts_of = [element.text for element in picture.iter("{http://www.w3.org/2000/svg}text")]
+    assert texts_of[0] == f"{trained / 'run'} on test: 30 samples"
+    counts = [element for element in picture.iter("{http://www.w3.org/2000/svg}text") if "count" in element.get("class", "")]
+    assert [element.text for element in counts] == [str(count) for row in found["confusion"] for count in row]
+    shades = [float(element.get("fill-opacity", "nan")) for element in picture.iter("{http://www.w3.org/2000/svg}rect")][:-1]
+    assert shades == pytest.approx([count / sum(row) for row in found["confusion"] for count in row], abs=1e-3)
+
+
+def test_a_picture_of_many_classes_is_small_and_escapes_names():
+    names = [f"<{number}>" for number in range(60)]
+    picture = ElementTree.fromstring(draw(names, [[1] * 60] * 60, "a & b"))
+    assert int(picture.get("width", "0")) < 1200
+    assert "<59>" in [element.text for element in picture.iter("{http://www.w3.org/2000/svg}text")]
 
 
 def test_a_file_and_an_exported_model(trained, cli):

@@ -5,16 +5,13 @@ from __future__ import annotations
 from html import escape
 from typing import Any
 
-from fastloop_tools.report.charts import ablation_bars
+from fastloop_tools.report.charts import ablation_bars, svg
 
 WIDTH, LEFT, RIGHT, ROW, TOP = 900, 260, 190, 34, 44
 """Pixels of the picture, of the names, of the labels, of one bar and of the title."""
 COLOURS = {"faster": "#2a7f62", "slower": "#b5493a"}
 OTHER = "#8a8f98"
-STYLE = (
-    "text { font: 13px system-ui, sans-serif; fill: #222; } .interval { stroke: #222; stroke-width: 1.5; } "
-    "@media (prefers-color-scheme: dark) { text { fill: #ddd; } .interval { stroke: #ddd; } }"
-)
+STYLE = ".interval { stroke: #222; stroke-width: 1.5; } @media (prefers-color-scheme: dark) { .interval { stroke: #ddd; } }"
 
 
 def draw(record: dict[str, Any]) -> str:
@@ -35,5 +32,4 @@ def draw(record: dict[str, Any]) -> str:
             lines.append(f'<path class="interval" d="M{low:.1f} {y + half:g}H{high:.1f}M{low:.1f} {y + 12}v10M{high:.1f} {y + 12}v10"/>')
         lines.append(f'<text x="{end + 8:.1f}" y="{y + half + 5:g}">{escape(bar.label)}</text>')
     height = TOP + ROW * len(rows) + 8
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" role="img">'
-    return "\n".join([head, f"<title>{escape(title)}</title>", f"<style>{STYLE}</style>", *lines, "</svg>"]) + "\n"
+    return svg(title, WIDTH, height, lines, STYLE)

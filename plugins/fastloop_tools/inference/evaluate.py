@@ -27,7 +27,10 @@ def evaluate(
     split: Annotated[str, typer.Option(metavar="NAME", help="The split to evaluate: train, validation or test.")] = "test",
     file: Annotated[Path | None, typer.Option(metavar="FILE", help="A file to evaluate instead, with the recipe's columns.")] = None,
     json_file: Annotated[
-        str, typer.Option("--json", metavar="FILE", help="Also write the results to this file; - for stdout instead of the table.")
+        str,
+        typer.Option(
+            "--json", metavar="FILE", help="Also write the results to this file, and the confusion matrix beside it as .svg; -: stdout."
+        ),
     ] = "",
     nproc: Annotated[int | None, typer.Option(min=1, metavar="N", help="Start N processes on this machine.")] = None,
     with_: With = None,
@@ -109,3 +112,10 @@ def show(record: dict[str, Any], json_file: str) -> None:
     if json_file:
         write(Path(json_file), text)
         typer.echo(f"written to {json_file}")
+    if json_file and record["classes"]:
+        from fastloop_tools.inference.picture import draw
+
+        picture = Path(json_file).with_suffix(".svg")
+        title = f"{record['model']} on {record['file'] or record['split']}: {sum(row['samples'] for row in record['classes']):,} samples"
+        write(picture, draw([row["name"] for row in record["classes"]], record["confusion"], title))
+        typer.echo(f"confusion matrix in {picture}")

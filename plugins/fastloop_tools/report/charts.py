@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from typing import Any
 
 from fastloop_tools.report.read import Points
 
 MOST = 300
 """Points drawn in one line at most. Longer series are averaged."""
+TEXT = "text { font: 13px system-ui, sans-serif; fill: #222; } @media (prefers-color-scheme: dark) { text { fill: #ddd; } }"
+"""The style of text in an SVG document."""
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 480, 240, 66, 12, 10, 30
 
 
@@ -49,6 +52,17 @@ class Bar:
     low: float | None = None
     high: float | None = None
     note: str = ""
+
+
+def svg(title: str, width: int, height: int, lines: Sequence[str], style: str) -> str:
+    """An SVG document of its own, for light and dark backgrounds.
+
+    Args:
+        lines: Its elements.
+        style: Rules for them, beside those of text.
+    """
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img">'
+    return "\n".join([head, f"<title>{escape(title)}</title>", f"<style>{TEXT} {style}</style>", *lines, "</svg>"]) + "\n"
 
 
 def number(value: float) -> str:

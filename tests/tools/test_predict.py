@@ -226,6 +226,59 @@ def test_a_regression_gives_its_output(tmp_path, cli):
     assert all(isinstance(row["output"][0], float) for row in rows)
 
 
+TASK = """
+import torch
+from torch import nn
+from fastloop import Output, Plugin, hookimpl
+
+class Ranking(Plugin):
+    name = "ranking"
+    slot = "task"
+
+    @hookimpl
+    def build_datasets(self):
+        return {split: [torch.full((2,), float(index)) for index in range(6)] for split in ("train", "test")}
+
+    @hookimpl
+    def build_model(self):
+        return nn.Linear(2, 1)
+
+    @hookimpl
+    def compute_loss(self, model, batch):
+        scores = model(batch)[:, 0]
+        return Output(scores.square().mean(), scores)
+"""
+PREDICT = """
+    @hookimpl
+    def predict(self, run, batch):
+        return {"score": run.hooks.compute_loss(run=run, model=run.model, batch=batch).predictions.tolist()[RANGE]}
+"""
+
+
+@pytest.mark.parametrize("rows", [None, ":", ":1"], ids=["no-hook", "hook", "too-few"])
+def test_a_task_from_elsewhere(tmp_path, cli, rows):
+    from safetensors.torch import load_file
+
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "task.py").write_text(TASK + (PREDICT.replace("RANGE", rows) if rows else ""))
+    recipe = {"train": {"epochs": 1, "batch_size": 4, "device": "cpu"}, "plugins": ["./task.py"], "output": str(home / "run")}
+    (home / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    summary = train(home / "recipe.yaml")
+    code, out, _ = cli("evaluate", str(home / "run"), "--json", "-")
+    assert json.loads(out)["metrics"] == summary["test"]
+    code, out, err = cli("predict", str(home / "run"), "--split", "test", "--chunk", "4")
+    if rows == ":":
+        assert code == 0, err
+        weights = load_file(home / "run" / "model" / "model.safetensors")
+        exact = [float(weights["weight"].sum() * index + weights["bias"]) for index in range(6)]
+        assert [json.loads(line)["score"] for line in out.splitlines()] == pytest.approx(exact)
+    else:
+        assert code == 2
+        problem = "predict returned {'score': 1} for 4 samples" if rows else "it does not implement the hook predict"
+        assert f"the task 'ranking' cannot predict: {problem}." in err
+
+
 @pytest.fixture(scope="module")
 def language_model(tmp_path_factory):
     """The run of a tiny language model that knows a few sentences."""

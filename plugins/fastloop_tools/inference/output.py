@@ -31,7 +31,7 @@ class Output:
 
     Args:
         path: The file; None: stdout.
-        job: What determines the predictions, as JSON values. Parts of another job are removed. None: the job cannot be repeated.
+        job: Everything that determines the predictions, as JSON values. Parts of another job are removed. None: the job cannot be repeated.
 
     Raises:
         UsageError: The file's format is unknown, or its folder does not exist.

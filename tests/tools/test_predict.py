@@ -138,6 +138,16 @@ def test_an_interrupted_job_continues(trained, cli, monkeypatch, out):
     assert not Path(f"{out}.parts").exists()
 
 
+def test_a_file_is_read_in_chunks(trained, cli):
+    rows = write_csv(Path("rows.csv"), texts(40)).read_text().splitlines()
+    Path("rows.csv").write_text("\n".join([*rows, "a text, and one cell too many,bad"]))
+    code, _, err = cli("predict", str(trained / "run"), "rows.csv", "--chunk", "10", "--out", "out.csv")
+    assert code == 2
+    assert "rows.csv, line 42: found 3 cells, expected 2 (text, label)" in err
+    assert sorted(path.name for path in Path("out.csv.parts").glob("0*")) == ["00000000", "00000001", "00000002"]
+    assert not Path("out.csv").exists()
+
+
 @pytest.mark.slow
 def test_a_killed_job_continues(trained, cli):
     rows = write_csv(Path("rows.csv"), texts(4000))

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from fastloop import Device, Plugin, SpeedupEstimate, hookimpl, option
 
 if TYPE_CHECKING:
-    from fastloop import Run
     from fastloop.estimates import StepProfile
     from fastloop.recipe import Recipe
 
@@ -26,6 +25,7 @@ class MatmulPrecision(Plugin):
     name = "matmul-precision"
     numerics = "reduced-precision"
     requirements = (Device("cuda"),)
+    for_inference = True
     description = "multiplies fp32 matrices in TF32"
 
     @dataclass(kw_only=True)
@@ -46,7 +46,7 @@ class MatmulPrecision(Plugin):
         )
 
     @hookimpl
-    def before_fit(self, run: Run) -> None:
+    def after_prepare(self) -> None:
         import torch
 
         self.before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32

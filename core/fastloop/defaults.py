@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,25 +76,6 @@ def optimizer_keywords(recipe: Recipe) -> dict[str, Any]:
 def check_recipe(recipe: Recipe) -> None:
     """Check that ``train.optimizer`` names an optimizer and arguments of it."""
     optimizer_keywords(recipe)
-
-
-@core_default
-def build_prediction_data(run: Run, source: Any, start: int, size: int) -> Iterator[Any]:
-    """Parts of a map-style split.
-
-    Raises:
-        RecipeError: The task reads no files, the recipe's data has no such split, or the split is iterable.
-    """
-    task, split = run.plugins.in_slot("task"), run.loaders.first
-    if source is not None:
-        raise RecipeError(f"{run.recipe.where}: the task {task!r} reads no files or texts to predict. Predict a split: --split test.")
-    datasets = run.hooks.build_datasets(run=run) or {}
-    dataset: Any = datasets.get(split)
-    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
-        found = f"it is {type(dataset).__name__}, which is iterable" if split in datasets else f"there are: {', '.join(datasets) or 'none'}"
-        raise RecipeError(f"{run.recipe.where}: data: cannot predict the split {split!r}: {found}. Expected a map-style split.")
-    ends = range(start, len(dataset), size)
-    return (torch.utils.data.Subset(dataset, range(first, min(first + size, len(dataset)))) for first in ends)
 
 
 @core_default

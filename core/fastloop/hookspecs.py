@@ -318,7 +318,7 @@ def export_model(run: Run, folder: Path) -> Path | None:
 
 @first
 def build_prediction_data(run: Run, source: Any, start: int, size: int) -> Iterable[Any] | None:
-    """First; the core divides a split. Map-style datasets of up to ``size`` samples, from sample ``start`` of ``source``: file or texts."""
+    """First. Map-style datasets of up to ``size`` samples, from sample ``start`` of ``source``: a file, texts, or None: a split."""
 
 
 @first

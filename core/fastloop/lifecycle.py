@@ -160,8 +160,7 @@ def _build_loaders(run: Run) -> None:
             f"{run.recipe.where}: no plugin built a training dataset. The task in use: {run.plugins.in_slot('task') or 'none'}."
         )
     if loaders.first not in datasets:
-        there = ", ".join(datasets) or "none"
-        raise RecipeError(f"{run.recipe.where}: data: there is no split {loaders.first!r}. There are: {there}.")
+        raise RecipeError(f"{run.recipe.where}: data: there is no split {loaders.first!r}. There are: {', '.join(datasets) or 'none'}.")
     loaders.set_datasets({split: dataset for split, dataset in datasets.items() if trains or split == loaders.first})
     for split in sorted(loaders.datasets, key=lambda split: split != "train"):  # train first: plugins fit the other splits to it
         loaders.samplers[split] = run.hooks.build_sampler(run=run, split=split)
@@ -174,7 +173,7 @@ def _build_loaders(run: Run) -> None:
 
 def _first_chunk(run: Run, inference: Inference) -> dict[str, Any]:
     """The first samples to predict, as the split of the run. ``run.loaders.chunks`` gives all of them."""
-    chunks = iter(run.hooks.build_prediction_data(run=run, source=inference.source, start=inference.start, size=inference.chunk))
+    chunks = iter(run.hooks.build_prediction_data(run=run, source=inference.source, start=inference.start, size=inference.chunk) or ())
     first: Any = next(chunks, [])
     run.loaders.chunks = chain([first], chunks)
     return {inference.split: first}
@@ -185,7 +184,7 @@ def _build_model(run: Run) -> None:
     if model is None:
         raise PluginError(f"{run.recipe.where}: no plugin built a model. The task in use: {run.plugins.in_slot('task') or 'none'}.")
     if run.recipe.inference is not None:
-        load_model(run.recipe, model)
+        load_model(model, run.recipe.inference.model, run.recipe.where)
         run.built_model = run.plugins.chain("before_prepare", model, run=run)
         prepared = run.accelerator.prepare_model(run.built_model, evaluation_mode=True)
         run.model = run.plugins.chain("after_prepare", prepared, run=run)

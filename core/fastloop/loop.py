@@ -177,28 +177,6 @@ def evaluation_batches(run: Run, loader: Loader) -> Iterator[Batch]:
 
 
 @torch.no_grad()
-def predict(run: Run, loader: Loader) -> dict[str, list[Any]]:
-    """Predictions for the samples of a loader, in the order of its map-style dataset: column -> a value for each sample.
-
-    Raises:
-        PluginError: The task predicts nothing, or not one value for each sample.
-    """
-    columns: dict[str, list[Any]] = {}
-    with evaluating(run.model):
-        for batch in evaluation_batches(run, loader):
-            found = run.hooks.predict(run=run, batch=batch.inputs)
-            if found is None or any(len(values) != len(batch.ids) for values in found.values()):
-                task, counts = run.plugins.in_slot("task"), {name: len(values) for name, values in (found or {}).items()}
-                problem = f"predict returned {counts} for {len(batch.ids)} samples" if found else "it does not implement the hook predict"
-                raise PluginError(f"{run.recipe.where}: the task {task!r} cannot predict: {problem}.")
-            for name, values in found.items():
-                column = columns.setdefault(name, [None] * len(loader.dataset))
-                for index, value in zip(batch.ids, values, strict=True):
-                    column[index] = value
-    return columns
-
-
-@torch.no_grad()
 def evaluation_loop(run: Run, split: str) -> dict[str, float]:
     """Mean loss and the task's metrics over all processes, counting every sample of the split once.
 

@@ -203,7 +203,7 @@ def test_targets_that_are_refused(trained, cli):
     shutil.copytree(trained / "run" / "model", "model")
     assert "Name the recipe" in refused(cli, "model")
     assert "found 2 recipes" in refused(cli, "model", "a", "b")
-    assert "weights cannot be loaded" in refused(cli, "model", other_model(trained))
+    assert "weights are not those of Net" in refused(cli, "model", other_model(trained))
 
 
 def other_model(trained: Path) -> Path:

@@ -15,7 +15,6 @@ from fastloop.errors import RecipeError
 if TYPE_CHECKING:
     from torch import nn
 
-    from fastloop.recipe import Recipe
     from fastloop.run import Run
 
 
@@ -40,14 +39,15 @@ def save_model(run: Run, folder: Path) -> Path:
     return folder
 
 
-def load_model(recipe: Recipe, model: nn.Module) -> None:
-    """Load the weights that ``save_model`` wrote to ``recipe.inference.model``. Does nothing if ``from_pretrained`` loaded the model there.
+def load_model(model: nn.Module, folder: Path, where: str) -> None:
+    """Load the weights that ``save_model`` wrote. Does nothing if ``from_pretrained`` made the model from the same folder.
+
+    Args:
+        where: The recipe, for messages.
 
     Raises:
         RecipeError: The folder has no weights, or they are not this model's.
     """
-    assert recipe.inference is not None
-    folder = recipe.inference.model
     if getattr(model, "name_or_path", None) == str(folder):
         return
     try:
@@ -58,7 +58,4 @@ def load_model(recipe: Recipe, model: nn.Module) -> None:
             load_file(model, folder / "model.safetensors")
     except (OSError, RuntimeError, SafetensorError) as error:
         problem = str(error).strip().splitlines()[0].rstrip(".:")
-        raise RecipeError(
-            f"{folder}: its weights cannot be loaded into {type(model).__name__}, the model of {recipe.where}: {problem}. "
-            "Give the recipe that the model was trained with."
-        ) from None
+        raise RecipeError(f"{folder}: its weights are not those of {type(model).__name__}, the model of {where}: {problem}.") from None

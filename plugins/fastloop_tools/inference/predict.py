@@ -70,7 +70,9 @@ def predict(
         if not output.complete:
             assert recipe.inference is not None
             recipe.inference = dataclasses.replace(recipe.inference, start=len(output.parts) * chunk)
-            run = build_run(recipe)
+            from fastloop_tools.inference.chunks import SplitChunks
+
+            run = build_run(recipe, [SplitChunks()])
             if output.parts:
                 log.info("predict: continues after %d rows of an interrupted job", len(output.parts) * chunk)
             from fastloop import lifecycle
@@ -121,7 +123,7 @@ def predict_chunks(run: Run, output: Output, threaded: bool) -> None:
     """
     from accelerate.utils import set_seed
 
-    from fastloop import loop
+    from fastloop_tools.inference.chunks import predict_dataset
 
     chunks, split = run.loaders.chunks, run.loaders.first
     with ThreadPoolExecutor(1) as pool:
@@ -129,6 +131,6 @@ def predict_chunks(run: Run, output: Output, threaded: bool) -> None:
         while chunk is not None:
             following = pool.submit(next, chunks, None) if threaded else None
             set_seed(run.recipe.train.seed + len(output.parts))  # so that sampled texts do not depend on interruptions
-            columns = loop.predict(run, run.loaders.replace(split, chunk))
+            columns = predict_dataset(run, run.loaders.replace(split, chunk))
             chunk = next(chunks, None) if following is None else following.result()
             output.add(columns, last=chunk is None)

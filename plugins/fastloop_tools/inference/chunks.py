@@ -1,0 +1,63 @@
+"""The chunks of a prediction: a split in parts, and the predictions for one part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import Subset
+
+from fastloop import Plugin, PluginError, RecipeError, Run, hookimpl, loop
+from fastloop.evaluation import evaluating
+
+if TYPE_CHECKING:
+    from fastloop.data import Loader
+
+
+class SplitChunks(Plugin):
+    """Divides a split into chunks, for tasks that do not provide prediction data for it."""
+
+    name = "split-chunks"
+    fallback_hooks = ("build_prediction_data",)
+
+    @hookimpl
+    def build_prediction_data(self, run: Run, source: Any, start: int, size: int) -> Iterator[Any]:
+        """Parts of a map-style split.
+
+        Raises:
+            RecipeError: The task reads no files, the recipe's data has no such split, or the split is iterable.
+        """
+        task, split = run.plugins.in_slot("task"), run.loaders.first
+        if source is not None:
+            raise RecipeError(f"{run.recipe.where}: the task {task!r} reads no files or texts to predict. Predict a split: --split test.")
+        datasets = run.hooks.build_datasets(run=run) or {}
+        dataset: Any = datasets.get(split)
+        if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+            there = f"there are: {', '.join(datasets) or 'none'}"
+            found = f"it is {type(dataset).__name__}, which is iterable" if split in datasets else there
+            raise RecipeError(f"{run.recipe.where}: data: cannot predict the split {split!r}: {found}. Expected a map-style split.")
+        ends = range(start, len(dataset), size)
+        return (Subset(dataset, range(first, min(first + size, len(dataset)))) for first in ends)
+
+
+@torch.no_grad()
+def predict_dataset(run: Run, loader: Loader) -> dict[str, list[Any]]:
+    """Predictions for the samples of a loader, in the order of its map-style dataset: column -> a value for each sample.
+
+    Raises:
+        PluginError: The task predicts nothing, or not one value for each sample.
+    """
+    columns: dict[str, list[Any]] = {}
+    with evaluating(run.model):
+        for batch in loop.evaluation_batches(run, loader):
+            found = run.hooks.predict(run=run, batch=batch.inputs)
+            if found is None or any(len(values) != len(batch.ids) for values in found.values()):
+                task, counts = run.plugins.in_slot("task"), {name: len(values) for name, values in (found or {}).items()}
+                problem = f"predict returned {counts} for {len(batch.ids)} samples" if found else "it does not implement the hook predict"
+                raise PluginError(f"{run.recipe.where}: the task {task!r} cannot predict: {problem}.")
+            for name, values in found.items():
+                column = columns.setdefault(name, [None] * len(loader.dataset))
+                for index, value in zip(batch.ids, values, strict=True):
+                    column[index] = value
+    return columns

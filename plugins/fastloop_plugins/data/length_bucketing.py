@@ -178,7 +178,6 @@ class LengthBucketing(Plugin):
             PluginError: The samples have no lengths.
         """
         if id(dataset) not in self.known:
-            self.known = {} if len(self.known) > 3 else self.known  # `fastloop predict` has a dataset for each part of a file
             found = getattr(dataset, "lengths", None)
             try:
                 lengths = list(found) if found is not None else [len(dataset[i]["input_ids"]) for i in range(len(dataset))]
@@ -187,5 +186,5 @@ class LengthBucketing(Plugin):
                     f"plugin 'length-bucketing': {type(dataset).__name__} has no lengths. "
                     "Give it an attribute `lengths`, a number for each sample, or samples that are mappings with `input_ids`."
                 ) from None
-            self.known[id(dataset)] = dataset, lengths
+            self.known = {**(self.known if len(self.known) < 4 else {}), id(dataset): (dataset, lengths)}  # a file has many chunks
         return self.known[id(dataset)][1]

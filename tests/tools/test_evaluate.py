@@ -95,6 +95,21 @@ def test_metrics_equal_those_of_training_with_plugins(tmp_path, cli, plugins):
     assert found["metrics"] == summary(tmp_path / "run")["test"]
 
 
+def test_metrics_with_listed_class_weights_equal_those_of_training(tmp_path, cli):
+    loss = {"name": "cross_entropy", "class_weights": {"bad": 3.0, "fine": 1.0, "good": 0.5}}
+    train(write_recipe(tmp_path, [{"text-classification": {"loss": loss}}]))
+    assert results(cli, tmp_path / "run")["metrics"] == summary(tmp_path / "run")["test"]
+
+
+def test_balanced_class_weights_need_the_training_split_for_the_loss_only(tmp_path, cli):
+    train(write_recipe(tmp_path, [{"text-classification": {"loss": {"class_weights": "balanced"}}}]))
+    code, out, err = cli("evaluate", str(tmp_path / "run"), "--json", "results.json")
+    assert code == 0, err
+    found, expected = json.loads(Path("results.json").read_text())["metrics"], summary(tmp_path / "run")["test"]
+    assert {name: found[name] for name in ("accuracy", "f1")} == {name: expected[name] for name in ("accuracy", "f1")}
+    assert "this loss has no class weights" in out
+
+
 def test_classes_are_those_of_scikit_learn(trained, cli):
     from sklearn.metrics import precision_recall_fscore_support
 

@@ -108,6 +108,26 @@ def test_every_format_and_texts(trained, expected, cli, monkeypatch):
     assert same([json.loads(predict(cli, trained / "run", rows[3]["text"]))], expected[3:4])
 
 
+def test_the_threshold_of_the_recipe_decides_the_label(tmp_path, cli):
+    recipe = write_recipe(tmp_path, [{"text-classification": {"threshold": 0.5}}])
+    for split in ("train", "validation", "test"):
+        rows = read(str(tmp_path / f"{split}.csv"))
+        write_csv(tmp_path / f"{split}.csv", [row | {"label": "good" if row["label"] == "good" else "bad"} for row in rows])
+    train(recipe)
+
+    def labels(*overrides: str) -> list[tuple[str, float]]:
+        predict(cli, tmp_path / "run", tmp_path / "test.csv", "--out", tmp_path / "out.csv", *overrides)
+        return [(row["label"], float(row["probability_good"])) for row in read(str(tmp_path / "out.csv"))]
+
+    found = labels()
+    assert all((label == "good") == (probability > 0.5) for label, probability in found)
+    limit = round(sorted(probability for _, probability in found)[len(found) // 2], 6)
+    (tmp_path / "out.csv").unlink()
+    changed = labels(f"plugins.text-classification.threshold={limit}")
+    assert all((label == "good") == (probability > limit) for label, probability in changed)
+    assert {label for label, _ in changed} == {"good", "bad"}
+
+
 def test_a_split_and_an_exported_model(trained, expected, cli):
     model = shutil.copytree(trained / "run" / "model", "model")
     out = predict(cli, model, trained / "recipe.yaml", "--split", "test", "--chunk", 9)

@@ -11,12 +11,13 @@ if TYPE_CHECKING:
     from fastloop import Output
 
 
-def prediction_columns(output: Output, names: Sequence[str] | None = None) -> dict[str, list[Any]]:
+def prediction_columns(output: Output, names: Sequence[str] | None = None, threshold: float | None = None) -> dict[str, list[Any]]:
     """``label``, ``probability`` and the probability of each class, if the output has class scores (N, C) and class ids (N,) as targets.
     Otherwise ``output``: the values as they are.
 
     Args:
         names: Names of the classes; None: their numbers.
+        threshold: The label is class 1 if its probability is above this; None: the label is the class with the largest probability.
 
     Raises:
         PluginError: The output has no predictions.
@@ -28,7 +29,7 @@ def prediction_columns(output: Output, names: Sequence[str] | None = None) -> di
     if not classifies or scores.shape[1] < 2:
         return {"output": scores.float().tolist() if scores.is_floating_point() else scores.tolist()}
     rows = scores.float().softmax(1).tolist()
-    best = [max(range(len(row)), key=row.__getitem__) for row in rows]
+    best = [max(range(len(row)), key=row.__getitem__) if threshold is None else int(row[1] > threshold) for row in rows]
     labels: Sequence[Any] = names if names is not None else range(scores.shape[1])
     columns: dict[str, list[Any]] = {
         "label": [labels[index] for index in best],

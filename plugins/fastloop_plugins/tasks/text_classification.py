@@ -25,6 +25,7 @@ The task sets the metrics' ``num_classes``, ``task`` and ``threshold``, and give
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
     from fastloop.estimates import StepProfile
     from fastloop.recipe import Recipe
     from fastloop_plugins.tasks._text_batches import Ragged, Sequences, Width
+
+logger = logging.getLogger("fastloop")
 
 
 class TextClassification(Plugin):
@@ -103,7 +106,12 @@ class TextClassification(Plugin):
         self.labels = self.text_model.order_labels(self.data.classes)
         ids = np.array(self.labels.ids)
         datasets = {name: Sequences(split.ids, split.lengths, ids[split.labels]) for name, split in splits.items()}
-        self.loss.set_weights(lambda: datasets["train"].labels, self.labels.names)
+        if "train" not in datasets and self.loss.options.class_weights == "balanced":
+            logger.warning(
+                "text-classification: this loss has no class weights: balanced counts the training split, which is not read here"
+            )
+        else:
+            self.loss.set_weights(lambda: datasets["train"].labels, self.labels.names)
         return datasets
 
     @hookimpl
@@ -153,7 +161,8 @@ class TextClassification(Plugin):
     def predict(self, run: Run, batch: dict[str, Any]) -> Mapping[str, list[Any]]:
         from fastloop_plugins.tasks._predictions import prediction_columns
 
-        return prediction_columns(run.hooks.compute_loss(run=run, model=run.model, batch=batch), self.labels.names)
+        output = run.hooks.compute_loss(run=run, model=run.model, batch=batch)
+        return prediction_columns(output, self.labels.names, self.config.threshold)
 
     @hookimpl
     def export_model(self, run: Run, folder: Path) -> Path:

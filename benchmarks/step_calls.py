@@ -31,7 +31,7 @@ Run = Callable[[int, str], float]
 
 
 def count_calls(run: Run, steps: int) -> int:
-    """Calls of Python functions in a run of so many steps."""
+    """Calls of Python functions in a run of ``steps`` steps."""
     calls = 0
 
     def profile(frame: FrameType, event: str, argument: Any) -> None:
@@ -47,7 +47,7 @@ def count_calls(run: Run, steps: int) -> int:
 
 
 def count_instructions(run: Run, steps: int) -> int:
-    """Bytecode instructions in a run of so many steps."""
+    """Bytecode instructions in a run of ``steps`` steps."""
     instructions = 0
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:

@@ -226,8 +226,8 @@ def after_backward(run: Run, loss: Tensor) -> None:
 
 @first
 def clip_gradients(run: Run, max_norm: float) -> Tensor | None:
-    """First; the core answers. Clip the gradients' total 2-norm to ``max_norm``; returns the norm before, 0-dim. With ``inf``, change no
-    gradient: ``run.gradient_norm()`` asks for the norm alone."""
+    """First; the core implements it. Clip the gradients' total 2-norm to ``max_norm``; returns the norm before, 0-dim. With ``inf``,
+    change no gradient: ``run.gradient_norm()`` reads the norm alone."""
 
 
 @hookspec

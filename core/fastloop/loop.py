@@ -25,7 +25,7 @@ from torch import Tensor
 from fastloop import log_points
 from fastloop.checkpoint import resume
 from fastloop.errors import PluginError
-from fastloop.evaluation import EvaluationResults, evaluating
+from fastloop.evaluation_results import EvaluationResults, evaluating
 from fastloop.runtime.random_states import preserve_random_states, random_states, restore_random_states
 from fastloop.runtime.regions import region
 from fastloop.state import Batch

@@ -283,5 +283,5 @@ class OptimizerDraft(Draft):
     """Additional keyword arguments of the optimizer's class, such as ``fused``."""
 
     def __init__(self, **arguments: Any) -> None:
-        super().__init__(arguments=arguments)
+        super().__init__(arguments=MappingProxyType(arguments))
         self.writers.update({f"arguments[{name!r}]": "train.optimizer" for name in arguments})

@@ -19,7 +19,7 @@ from fastloop.recipe import make_recipe
 from fastloop.run import Run
 from fastloop.scalars import Scalars
 from fastloop.testing import LANGUAGE, TEXTS, write_texts
-from fastloop_plugins.guards._numbers import of_step, read
+from fastloop_plugins.guards._numbers import loss_and_norm, read
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator is found"),
@@ -123,7 +123,7 @@ def test_no_step_of_the_default_loop_waits_and_an_evaluation_does_after_its_last
     device, _ = emulated(task)
     assert waiting(device) == {1: [CHECK]}
     (waits,) = device.evaluations
-    assert files(waits) == ["fastloop/evaluation.py"], "losses and metrics are read together"
+    assert files(waits) == ["fastloop/evaluation_results.py"], "losses and metrics are read together"
 
 
 def test_steps_of_the_fast_recipe_wait_once_at_a_log_point(emulated):
@@ -183,7 +183,7 @@ def test_finite_makes_no_number_on_the_host_under_loss_scaling():
     waits: list[str] = []
     run: Any = SimpleNamespace(accelerator=SimpleNamespace(scaler=GradScaler("cpu")), device=DEVICE)
     with emulation(waits):
-        numbers = [of_step(run, DeviceTensor(torch.tensor(loss))) for loss in (2.0, 3.0)]
+        numbers = [loss_and_norm(run, DeviceTensor(torch.tensor(loss))) for loss in (2.0, 3.0)]
         assert not waits
         assert read(numbers) == [[2.0, 0.0], [3.0, 0.0]]
     assert len(waits) == 1

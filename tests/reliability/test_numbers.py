@@ -306,6 +306,6 @@ def test_spike_is_recorded_and_run_continues(tiny_run, tmp_path):
 def test_a_spike_does_not_hide_the_next():
     """eleven spikes in a row: the last is still one, and usual noise is none"""
     spikes, noise = Spikes(50, 8.0), torch.randn(200, generator=torch.Generator().manual_seed(0)).tolist()
-    assert all(spikes.usual(1 + 0.1 * value) is None for value in noise)
-    assert all(spikes.usual(9.0) is not None for _ in range(11))
-    assert spikes.usual(1.1) is None
+    assert all(spikes.add(1 + 0.1 * value) is None for value in noise)
+    assert all(spikes.add(9.0) is not None for _ in range(11))
+    assert spikes.add(1.1) is None

@@ -100,7 +100,7 @@ def find(folder: Path, path: Path) -> tuple[Path, list[str]] | None:
         except (OSError, ValueError, KeyError, TypeError):
             is_complete = False
         if is_complete:
-            raise CheckpointError(f"{path}: no checkpoint, and the run is complete. Train it anew without --resume.") from None
+            raise CheckpointError(f"{path}: no checkpoint, and the run is complete. Start a new run without --resume.") from None
     log.warning("%s: no checkpoint yet: the run starts from the beginning", path)
     return None
 
@@ -147,7 +147,7 @@ def load(run: Run, path: Path, skipped: list[str]) -> None:
     log_points.start(run)
     for plugin, call in run.plugins.each("load_state"):
         if plugin.name not in saved["plugins"]:
-            log.warning("plugin %r is not in the checkpoint: it starts anew at step %d", plugin.name, run.state.step)
+            log.warning("plugin %r is not in the checkpoint: its state starts at step %d", plugin.name, run.state.step)
         elif (state := saved["plugins"][plugin.name]) is not None:
             call(run=run, state=state)
     for name in sorted(name for name, state in saved["plugins"].items() if state is not None and name not in run.plugins.names()):
@@ -196,7 +196,7 @@ def check_data(run: Run, path: Path, saved: dict[str, str]) -> None:
     message = f"{path}: was saved with other data ({listed})."
     if run.recipe.train.on_data_change == "stop":
         raise CheckpointError(
-            f"{message} Resume with the same data, start anew, or continue with the current data: train.on_data_change=warn."
+            f"{message} Resume with the same data, start a new run, or continue with the current data: train.on_data_change=warn."
         )
     log.warning("%s The run continues with the current data: this epoch may repeat or miss samples", message)
 
@@ -227,5 +227,5 @@ def check_same(path: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
     for key, before, now in pairs:
         if before != now:
             raise CheckpointError(
-                f"{path}: was saved with {key} = {before!r}, and this run has {now!r}. Resume with the same, or start anew."
+                f"{path}: was saved with {key} = {before!r}, and this run has {now!r}. Resume with the same, or start a new run."
             )

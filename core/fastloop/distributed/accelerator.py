@@ -87,14 +87,14 @@ def check_launcher(recipe: Recipe, resolution: PluginSet, precision: str, proces
     if given not in ("no", "", precision):
         raise PluginError(
             f"{launcher} mixed precision {given!r} (ACCELERATE_MIXED_PRECISION), and the recipe's is {precision!r}. "
-            "Take it out there, or list a plugin in the slot 'precision' here that says the same."
+            "Remove it there, or list a plugin in the slot 'precision' here with the same precision."
         )
     if compiler.upper() not in ("NO", ""):
         raise PluginError(f"{launcher} the compiler {compiler!r} (ACCELERATE_DYNAMO_BACKEND). Take it out there: plugins compile.")
     if steps not in ("1", "", "auto"):
         raise PluginError(
             f"{launcher} {steps} accumulation steps (ACCELERATE_GRADIENT_ACCUMULATION_STEPS). Take it out there: "
-            "train.batch_size and train.micro_batch_size say it."
+            "Set train.batch_size and train.micro_batch_size instead."
         )
     if processes > 1 and strategy is None:
         raise PluginError(

@@ -246,7 +246,7 @@ def _read(path: Path, seen: tuple[Path, ...], references: dict[str, str]) -> dic
         seen: Files that extend this one, to find a circle.
     """
     if path.resolve() in seen:
-        raise RecipeError(f"{path}: extends: goes round in a circle: {' -> '.join(map(str, (*seen, path)))}.")
+        raise RecipeError(f"{path}: extends: recipes extend each other: {' -> '.join(map(str, (*seen, path)))}.")
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -126,7 +126,7 @@ class Packing(Plugin):
 
     def try_out(self, run: Run, model: nn.Module, found: Any) -> int | str:
         """Compute a short batch padded and packed, for each place where models let positions begin."""
-        from fastloop.evaluation import evaluating
+        from fastloop.evaluation_results import evaluating
 
         dataset, collator = run.datasets[run.loaders.first], self.collator
         try:

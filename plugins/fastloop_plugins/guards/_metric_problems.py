@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastloop import Output
 from fastloop.errors import MetricError
-from fastloop.evaluation import check_number, describe
+from fastloop.evaluation_results import check_number, describe
 from fastloop.runtime.tracebacks import user_line
 from fastloop_plugins.guards.metric_check import MetricCheck
 

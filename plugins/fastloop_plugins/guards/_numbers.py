@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 NORMAL = 1.4826
 """The median distance from the median, times this, is the standard deviation of normally distributed numbers."""
-LEAST = 20
+MIN_WINDOW = 20
 """Losses that must be known before one can be a spike."""
 
 
@@ -29,25 +29,25 @@ class NotFinite(FastloopError):
 
 
 class Spikes:
-    """The last ``window`` losses. A spike is more than ``far`` standard deviations above their median; no single loss moves either far."""
+    """The last ``window`` losses. A spike is more than ``threshold`` standard deviations above their median."""
 
-    def __init__(self, window: int, far: float) -> None:
+    def __init__(self, window: int, threshold: float) -> None:
         self.losses: deque[float] = deque(maxlen=window)
-        self.far = far
+        self.threshold = threshold
 
-    def usual(self, loss: float) -> float | None:
-        """Takes a loss in; returns the median before it when it is a spike."""
+    def add(self, loss: float) -> float | None:
+        """Add a loss. Returns the median of the losses before it if it is a spike."""
         spike = None
-        if len(self.losses) >= LEAST:
+        if len(self.losses) >= MIN_WINDOW:
             median = statistics.median(self.losses)
             spread = NORMAL * statistics.median(abs(value - median) for value in self.losses)
-            if loss > median + self.far * max(spread, 0.01 * abs(median)):
+            if loss > median + self.threshold * max(spread, 0.01 * abs(median)):
                 spike = median
         self.losses.append(loss)
         return spike
 
 
-def of_step(run: Run, loss: Tensor) -> Tensor:
+def loss_and_norm(run: Run, loss: Tensor) -> Tensor:
     """A step's loss and the norm of its gradients, on the device; 0 with loss scaling, which finds its scale by overflows."""
     import torch
 
@@ -56,19 +56,19 @@ def of_step(run: Run, loss: Tensor) -> Tensor:
 
 
 def read(numbers: list[Tensor]) -> list[list[float]]:
-    """Tensors of several steps on the host, together: the device is waited for once."""
+    """The tensors of several steps as numbers. Waits for the device once."""
     import torch
 
     found: list[list[float]] = torch.stack(numbers).tolist() if numbers else []
     return found
 
 
-def unchanged(run: Run, bad: Tensor, buffers: list[tuple[Tensor, Tensor]], by_itself: bool) -> None:
+def discard_step(run: Run, bad: Tensor, buffers: list[tuple[Tensor, Tensor]], by_itself: bool) -> None:
     """Make the next optimizer step change nothing, if it is ``bad``. With loss scaling, the scaler does that.
 
     Args:
         bad: 0-dim bool on the device; the host waits for it only where it must.
-        buffers: The model's, each with what it was before the step.
+        buffers: The model's buffers, each with its value before the step.
         by_itself: Whether the optimizer can skip a step on the device.
     """
     import torch

@@ -72,7 +72,7 @@ def try_batch(run: Run, split: str, loader: Loader) -> str | None:
     """Evaluate one batch. Returns the first problem, or None."""
     import torch
 
-    from fastloop.evaluation import evaluating
+    from fastloop.evaluation_results import evaluating
     from fastloop_plugins.guards._metric_problems import find_problem
 
     try:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastloop import Plugin, PluginError, hookimpl, option
-from fastloop_plugins.guards._numbers import LEAST, NotFinite, Spikes, of_step, read, unchanged, write
+from fastloop_plugins.guards._numbers import MIN_WINDOW, NotFinite, Spikes, discard_step, loss_and_norm, read, write
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,7 +46,7 @@ class NanGuard(Plugin):
         limit: Annotated[int, option("How many times to skip or roll back before the run ends.", ge=1)] = 5
         every: Annotated[int, option("Steps between two checks, on devices other than a CPU.", ge=1)] = 10
         spike: Annotated[float, option("Standard deviations above the median from which a loss is a spike.", gt=0)] = 8.0
-        window: Annotated[int, option("Steps that the median is computed over.", ge=LEAST)] = 100
+        window: Annotated[int, option("Steps that the median is computed over.", ge=MIN_WINDOW)] = 100
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -78,10 +78,10 @@ class NanGuard(Plugin):
 
     @hookimpl
     def before_optimizer_step(self, run: Run) -> None:
-        numbers = of_step(run, self.loss)
+        numbers = loss_and_norm(run, self.loss)
         self.pending.append((run.state.step + 1, self.place, numbers))
         if self.config.action == "skip":
-            unchanged(run, ~numbers.isfinite().all(), self.buffers, self.skips_on_device)
+            discard_step(run, ~numbers.isfinite().all(), self.buffers, self.skips_on_device)
         if run.device.type == "cpu" or (run.state.step + 1) % self.config.every == 0:
             self.check_pending(run)
 
@@ -115,7 +115,7 @@ class NanGuard(Plugin):
         pending, self.pending = self.pending, []
         for (number, place, _), (loss, norm) in zip(pending, read([numbers for _, _, numbers in pending]), strict=True):
             if math.isfinite(loss) and math.isfinite(norm):
-                if (usual := self.spikes.usual(loss)) is not None:
+                if (usual := self.spikes.add(loss)) is not None:
                     self.counts["spikes"] += 1
                     write(run, number, place, what="spike", loss=loss, usual=usual)
                 continue

@@ -84,7 +84,7 @@ class ClsLastLayer(Plugin):
         """The model's logits for the probe, without dropout."""
         import torch
 
-        from fastloop.evaluation import evaluating
+        from fastloop.evaluation_results import evaluating
 
         with evaluating(model), torch.no_grad():
             logits: Tensor = model(**probe).logits

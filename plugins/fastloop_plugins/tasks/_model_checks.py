@@ -135,7 +135,7 @@ def _inference(model: nn.Module) -> Iterator[None]:
     """Eval mode without gradients. Restores modes and random states."""
     import torch
 
-    from fastloop.evaluation import evaluating
+    from fastloop.evaluation_results import evaluating
 
     with evaluating(model), torch.no_grad(), torch.random.fork_rng(devices=[]), quiet():
         yield

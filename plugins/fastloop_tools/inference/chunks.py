@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import Subset
 
 from fastloop import Plugin, PluginError, RecipeError, Run, hookimpl, loop
-from fastloop.evaluation import evaluating
+from fastloop.evaluation_results import evaluating
 
 if TYPE_CHECKING:
     from fastloop.data import Loader

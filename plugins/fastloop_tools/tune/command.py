@@ -25,15 +25,15 @@ def tune(
     ] = "budget",
     budget: Annotated[str, typer.Option(metavar="TIME", help="With --stop-after budget, how long it may take: 90s, 10m, 1h.")] = "10m",
     accept: Annotated[str, typer.Option(metavar="A,B", help="What plugins may do to the numbers (numerics classes).")] = ACCEPTED,
-    steps: Annotated[int, typer.Option(min=1, metavar="N", help="Steps of a measurement, at the least.")] = 2,
-    seconds: Annotated[float, typer.Option(min=0, metavar="SECONDS", help="And for at least so long.")] = 6.0,
+    steps: Annotated[int, typer.Option(min=1, metavar="N", help="Fewest steps of a measurement.")] = 2,
+    seconds: Annotated[float, typer.Option(min=0, metavar="SECONDS", help="Shortest time to measure.")] = 6.0,
     warmup: Annotated[int, typer.Option(min=1, metavar="N", help="Steps before them.")] = 2,
     nproc: Annotated[int, typer.Option(min=1, metavar="N", help="Measure with N processes on this machine.")] = 1,
     output: Annotated[str, typer.Option(metavar="FILE", help="The recipe to write [default: RECIPE.tuned.yaml].")] = "",
 ) -> None:
     """Find the fastest set of plugins for a recipe on this machine.
 
-    The result is written as a recipe. Plugins estimate what they would win; the largest is tried next, in fresh processes, and kept when
+    The result is written as a recipe. Plugins estimate their speedups; the largest is tried next, in fresh processes, and kept when
     it is faster. At the end the result is compared with the given recipe, in speed and in losses. A slower result is never written.
 
     With --stop-after suggestions it tries only what `fastloop profile` suggests, and keeps an edit only when it is faster beyond noise.
@@ -63,7 +63,7 @@ def tune(
     if loaded.source is not None and target.resolve() == loaded.source.resolve():
         raise UsageError(f"--output {target}: this is the recipe itself. Give another file.")
     if target.suffix in (".json", ".md") or target.is_dir() or not target.absolute().parent.is_dir():
-        raise UsageError(f"--output {target}: expected a .yaml file in a folder that is there.")
+        raise UsageError(f"--output {target}: expected a .yaml file in a folder that exists.")
     with tempfile.TemporaryDirectory(prefix="fastloop-tune-") as cache:
         runner = TrialRunner(environment, Path(cache), typer.echo, nproc, timeout=None if thorough else allowed)
         search = Search(

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
 from torch import nn
 
 from fastloop import Plugin, PluginError, Trainer, hookimpl
+from fastloop.hooks import PluginSet
+from fastloop.recipe import make_recipe
 from fastloop.testing import tiny_data
 from fastloop_plugins.kernels.channels_last import ChannelsLast
 from fastloop_plugins.precision.matmul_precision import MatmulPrecision
@@ -98,6 +102,27 @@ def test_processes_of_a_machine_share_its_processors(tiny_run, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     tiny_run([CpuAffinity(), Watch()], epochs=1)
     assert set(seen) == {(frozenset(every[: len(every) // 2]), len(every) // 2)}
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [({}, {"OMP_WAIT_POLICY": "passive"}), ({"wait": "active"}, {"OMP_WAIT_POLICY": "active"}), ({"wait": None}, {})],
+)
+def test_waiting_threads_sleep_unless_the_recipe_says_otherwise(options, expected):
+    recipe = make_recipe({"plugins": [{"cpu-affinity": options}]})
+    assert PluginSet([CpuAffinity(**options)]).environment(recipe) == expected
+
+
+def test_waiting_threads_of_a_training_process_sleep(tmp_path):
+    """libgomp shows its settings when it is loaded. It reads them only then, so the variable must be set before torch is imported."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("data: {files: {train: none.csv}, text: text, label: label}\nmodel: {name: nowhere}\nplugins: [cpu-affinity]\n")
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"} | {"OMP_DISPLAY_ENV": "true"}
+    command = [sys.executable, "-m", "fastloop", "train", str(recipe)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    if "OPENMP DISPLAY ENVIRONMENT" not in done.stderr:
+        pytest.skip("torch uses another OpenMP")
+    assert "OMP_WAIT_POLICY = 'PASSIVE'" in done.stderr
 
 
 def test_tf32_needs_cuda(tiny_run):

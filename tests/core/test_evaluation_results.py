@@ -9,9 +9,9 @@ import torch
 from torchmetrics import MeanSquaredError, Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
-from fastloop import evaluation as results
+from fastloop import evaluation_results as results
 from fastloop.errors import MetricError
-from fastloop.evaluation import EvaluationResults
+from fastloop.evaluation_results import EvaluationResults
 from fastloop.state import Output
 
 

@@ -24,14 +24,15 @@ class Sequences:
         ids: Token ids of all samples, end to end. If mapped from a file, only the parts in use are in memory.
         lengths: Tokens of every sample.
         labels: Label of every sample, if there are labels.
+        typed: Whether each sample has its ids and then the type of each token; ``lengths`` counts both.
 
     Attributes:
         lengths: Tokens of every sample, used to group or pack samples.
     """
 
-    def __init__(self, ids: NDArray[np.int32], lengths: NDArray[np.int64], labels: NDArray[np.int64] | None = None) -> None:
-        self.ids, self.lengths, self.ends = ids, lengths, np.cumsum(lengths)
-        self.labels = labels
+    def __init__(self, ids: NDArray[np.int32], lengths: NDArray[np.int64], labels: NDArray[Any] | None = None, typed: bool = False) -> None:
+        self.ids, self.lengths, self.ends = ids, lengths // 2 if typed else lengths, np.cumsum(lengths)
+        self.labels, self.typed = labels, typed
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -48,8 +49,10 @@ class Sequences:
         return found.hexdigest()
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        end = self.ends[index]
-        sample: dict[str, Any] = {"input_ids": self.ids[end - self.lengths[index] : end]}
+        end, length = self.ends[index], self.lengths[index]
+        sample: dict[str, Any] = {"input_ids": self.ids[end - length : end]}
+        if self.typed:
+            sample = {"input_ids": self.ids[end - 2 * length : end - length], "token_type_ids": self.ids[end - length : end]}
         if self.labels is not None:
             sample["label"] = int(self.labels[index])
         return sample

@@ -8,7 +8,7 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,8 @@ LARGEST_CELL = 2**31 - 1
 """Characters: the largest limit that the csv module accepts on every platform. Its default is 131,072."""
 
 
-def read_delimited(path: Path, how: Read, text: str, label: str | None, skip_unreadable: bool) -> Part:
-    """Read the columns ``text`` and ``label`` of one file.
+def read_delimited(path: Path, how: Read, text: Sequence[str], labels: Sequence[str], skip_unreadable: bool) -> Part:
+    """Read the columns ``text`` and ``labels`` of one file.
 
     Raises:
         RecipeError: Quotes, line ends or cells of a line do not form a table, or the header lacks a column.
@@ -33,7 +33,7 @@ def read_delimited(path: Path, how: Read, text: str, label: str | None, skip_unr
     """
     with open_text(path, how) as stream:
         sample = stream.read(SAMPLE)
-    file = _File(path, how, sample, text, label)
+    file = _File(path, how, sample, text, labels)
     limit = csv.field_size_limit(LARGEST_CELL)
     try:
         with open_text(path, how) as stream:
@@ -42,16 +42,16 @@ def read_delimited(path: Path, how: Read, text: str, label: str | None, skip_unr
         csv.field_size_limit(limit)
 
 
-def stream_delimited(path: Path, how: Read, text: str) -> Iterator[str]:
-    """Yield the column ``text`` row by row. Raises like ``read_delimited``."""
+def stream_delimited(path: Path, how: Read, text: Sequence[str]) -> Iterator[list[str]]:
+    """Yield the columns ``text`` row by row. Raises like ``read_delimited``."""
     with open_text(path, how) as stream:
         sample = stream.read(SAMPLE)
-    file = _File(path, how, sample, text, None)
+    file = _File(path, how, sample, text, ())
     limit = csv.field_size_limit(LARGEST_CELL)
     try:
         with open_text(path, how) as stream:
             for _, _, row in file.records(stream, skip_unreadable=False):
-                yield row[file.positions[0]]
+                yield [row[index] for index in file.positions]
     finally:
         csv.field_size_limit(limit)
 
@@ -59,9 +59,11 @@ def stream_delimited(path: Path, how: Read, text: str) -> Iterator[str]:
 class _File:
     """One file, and what its first lines show about it."""
 
-    def __init__(self, path: Path, how: Read, sample: str, text: str, label: str | None) -> None:
+    def __init__(self, path: Path, how: Read, sample: str, text: Sequence[str], labels: Sequence[str]) -> None:
         self.path, self.how, self.sample, self.notes = path, how, sample, list[str]()
-        self.wanted = {"text": text} | ({} if label is None else {"label": label})
+        self.text, self.labels = text, labels
+        self.wanted = dict.fromkeys(text, "text")  # column -> its key in ``data``
+        self.wanted |= {name: "label" for name in labels if name not in text}
         self.delimiter = self._find_delimiter()
         self.header: list[str] = []
         self.names: set[str] = set()  # column names, to detect a repeated header
@@ -77,7 +79,7 @@ class _File:
         usual = "\t" if ".tsv" in suffixes[-2:] else ","
         if self.how.delimiter is not None or self.how.columns is not None:
             return self.how.delimiter or usual
-        wanted = set(self.wanted.values())
+        wanted = set(self.wanted)
         fits = [delimiter for delimiter in DELIMITERS if wanted <= {name for row in self._first(1, delimiter) for name in row}]
         if usual in fits or len(fits) != 1:
             return usual
@@ -111,16 +113,18 @@ class _File:
             return ""
         names = [f"column{index + 1}" for index in range(len(first))]
         order = sorted(range(len(first)), key=lambda index: -sum(map(len, [first[index], *cells[index]])))
-        names[order[0]] = self.wanted["text"]
-        if "label" in self.wanted and order[1:]:
-            names[min(order[1:], key=lambda index: len({first[index], *cells[index]}))] = self.wanted["label"]
+        for index, name in zip(sorted(order[: len(self.text)]), self.text, strict=False):  # the longest cells
+            names[index] = name
+        rest = sorted(order[len(self.text) :], key=lambda index: len({first[index], *cells[index]}))
+        for index, name in zip(sorted(rest[: len(self.labels)]), self.labels, strict=False):
+            names[index] = name
         return f" Line 1 looks like data, not like column names: if so, give data.read.columns=[{','.join(names)}]."
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def read(self, stream: io.TextIOWrapper, skip_unreadable: bool) -> Part:
         """Read all rows, and skip empty lines."""
-        found: dict[str, list[str]] = {name: [] for name in self.wanted.values()}
+        found: dict[str, list[str]] = {name: [] for name in self.wanted}
         append = [column.append for column in found.values()]
         joined: list[tuple[int, int, list[str]]] = []  # records of several lines: numbers of the first and the last line, and the lines
         for first, last, row in self.records(stream, skip_unreadable):
@@ -157,7 +161,7 @@ class _File:
                         raise self._other_width(first, len(row), "".join(lines))
                     self.unreadable += 1
                 elif row:
-                    if row[positions[0]] in self.names and (row[positions[1]] in self.names if positions[1:] else row == self.header):
+                    if row[positions[0]] in self.names and (row[positions[-1]] in self.names if positions[1:] else row == self.header):
                         raise self._header_again(first, row)
                     yield first, reader.line_num, row
                 first = reader.line_num + 1
@@ -168,11 +172,11 @@ class _File:
     def _start(self, header: list[str], line: int) -> list[int]:
         """Use a line as the header; returns the positions of the wanted columns."""
         check_names(f"{self.path}, line {line}", header)
-        for key, name in self.wanted.items():
+        for name in self.wanted:
             if name not in header:
-                raise missing_column(f"{self.path}", key, name, header, self._remedy())
+                raise missing_column(f"{self.path}", self.wanted[name], name, header, self._remedy())
         self.header, self.names = header, {name for name in header if name}
-        return [header.index(name) for name in dict.fromkeys(self.wanted.values())]
+        return [header.index(name) for name in self.wanted]
 
     def _check_joined(self, joined: list[tuple[int, int, list[str]]], found: dict[str, list[str]]) -> None:
         """Raise an error for quoted cells over several lines if each line looks like a complete row: stray quotes look the same.
@@ -180,8 +184,8 @@ class _File:
         A line looks like a row if it has as many cells as the header, and its label also occurs elsewhere. Without labels, all cells
         over several lines must look like this.
         """
-        label = self.header.index(self.wanted["label"]) if "label" in self.wanted else None
-        known = set(found[self.wanted["label"]]) if label is not None else set()
+        label = self.header.index(self.labels[0]) if self.labels else None
+        known = set(found[self.labels[0]]) if self.labels else set()
         odd, width = [], len(self.header)
         for first, last, lines in joined:
             rows = [line.rstrip("\r\n").split(self.delimiter) for line in lines]

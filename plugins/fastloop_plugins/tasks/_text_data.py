@@ -21,7 +21,8 @@ from fastloop.options import parse
 from fastloop.recipe.importing import check_reference, import_object
 from fastloop_plugins._cache import digest
 from fastloop_plugins.tasks._hub import explain, is_hub_name, offline, quiet
-from fastloop_plugins.tasks._text_files import FORMATS, Part, Read, format_of, make_part, read_file, show
+from fastloop_plugins.tasks._text_columns import Text, column_names, read_columns
+from fastloop_plugins.tasks._text_files import FORMATS, Part, Read, format_of, make_part, read_file
 from fastloop_plugins.tasks._text_labels import count_classes, is_label, labels_of_model, number_labels
 from fastloop_plugins.tasks._text_paths import find_files, refuse_options_without_files, refuse_url
 
@@ -46,7 +47,7 @@ class Data:
     module: Annotated[str | None, option("Function that returns {split: rows}: package.module:name or file.py:name.")] = None
     arguments: Annotated[dict[str, Any] | None, option("Arguments of that function.")] = None
     splits: Annotated[dict[str, Any] | None, option("What the source calls the splits train, evaluate and test; null: leave out.")] = None
-    text: Annotated[str, option("The column of texts.")] = "text"
+    text: Annotated[str | list[str], option("The column of texts; two: pairs of texts, more: joined with the separator token.")] = "text"
     label: Annotated[str | None, option("The column of labels: text, or whole numbers from 0.")] = None
     label_offset: Annotated[int, option("The number that the first class has, where labels are numbers: 1 if they count from 1.", ge=0)] = 0
     label_map: Annotated[dict[Any, int | str] | None, option("Label as in the data -> name or number of its class; others stay.")] = None
@@ -87,9 +88,9 @@ class Limit:
 
 @dataclass
 class Rows:
-    """One split: texts, and labels 0..n-1 if the task has labels."""
+    """One split: the texts of each row, and labels 0..n-1 if the task has labels."""
 
-    texts: list[str]
+    texts: list[Text]
     labels: list[int] | None = None
 
     def keep(self, ids: Sequence[int]) -> Rows:
@@ -111,6 +112,8 @@ class TextData:
         self.limit = parse(Limit, self.options.limit, f"{self.where}.limit")
         self.how = parse(Read, self.options.read, f"{self.where}.read")
         self.inference = recipe.inference
+        self.columns = column_names(self.options.text, f"{self.where}.text")
+        self.labels = [] if self.options.label is None else [self.options.label]
         self.classes: list[str] = []  # in inference: set before ``load``, from the model
         self.messages: list[tuple[int, str]] = []  # level and message
         self.skip_unreadable, self.unreadable = False, 0  # whether to skip unreadable rows; number of skipped rows
@@ -118,6 +121,8 @@ class TextData:
             raise RecipeError(f"{self.where}.label: missing. Name the column of labels, such as data.label=label.")
         if not labelled and self.options.label is not None:
             raise RecipeError(f"{self.where}.label: a language model has no labels. Remove it, or use the plugin text-classification.")
+        if not labelled and len(self.columns) > 1:
+            raise RecipeError(f"{self.where}.text: found {self.columns}, and a language model reads one column. Name one.")
         for key in ("label_offset", "label_map"):
             if not labelled and getattr(self.options, key):
                 raise RecipeError(f"{self.where}.{key}: a language model has no labels. Remove it.")
@@ -143,6 +148,8 @@ class TextData:
             }
             if "train" not in self.files and self.inference is None:
                 raise RecipeError(f"{self.where}.files.train: missing. Expected a file to train on.")
+        if len(self.columns) > 1 and (texts := [path for paths in self.files.values() for path in paths if format_of(path)[0] == ".txt"]):
+            raise RecipeError(f"{self.where}.text: found {self.columns}, and {texts[0]} has one column. Use another format.")
         if self.options.module is not None:
             check_reference(self.options.module, recipe, "data.module")
         if self.options.name is not None:
@@ -154,9 +161,9 @@ class TextData:
         if self.options.files is None:
             raise RecipeError(f"{self.where}.read: it is for data.files, which is not there. Remove it, or give the files there.")
         refuse_options_without_files(self.how, [path for paths in self.files.values() for path in paths], f"{self.where}.read")
-        for key in ("text", "label"):
-            name = getattr(self.options, key)
-            if self.how.columns is not None and name is not None and name not in self.how.columns:
+        wanted = [("text", name) for name in self.columns] + [("label", name) for name in self.labels]
+        for key, name in wanted:
+            if self.how.columns is not None and name not in self.how.columns:
                 raise RecipeError(f"{self.where}.read.columns: found {self.how.columns}, expected {name!r} (data.{key}) among them.")
 
     def _check_name(self, name: str) -> None:
@@ -182,7 +189,7 @@ class TextData:
         for role, name in splits.items():
             if name not in parts and (self.inference or role == "train" or role in (self.options.splits or {})):
                 raise RecipeError(f"{self.where}.splits.{role}: there is no split {name!r}. There are: {', '.join(parts) or 'none'}.")
-        rows = {role: self._rows(role, parts[name]) for role, name in splits.items() if name in parts}
+        rows = {role: Rows(read_columns(parts[name], role, self.columns, self.messages)) for role, name in splits.items() if name in parts}
         used = {role: parts[splits[role]] for role in rows}
         self.messages += [(logging.INFO, note) for found in used.values() for part in found for note in part.notes]
         if self.options.label is not None:
@@ -246,8 +253,7 @@ class TextData:
         return {split: self._read_files(paths) if split in vars(self.splits).values() else [] for split, paths in self.files.items()}
 
     def _read_files(self, paths: Sequence[str | Path]) -> list[Part]:
-        options = self.options
-        return [read_file(Path(path), self.how, options.text, options.label, self.skip_unreadable) for path in paths]
+        return [read_file(Path(path), self.how, self.columns, self.labels, self.skip_unreadable) for path in paths]
 
     def _call(self, reference: str) -> dict[str, list[Part]]:
         function = import_object(reference, self.recipe, "data.module")
@@ -283,10 +289,11 @@ class TextData:
 
     def _readable(self, part: Part) -> Part:
         """A part without rows whose text is not a string, or that have no label."""
-        keys = {"text": self.options.text} | ({} if self.options.label is None else {"label": self.options.label})
-        columns = {name: part.column(key, name) for key, name in keys.items()}
-        bad = {index for index, value in enumerate(columns[keys["text"]]) if not isinstance(value, str | None)}
-        bad |= {index for index, value in enumerate(columns[keys["label"]]) if not is_label(value)} if "label" in keys else set()
+        columns = {name: part.column("text", name) for name in self.columns}
+        bad = {index for texts in columns.values() for index, value in enumerate(texts) if not isinstance(value, str | None)}
+        for name in self.labels:
+            columns[name] = part.column("label", name)
+            bad |= {index for index, value in enumerate(columns[name]) if not is_label(value)}
         if count := part.unreadable + len(bad):
             self.messages.append((logging.WARNING, f"{part.where}: {count} rows cannot be read, and are skipped"))
             self.unreadable += count
@@ -294,31 +301,6 @@ class TextData:
         return Part(part.where, kept, part.classes, untyped=part.untyped, notes=part.notes)
 
     # -- checking --------------------------------------------------------------------------------------------------------
-
-    def _rows(self, role: str, parts: list[Part]) -> Rows:
-        texts: list[str] = []
-        empty: list[tuple[Part, int]] = []
-        for part in parts:
-            for number, value in enumerate(part.column("text", self.options.text), 1):
-                if value is not None and not isinstance(value, str):
-                    raise RecipeError(f"{part.row(number)}: column {self.options.text!r} holds {show(value)}, expected text (data.text).")
-                if value and not value.isascii() and not _encodable(value):
-                    raise RecipeError(
-                        f"{part.row(number)}: column {self.options.text!r} (data.text) holds half of a UTF-16 pair, which is no text."
-                    )
-                texts.append(value or "")
-                if not texts[-1].strip():
-                    empty.append((part, number))
-        where = ", ".join(part.where for part in parts)
-        if not texts:
-            raise RecipeError(f"{where}: the {role} split is empty. Expected at least one row (data.files, data.splits).")
-        if len(empty) == len(texts):
-            raise RecipeError(f"{where}: all {len(texts)} texts in column {self.options.text!r} are empty (data.text).")
-        if empty:
-            part, number = empty[0]
-            first = f"the first in {part.row(number)}: column {self.options.text!r} (data.text)"
-            self.messages.append((logging.WARNING, f"{where}: {len(empty)} of {len(texts)} texts are empty, {first}"))
-        return Rows(texts)
 
     def _hold_out(self, rows: Rows) -> tuple[Rows, Rows]:
         total = len(rows.texts)
@@ -330,10 +312,3 @@ class TextData:
             )
         order = random.Random(DRAW).sample(range(total), total)
         return rows.keep(sorted(order[count:])), rows.keep(sorted(order[:count]))
-
-
-def _encodable(text: str) -> bool:
-    try:
-        return bool(text.encode())
-    except UnicodeEncodeError:
-        return False

@@ -6,7 +6,7 @@ import codecs
 import io
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -127,20 +127,20 @@ def format_of(path: Path) -> tuple[str, str | None]:
     return suffix, codec if suffix != ".parquet" else None
 
 
-def read_file(path: Path, how: Read, text: str, label: str | None = None, skip_unreadable: bool = False) -> Part:
+def read_file(path: Path, how: Read, text: Sequence[str], labels: Sequence[str] = (), skip_unreadable: bool = False) -> Part:
     """Read the rows of one file, without a cache of converted copies. A cell with NA is the text NA.
 
     Args:
         how: ``data.read``.
-        text: The column of texts.
-        label: The column of labels, if there is one.
+        text: The columns of texts.
+        labels: The columns of labels.
         skip_unreadable: Skip malformed rows of csv, tsv and jsonl files, and count them.
 
     Raises:
         RecipeError: The file cannot be read in the format of its suffix, with the options in ``how``.
     """
     with explain_reading(path, how):
-        return _read_as(path, format_of(path)[0], how, text, label, skip_unreadable)
+        return _read_as(path, format_of(path)[0], how, text, labels, skip_unreadable)
 
 
 @contextmanager
@@ -164,11 +164,11 @@ def explain_reading(path: Path, how: Read) -> Iterator[None]:
         raise RecipeError(f"{path}: cannot be read as {format_of(path)[0]}: {str(error).splitlines()[0]}.{remedy}") from None
 
 
-def _read_as(path: Path, suffix: str, how: Read, text: str, label: str | None, skip_unreadable: bool) -> Part:
+def _read_as(path: Path, suffix: str, how: Read, text: Sequence[str], labels: Sequence[str], skip_unreadable: bool) -> Part:
     if suffix in (".csv", ".tsv"):
         from fastloop_plugins.tasks._text_csv import read_delimited
 
-        return read_delimited(path, how, text, label, skip_unreadable)
+        return read_delimited(path, how, text, labels, skip_unreadable)
     if suffix == ".parquet":
         from pyarrow import parquet
 
@@ -179,7 +179,7 @@ def _read_as(path: Path, suffix: str, how: Read, text: str, label: str | None, s
         content = re.sub("\r\n?", "\n", stream.read())
     if suffix == ".txt":  # paragraphs, or lines if there are no paragraphs
         blocks = re.split(r"\n\s*\n", content.strip("\n")) if re.search(r"\S\s*\n\s*\n\s*\S", content) else content.split("\n")
-        return Part(str(path), {text: [block for block in blocks if block.strip()]})
+        return Part(str(path), {text[0]: [block for block in blocks if block.strip()]})
     if content.lstrip().startswith("["):
         return make_part(str(path), parse_json(path, 1, content))
     rows, broken = [], 0
@@ -193,7 +193,7 @@ def _read_as(path: Path, suffix: str, how: Read, text: str, label: str | None, s
                         raise
                     raise json.JSONDecodeError(error.msg, "\n" * (number - 1) + line, number - 1) from None
                 broken += 1
-    part = make_part(str(path), rows) if rows else Part(str(path), {text: []})
+    part = make_part(str(path), rows) if rows else Part(str(path), {name: [] for name in text})
     part.unreadable = broken
     return part
 

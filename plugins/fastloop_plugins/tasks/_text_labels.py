@@ -164,8 +164,9 @@ def _values(part: Part, options: Data, what: str, notes: list[str]) -> list[Labe
             if not is_label(value):
                 raise RecipeError(f"{part.row(number)}: {what} holds {show(value)}, expected text, or whole numbers from 0.")
     if options.label in {value for _, value in distinct if isinstance(value, str)}:
-        for number, (label, text) in enumerate(zip(values, part.column("text", options.text), strict=True), 1):
-            if label == options.label and text == options.text:
+        column = options.text if isinstance(options.text, str) else options.text[0]
+        for number, (label, text) in enumerate(zip(values, part.column("text", column), strict=True), 1):
+            if label == options.label and text == column:
                 raise RecipeError(
                     f"{part.row(number)}: found the column names ({text}, {label}), as where files were joined. Remove that row."
                 )

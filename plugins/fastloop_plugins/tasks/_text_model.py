@@ -197,10 +197,10 @@ class TextModel:
             instead = "model.name=FOLDER, or train from scratch with model.config" if key == "name" else "model.tokenizer=FOLDER"
             raise RecipeError(explain(f"{self.where}.{key}", name, folder, error, instead)) from None
 
-    def finish_tokenizer(self, texts: list[str], max_length: int) -> None:
-        """Train the tokenizer, if the recipe requests one."""
+    def finish_tokenizer(self, texts: list[str], max_length: int, types: bool = False) -> None:
+        """Train the tokenizer, if the recipe requests one. With ``types``, it returns token types by default."""
         if self.trained is not None:
-            self.tokenizer = train_tokenizer(self.trained, texts, self.classify, max_length)
+            self.tokenizer = train_tokenizer(self.trained, texts, self.classify, max_length, types)
             logger.info("tokenizer: %s, %d tokens, trained on the training texts", self.trained.kind, len(self.tokenizer))
             self._ensure_pad_token()
 
@@ -306,8 +306,8 @@ class TextModel:
         return folder
 
 
-def train_tokenizer(options: TrainedTokenizer, texts: list[str], classify: bool, max_length: int) -> Any:
-    """Train a tokenizer on texts. The same texts give the same tokenizer."""
+def train_tokenizer(options: TrainedTokenizer, texts: list[str], classify: bool, max_length: int, types: bool = False) -> Any:
+    """Train a tokenizer on texts. The same texts give the same tokenizer. With ``types``, it returns token types by default."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -330,7 +330,10 @@ def train_tokenizer(options: TrainedTokenizer, texts: list[str], classify: bool,
     tokenizer.train_from_iterator(iter(texts), trainer, length=len(texts))
     if classify:
         ids = [(token, tokenizer.token_to_id(token)) for token in ("[CLS]", "[SEP]")]
-        tokenizer.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=ids)
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=ids
+        )
+    returned = {"model_input_names": ["input_ids", "token_type_ids", "attention_mask"]} if types else {}
     return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=tokenizer, model_max_length=max_length, **special
+        tokenizer_object=tokenizer, model_max_length=max_length, **special, **returned
     )

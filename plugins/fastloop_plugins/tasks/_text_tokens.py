@@ -11,13 +11,14 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastloop_plugins import _cache
+from fastloop_plugins.tasks._text_columns import Text, each_text, encode_pairs, join_columns, token_types
 
 if TYPE_CHECKING:
     import numpy as np
@@ -35,11 +36,15 @@ CHARACTERS = 50
 
 @dataclass
 class Split:
-    """One split: ids of all texts end to end, the number of ids in each text, and labels if the task has labels."""
+    """One split: ids of all texts end to end, the number of ids in each text, and labels if the task has labels.
+
+    With ``typed``, each text has its ids and then the type of each token, and the number counts both.
+    """
 
     ids: NDArray[np.int32]
     lengths: NDArray[np.int64]
     labels: NDArray[np.int64] | None = None
+    typed: bool = False
 
 
 def read(data: TextData, model: TextModel, documents: bool = False, **arguments: Any) -> dict[str, Split]:
@@ -57,37 +62,48 @@ def read(data: TextData, model: TextModel, documents: bool = False, **arguments:
     model.load_tokenizer(data.options.max_length)
     if data.inference is not None and data.options.label is not None:
         data.classes = model.class_names()
+    types = token_types(data.columns, model)
+    arguments |= types
     folder = None if model.options.trust_remote_code else _cache.TOKENS.get()  # the hash does not cover such code
     source, how = None, json.dumps([documents, arguments], sort_keys=True)
     if folder is not None and model.trained is None and data.files:
         source = folder / _cache.digest(["data", version("fastloop"), model.fingerprint(), how, data.identity()])
-        if (found := _read_entry(source, data)) is not None:
+        if (found := _read_entry(source, data, bool(types))) is not None:
             return found
     splits = data.load()
     if model.trained is not None:
-        model.finish_tokenizer(splits["train"].texts, data.options.max_length)
+        model.finish_tokenizer(each_text(splits["train"].texts), data.options.max_length, bool(types))
     tokenizer, found, keys = model.tokenizer, {}, {}
     known = "" if folder is None else model.fingerprint()
     end = [tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id] if documents else []
     for name, rows in splits.items():
-        texts = [text for text in rows.texts if text.strip()] if documents else rows.texts
+        texts = join_columns(rows.texts, model)
+        if documents:
+            texts = [text for text in texts if isinstance(text, str) and text.strip()]
         encoded = encode(tokenizer, texts, end, arguments)
         if folder is None:
             flat = _cache.flat(encoded)
         else:
-            keys[name] = _cache.digest([known, how, *texts])
+            keys[name] = _cache.digest([known, how, *(["pairs"] if isinstance(texts[0], tuple) else []), *each_text(texts)])
             flat = _cache.kept(folder, keys[name], encoded)
-        found[name] = Split(*flat, None if rows.labels is None else np.array(rows.labels, dtype=np.int64))
+        found[name] = Split(*flat, None if rows.labels is None else np.array(rows.labels, dtype=np.int64), bool(types))
     if source is not None:
         _write_entry(source, data, found, keys)
     return found
 
 
-def encode(tokenizer: Any, texts: list[str], end: list[int], arguments: dict[str, Any]) -> Iterator[list[int]]:
-    """Yield the ids of each text, followed by ``end``. Reads only the part of a huge text that truncation can keep."""
+def encode(tokenizer: Any, texts: Sequence[Text], end: list[int], arguments: dict[str, Any]) -> Iterator[list[int]]:
+    """Yield the ids of each text, followed by ``end``. Reads only the part of a huge text that truncation can keep.
+
+    Args:
+        texts: Texts, or pairs: see ``_text_columns.encode_pairs``.
+    """
     most: int = arguments["max_length"] if arguments.get("truncation") else 0
+    if pairs := [(row[0], row[1]) for row in texts if isinstance(row, tuple)]:
+        yield from encode_pairs(tokenizer, pairs, most, CHARACTERS * most, arguments)
+        return
     for start in range(0, len(texts), 1000):
-        full = texts[start : start + 1000]
+        full = each_text(texts[start : start + 1000])
         read = [beginning(text, CHARACTERS * most) for text in full] if most else full
         for text, part, ids in zip(full, read, tokenizer(read, return_attention_mask=False, **arguments)["input_ids"], strict=True):
             if len(part) < len(text) and len(ids) < most:  # the part was too short
@@ -112,7 +128,7 @@ def _write_entry(entry: Path, data: TextData, splits: dict[str, Split], keys: di
         (made / "data.json").write_text(json.dumps(facts), encoding="utf-8")
 
 
-def _read_entry(entry: Path, data: TextData) -> dict[str, Split] | None:
+def _read_entry(entry: Path, data: TextData, typed: bool) -> dict[str, Split] | None:
     """The splits of an entry; None if the entry, or token ids that it names, are missing."""
     import numpy as np
 
@@ -128,7 +144,7 @@ def _read_entry(entry: Path, data: TextData) -> dict[str, Split] | None:
             labels = np.load(entry / f"{name}.npy", allow_pickle=False) if data.options.label is not None else None
             if labels is not None and len(labels) != len(flat[1]):
                 raise ValueError(f"{name}: {len(labels)} labels of {len(flat[1])} texts")
-            found[name] = Split(*flat, labels)
+            found[name] = Split(*flat, labels, typed)
         data.classes, data.messages, data.unreadable = saved["classes"], saved["messages"], saved["unreadable"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, RecursionError) as error:
         logger.warning("data: %s is damaged (%s): the data is read again", entry, error)

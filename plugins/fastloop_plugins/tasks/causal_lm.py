@@ -102,7 +102,7 @@ class CausalLM(Plugin):
         if positions is not None and positions <= new:
             raise RecipeError(f"{where}.max_new_tokens: found {new}, expected fewer than the model's {positions} positions.")
         self.room = positions - new if positions is not None else None
-        return token_chunks(self.data, self.text_model.tokenizer, source, start, size, {"add_special_tokens": False, "verbose": False})
+        return token_chunks(self.data, self.text_model, source, start, size, {"add_special_tokens": False, "verbose": False})
 
     @hookimpl
     def build_collator(self, run: Run, split: str) -> Collator | PromptCollator:

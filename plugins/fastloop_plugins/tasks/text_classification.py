@@ -5,6 +5,8 @@
     plugins:
       - text-classification
 
+With ``data.text: [premise, hypothesis]``, a row is a pair of texts. More columns are joined with the tokenizer's separator token.
+
 Labels are text, or whole numbers from 0; the training split defines the classes. If a checkpoint has classes with the same names, the run
 keeps its ids and its head. Otherwise the head is reinitialized, with a warning.
 
@@ -105,7 +107,7 @@ class TextClassification(Plugin):
         run.state.unreadable += self.data.unreadable
         self.labels = self.text_model.order_labels(self.data.classes)
         ids = np.array(self.labels.ids)
-        datasets = {name: Sequences(split.ids, split.lengths, ids[split.labels]) for name, split in splits.items()}
+        datasets = {name: Sequences(split.ids, split.lengths, ids[split.labels], split.typed) for name, split in splits.items()}
         if "train" not in datasets and self.loss.options.class_weights == "balanced":
             logger.warning(
                 "text-classification: this loss has no class weights: balanced counts the training split, which is not read here"
@@ -123,7 +125,7 @@ class TextClassification(Plugin):
         self.text_model.load_tokenizer(self.data.options.max_length)
         self.labels = self.text_model.order_labels(self.text_model.class_names())
         arguments = {"truncation": True, "max_length": self.data.options.max_length}
-        return token_chunks(self.data, self.text_model.tokenizer, source, start, size, arguments)
+        return token_chunks(self.data, self.text_model, source, start, size, arguments)
 
     @hookimpl
     def build_collator(self, run: Run) -> Collator:
@@ -181,9 +183,9 @@ class Collator:
         from fastloop_plugins.tasks._text_batches import padded
 
         batch = self.ragged(samples)
-        rows, fill = batch.columns["input_ids"]
+        rows = batch.columns["input_ids"][0]
         width, lengths = self.width(rows), torch.tensor([len(row) for row in rows])
-        inputs = {"input_ids": padded(rows, width, fill)} | batch.fixed
+        inputs = {name: padded(column, width, value) for name, (column, value) in batch.columns.items()} | batch.fixed
         if min(map(len, rows)) < width:
             inputs["attention_mask"] = (torch.arange(width) < lengths[:, None]).long()
         return Batch(inputs, loss_weight=batch.loss_weight, tokens=batch.tokens)
@@ -198,4 +200,6 @@ class Collator:
         labels = torch.tensor([sample["label"] for sample in samples])
         weight = len(rows) if self.loss.weights is None else self.loss.weight_of(labels)
         columns = {"input_ids": (rows, self.pad_token_id)}
+        if "token_type_ids" in samples[0]:
+            columns["token_type_ids"] = ([sample["token_type_ids"] for sample in samples], 0)
         return Ragged(columns=columns, fixed={"labels": labels}, loss_weight=weight, tokens=sum(map(len, rows)))

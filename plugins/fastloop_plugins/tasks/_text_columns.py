@@ -1,0 +1,128 @@
+"""The texts of a row: one column, two as a pair of the tokenizer, or several joined with its separator token."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from fastloop.errors import RecipeError
+from fastloop_plugins.tasks._text_files import Part, show
+
+if TYPE_CHECKING:
+    from fastloop_plugins.tasks._text_model import TextModel
+
+Text = str | tuple[str, ...]
+"""The texts of a row: a string for one column, else one string for each column."""
+
+
+def column_names(value: str | list[str], where: str) -> list[str]:
+    """The columns that an option names.
+
+    Raises:
+        RecipeError: The list is empty, or repeats a name.
+    """
+    names = [value] if isinstance(value, str) else value
+    if not names or len(set(names)) < len(names):
+        raise RecipeError(f"{where}: found {names}, expected a column, or a list of different columns.")
+    return names
+
+
+def read_columns(parts: list[Part], role: str, names: Sequence[str], messages: list[tuple[int, str]]) -> list[Text]:
+    """The texts of each row of a split.
+
+    Args:
+        messages: Receives a warning for each column with empty texts.
+
+    Raises:
+        RecipeError: There is no row, all texts of a column are empty, or a value is no text.
+    """
+    columns = [_read_column(parts, role, name, messages) for name in names]
+    return list(columns[0]) if len(columns) == 1 else list(zip(*columns, strict=True))
+
+
+def _read_column(parts: list[Part], role: str, name: str, messages: list[tuple[int, str]]) -> list[str]:
+    texts: list[str] = []
+    empty: list[tuple[Part, int]] = []
+    for part in parts:
+        for number, value in enumerate(part.column("text", name), 1):
+            if value is not None and not isinstance(value, str):
+                raise RecipeError(f"{part.row(number)}: column {name!r} holds {show(value)}, expected text (data.text).")
+            if value and not value.isascii() and not _encodable(value):
+                raise RecipeError(f"{part.row(number)}: column {name!r} (data.text) holds half of a UTF-16 pair, which is no text.")
+            texts.append(value or "")
+            if not texts[-1].strip():
+                empty.append((part, number))
+    where = ", ".join(part.where for part in parts)
+    if not texts:
+        raise RecipeError(f"{where}: the {role} split is empty. Expected at least one row (data.files, data.splits).")
+    if len(empty) == len(texts):
+        raise RecipeError(f"{where}: all {len(texts)} texts in column {name!r} are empty (data.text).")
+    if empty:
+        part, number = empty[0]
+        first = f"the first in {part.row(number)}: column {name!r} (data.text)"
+        messages.append((logging.WARNING, f"{where}: {len(empty)} of {len(texts)} texts are empty, {first}"))
+    return texts
+
+
+def _encodable(text: str) -> bool:
+    try:
+        return bool(text.encode())
+    except UnicodeEncodeError:
+        return False
+
+
+def each_text(texts: Sequence[Text]) -> list[str]:
+    """The texts of all columns, row by row."""
+    return [text for row in texts for text in ((row,) if isinstance(row, str) else row)]
+
+
+def token_types(names: Sequence[str], model: TextModel) -> dict[str, bool]:
+    """The tokenizer's argument for token types, if the rows are pairs and the model has an embedding for the second text of a pair.
+
+    Call it after ``TextModel.load_tokenizer``.
+    """
+    paired = len(names) == 2 and (model.tokenizer is None or model.tokenizer.sep_token is not None)
+    return {"return_token_type_ids": True} if paired and (getattr(model.config, "type_vocab_size", None) or 0) > 1 else {}
+
+
+def join_columns(texts: Sequence[Text], model: TextModel) -> list[Text]:
+    """Rows of one text or of a pair: more columns become one text, with the separator token between them.
+
+    A tokenizer without a separator token gets its end token between texts, also between two.
+
+    Raises:
+        RecipeError: The tokenizer has neither.
+    """
+    if not texts or isinstance(texts[0], str) or (len(texts[0]) == 2 and model.tokenizer.sep_token is not None):
+        return list(texts)
+    separator = model.tokenizer.sep_token or model.tokenizer.eos_token
+    if separator is None:
+        raise RecipeError(
+            f"{model.where}.tokenizer: it has no separator or end token to put between the columns of data.text. Use another."
+        )
+    return [f" {separator} ".join(row) for row in texts]
+
+
+def encode_pairs(tokenizer: Any, pairs: Sequence[tuple[str, str]], most: int, size: int, arguments: dict[str, Any]) -> Iterator[list[int]]:
+    """Yield the ids of each pair; with token types, followed by the type of each token. The longer text of a pair is truncated first.
+
+    Args:
+        most: Tokens that truncation keeps; 0: all.
+        size: Characters of a text to read, if these have ``most`` tokens.
+    """
+    from fastloop_plugins.tasks._text_tokens import beginning
+
+    def start(text: str) -> str:
+        part = beginning(text, size) if most else text
+        enough = len(part) == len(text) or len(tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]) >= most
+        return part if enough else text
+
+    for first in range(0, len(pairs), 1000):
+        columns = zip(*((start(one), start(other)) for one, other in pairs[first : first + 1000]), strict=True)
+        found = tokenizer(*map(list, columns), return_attention_mask=False, **arguments)
+        if "return_token_type_ids" not in arguments:
+            yield from found["input_ids"]
+            continue
+        for ids, types in zip(found["input_ids"], found["token_type_ids"], strict=True):
+            yield ids + types

@@ -176,7 +176,10 @@ class Packing(Plugin):
 def shortened(sample: Mapping[str, Any], size: int) -> dict[str, Any]:
     """The first ``size`` tokens of a sample."""
     tokens = len(sample["input_ids"])
-    return {name: value[:size] if hasattr(value, "__len__") and len(value) == tokens else value for name, value in sample.items()}
+    return {
+        name: value[:size] if name != "label" and hasattr(value, "__len__") and len(value) == tokens else value
+        for name, value in sample.items()
+    }
 
 
 def same(output: Output, expected: Output) -> bool:

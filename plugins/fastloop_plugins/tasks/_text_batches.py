@@ -23,7 +23,7 @@ class Sequences:
     Args:
         ids: Token ids of all samples, end to end. If mapped from a file, only the parts in use are in memory.
         lengths: Tokens of every sample.
-        labels: Label of every sample, if there are labels.
+        labels: Label of every sample, if there are labels: classes (N,) int64, numbers (N,) float32, or 0 and 1 (N, classes) float32.
         typed: Whether each sample has its ids and then the type of each token; ``lengths`` counts both.
 
     Attributes:
@@ -54,7 +54,8 @@ class Sequences:
         if self.typed:
             sample = {"input_ids": self.ids[end - 2 * length : end - length], "token_type_ids": self.ids[end - length : end]}
         if self.labels is not None:
-            sample["label"] = int(self.labels[index])
+            label = self.labels[index]
+            sample["label"] = int(label) if self.labels.dtype == np.int64 else label
         return sample
 
 

@@ -23,8 +23,8 @@ from fastloop_plugins._cache import digest
 from fastloop_plugins.tasks._hub import explain, is_hub_name, offline, quiet
 from fastloop_plugins.tasks._text_columns import Text, column_names, read_columns
 from fastloop_plugins.tasks._text_files import FORMATS, Part, Read, format_of, make_part, read_file
-from fastloop_plugins.tasks._text_labels import count_classes, is_label, labels_of_model, number_labels
 from fastloop_plugins.tasks._text_paths import find_files, refuse_options_without_files, refuse_url
+from fastloop_plugins.tasks._text_targets import is_readable, read_labels, summarize
 
 if TYPE_CHECKING:
     from fastloop.recipe import Recipe
@@ -48,7 +48,13 @@ class Data:
     arguments: Annotated[dict[str, Any] | None, option("Arguments of that function.")] = None
     splits: Annotated[dict[str, Any] | None, option("What the source calls the splits train, evaluate and test; null: leave out.")] = None
     text: Annotated[str | list[str], option("The column of texts; two: pairs of texts, more: joined with the separator token.")] = "text"
-    label: Annotated[str | None, option("The column of labels: text, or whole numbers from 0.")] = None
+    label: Annotated[
+        str | list[str] | None, option("The column of labels: text, or whole numbers from 0; or 0/1 columns, one a class.")
+    ] = None
+    label_type: Annotated[
+        Literal["class", "classes", "number"] | None,
+        option("One class a row, any number of classes (lists of names, or 0/1 columns), or a number (regression); null: as label shows."),
+    ] = None
     label_offset: Annotated[int, option("The number that the first class has, where labels are numbers: 1 if they count from 1.", ge=0)] = 0
     label_map: Annotated[dict[Any, int | str] | None, option("Label as in the data -> name or number of its class; others stay.")] = None
     read: Annotated[dict[str, Any] | None, option("How files are read: delimiter, columns, encoding, quoting, compression.")] = None
@@ -88,10 +94,10 @@ class Limit:
 
 @dataclass
 class Rows:
-    """One split: the texts of each row, and labels 0..n-1 if the task has labels."""
+    """One split: the texts of each row, and labels if the task has labels: 0..n-1, or as ``_text_targets`` reads them."""
 
     texts: list[Text]
-    labels: list[int] | None = None
+    labels: list[Any] | None = None
 
     def keep(self, ids: Sequence[int]) -> Rows:
         """The samples with these ids."""
@@ -113,7 +119,9 @@ class TextData:
         self.how = parse(Read, self.options.read, f"{self.where}.read")
         self.inference = recipe.inference
         self.columns = column_names(self.options.text, f"{self.where}.text")
-        self.labels = [] if self.options.label is None else [self.options.label]
+        self.labels = [] if self.options.label is None else column_names(self.options.label, f"{self.where}.label")
+        self.several = isinstance(self.options.label, list)
+        self.label_type = self.options.label_type or ("classes" if self.several else "class")
         self.classes: list[str] = []  # in inference: set before ``load``, from the model
         self.messages: list[tuple[int, str]] = []  # level and message
         self.skip_unreadable, self.unreadable = False, 0  # whether to skip unreadable rows; number of skipped rows
@@ -123,9 +131,20 @@ class TextData:
             raise RecipeError(f"{self.where}.label: a language model has no labels. Remove it, or use the plugin text-classification.")
         if not labelled and len(self.columns) > 1:
             raise RecipeError(f"{self.where}.text: found {self.columns}, and a language model reads one column. Name one.")
-        for key in ("label_offset", "label_map"):
+        for key in ("label_offset", "label_map", "label_type"):
             if not labelled and getattr(self.options, key):
                 raise RecipeError(f"{self.where}.{key}: a language model has no labels. Remove it.")
+            if key != "label_type" and self.label_type != "class" and getattr(self.options, key):
+                raise RecipeError(f"{self.where}.{key}: is for data.label_type=class, and it is {self.label_type}. Remove it.")
+        if self.several and (self.label_type != "classes" or len(self.labels) < 2):
+            raise RecipeError(
+                f"{self.where}.label: found {self.labels}, expected "
+                + (
+                    f"one column, for data.label_type={self.label_type}."
+                    if self.label_type != "classes"
+                    else "two columns of 0 and 1 or more."
+                )
+            )
         self.files: dict[str, list[Path]] = {}
         if self.inference is not None and self.inference.source is not None:
             return  # the rows come from there
@@ -193,10 +212,7 @@ class TextData:
         used = {role: parts[splits[role]] for role in rows}
         self.messages += [(logging.INFO, note) for found in used.values() for part in found for note in part.notes]
         if self.options.label is not None:
-            if self.inference is None:
-                labels = number_labels(used, self.options, self.where)
-            else:
-                labels = labels_of_model(used, self.options, self.classes, str(self.inference.model))
+            labels = read_labels(used, self)
             self.messages += [(logging.INFO, note) for note in labels.notes] + [(logging.WARNING, line) for line in labels.warnings]
             self.classes = labels.classes
             for role in rows:
@@ -209,7 +225,7 @@ class TextData:
             if count is not None and role in rows and count < len(rows[role].texts):
                 rows[role] = rows[role].keep(sorted(random.Random(DRAW).sample(range(len(rows[role].texts)), count)))
         if "train" in rows and rows["train"].labels is not None:
-            suffix += f"; rows of each class in train: {count_classes(rows['train'].labels, self.classes)}"
+            suffix += f"; {summarize(rows['train'].labels, self)}"
         rows = {role: split for role, split in rows.items() if self.inference is None or role == self.inference.split}
         self.messages.append((logging.INFO, f"data: {', '.join(f'{role} {len(split.texts)}' for role, split in rows.items())}{suffix}"))
         self.log_messages()
@@ -265,7 +281,7 @@ class TextData:
         result = function(**arguments)
         if not isinstance(result, Mapping):
             raise RecipeError(f"{self.where}.module: {reference} returned {type(result).__name__}, expected {{split: rows}}.")
-        return {str(split): [make_part(f"{reference}, split {split}", rows, self.options.label)] for split, rows in result.items()}
+        return {str(split): [make_part(f"{reference}, split {split}", rows, *self.labels[:1])] for split, rows in result.items()}
 
     def _dataset(self, name: str) -> dict[str, list[Part]]:
         import datasets
@@ -285,7 +301,7 @@ class TextData:
                     found = datasets.load_dataset(name, self.options.subset)
         except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
             raise RecipeError(explain(f"{self.where}.name", name, folder, error, "data.files.train=FILE or data.name=FOLDER")) from None
-        return {split: [make_part(f"dataset {name}, split {split}", rows, self.options.label)] for split, rows in found.items()}
+        return {split: [make_part(f"dataset {name}, split {split}", rows, *self.labels[:1])] for split, rows in found.items()}
 
     def _readable(self, part: Part) -> Part:
         """A part without rows whose text is not a string, or that have no label."""
@@ -293,7 +309,7 @@ class TextData:
         bad = {index for texts in columns.values() for index, value in enumerate(texts) if not isinstance(value, str | None)}
         for name in self.labels:
             columns[name] = part.column("label", name)
-            bad |= {index for index, value in enumerate(columns[name]) if not is_label(value)}
+            bad |= {index for index, value in enumerate(columns[name]) if not is_readable(value, self)}
         if count := part.unreadable + len(bad):
             self.messages.append((logging.WARNING, f"{part.where}: {count} rows cannot be read, and are skipped"))
             self.unreadable += count

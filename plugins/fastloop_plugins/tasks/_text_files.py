@@ -105,8 +105,10 @@ def show(value: Any) -> str:
 def make_part(where: str, rows: Any, label: str | None = None) -> Part:
     """Convert a ``datasets.Dataset`` or a list of mappings to a part."""
     if hasattr(rows, "with_format"):
-        table = rows.with_format("arrow")[:]
-        return Part(where, dict(zip(table.column_names, table.columns, strict=True)), getattr(rows.features.get(label), "names", None))
+        table, feature = rows.with_format("arrow")[:], rows.features.get(label)
+        return Part(
+            where, dict(zip(table.column_names, table.columns, strict=True)), getattr(getattr(feature, "feature", feature), "names", None)
+        )
     rows = list(rows)
     columns: dict[str, None] = {}
     for number, row in enumerate(rows, 1):

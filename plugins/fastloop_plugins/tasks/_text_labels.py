@@ -41,7 +41,7 @@ Values = list[tuple[Part, list[Label]]]
 class Labels:
     """The labels of all splits, as classes."""
 
-    ids: dict[str, list[int]]  # role -> class of each row, 0..n-1
+    ids: dict[str, list[Any]]  # role -> class of each row, 0..n-1; or as ``_text_targets`` reads them
     classes: list[str]  # names of the classes
     warnings: list[str]
     notes: list[str]  # how labels were read, if that is not obvious from the file
@@ -151,7 +151,7 @@ def labels_of_model(parts: Mapping[str, list[Part]], options: Data, classes: lis
 
 def _values(part: Part, options: Data, what: str, notes: list[str]) -> list[Label]:
     """The labels of one part: text or whole numbers."""
-    values = part.column("label", options.label or "")
+    values = part.column("label", str(options.label))
     keys = list(zip(map(type, values), values, strict=True))  # 1, 1.0 and True are equal
     try:
         distinct = dict.fromkeys(keys)
@@ -162,7 +162,9 @@ def _values(part: Part, options: Data, what: str, notes: list[str]) -> list[Labe
             if value is None or value == "" or value != value:
                 raise RecipeError(f"{part.row(number)}: {what} is empty. Every row needs a label.")
             if not is_label(value):
-                raise RecipeError(f"{part.row(number)}: {what} holds {show(value)}, expected text, or whole numbers from 0.")
+                kind = "classes" if isinstance(value, list) else "number" if isinstance(value, Real) else None
+                remedy = f" If these are labels: data.label_type={kind}." if kind else ""
+                raise RecipeError(f"{part.row(number)}: {what} holds {show(value)}, expected text, or whole numbers from 0.{remedy}")
     if options.label in {value for _, value in distinct if isinstance(value, str)}:
         column = options.text if isinstance(options.text, str) else options.text[0]
         for number, (label, text) in enumerate(zip(values, part.column("text", column), strict=True), 1):
@@ -205,7 +207,10 @@ def _are_numbers(values: Values, what: str) -> bool:
 
     if "fraction" in kinds:
         row, label = first("fraction")
-        raise RecipeError(f"{row}: {what} holds {label!r}, expected text, or whole numbers from 0. Or name it: data.label_map.")
+        raise RecipeError(
+            f"{row}: {what} holds {label!r}, expected text, or whole numbers from 0. Or name it: data.label_map. "
+            "For regression: data.label_type=number."
+        )
     if len(kinds) < 2:
         return kinds == {"number"}
     labels = {label for _, found in values for label in found}
@@ -239,9 +244,10 @@ def _classes(rows: list[Label], names: list[str] | None, offset: int, where: str
     """Label -> class, and the classes' names."""
     seen = set(rows)
     if names is None and len(seen) > MANY and len(seen) >= NEARLY * len(rows):
+        remedy = "" if isinstance(rows[0], str) else " For regression: data.label_type=number."
         raise RecipeError(
             f"{where} has {len(seen)} different labels in {len(rows)} rows, such as {rows[0]!r:.60}: nearly every row would be a class of "
-            "its own. Expected a column with few different values."
+            f"its own. Expected a column with few different values.{remedy}"
         )
     if len(seen) < 2:
         raise RecipeError(f"{where} holds only the label {list_labels(seen)}, expected at least two.")

@@ -56,6 +56,7 @@ class TextModel:
 
     Attributes:
         tokenizer: None until ``load_tokenizer`` or ``finish_tokenizer``.
+        problem_type: Transformers' name of a classifier's problem. A task may set it before ``build``.
 
     Raises:
         RecipeError: An option is invalid.
@@ -67,6 +68,7 @@ class TextModel:
         if recipe.inference is not None:  # the exported model and its tokenizer
             self.options.name, self.options.config, self.options.tokenizer = str(recipe.inference.model), None, None
         self.trained: TrainedTokenizer | None = None
+        self.problem_type = "single_label_classification"
         self.tokenizer: Any = None
         self.config: Any = None
         given = self.options.tokenizer
@@ -261,7 +263,7 @@ class TextModel:
         if labels is not None:
             self.config.id2label = dict(enumerate(labels.names))
             self.config.label2id = {name: index for index, name in enumerate(labels.names)}
-            self.config.problem_type = "single_label_classification"  # a checkpoint may have another one, and pipelines read it
+            self.config.problem_type = self.problem_type  # a checkpoint may have another one, and pipelines read it
         if getattr(self.config, "pad_token_id", None) is None or self.trained is not None:
             self.config.pad_token_id = self.tokenizer.pad_token_id
         if self.options.config is None and torch.get_default_device().type != "meta":  # on meta, the weights come from another process

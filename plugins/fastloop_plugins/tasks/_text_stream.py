@@ -38,9 +38,15 @@ def text_chunks(data: TextData, source: Path | Iterable[str], start: int, size: 
 
 
 def token_chunks(
-    data: TextData, model: TextModel, source: Path | Iterable[str], start: int, size: int, arguments: Mapping[str, Any]
+    data: TextData,
+    model: TextModel,
+    source: Path | Iterable[str],
+    start: int,
+    size: int,
+    arguments: Mapping[str, Any],
+    label: Sequence[float] = (),
 ) -> Iterator[Sequences]:
-    """``text_chunks`` as token ids. The label of each is 0, for collators that expect one.
+    """``text_chunks`` as token ids. The label of each is 0, for collators that expect one, or ``label``.
 
     Args:
         model: With its tokenizer loaded.
@@ -51,7 +57,8 @@ def token_chunks(
     types = token_types(data.columns, model)
     for texts in text_chunks(data, source, start, size):
         ids, lengths = flat(encode(model.tokenizer, join_columns(texts, model), [], {**arguments, **types}))
-        yield Sequences(ids, lengths, np.zeros(len(texts), dtype=np.int64), typed=bool(types))
+        labels = np.array([label] * len(texts), dtype=np.float32) if label else np.zeros(len(texts), dtype=np.int64)
+        yield Sequences(ids, lengths, labels, typed=bool(types))
 
 
 def read_texts(path: Path, data: TextData) -> Iterator[Text]:

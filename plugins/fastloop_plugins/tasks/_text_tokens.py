@@ -43,7 +43,7 @@ class Split:
 
     ids: NDArray[np.int32]
     lengths: NDArray[np.int64]
-    labels: NDArray[np.int64] | None = None
+    labels: NDArray[Any] | None = None
     typed: bool = False
 
 
@@ -86,7 +86,8 @@ def read(data: TextData, model: TextModel, documents: bool = False, **arguments:
         else:
             keys[name] = _cache.digest([known, how, *(["pairs"] if isinstance(texts[0], tuple) else []), *each_text(texts)])
             flat = _cache.kept(folder, keys[name], encoded)
-        found[name] = Split(*flat, None if rows.labels is None else np.array(rows.labels, dtype=np.int64), bool(types))
+        kind = np.int64 if data.label_type == "class" else np.float32
+        found[name] = Split(*flat, None if rows.labels is None else np.array(rows.labels, dtype=kind), bool(types))
     if source is not None:
         _write_entry(source, data, found, keys)
     return found

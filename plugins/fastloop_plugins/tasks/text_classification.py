@@ -16,6 +16,14 @@ keeps its ids and its head. Otherwise the head is reinitialized, with a warning.
           metrics: {auroc: {type: BinaryAUROC}, recall: {type: MulticlassRecall}}         # beside accuracy and f1
           threshold: 0.3                                                                 # predict class 1 above this probability
 
+Labels may also be numbers (regression), or any number of classes for each text:
+
+    data:  {label: score, label_type: number}          # mean squared error, mse, mae, pearson, spearman
+    data:  {label: [toxic, insult]}                    # columns of 0 and 1: binary cross entropy, f1_micro, f1_macro, subset_accuracy
+    data:  {label: tags, label_type: classes}          # a column of lists of names
+
+A text has the classes with a probability above ``threshold``, 0.5 by default.
+
 ``class_weights`` are a list, a mapping of the classes' names, or ``balanced``: ``N / (C * count)`` of the training labels. Micro-batches,
 packed rows and processes give the weighted loss of one big batch. Evaluation computes the same loss.
 
@@ -38,6 +46,7 @@ from fastloop_plugins.tasks._metrics import classifier_metrics, find_metrics
 from fastloop_plugins.tasks._model_checks import PROBE, check_classifies
 from fastloop_plugins.tasks._text_data import Data, TextData
 from fastloop_plugins.tasks._text_model import Model, TextModel
+from fastloop_plugins.tasks._text_problems import make_problem
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -54,7 +63,7 @@ logger = logging.getLogger("fastloop")
 
 
 class TextClassification(Plugin):
-    """One label for each text: cross entropy, ``accuracy`` and ``f1`` (of class 1 for two classes, else macro)."""
+    """One class, any number of classes, or a number for each text."""
 
     name = "text-classification"
     slot = "task"
@@ -71,7 +80,10 @@ class TextClassification(Plugin):
             dict[str, dict[str, Any]], option("More metrics: name -> {type: a class of torchmetrics, or file.py:name, and its arguments}.")
         ] = field(default_factory=dict)
         threshold: Annotated[
-            float | None, option("For two classes: predict class 1 if its probability is above this; null: the likelier class.", gt=0, lt=1)
+            float | None,
+            option(
+                "Predict class 1 of two, or each of any number, if its probability is above this; null: the likelier, or 0.5.", gt=0, lt=1
+            ),
         ] = None
 
     @classmethod
@@ -92,7 +104,11 @@ class TextClassification(Plugin):
     @hookimpl
     def check_recipe(self, recipe: Recipe) -> None:
         self.data, self.text_model = TextData(recipe, labelled=True), TextModel(recipe, classify=True)
-        self.loss = ClassLoss(self.config.loss, f"{recipe.where}: plugins.{self.name}.loss")
+        where = f"{recipe.where}: plugins.{self.name}"
+        self.loss = ClassLoss(self.config.loss, f"{where}.loss")
+        if (problem := make_problem(self.data.label_type, self.config.loss, self.config.threshold, where)) is not None:
+            self.text_model.problem_type = problem.problem_type
+        self.problem = problem
         self.metric_classes = find_metrics(self.config.metrics, recipe, f"plugins.{self.name}.metrics")
 
     @hookimpl
@@ -105,9 +121,14 @@ class TextClassification(Plugin):
         self.data.skip_unreadable = run.loader_settings.skip_unreadable
         splits = _text_tokens.read(self.data, self.text_model, truncation=True, max_length=self.data.options.max_length)
         run.state.unreadable += self.data.unreadable
-        self.labels = self.text_model.order_labels(self.data.classes)
+        names = self.text_model.class_names()
+        only = self.data.label_type == "number" and len(names) == 1  # the output of a regression may have any name
+        self.labels = self.text_model.order_labels(names if only else self.data.classes)
         ids = np.array(self.labels.ids)
-        datasets = {name: Sequences(split.ids, split.lengths, ids[split.labels], split.typed) for name, split in splits.items()}
+        labels = {name: ids[split.labels] if self.problem is None else split.labels for name, split in splits.items()}
+        if self.data.label_type == "classes":
+            labels = {name: split.labels[:, ids.argsort()] for name, split in splits.items() if split.labels is not None}
+        datasets = {name: Sequences(split.ids, split.lengths, labels[name], split.typed) for name, split in splits.items()}
         if "train" not in datasets and self.loss.options.class_weights == "balanced":
             logger.warning(
                 "text-classification: this loss has no class weights: balanced counts the training split, which is not read here"
@@ -125,7 +146,8 @@ class TextClassification(Plugin):
         self.text_model.load_tokenizer(self.data.options.max_length)
         self.labels = self.text_model.order_labels(self.text_model.class_names())
         arguments = {"truncation": True, "max_length": self.data.options.max_length}
-        return token_chunks(self.data, self.text_model, source, start, size, arguments)
+        label = [0.0] * len(self.labels.names) if self.data.label_type == "classes" else []
+        return token_chunks(self.data, self.text_model, source, start, size, arguments, label)
 
     @hookimpl
     def build_collator(self, run: Run) -> Collator:
@@ -149,6 +171,8 @@ class TextClassification(Plugin):
     @hookimpl
     def build_metrics(self, run: Run) -> MetricCollection:
         where = f"{run.recipe.where}: plugins.{self.name}.metrics"
+        if self.problem is not None:
+            return self.problem.metrics(self.labels.names, self.metric_classes, self.config.metrics, where)
         return classifier_metrics(self.metric_classes, self.config.metrics, where, len(self.labels.names), self.config.threshold)
 
     @hookimpl
@@ -157,6 +181,8 @@ class TextClassification(Plugin):
 
         inputs = {name: value for name, value in batch.items() if name != "labels"}
         logits = forward(model, inputs, never="position_ids" in batch).logits  # inputs with positions are packed rows, which need no mask
+        if self.problem is not None:
+            return self.problem.output(logits, batch["labels"])
         return Output(self.loss(logits.float(), batch["labels"]), logits, batch["labels"])
 
     @hookimpl
@@ -164,6 +190,8 @@ class TextClassification(Plugin):
         from fastloop_plugins.tasks._predictions import prediction_columns
 
         output = run.hooks.compute_loss(run=run, model=run.model, batch=batch)
+        if self.problem is not None:
+            return self.problem.columns(output, self.labels.names)
         return prediction_columns(output, self.labels.names, self.config.threshold)
 
     @hookimpl
@@ -192,12 +220,14 @@ class Collator:
 
     def ragged(self, samples: list[dict[str, Any]]) -> Ragged:
         """The batch without padding and without a mask."""
+        import numpy as np
         import torch
 
         from fastloop_plugins.tasks._text_batches import Ragged
 
         rows = [sample["input_ids"] for sample in samples]
-        labels = torch.tensor([sample["label"] for sample in samples])
+        found = [sample["label"] for sample in samples]
+        labels = torch.tensor(found if isinstance(found[0], int) else np.array(found))
         weight = len(rows) if self.loss.weights is None else self.loss.weight_of(labels)
         columns = {"input_ids": (rows, self.pad_token_id)}
         if "token_type_ids" in samples[0]:

@@ -174,10 +174,10 @@ class Packing(Plugin):
 
 
 def shortened(sample: Mapping[str, Any], size: int) -> dict[str, Any]:
-    """The first ``size`` tokens of a sample."""
+    """The last ``size`` tokens of a sample: the first ones of a language model's sample may have no loss."""
     tokens = len(sample["input_ids"])
     return {
-        name: value[:size] if name != "label" and hasattr(value, "__len__") and len(value) == tokens else value
+        name: value[-size:] if name != "label" and hasattr(value, "__len__") and len(value) == tokens else value
         for name, value in sample.items()
     }
 

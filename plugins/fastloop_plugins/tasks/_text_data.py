@@ -14,7 +14,7 @@ import random
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from fastloop import RecipeError, option
 from fastloop.options import parse
@@ -111,9 +111,11 @@ class TextData:
         RecipeError: An option is invalid, or a file does not exist.
     """
 
+    section: ClassVar[type[Data]] = Data
+
     def __init__(self, recipe: Recipe, labelled: bool) -> None:
         self.recipe, self.where = recipe, f"{recipe.where}: data"
-        self.options = parse(Data, recipe.data, self.where)
+        self.options = parse(self.section, recipe.data, self.where)
         self.splits = parse(Splits, self.options.splits, f"{self.where}.splits")
         self.limit = parse(Limit, self.options.limit, f"{self.where}.limit")
         self.how = parse(Read, self.options.read, f"{self.where}.read")

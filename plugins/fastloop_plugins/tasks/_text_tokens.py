@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -47,11 +47,18 @@ class Split:
     typed: bool = False
 
 
-def read(data: TextData, model: TextModel, documents: bool = False, **arguments: Any) -> dict[str, Split]:
+def read(
+    data: TextData,
+    model: TextModel,
+    documents: bool = False,
+    encoder: Callable[[Any, list[str], list[int], dict[str, Any]], Iterator[list[int]]] | None = None,
+    **arguments: Any,
+) -> dict[str, Split]:
     """Read and tokenize the splits. Sets the tokenizer of ``model`` and the classes of ``data``.
 
     Args:
         documents: Skip empty texts, and end each text with the end token.
+        encoder: Replaces ``encode``. Its result must depend only on its arguments.
         arguments: Arguments of the tokenizer.
 
     Raises:
@@ -80,7 +87,7 @@ def read(data: TextData, model: TextModel, documents: bool = False, **arguments:
         texts = join_columns(rows.texts, model)
         if documents:
             texts = [text for text in texts if isinstance(text, str) and text.strip()]
-        encoded = encode(tokenizer, texts, end, arguments)
+        encoded = (encoder or encode)(tokenizer, texts, end, arguments)
         if folder is None:
             flat = _cache.flat(encoded)
         else:

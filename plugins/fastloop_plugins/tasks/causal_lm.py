@@ -17,11 +17,13 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
-from fastloop import Batch, Output, Plugin, RecipeError, hookimpl, option
+from fastloop import Output, Plugin, RecipeError, hookimpl, option
+from fastloop_plugins.tasks._chat_data import LanguageData, LanguageTextData
+from fastloop_plugins.tasks._chat_tokens import ChatModel, CompletionModel, encode_rows
 from fastloop_plugins.tasks._model_checks import check_causal
-from fastloop_plugins.tasks._text_data import Data, TextData
 from fastloop_plugins.tasks._text_model import Model, TextModel
 
 if TYPE_CHECKING:
@@ -33,11 +35,9 @@ if TYPE_CHECKING:
 
     from fastloop import Run
     from fastloop.recipe import Recipe
-    from fastloop_plugins.tasks._text_batches import Ragged, Sequences, Width
+    from fastloop_plugins.tasks._lm_batches import Collator
+    from fastloop_plugins.tasks._text_batches import Sequences
     from fastloop_plugins.tasks._text_prompts import PromptCollator
-
-IGNORED = -100
-"""Target that cross entropy ignores."""
 
 
 class CausalLM(Plugin):
@@ -46,7 +46,7 @@ class CausalLM(Plugin):
     name = "causal-lm"
     slot = "task"
     fallback_hooks = ("compute_loss",)
-    sections = {"model": Model, "data": Data}
+    sections = {"model": Model, "data": LanguageData}
     adds_metrics = ("perplexity",)
     description = "model, data and loss of a causal language model"
 
@@ -66,15 +66,28 @@ class CausalLM(Plugin):
 
     @hookimpl
     def check_recipe(self, recipe: Recipe) -> None:
-        self.data, self.text_model = TextData(recipe, labelled=False), TextModel(recipe, classify=False)
+        self.data = LanguageTextData(recipe)
+        if self.data.options.messages:
+            self.text_model: TextModel = ChatModel(recipe, self.data.options.chat_template)
+        else:
+            self.text_model = (CompletionModel if self.data.masked else TextModel)(recipe, classify=False)
 
     @hookimpl
     def build_datasets(self, run: Run) -> Mapping[str, Sequences]:
         from fastloop_plugins.tasks import _text_tokens
+        from fastloop_plugins.tasks._lm_batches import masked_sequences
 
         self.data.skip_unreadable = run.loader_settings.skip_unreadable
-        splits = _text_tokens.read(self.data, self.text_model, documents=True, add_special_tokens=False, verbose=False)
+        if self.data.masked:
+            encoder = partial(encode_rows, name_of=self.data.name_of)
+            documents, train_on = self.data.options.messages is None, self.data.options.train_on
+            splits = _text_tokens.read(self.data, self.text_model, documents, encoder, train_on=train_on)
+        else:
+            splits = _text_tokens.read(self.data, self.text_model, documents=True, add_special_tokens=False, verbose=False)
         run.state.unreadable += self.data.unreadable
+        if self.data.masked:
+            where, size = self.data.where, self.data.options.max_length
+            return {name: masked_sequences(where, name, split.ids, split.lengths, size) for name, split in splits.items()}
         return {name: self._blocks(name, split.ids) for name, split in splits.items()}
 
     def _blocks(self, split: str, ids: NDArray[np.int32]) -> Sequences:
@@ -106,6 +119,7 @@ class CausalLM(Plugin):
 
     @hookimpl
     def build_collator(self, run: Run, split: str) -> Collator | PromptCollator:
+        from fastloop_plugins.tasks._lm_batches import Collator
         from fastloop_plugins.tasks._text_batches import Width
         from fastloop_plugins.tasks._text_prompts import PromptCollator
 
@@ -128,6 +142,7 @@ class CausalLM(Plugin):
     def compute_loss(self, model: nn.Module, batch: dict[str, Any]) -> Output:
         from torch.nn.functional import cross_entropy
 
+        from fastloop_plugins.tasks._lm_batches import IGNORED
         from fastloop_plugins.tasks._text_masks import forward
 
         # No mask: padding is on the right, so no real token attends to it, and attention uses its causal fast path.
@@ -153,27 +168,3 @@ class CausalLM(Plugin):
     @hookimpl
     def export_model(self, run: Run, folder: Path) -> Path:
         return self.text_model.export(run, folder)
-
-
-class Collator:
-    """Pads a list of blocks. ``targets`` are the tokens shifted by one: shifting here avoids a copy of the logits."""
-
-    def __init__(self, pad_token_id: int, width: Width) -> None:
-        self.pad_token_id, self.width = pad_token_id, width
-
-    def __call__(self, samples: list[dict[str, Any]]) -> Batch:
-        from fastloop_plugins.tasks._text_batches import padded
-
-        batch = self.ragged(samples)
-        width = self.width(batch.columns["input_ids"][0])
-        inputs = {name: padded(rows, width, fill) for name, (rows, fill) in batch.columns.items()}
-        return Batch(inputs, loss_weight=batch.loss_weight, tokens=batch.tokens)
-
-    def ragged(self, samples: list[dict[str, Any]]) -> Ragged:
-        """The batch without padding."""
-        from fastloop_plugins.tasks._text_batches import Ragged
-
-        rows = [sample["input_ids"] for sample in samples]
-        columns = {"input_ids": (rows, self.pad_token_id), "targets": ([row[1:] for row in rows], IGNORED)}
-        tokens = sum(map(len, rows))
-        return Ragged(columns=columns, loss_weight=tokens - len(rows), tokens=tokens)

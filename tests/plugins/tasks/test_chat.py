@@ -1,0 +1,276 @@
+"""Chat data: the tokens that have a loss, rows that are cut or dropped, and the loss of a batch, however it is computed."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from strategy_helpers import same
+from strategy_runs import all_of
+from text_helpers import TINY_GPT, make_run
+from torch.nn.functional import cross_entropy
+
+from fastloop.errors import RecipeError
+from fastloop.lifecycle import execute
+from fastloop_plugins.data.packing import Packing
+from fastloop_plugins.tasks._chat_tokens import CHATML, chat_ids, encode_rows
+from fastloop_plugins.tasks._lm_batches import MaskedSequences
+
+GPT = TINY_GPT | {"n_positions": 64, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+MODEL = {"config": GPT, "tokenizer": {"kind": "bpe", "vocab_size": 300}}
+DATA = {"files": {"train": "chats.jsonl", "validation": "chats.jsonl"}, "messages": "messages", "max_length": 64}
+CHATS = DATA | {"chat_template": "chatml"}
+TRL = json.loads((Path(__file__).parent / "trl_masks.json").read_text(encoding="utf-8"))["cases"]
+UNMARKED = CHATML.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+
+
+def chat(*contents: str, system: str | None = None) -> list[dict[str, str]]:
+    """Messages of user and assistant in turn."""
+    messages = [{"role": ("user", "assistant")[index % 2], "content": content} for index, content in enumerate(contents)]
+    return messages if system is None else [{"role": "system", "content": system}, *messages]
+
+
+def write(*chats: Any) -> None:
+    Path("chats.jsonl").write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in chats), encoding="utf-8")
+
+
+@pytest.fixture(autouse=True)
+def _files():
+    write(*[chat(f"{i} + {i}", f"{2 * i}", *(("and then?", "ok" * (i % 4 + 1)) if i % 3 else ())) for i in range(16)])
+
+
+def byte_tokenizer(template: str | None, marks: list[str]) -> Any:
+    """A tokenizer of single bytes, as that of the fixture."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE({letter: index for index, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|endoftext|>", *marks])
+    end = "<|endoftext|>"
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end, pad_token=end, bos_token=end)
+    made.chat_template = template
+    return made
+
+
+@pytest.mark.parametrize("name", ["chatml", "llama3", "phi3", "completion"])
+def test_the_mask_is_that_of_trl(name):
+    case = TRL[name]
+    tokenizer = byte_tokenizer(CHATML if name == "chatml" else case["template"], case["marks"])
+    for row in case["rows"]:
+        text = json.dumps(row["messages"] if "messages" in row else [row["prompt"], row["completion"]])
+        end = [] if "messages" in row else [tokenizer.eos_token_id]
+        (signed,) = encode_rows(tokenizer, [text], end, {"train_on": "assistant"}, str)
+        assert [max(token, ~token) for token in signed] == row["ids"]
+        assert "".join(str(int(token >= 0)) for token in signed) == row["mask"]
+
+
+def test_prefixes_give_the_mask_of_the_markers():
+    marked, unmarked = (byte_tokenizer(template, ["<|im_start|>", "<|im_end|>"]) for template in (CHATML, UNMARKED))
+    for row in TRL["chatml"]["rows"]:
+        assert chat_ids(unmarked, row["messages"], "assistant", str) == chat_ids(marked, row["messages"], "assistant", str)
+        assert set(chat_ids(unmarked, row["messages"], "all", str)[1]) == {1}
+
+
+def test_a_template_that_rewrites_earlier_answers_needs_markers():
+    first = "{% for m in messages %}{{ m.role + ': ' + (m.content if loop.last else '...') }}{% endfor %}"
+    with pytest.raises(
+        RecipeError, match=r"row 3: the chat template renders message 2 differently .* Mark its answers by {% generation %}"
+    ):
+        chat_ids(byte_tokenizer(first, []), chat("a", "b", "c", "d"), "assistant", lambda: "row 3")
+    with pytest.raises(RecipeError, match="row 1: the first message is from the assistant"):
+        chat_ids(byte_tokenizer(UNMARKED, []), chat("a", "b")[1:], "assistant", lambda: "row 1")
+    with pytest.raises(RecipeError, match="row 2: the chat template rejects the conversation: no system"):
+        chat_ids(byte_tokenizer("{{ raise_exception('no system') }}", []), chat("a", "b"), "assistant", lambda: "row 2")
+
+
+def test_rows_are_cut_after_their_last_token_with_a_loss():
+    rows = [[~1, ~2, 3, 4, ~5], [~1, ~2, ~3, ~4, 5], [6, ~7], [], [~1, 2]]
+    found = MaskedSequences(np.concatenate(rows).astype(np.int32), np.array([len(row) for row in rows]), max_length=3)
+    assert [found[index]["input_ids"].tolist() for index in range(len(found))] == [[1, 2, 3], [1, 2]]
+    assert [found[index]["targets"].tolist() for index in range(len(found))] == [[-100, 3, -100], [2, -100]]
+    assert (found.cut, found.dropped, found.lengths.tolist()) == (2, 3, [3, 2])
+
+
+def test_long_rows_are_counted_and_rows_without_an_answer_are_dropped(caplog):
+    write(chat("a", "b"), chat("long " * 60, "b"), chat("only a question"), chat("a", "long " * 60))
+    with caplog.at_level(logging.INFO, "fastloop"):
+        run = make_run("causal-lm", MODEL, CHATS)
+    assert "train: 2 of 4 rows are cut at 64 tokens (data.max_length)" in caplog.text
+    assert "train: 2 of 4 rows have no token with a loss, and are dropped" in caplog.text
+    assert len(run.datasets["train"]) == 2
+    write(chat("only a question"))
+    with pytest.raises(RecipeError, match="no row of the train split has a token with a loss among its first 64"):
+        make_run("causal-lm", MODEL, CHATS)
+
+
+def test_a_row_is_one_conversation_and_its_targets_are_the_answers():
+    run = make_run("causal-lm", MODEL, CHATS)
+    tokenizer, sample = run.plugins.plugins[0].text_model.tokenizer, run.datasets["train"][1]
+    assert tokenizer.decode(sample["input_ids"]) == (
+        "<|im_start|>user\n1 + 1<|im_end|>\n<|im_start|>assistant\n2<|im_end|>\n"
+        "<|im_start|>user\nand then?<|im_end|>\n<|im_start|>assistant\nokok<|im_end|>\n"
+    )
+    assert tokenizer.decode([token for token in sample["targets"] if token != -100]) == "2<|im_end|>\nokok<|im_end|>\n"
+    everything = make_run("causal-lm", MODEL, CHATS | {"train_on": "all"}).datasets["train"][1]
+    assert everything["targets"][:-1].tolist() == sample["input_ids"][1:].tolist()
+
+
+def test_one_step_is_that_of_torch_on_the_whole_batch_however_it_is_split():
+    def trained(**train: Any) -> Any:
+        run = make_run("causal-lm", MODEL, CHATS, optimizer="SGD", lr=0.1, batch_size=16, **train)
+        before = {name: value.clone() for name, value in run.model.state_dict().items()}
+        execute(run)
+        return run, before
+
+    whole, before = trained()
+    model, dataset = whole.model, whole.datasets["train"]
+    after = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(before)
+    model.zero_grad()
+    total, count = torch.zeros(()), 0
+    for index in range(len(dataset)):  # by torch alone, one row at a time without padding
+        ids, targets = (torch.from_numpy(np.asarray(dataset[index][key], dtype=np.int64)) for key in ("input_ids", "targets"))
+        total = total + cross_entropy(model(ids[None]).logits[0], targets, ignore_index=-100, reduction="sum")
+        count += int((targets >= 0).sum())
+    (total / count).backward()
+    batch = whole.loaders.collators["train"]([dataset[index] for index in range(len(dataset))])
+    assert (batch.loss_weight, batch.tokens) == (count, sum(map(int, dataset.lengths)))
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(after[name], before[name] - 0.1 * parameter.grad, rtol=1e-4, atol=1e-6)
+    split, _ = trained(micro_batch_size=1)
+    assert whole.state.step == split.state.step == 1
+    for name, value in split.model.state_dict().items():
+        torch.testing.assert_close(value, after[name], rtol=1e-4, atol=1e-6)
+    assert split.state.metrics["validation"]["loss"] == pytest.approx(whole.state.metrics["validation"]["loss"], rel=1e-6)
+
+
+def test_packed_rows_are_the_same_training_and_conversations_do_not_see_each_other():
+    plain, packed = make_run("causal-lm", MODEL, CHATS), make_run("causal-lm", MODEL, CHATS, [Packing()])
+    samples = [plain.datasets["train"][index] for index in range(4)]
+
+    def loss(run: Any, samples: list[Any], index: int | None = None) -> float:
+        batch = run.loaders.collators["train"](samples)
+        if index is not None:  # a loss of this sample only
+            start = sum(len(sample["input_ids"]) for sample in samples[:index])
+            keep = torch.zeros_like(batch.inputs["targets"], dtype=torch.bool)
+            keep[0, start : start + len(samples[index]["input_ids"])] = True
+            batch.inputs["targets"][~keep] = -100
+        with torch.no_grad():
+            return run.hooks.compute_loss(run=run, model=run.model.eval(), batch=batch.inputs).loss.item()
+
+    assert loss(packed, samples) == pytest.approx(loss(plain, samples), rel=1e-5)
+    for index in range(4):
+        assert loss(packed, samples, index) == pytest.approx(loss(plain, [samples[index]]), rel=1e-5)
+    assert execute(packed)["validation"]["loss"] == pytest.approx(execute(plain)["validation"]["loss"], rel=1e-4)
+
+
+def test_it_learns_the_answers_and_exports_the_template():
+    from transformers import AutoTokenizer
+
+    write(*[chat(f"colour {i}", ("red", "green", "blue")[i % 3]) for i in range(24)])
+    untrained = make_run("causal-lm", MODEL, CHATS, epochs=1, lr=1e-9)
+    before = execute(untrained)["validation"]
+    after = execute(make_run("causal-lm", MODEL, CHATS, epochs=12))["validation"]
+    assert after["loss"] < 0.5 * before["loss"]
+    assert after["perplexity"] == pytest.approx(np.exp(after["loss"]))
+    tokenizer = AutoTokenizer.from_pretrained("run/model")
+    assert tokenizer.chat_template == CHATML
+    assert tokenizer.encode("<|im_end|>", add_special_tokens=False) == [tokenizer.convert_tokens_to_ids("<|im_end|>")]
+
+
+def test_prompts_have_no_loss_and_completions_end():
+    Path("pairs.jsonl").write_text("".join(json.dumps({"q": f"{i} + 1 = ", "a": f"{i + 1}"}) + "\n" for i in range(12)))
+    data = {"files": {"train": "pairs.jsonl"}, "prompt": "q", "completion": "a", "max_length": 32}
+    run = make_run("causal-lm", MODEL, data)
+    tokenizer, sample = run.plugins.plugins[0].text_model.tokenizer, run.datasets["train"][0]
+    assert tokenizer.decode(sample["input_ids"]) == "0 + 1 = 1<|endoftext|>"
+    assert tokenizer.decode([token for token in sample["targets"] if token != -100]) == "1<|endoftext|>"
+    assert execute(run)["validation"]["perplexity"] > 1
+
+
+def test_conversations_come_from_parquet_and_from_a_function():
+    import pyarrow
+    from pyarrow import parquet
+
+    chats = [chat("a", "b", system="s"), chat("c", "d")]
+    parquet.write_table(pyarrow.table({"messages": chats}), "chats.parquet")
+    Path("chats.py").write_text(f"def chats():\n    return {{'train': [{{'messages': messages}} for messages in {chats!r}]}}\n")
+    rest = {"messages": "messages", "chat_template": "chatml", "validation_fraction": 0, "max_length": 64}
+    expected = make_run("causal-lm", MODEL, rest | {"module": "chats.py:chats"}).datasets["train"]
+    found = make_run("causal-lm", MODEL, rest | {"files": {"train": "chats.parquet"}}).datasets["train"]
+    assert found.fingerprint() == expected.fingerprint()
+    assert len(found) == 2
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ("hello", r"chats.jsonl, row 2: column 'messages' \(data.messages\) holds 'hello' \(str\), expected a list of messages"),
+        ([], r"row 2: .* holds \[\] \(list\)"),
+        ([{"from": "human", "value": "a"}], "row 2: .* has as message 1 .* expected a mapping with role and content"),
+        ([{"role": "user", "content": 3}], "row 2: .* has as message 1 one whose content holds 3"),
+        ([{"role": "user", "content": "\ud800"}], "row 2: .* half of a UTF-16 pair"),
+    ],
+)
+def test_a_row_that_is_no_conversation_is_named(row, problem):
+    write(chat("a", "b"), row)
+    with pytest.raises(RecipeError, match=problem):
+        make_run("causal-lm", MODEL, CHATS)
+
+
+@pytest.mark.parametrize(
+    ("data", "problem"),
+    [
+        (
+            DATA,
+            r"data.messages: the tokenizer has no chat template. Give one: data.chat_template=FILE.jinja, or a built-in name \(chatml\)",
+        ),
+        (DATA | {"chat_template": "chatlm"}, "data.chat_template: chatlm: no such file. Expected a Jinja file, or a built-in name: chatml"),
+        (CHATS | {"messages": "chats"}, "there is no column 'chats', which data.messages names. Its columns: messages"),
+        (CHATS | {"text": "text"}, "data: found text and messages, expected one of them"),
+        (CHATS | {"prompt": "a"}, "data: found messages and prompt, expected one of them"),
+        (DATA | {"messages": None, "completion": "a"}, "data.prompt: missing. Expected the names of both columns"),
+        (DATA | {"messages": None, "train_on": "all"}, "data.train_on: it is for conversations, and data.messages is not there"),
+        (CHATS | {"files": {"train": "a.csv"}}, "a.csv: data.messages needs a file of type .jsonl, .json or .parquet"),
+    ],
+)
+def test_options_that_are_wrong(data, problem):
+    Path("a.csv").write_text("messages\nhello\n")
+    with pytest.raises(RecipeError, match=problem):
+        make_run("causal-lm", MODEL, data)
+
+
+def test_a_template_of_a_file_and_a_cache_of_tokens_give_the_same_samples(tmp_path, caplog):
+    from fastloop_plugins._cache import tokens_kept_in
+
+    byte_tokenizer(None, ["<|im_start|>", "<|im_end|>"]).save_pretrained("tokenizer")
+    Path("own.jinja").write_text(UNMARKED)
+    model, data = {"config": GPT | {"n_positions": 128}, "tokenizer": "tokenizer"}, DATA | {"chat_template": "own.jinja", "max_length": 128}
+    plain = make_run("causal-lm", model, data).datasets["train"].fingerprint()
+    with tokens_kept_in(tmp_path / "cache"), caplog.at_level(logging.INFO, "fastloop"):
+        assert [make_run("causal-lm", model, data).datasets["train"].fingerprint() for _ in range(2)] == [plain, plain]
+        assert "tokens: all from" in caplog.text
+        other = make_run("causal-lm", model, data | {"train_on": "all"}).datasets["train"].fingerprint()
+    assert other != plain
+
+
+@pytest.mark.slow
+def test_two_processes_with_accumulation_are_one_run(processes, tmp_path):
+    write(*[chat(f"{i} + {i}", "ok" * (i * i % 7 + 1), *(("and then?", f"{i}") if i % 3 else ())) for i in range(37)])
+    Path("chats.jsonl").rename(tmp_path / "chats.jsonl")
+    base = {"recipe": {"model": MODEL, "data": CHATS}, "train": {"batch_size": 8, "epochs": 2}}
+    one = processes(1, all_of, [base | {"name": "one", "plugins": ["causal-lm"]}], folder=tmp_path)[0].result["one"]
+    split = base["train"] | {"micro_batch_size": 2}
+    runs = [
+        base | {"name": name, "plugins": ["causal-lm", "ddp", *more], "train": split} for name, more in (("two", []), ("pack", ["packing"]))
+    ]
+    results = processes(2, all_of, runs, folder=tmp_path)[0].result
+    for name, tolerance in (("two", 2e-5), ("pack", 1e-4)):
+        same(results[name], one, tolerance)
+        assert results[name]["summary"]["validation"] == pytest.approx(one["summary"]["validation"], rel=tolerance)

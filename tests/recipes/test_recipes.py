@@ -22,6 +22,7 @@ SHIPPED = {
     "distilbert_imdb_cpu",
     "distilbert_imdb_gpu",
     "gpt_stdlib",
+    "chat_animals",
     "digits_module",
 }
 
@@ -120,6 +121,12 @@ def test_quickstart_shortened():
     assert summary["steps"] == 50
     assert 0.4 < summary["test"]["accuracy"] < 0.9
     assert summary["tokens_per_second"] > 0
+
+
+def test_chat_animals_shortened():
+    summary = train("chat_animals", "data.arguments={train: 200, validation: 50, test: 50}", "train.epochs=2")
+    assert summary["status"] == "completed"
+    assert summary["test"]["perplexity"] < 30  # of 500 tokens
 
 
 def test_distilbert_imdb_with_a_tiny_model_and_local_files(tiny_distilbert, imdb_like):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -60,7 +60,7 @@ class LanguageTextData(TextData):
             if recipe.data.get(key) is not None and options.messages is None:
                 raise RecipeError(f"{self.where}.{key}: it is for conversations, and data.messages is not there. Remove it.")
         self.keys = ("messages",) if options.messages else ("prompt", "completion") if options.prompt else ("text",)
-        self.masked = self.keys != ("text",)
+        self.text_key, self.masked = self.keys[0], self.keys != ("text",)
         if not self.masked:
             return
         options.text = options.messages or options.prompt or ""  # the column that files must have
@@ -134,23 +134,6 @@ def problem_of_messages(value: Any) -> str | None:
         if problem:
             return f"has as message {number} one whose content {problem}"
     return None
-
-
-def conversations(data: LanguageTextData, values: Iterator[Any], where: str) -> Iterator[list[dict[str, Any]]]:
-    """Yield conversations to continue, each without assistant messages at its end. A text is the message of a user.
-
-    Raises:
-        RecipeError: A value is not a conversation, or has messages of the assistant only.
-    """
-    for number, value in enumerate(values, 1):
-        messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
-        if problem := problem_of_messages(messages):
-            raise RecipeError(f"{where}, row {number}: column {data.options.messages!r} (data.messages) {problem}")
-        while messages and messages[-1]["role"] == "assistant":
-            messages = messages[:-1]
-        if not messages:
-            raise RecipeError(f"{where}, row {number}: every message is from the assistant. Expected a message to answer.")
-        yield messages
 
 
 def template_text(recipe: Recipe, name: str, built_in: Mapping[str, str]) -> str:

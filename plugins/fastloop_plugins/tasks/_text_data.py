@@ -112,6 +112,7 @@ class TextData:
     """
 
     section: ClassVar[type[Data]] = Data
+    text_key = "text"  # the option that names the column of texts
 
     def __init__(self, recipe: Recipe, labelled: bool) -> None:
         self.recipe, self.where = recipe, f"{recipe.where}: data"

@@ -64,16 +64,16 @@ def token_chunks(
 def read_texts(path: Path, data: TextData) -> Iterator[Text]:
     """Yield the columns ``data.text`` of a file. In a .txt file, each line is a text."""
     with explain_reading(path, data.how):
-        for number, values in enumerate(_values(path, data), 1):
+        for number, values in enumerate(read_values(path, data), 1):
             for name, value in zip(data.columns, values, strict=True):
                 if not isinstance(value, str | None):
-                    raise RecipeError(f"{path}, row {number}: column {name!r} (data.text) holds {show(value)}, expected text.")
+                    raise RecipeError(f"{path}, row {number}: column {name!r} (data.{data.text_key}) holds {show(value)}, expected text.")
             texts = tuple(value or "" for value in values)
             yield texts if len(texts) > 1 else texts[0]
 
 
-def _values(path: Path, data: TextData) -> Iterator[Sequence[Any]]:
-    """The cells of the columns ``data.text``, row by row."""
+def read_values(path: Path, data: TextData) -> Iterator[Sequence[Any]]:
+    """Yield the cells of the columns of texts, row by row, with values of any type."""
     suffix, columns, how = format_of(path)[0], data.columns, data.how
     if suffix in (".csv", ".tsv"):
         from fastloop_plugins.tasks._text_csv import stream_delimited
@@ -83,12 +83,12 @@ def _values(path: Path, data: TextData) -> Iterator[Sequence[Any]]:
         from pyarrow import parquet  # type: ignore[import-untyped]
 
         with parquet.ParquetFile(path) as file:
-            _check_columns(path, columns, file.schema_arrow.names)
+            _check_columns(path, data, file.schema_arrow.names)
             for batch in file.iter_batches(columns=columns):
                 yield from zip(*(batch.column(name).to_pylist() for name in columns), strict=True)
     elif suffix == ".json":  # one document, or one a line
         part = read_file(path, how, columns)
-        yield from zip(*(part.column("text", name) for name in columns), strict=True)
+        yield from zip(*(part.column(data.text_key, name) for name in columns), strict=True)
     else:
         with open_text(path, how) as stream:
             for number, line in enumerate(stream, 1):
@@ -99,12 +99,12 @@ def _values(path: Path, data: TextData) -> Iterator[Sequence[Any]]:
                 elif line.strip():
                     part = make_part(f"{path}, line {number}", [parse_json(path, number, line)])
                     if number == 1:
-                        _check_columns(path, columns, part.columns)
+                        _check_columns(path, data, part.columns)
                     yield [part.columns.get(name, [None])[0] for name in columns]
 
 
-def _check_columns(path: Path, columns: Iterable[str], there: Iterable[str]) -> None:
+def _check_columns(path: Path, data: TextData, there: Iterable[str]) -> None:
     names = list(there)
-    for name in columns:
+    for name in data.columns:
         if name not in names:
-            raise missing_column(str(path), "text", name, names)
+            raise missing_column(str(path), data.text_key, name, names)

@@ -7,6 +7,10 @@
 
 Texts are concatenated and cut into blocks of ``max_length`` tokens, so only the last block has padding.
 
+With ``messages``, each row is a conversation, and only the assistant's answers have a loss. `docs/training-keys.md` has the details:
+
+    data:  {files: {train: "chats.jsonl"}, messages: messages, chat_template: chatml, max_length: 1024}
+
 `fastloop predict` continues texts. By default, it takes the most probable token (greedy). With a ``temperature``, it draws tokens:
 
     fastloop predict runs/gpt prompts.txt plugins.causal-lm.temperature=0.8 plugins.causal-lm.top_p=0.95
@@ -105,6 +109,7 @@ class CausalLM(Plugin):
 
     @hookimpl
     def build_prediction_data(self, run: Run, source: Any, start: int, size: int) -> Iterator[Sequences]:
+        from fastloop_plugins.tasks._chat_stream import chat_chunks
         from fastloop_plugins.tasks._text_stream import token_chunks
 
         where, new = f"{run.recipe.where}: plugins.causal-lm", self.config.max_new_tokens
@@ -115,6 +120,8 @@ class CausalLM(Plugin):
         if positions is not None and positions <= new:
             raise RecipeError(f"{where}.max_new_tokens: found {new}, expected fewer than the model's {positions} positions.")
         self.room = positions - new if positions is not None else None
+        if self.data.options.messages:
+            return chat_chunks(self.data, self.text_model.tokenizer, source, start, size)
         return token_chunks(self.data, self.text_model, source, start, size, {"add_special_tokens": False, "verbose": False})
 
     @hookimpl
@@ -152,11 +159,14 @@ class CausalLM(Plugin):
 
     @hookimpl
     def predict(self, run: Run, batch: dict[str, Any]) -> Mapping[str, list[str]]:
+        from fastloop_plugins.tasks._chat_stream import end_tokens
+
         config, tokenizer, model = self.config, self.text_model.tokenizer, run.unwrap_model()
         drawing: dict[str, Any] = {"do_sample": False}
         if config.temperature:
             drawing = {"do_sample": True, "temperature": config.temperature, "top_k": config.top_k or 0, "top_p": config.top_p or 1.0}
-        ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+        end = end_tokens(tokenizer) if self.data.options.messages else tokenizer.eos_token_id
+        ends = {"eos_token_id": end, "pad_token_id": tokenizer.pad_token_id}
         ids = model.generate(**batch, max_new_tokens=config.max_new_tokens, **drawing, **ends)  # type: ignore[operator]
         return {"text": tokenizer.batch_decode(ids[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)}
 

@@ -260,6 +260,50 @@ def test_a_template_of_a_file_and_a_cache_of_tokens_give_the_same_samples(tmp_pa
     assert other != plain
 
 
+def test_the_answer_of_a_template_ends_with_its_special_token():
+    from fastloop_plugins.tasks._chat_stream import end_tokens
+
+    marks = ["<|im_start|>", "<|im_end|>"]
+    tokenizer = byte_tokenizer(CHATML, marks)
+    assert end_tokens(tokenizer) == sorted([tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")])
+    assert end_tokens(byte_tokenizer(CHATML, [])) == [tokenizer.eos_token_id]
+
+
+def test_predictions_are_the_next_answers(cli):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    chats = [chat(f"colour {i}", ("red", "green", "blue")[i % 3]) for i in range(24)]
+    write(*chats)
+    execute(make_run("causal-lm", MODEL, CHATS, epochs=20))
+    asked = [*(messages[:1] for messages in chats[:6]), chats[6], chat("colour 1", "green", "colour 2")]
+    Path("new.jsonl").write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in asked))
+    code, out, err = cli("predict", "run", "new.jsonl", "plugins.causal-lm.max_new_tokens=12", "--chunk", "3")
+    assert code == 0, err
+    found = [json.loads(line)["text"] for line in out.splitlines()]
+    assert {"red", "green", "blue"} >= set(found[:7]), "each is one answer, without the tokens after it"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained("run/model"), AutoTokenizer.from_pretrained("run/model")
+    asked[6] = asked[6][:1]  # the answer at its end is left out
+    for messages, text in zip(asked, found, strict=True):
+        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+        ends = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")]
+        ids = model.generate(**prompt, max_new_tokens=12, do_sample=False, eos_token_id=ends, pad_token_id=tokenizer.pad_token_id)
+        assert text == tokenizer.decode(ids[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+    code, out, err = cli("predict", "run", "colour 1", "plugins.causal-lm.max_new_tokens=12")
+    assert (code, [json.loads(line)["text"] for line in out.splitlines()]) == (0, [found[1]]), err
+    Path("bad.jsonl").write_text('{"messages": [{"role": "assistant", "content": "a"}]}\n')
+    Path("other.jsonl").write_text('{"chat": []}\n')
+    for file, problem in (
+        ("bad.jsonl", "bad.jsonl, row 1: every message is from the assistant"),
+        ("other.jsonl", "there is no column 'messages', which data.messages names"),
+    ):
+        code, _, err = cli("predict", "run", file, "plugins.causal-lm.max_new_tokens=12")
+        assert code == 2
+        assert problem in err
+    code, out, err = cli("evaluate", "run", "--file", "chats.jsonl")
+    assert code == 0, err
+    assert "perplexity" in out + err
+
+
 @pytest.mark.slow
 def test_two_processes_with_accumulation_are_one_run(processes, tmp_path):
     write(*[chat(f"{i} + {i}", "ok" * (i * i % 7 + 1), *(("and then?", f"{i}") if i % 3 else ())) for i in range(37)])

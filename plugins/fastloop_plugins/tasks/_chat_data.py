@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastloop import RecipeError, option
-from fastloop_plugins.tasks._text_data import Data, Rows, TextData
+from fastloop_plugins.tasks._text_columns import Text
+from fastloop_plugins.tasks._text_data import Data, TextData
 from fastloop_plugins.tasks._text_files import Part, format_of, show
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class LanguageTextData(TextData):
         if not self.masked:
             return
         options.text = options.messages or options.prompt or ""  # the column that files must have
+        self.columns = [options.text]
         for path in (path for paths in self.files.values() for path in paths):
             if format_of(path)[0] in (".csv", ".tsv", ".txt"):
                 raise RecipeError(f"{path}: data.{self.keys[0]} needs a file of type .jsonl, .json or .parquet.")
@@ -95,20 +97,20 @@ class LanguageTextData(TextData):
         columns = {getattr(self.options, key): [values[index] for values in good] for index, key in enumerate(self.keys)}
         return Part(part.where, columns, notes=part.notes)
 
-    def _rows(self, role: str, parts: list[Part]) -> Rows:
+    def _texts(self, role: str, parts: list[Part]) -> list[Text]:
         if not self.masked:
-            return super()._rows(role, parts)
-        rows: list[str] = []
+            return super()._texts(role, parts)
+        rows: list[Text] = []
         for part in parts:
             for number, values in enumerate(self._values(part), 1):
                 if problem := self._problem(values):
                     raise RecipeError(f"{part.row(number)}: {problem}")
-                rows.append(json.dumps(values[0] if len(values) == 1 else values, ensure_ascii=False))
-                self.names.setdefault(rows[-1], (part.where, number))
+                rows.append(row := json.dumps(values[0] if len(values) == 1 else values, ensure_ascii=False))
+                self.names.setdefault(row, (part.where, number))
         if not rows:
             where = ", ".join(part.where for part in parts)
             raise RecipeError(f"{where}: the {role} split is empty. Expected at least one row (data.files, data.splits).")
-        return Rows(rows)
+        return rows
 
 
 def problem_of_text(value: Any) -> str | None:

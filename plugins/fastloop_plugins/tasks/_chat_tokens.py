@@ -53,7 +53,7 @@ class ChatModel(TextModel):
             if unknown := [mark for mark in self.marks if mark not in self.tokenizer.get_vocab()]:
                 logger.warning("data.chat_template: the tokenizer has no token %s, so each is split into several", ", ".join(unknown))
 
-    def finish_tokenizer(self, texts: list[str], max_length: int) -> None:
+    def finish_tokenizer(self, texts: list[str], max_length: int, types: bool = False) -> None:
         if self.trained is not None:
             contents = [message.get("content") or "" for text in texts for message in json.loads(text)]
             super().finish_tokenizer(contents, max_length)
@@ -73,7 +73,7 @@ class ChatModel(TextModel):
 class CompletionModel(TextModel):
     """The ``model`` section, for prompts with completions."""
 
-    def finish_tokenizer(self, texts: list[str], max_length: int) -> None:
+    def finish_tokenizer(self, texts: list[str], max_length: int, types: bool = False) -> None:
         if self.trained is not None:
             super().finish_tokenizer(["".join(json.loads(text)) for text in texts], max_length)
 

@@ -211,7 +211,7 @@ class TextData:
         for role, name in splits.items():
             if name not in parts and (self.inference or role == "train" or role in (self.options.splits or {})):
                 raise RecipeError(f"{self.where}.splits.{role}: there is no split {name!r}. There are: {', '.join(parts) or 'none'}.")
-        rows = {role: Rows(read_columns(parts[name], role, self.columns, self.messages)) for role, name in splits.items() if name in parts}
+        rows = {role: Rows(self._texts(role, parts[name])) for role, name in splits.items() if name in parts}
         used = {role: parts[splits[role]] for role in rows}
         self.messages += [(logging.INFO, note) for found in used.values() for part in found for note in part.notes]
         if self.options.label is not None:
@@ -233,6 +233,10 @@ class TextData:
         self.messages.append((logging.INFO, f"data: {', '.join(f'{role} {len(split.texts)}' for role, split in rows.items())}{suffix}"))
         self.log_messages()
         return rows
+
+    def _texts(self, role: str, parts: list[Part]) -> list[Text]:
+        """The texts of a split."""
+        return read_columns(parts, role, self.columns, self.messages)
 
     def _needed(self, there: Collection[str]) -> dict[str, str]:
         """Role -> split, of those to read. For inference: the evaluated one, or ``train``, if that is held out of it."""

@@ -51,7 +51,7 @@ def read(
     data: TextData,
     model: TextModel,
     documents: bool = False,
-    encoder: Callable[[Any, list[str], list[int], dict[str, Any]], Iterator[list[int]]] | None = None,
+    encoder: Callable[[Any, Any, list[int], dict[str, Any]], Iterator[list[int]]] | None = None,
     **arguments: Any,
 ) -> dict[str, Split]:
     """Read and tokenize the splits. Sets the tokenizer of ``model`` and the classes of ``data``.

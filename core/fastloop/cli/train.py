@@ -9,7 +9,7 @@ import typer
 
 from fastloop.cli import launch
 from fastloop.cli.arguments import Overrides, RecipeName, With, Without, names
-from fastloop.distributed import signals
+from fastloop.distributed import ranks, signals
 from fastloop.recipe import secrets
 
 if TYPE_CHECKING:
@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 
 def with_resume_value(arguments: list[str]) -> list[str]:
-    """``--resume`` has an optional value. Add an empty value to the bare option, so that the next argument is not parsed as its value."""
+    """``--resume`` of `train` has an optional value. Add an empty value to the bare option, so that the next argument is not parsed as its
+    value. Arguments of other commands stay as they are."""
+    if arguments[:1] != ["train"]:
+        return arguments
     result = []
     for argument, following in zip(arguments, [*arguments[1:], None], strict=True):
         bare = argument == "--resume" and (
@@ -47,12 +50,22 @@ def train(
     trace_hooks: Annotated[
         bool, typer.Option("--trace-hooks", help="Print the number and time of the calls of each plugin's hooks.")
     ] = False,
+    fast_dev_run: Annotated[
+        bool,
+        typer.Option(
+            "--fast-dev-run", help="Check the recipe: two steps, one batch of each evaluation, save, resume, export. Keeps no files."
+        ),
+    ] = False,
+    overfit: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Check the recipe: train on N samples until the loss is near zero.")
+    ] = None,
 ) -> None:
     """Train a recipe: write the run folder and print its summary.
 
     SIGTERM, SIGUSR1 and Ctrl-C save at the end of the step and stop; a second one stops at once. Exit codes: 0 done; 1 the run failed;
     2 usage error; 75 stopped by SIGTERM or SIGUSR1, continue with --resume; 130 stopped by Ctrl-C.
     """
+    from fastloop.cli import quick_checks
     from fastloop.cli.messages import show_messages
     from fastloop.hook_timing import HookTimer
     from fastloop.recipe import load_recipe
@@ -63,7 +76,10 @@ def train(
     command = ["train", recipe, *(overrides or ())]
     for key, listed in (("--with", names(with_)), ("--without", names(without))):
         command += [key, ",".join(listed)] if listed else []
-    command += ["--trace-hooks"] * trace_hooks
+    command += ["--trace-hooks"] * trace_hooks + ["--fast-dev-run"] * fast_dev_run + ["--overfit", str(overfit)] * (overfit is not None)
+    quick_checks.check_options(fast_dev_run, overfit, resume, nproc)
+    if fast_dev_run or overfit:
+        quick_checks.prepare(loaded, overfit)
     if nproc is not None:
         resumed = [] if resume is None else [f"--resume={resume}"]
         raise typer.Exit(launch.launch([*command, *resumed], nproc, nnodes, node_rank, master, Path(loaded.output)))
@@ -73,6 +89,12 @@ def train(
         show_messages()
         with reduced_gc():
             launch.start_again(select(loaded).environment(loaded))
+        if fast_dev_run or overfit:
+            code = quick_checks.run_overfit(loaded, overfit) if overfit else quick_checks.run_fast_dev_run(loaded)
+            if ranks.world_size() > 1:
+                launch.leave(code)
+            raise typer.Exit(code)
+        with reduced_gc():
             resolution = resolve(loaded)
             from fastloop.lifecycle import build, execute  # after resolve, to report errors of the recipe before importing torch
 

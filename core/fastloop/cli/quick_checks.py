@@ -1,0 +1,218 @@
+"""Quick checks of a recipe: ``fastloop train --fast-dev-run`` and ``--overfit N``. Each is a few settings and a plugin."""
+
+from __future__ import annotations
+
+import copy
+import math
+import shutil
+from collections.abc import Generator
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from fastloop.distributed import ranks, signals
+from fastloop.errors import UsageError
+from fastloop.plugin import Plugin, hookimpl
+from fastloop.runtime.step_folders import step_folder
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fastloop.recipe import Recipe
+    from fastloop.run import Run
+
+OVERFIT_STEPS = 500
+"""Optimizer steps of ``--overfit`` without ``train.max_steps``: enough for most models to learn a few batches by heart."""
+NEAR_ZERO = 0.05
+"""A loss is near zero below this share of the loss of the first pass. Dropout keeps the loss of most models above zero."""
+
+
+class FastDevRun(Plugin):
+    """Reduces each evaluation to its first batch.
+
+    Args:
+        stops: Whether training stops after its first step, for another run to resume.
+    """
+
+    name = "fast-dev-run"
+
+    def __init__(self, stops: bool) -> None:
+        super().__init__()
+        self.stops = stops
+
+    @hookimpl
+    def before_fit(self, run: Run) -> None:
+        run.state.stop_reason = None  # the checkpoint has that of the first run
+
+    @hookimpl
+    def after_step(self, run: Run) -> None:
+        if self.stops:
+            run.state.request_stop("fast-dev-run")
+
+    @hookimpl
+    def before_evaluate(self, run: Run, split: str) -> None:
+        loader: Any = run.eval_loaders[split]
+        loader.batches = lambda: islice(type(loader).batches(loader), 1)
+
+
+class Overfit(Plugin):
+    """Trains on the first samples of the training split, without evaluation, until the loss is near zero.
+
+    Attributes:
+        samples: Number of samples; at most those of the split.
+        first: Mean loss of the first pass over the samples; None: no pass is complete.
+        last: Mean loss of the newest complete pass.
+    """
+
+    name = "overfit"
+
+    def __init__(self, samples: int) -> None:
+        super().__init__()
+        self.samples = samples
+        self.first: float | None = None
+        self.last = math.nan
+        self._losses: list[Tensor] = []
+
+    @hookimpl(wrapper=True)
+    def build_datasets(self) -> Generator[None, Any, Any]:
+        from torch.utils.data import IterableDataset
+
+        datasets = yield
+        if "train" in (datasets or {}):
+            split = datasets["train"]
+            stream = iter(split) if isinstance(split, IterableDataset) else (split[index] for index in range(len(split)))
+            datasets = {**datasets, "train": list(islice(stream, self.samples))}
+            self.samples = len(datasets["train"])
+        return datasets
+
+    @hookimpl(wrapper=True)
+    def build_sampler(self, split: str) -> Generator[None, Any, Any]:
+        sampler = yield
+        return None if split == "train" else sampler  # a sampler's order may be one of the whole split
+
+    @hookimpl(trylast=True)  # after the checks of plugins that read an evaluation
+    def check_run(self, run: Run) -> None:
+        run.eval_loaders.clear()
+
+    @hookimpl
+    def after_step(self, loss: Tensor) -> None:
+        self._losses.append(loss.detach().clone())  # a CUDA graph overwrites its output
+
+    @hookimpl
+    def after_epoch(self, run: Run) -> None:
+        self.last = sum(loss.item() for loss in self._losses) / len(self._losses)
+        self._losses.clear()
+        if self.first is None:
+            self.first = self.last
+        elif self.is_near_zero():
+            run.state.request_stop("overfit: the loss is near zero")
+
+    @hookimpl
+    def export_model(self, folder: Path) -> Path:
+        return folder  # nothing is exported
+
+    def is_near_zero(self) -> bool:
+        """Whether the loss of the newest pass is near zero, compared with the first one."""
+        return self.first is not None and self.last <= NEAR_ZERO * self.first
+
+    def result(self, steps: int) -> str:
+        """The result as a sentence."""
+        if self.first is None:
+            return f"overfit: {steps} steps do not cover {self.samples} samples. Raise train.max_steps, or take fewer samples."
+        how = "fell" if self.is_near_zero() else "did not fall"
+        text = f"overfit: the loss {how} to near zero: {self.first:.4g} in the first pass over {self.samples} samples, {self.last:.4g} in "
+        text += f"the last one, after {steps} steps."
+        return text if self.is_near_zero() else f"{text} Check the labels, the loss and train.lr, or raise train.max_steps."
+
+
+def prepare(recipe: Recipe, samples: int | None) -> None:
+    """Set the schedule and the output folder of a quick check. The folder is beside the recipe's own, which stays as it is.
+
+    Args:
+        samples: Those of ``--overfit``; None: for ``--fast-dev-run``.
+    """
+    if samples is None:
+        changes: dict[str, Any] = {"epochs": 2, "max_steps": 2, "save_every": 1, "log_every": 1, "on_save_error": "stop"}
+    else:
+        changes = {"epochs": 10**6, "max_steps": recipe.train.max_steps or OVERFIT_STEPS, "save_every": None}
+    recipe.train = replace(recipe.train, evaluate_every=None, **changes)
+    recipe.output = f"{recipe.output}.{'fast-dev-run' if samples is None else 'overfit'}"
+
+
+def check_options(fast_dev_run: bool, overfit: int | None, resume: str | None, nproc: int | None) -> None:
+    """Check that the options of ``fastloop train`` agree.
+
+    Raises:
+        UsageError: Two of them exclude each other, or ``--overfit`` is used with several processes.
+    """
+    if overfit is not None and max(nproc or 1, ranks.world_size()) > 1:
+        raise UsageError("--overfit: expected one process. Leave out --nproc or the launcher.")
+    given = [name for name, on in (("--fast-dev-run", fast_dev_run), ("--overfit", overfit), ("--resume", resume is not None)) if on]
+    if len(given) > 1:
+        raise UsageError(f"{' and '.join(given)} exclude each other. Leave out one of them.")
+
+
+def run_fast_dev_run(recipe: Recipe) -> int:
+    """Train one step, evaluate, save and export; then resume from the checkpoint and do it again. Removes the output folder.
+
+    Returns:
+        The exit code.
+    """
+    folder = Path(recipe.output)
+    remove(folder)  # an earlier check was killed
+    try:
+        first, code = _execute(copy.deepcopy(recipe), FastDevRun(stops=True), None)
+        if not code:
+            second, code = _execute(copy.deepcopy(recipe), FastDevRun(stops=False), step_folder(folder, 1))
+        if not code and second.is_main:
+            done = [f"{second.state.step} steps, saved and resumed after step {first.state.step}"]
+            done += [f"one batch of {split}" for split in second.state.metrics]
+            done += ["export"] * (folder / "model").is_dir()
+            typer.echo(f"fast-dev-run: {'; '.join(done)}. Removed {folder}.")
+        first.processes.barrier()
+        first.processes.close()
+    finally:
+        remove(folder)
+    return code
+
+
+def run_overfit(recipe: Recipe, samples: int) -> int:
+    """Train on ``samples`` samples, and print whether the loss fell to near zero.
+
+    Returns:
+        The exit code: 1 if the loss did not fall.
+    """
+    plugin = Overfit(samples)
+    run, code = _execute(recipe, plugin, None)
+    if not code:
+        code = int(not plugin.is_near_zero())
+        if run.is_main:
+            typer.echo(plugin.result(run.state.step))
+    run.processes.barrier()
+    run.processes.close()
+    return code
+
+
+def remove(folder: Path) -> None:
+    """Remove a run folder, on the main process."""
+    if ranks.rank() == 0 and folder.is_dir():
+        shutil.rmtree(folder)
+
+
+def _execute(recipe: Recipe, plugin: Plugin, resume_from: Path | None) -> tuple[Run, int]:
+    """Run a recipe with one more plugin. Returns the run and its exit code, which is not 0 after a signal."""
+    from fastloop.hooks import PluginSet
+    from fastloop.recipe.importing import reduced_gc
+    from fastloop.registry import resolve
+
+    with reduced_gc():
+        resolution = resolve(recipe)
+        from fastloop.lifecycle import build, execute  # after resolve, to report errors of the recipe before importing torch
+
+        run = build(recipe, PluginSet([plugin, *resolution.plugins], resolution.reasons), resume_from)
+    with run.signals.handled(run.rank, run.world_size):
+        execute(run)
+    return run, signals.exit_code(run.interrupted) if run.interrupted else 0

@@ -1,0 +1,59 @@
+"""`fastloop train --fast-dev-run` and `--overfit N`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import forked
+import pytest
+import yaml
+
+from fastloop.testing.tasks import VECTORS
+
+TRAIN = {"batch_size": 8, "lr": 1e-2, "device": "cpu"}
+
+
+@pytest.fixture(autouse=True)
+def _recipe():
+    plugins = [*VECTORS["plugins"], "checkpoint-best", "early-stopping", "lr-scheduler"]
+    Path("r.yaml").write_text(yaml.safe_dump({**VECTORS, "train": TRAIN, "plugins": plugins, "output": "out"}))
+
+
+def train(*arguments: str) -> Any:
+    return forked.run("-m", "fastloop", "train", "r.yaml", "--without", "progress", *arguments, timeout=120)
+
+
+def test_a_fast_dev_run_trains_evaluates_saves_resumes_and_leaves_nothing():
+    Path("out").mkdir()
+    before = sorted(Path().rglob("*"))
+    done = train("--fast-dev-run")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "resumed from out.fast-dev-run/checkpoints/step-00000001 at step 1" in done.stdout
+    assert "fast-dev-run: 2 steps, saved and resumed after step 1; one batch of validation; export." in done.stdout
+    assert [path for path in sorted(Path().rglob("*")) if path not in before and "__pycache__" not in path.parts] == []
+
+
+def test_a_fast_dev_run_of_a_recipe_that_fails_exits_1_and_leaves_nothing():
+    done = train("--fast-dev-run", "data.module=missing_module:data")
+    assert done.returncode != 0
+    assert not Path("out.fast-dev-run").exists()
+
+
+def test_overfit_reports_whether_the_loss_falls_to_near_zero():
+    done = train("--overfit", "8")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "overfit: the loss fell to near zero" in done.stdout.splitlines()[-1]
+    summary = json.loads(Path("out.overfit/summary.json").read_text())
+    assert summary["samples"] == 8 * summary["steps"]
+    assert summary["validation"] is None
+    done = train("--overfit", "8", "train.lr=1e-7", "train.max_steps=5")
+    assert done.returncode == 1
+    assert "overfit: the loss did not fall to near zero" in done.stdout.splitlines()[-1]
+    assert not Path("out").exists()
+
+
+def test_checks_that_exclude_each_other_are_refused():
+    assert "exclude each other" in train("--overfit", "8", "--fast-dev-run").stderr
+    assert "expected one process" in train("--overfit", "8", "--nproc", "2").stderr

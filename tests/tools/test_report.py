@@ -159,7 +159,10 @@ def test_report_shows_killed_run(folders, monkeypatch):
         (lambda: Path("plain/summary.json").write_text("{"), "plain/summary.json: cannot be read"),
         (lambda: Path("plain/recipe.yaml").write_text("a: ]"), "plain/recipe.yaml, line 1: not valid YAML"),
         (lambda: shutil.rmtree("plain"), "plain: no such folder"),
-        (lambda: [path.unlink() for path in Path("plain").iterdir() if path.is_file()], "plain: contains no run, ablation or profile"),
+        (
+            lambda: [path.unlink() for path in Path("plain").iterdir() if path.is_file()],
+            "plain: contains no run, sweep, ablation or profile",
+        ),
     ],
 )
 def test_report_rejects_unreadable_file_by_name(folders, monkeypatch, capsys, harm, said):

@@ -1,4 +1,4 @@
-"""``fastloop report``: shows runs, ablations and profiles on one HTML page."""
+"""``fastloop report``: shows runs, sweeps, ablations and profiles on one HTML page."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import typer
 
 
 def report(
-    folders: Annotated[list[Path], typer.Argument(metavar="RUN", help="Output folders of train, bench or profile.")],
+    folders: Annotated[list[Path], typer.Argument(metavar="RUN", help="Output folders of train, sweep, bench or profile.")],
     output: Annotated[Path, typer.Option(metavar="FILE", help="The HTML file to write.")] = Path("report.html"),
     title: Annotated[str, typer.Option(metavar="TEXT", help="Title of the page.")] = "",
 ) -> None:
     """Write an HTML page about runs.
 
-    It shows curves, metrics, differences of recipes, ablations, and the time spent in each part of a step. The page is self-contained: it
-    needs no network and no scripts.
+    It shows curves, metrics, differences of recipes, sweeps, ablations, and the time spent in each part of a step. The page is
+    self-contained: it needs no network and no scripts.
     """
     from fastloop.errors import UsageError
     from fastloop.runtime.files import write

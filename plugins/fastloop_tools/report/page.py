@@ -40,6 +40,7 @@ def render(found: Found, title: str) -> str:
         charts=charts(found.runs),
         differences=differences(found.runs) if len(found.runs) > 1 else [],
         names=[run.name for run in found.runs],
+        sweeps=[(name, record["monitor"], _points(record)) for name, record in found.sweeps],
         ablations=[(name, record, ablation_bars(record)) for name, record in found.ablations],
         profiles=[(name, record, region_bars(record)) for name, record in found.profiles],
     )
@@ -61,6 +62,26 @@ def _facts(run: Trained, index: int) -> dict[str, Any]:
         "seconds": ", ".join(f"{key} {value:,.1f}" for key, value in seconds.items() if value),
         "plugins": ", ".join(summary.get("plugins") or ()),
     }
+
+
+def _points(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of a sweep's table."""
+    rows = []
+    for point in record["points"]:
+        over = point["difference"] or {}
+        shown = {key: "" if over.get(key) is None else number(over[key]) for key in ("mean", "low", "high")}
+        rows.append(
+            {
+                "name": point["point"],
+                "runs": f"{point['finished']} of {len(point['runs'])}",
+                "mean": "" if point["mean"] is None else number(point["mean"]),
+                "deviation": "" if point["deviation"] is None else number(point["deviation"]),
+                "difference": shown["mean"],
+                "interval": f"{shown['low']} to {shown['high']}" if shown["low"] else "",
+                "best": point["point"] == record["best"],
+            }
+        )
+    return rows
 
 
 def _metrics(runs: list[Trained]) -> list[tuple[str, list[tuple[str, bool]]]]:

@@ -1,4 +1,4 @@
-"""Reads the output of ``train``, ``bench`` and ``profile``. Skips missing files; raises an error that names a broken one."""
+"""Reads the output of ``train``, ``sweep``, ``bench`` and ``profile``. Skips missing files; raises an error that names a broken one."""
 
 from __future__ import annotations
 
@@ -43,6 +43,7 @@ class Found:
     runs: list[Trained] = field(default_factory=list)
     ablations: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     profiles: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    sweeps: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
 
 
 def read(folders: Iterable[Path]) -> Found:
@@ -58,16 +59,44 @@ def read(folders: Iterable[Path]) -> Found:
         names[name] = names.get(name, 0) + 1
         if names[name] > 1:
             name = f"{name} ({names[name]})"
-        if (folder / "recipe.yaml").is_file() and ((folder / "metrics.jsonl").is_file() or (folder / "summary.json").is_file()):
+        if _is_run(folder):
             found.runs.append(_run(folder, name))
+        elif (folder / "sweep.json").is_file():
+            sweep = _json(folder / "sweep.json")
+            found.sweeps.append((name, sweep))
+            found.runs += [_run(member, member.name) for member in _members(sweep, folder) if _is_run(member)]
         elif (folder / "bench.json").is_file():
             found.ablations.append((name, _json(folder / "bench.json")))
         elif (folder / "profile.json").is_file():
             found.profiles.append((name, _json(folder / "profile.json")))
         else:
-            what = "contains no run, ablation or profile" if folder.is_dir() else "no such folder"
-            raise UsageError(f"{folder}: {what}. Expected an output folder of `fastloop train`, `bench` or `profile`.")
+            what = "contains no run, sweep, ablation or profile" if folder.is_dir() else "no such folder"
+            raise UsageError(f"{folder}: {what}. Expected an output folder of `fastloop train`, `sweep`, `bench` or `profile`.")
     return found
+
+
+def _is_run(folder: Path) -> bool:
+    """Whether a folder is that of a run which has logged or ended."""
+    return (folder / "recipe.yaml").is_file() and ((folder / "metrics.jsonl").is_file() or (folder / "summary.json").is_file())
+
+
+def _members(sweep: Mapping[str, Any], folder: Path) -> list[Path]:
+    """The run folders of a sweep, in its order.
+
+    Raises:
+        UsageError: The record of the sweep has another form than `fastloop sweep` writes.
+    """
+    try:
+        numbers = [point[key] for point in sweep["points"] for key in ("mean", "deviation") if point[key] is not None]
+        numbers += [
+            value for point in sweep["points"] if point["difference"] for value in point["difference"].values() if value is not None
+        ]
+        texts = [sweep["monitor"], *(point["point"] for point in sweep["points"])]
+        if all(map(_is_number, numbers)) and all(isinstance(text, str) for text in texts):
+            return [folder / str(run["name"]) for run in sweep["runs"]]
+    except (KeyError, TypeError, AttributeError):
+        pass
+    raise UsageError(f"{folder / 'sweep.json'}: expected the runs and points that `fastloop sweep` writes.")
 
 
 def _run(folder: Path, name: str) -> Trained:

@@ -1,0 +1,1 @@
+"""``fastloop sweep``: trains a grid of settings with several seeds, and compares the results."""

@@ -1,0 +1,96 @@
+"""``fastloop sweep``: trains every point of a grid with several seeds, one run after another, and compares the results."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from fastloop.cli import launch
+from fastloop.cli.arguments import RecipeName, With, Without, names
+from fastloop.distributed import signals
+
+Values = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="KEY=A,B...", help="Overrides. A key with several values spans the grid. Quote a value with a comma, or put it in brackets."
+    ),
+]
+STOPPED = (signals.EXIT_INTERRUPTED, signals.EXIT_STOPPED, 128 + 2, 128 + 15)
+"""Exit codes of a run that a signal has stopped: saved, or too early in its start to save."""
+
+
+def sweep(
+    recipe: RecipeName,
+    values: Values = None,
+    with_: With = None,
+    without: Without = None,
+    seeds: Annotated[int | None, typer.Option(min=1, metavar="N", help="Train each point with N seeds, from train.seed on.")] = None,
+    monitor: Annotated[str, typer.Option(metavar="METRIC", help="The metric of the validation split to compare.")] = "loss",
+    mode: Annotated[Literal["auto", "min", "max"], typer.Option(help="Whether a lower or a higher value is better.")] = "auto",
+    nproc: Annotated[int, typer.Option(min=1, metavar="N", help="Start N processes for each run.")] = 1,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue the sweep in the output folder. Finished runs are not repeated.")
+    ] = False,
+) -> None:
+    """Train a recipe with each combination of values and each seed, one run after another.
+
+    Each run has a folder of its own in the recipe's output folder. The results are in sweep.json there: the mean and the deviation of
+    each point over the seeds, and its differences to the best point for the same seeds, with a 95% interval. A run that fails is
+    recorded, and the sweep continues. Exit codes: 0 done; 1 a run failed; 2 usage error; 75 or 130 stopped, continue with --resume.
+    """
+    from fastloop.cli.messages import show_messages
+    from fastloop.errors import UsageError
+    from fastloop.recipe import load_recipe
+    from fastloop.runtime.step_folders import checkpoints
+    from fastloop_plugins.training._monitor import Monitor
+    from fastloop_tools.sweep import grid, results
+    from fastloop_tools.sweep.record import Record
+
+    parsed = grid.parse(values or ())
+    base = load_recipe(recipe, parsed.fixed, names(with_), names(without))
+    if not parsed.axes and seeds is None:
+        raise UsageError("there is nothing to sweep. Expected a key with several values, such as train.lr=1e-5,3e-5, or --seeds N.")
+    if seeds is not None and "train.seed" in parsed.axes:
+        raise UsageError("train.seed has several values, and --seeds sets it, too. Leave one of the two out.")
+    numbers = [None] if seeds is None else [base.train.seed + index for index in range(seeds)]
+    runs = parsed.runs(numbers)
+    for run in runs:  # a value that is wrong ends the sweep before the first run
+        load_recipe(recipe, [*parsed.fixed, *run.overrides], names(with_), names(without))
+    show_messages()
+    folder = Path(base.output)
+    record = Record(folder, {"recipe": str(base.source), "base": base.to_dict()}, runs, monitor, Monitor("sweep", monitor, mode).minimise)
+    record.start(resume)
+    command = [recipe, *parsed.fixed]
+    for key, listed in (("--with", names(with_)), ("--without", names(without))):
+        command += [key, ",".join(listed)] if listed else []
+    with signals.on_signals(signals.stop_now):
+        for number, run in enumerate(runs, start=1):
+            if run.status == "finished":
+                continue
+            typer.echo(f"run {number} of {len(runs)}: {' '.join(run.overrides)}")
+            run.status, run.reason = "running", None
+            record.write()
+            output = folder / run.name
+            arguments = ["train", *command, *run.overrides, f"output={output}", *(["--resume="] if checkpoints(output) else [])]
+            code = launch.launch(arguments, nproc, 1, 0, None, output)
+            run.status = "finished" if code == 0 else "stopped" if code in STOPPED else "failed"
+            summary = record.read_summary(run)
+            run.metrics = summary.get("validation") if code == 0 else None
+            run.reason = (
+                (summary.get("reason") or f"exit code {code}, before training; its error is in the output")
+                if run.status == "failed"
+                else None
+            )
+            record.write()
+            if run.status == "stopped":
+                typer.echo(f"The sweep was stopped in run {number} of {len(runs)}. Repeat the command with --resume to continue.")
+                raise typer.Exit(signals.EXIT_INTERRUPTED if code == signals.EXIT_INTERRUPTED else signals.EXIT_STOPPED)
+            record.check_metric(run)
+    results.show(*record.compare(), monitor)
+    for run in runs:
+        if run.status == "failed":
+            typer.echo(f"failed: {run.name}: {run.reason}")
+    typer.echo(f"written to {folder / 'sweep.json'}; curves: fastloop report {folder}")
+    raise typer.Exit(int(any(run.status == "failed" for run in runs)))

@@ -1,0 +1,122 @@
+"""The grid of a sweep: the lists of values on the command line, and the run of each point and seed."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastloop.errors import UsageError
+
+CLOSING = {"[": "]", "{": "}", "(": ")"}
+LONGEST_VALUE = 40
+"""Characters of a value in a folder's name. File systems limit a name to 255 bytes."""
+
+
+@dataclass
+class SweepRun:
+    """A run of a sweep: one point of the grid, with one seed.
+
+    Attributes:
+        name: Name of the run folder.
+        values: Key -> value, as on the command line.
+        seed: The seed of ``--seeds``; None: that of the recipe.
+        status: ``pending``, ``running``, ``finished``, ``stopped`` or ``failed``.
+        metrics: The last metrics of the validation split; None: not finished, or there is no such split.
+        reason: The error of a failed run.
+    """
+
+    name: str
+    values: dict[str, str]
+    seed: int | None
+    status: str = "pending"
+    metrics: dict[str, float] | None = None
+    reason: str | None = None
+
+    @property
+    def overrides(self) -> list[str]:
+        """The overrides that make a recipe this run."""
+        seed = [] if self.seed is None else [f"train.seed={self.seed}"]
+        return [*(f"{key}={value}" for key, value in self.values.items()), *seed]
+
+
+@dataclass
+class Grid:
+    """The lists of values of a command line.
+
+    Attributes:
+        axes: Key -> its values, as on the command line.
+        fixed: The overrides of all points.
+    """
+
+    axes: dict[str, list[str]] = field(default_factory=dict)
+    fixed: list[str] = field(default_factory=list)
+
+    def runs(self, seeds: Sequence[int | None]) -> list[SweepRun]:
+        """All runs. Each seed covers the grid before the next one begins, so an early stop leaves complete pairs."""
+        last = [key.rpartition(".")[2] for key in self.axes]
+        short = {key: name if last.count(name) == 1 else key for key, name in zip(self.axes, last, strict=True)}
+        points = [dict(zip(self.axes, values, strict=True)) for values in itertools.product(*self.axes.values())]
+        return [SweepRun(folder_name(point, seed, short), point, seed) for seed in seeds for point in points]
+
+
+def parse(overrides: Iterable[str]) -> Grid:
+    """Divide overrides into those with a list of values and the others.
+
+    Raises:
+        UsageError: A list repeats a value or has an empty one, a key occurs twice, or the list is one of output folders.
+    """
+    grid, keys = Grid(), set()
+    for item in overrides:
+        key, _, text = item.partition("=")
+        if key in keys:
+            raise UsageError(f"{item}: {key} occurs twice. Separate its values by commas: {key}=A,B.")
+        keys.add(key)
+        values = split_values(text)
+        if len(values) == 1:
+            grid.fixed.append(item)
+            continue
+        if "" in values or len(set(values)) < len(values):
+            raise UsageError(f"{item}: found an empty or repeated value. Expected different values, such as {key}=A,B.")
+        if key == "output":
+            raise UsageError(f"{item}: expected one folder. Each run gets a folder of its own in it.")
+        grid.axes[key] = values
+    return grid
+
+
+def split_values(text: str) -> list[str]:
+    """Split ``[1,2],[3,4]`` at the commas outside brackets and quotes."""
+    parts, quote = [""], ""
+    open_brackets: list[str] = []
+    for character in text:
+        if character == "," and not open_brackets and not quote:
+            parts.append("")
+            continue
+        parts[-1] += character
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "'\"" and parts[-1].strip() == character:  # not the apostrophe in a word
+            quote = character
+        elif character in CLOSING:
+            open_brackets.append(CLOSING[character])
+        elif open_brackets and character == open_brackets[-1]:
+            open_brackets.pop()
+    return [part.strip() for part in parts]
+
+
+def folder_name(point: Mapping[str, str], seed: int | None, short: Mapping[str, str]) -> str:
+    """A readable name such as ``lr-1e-5_seed-123``. A value that a file name cannot hold is shortened, and its hash is added."""
+    return "_".join(_name_parts(point, seed, short)) or "run"
+
+
+def _name_parts(point: Mapping[str, Any], seed: int | None, short: Mapping[str, str]) -> Iterator[str]:
+    for key, value in point.items():
+        readable = re.sub(r"[^\w.+-]+", "-", value, flags=re.ASCII).strip("-.")[:LONGEST_VALUE]
+        if readable != value:
+            readable += f"-{hashlib.sha256(value.encode()).hexdigest()[:4]}"
+        yield f"{short[key]}-{readable}"
+    if seed is not None:
+        yield f"seed-{seed}"

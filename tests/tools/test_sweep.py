@@ -1,0 +1,238 @@
+"""`fastloop sweep`: a grid of runs with several seeds, which survives failures and kills."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import forked
+import pytest
+import yaml
+
+from fastloop.errors import UsageError
+from fastloop_tools.measure.statistics import mean_interval
+from fastloop_tools.report.read import read
+from fastloop_tools.sweep.grid import SweepRun, parse, split_values
+from fastloop_tools.sweep.results import compare
+
+CODE = """
+import os, time
+from pathlib import Path
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+class Net(nn.Sequential):
+    def __init__(self, width=4, sizes=()):
+        if width == 13:
+            raise ValueError("no width of 13")
+        super().__init__(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, 3))
+
+class Rows(Dataset):
+    def __init__(self, wait=False):
+        self.x, self.wait = torch.randn(48, 8, generator=torch.Generator().manual_seed(0)), wait
+    def __len__(self):
+        return 48
+    def __getitem__(self, index):
+        if self.wait and Path("run/lr-3e-2_seed-123/checkpoints").exists() and not Path("free").exists():
+            Path("waiting").touch()   # in the second run, after its first checkpoint
+            time.sleep(0.05)
+        return self.x[index], int(self.x[index, :3].argmax())
+
+def rows(wait=False):
+    return {"train": Rows(wait), "validation": Rows()}
+"""
+RECIPE: dict[str, Any] = {
+    "model": {"module": "code.py:Net"},
+    "data": {"module": "code.py:rows"},
+    "train": {"epochs": 2, "batch_size": 8, "lr": 1e-2, "save_every": 2, "device": "cpu"},
+    "plugins": [{"module": {"loss": "cross_entropy", "metrics": {"accuracy": {"type": "MulticlassAccuracy", "num_classes": 3}}}}],
+    "output": "run",
+}
+
+
+@pytest.fixture(autouse=True)
+def _recipe():
+    Path("code.py").write_text(CODE)
+    Path("recipe.yaml").write_text(yaml.safe_dump(RECIPE))
+
+
+def fastloop(*arguments: str) -> Any:
+    return forked.run("-m", "fastloop", *arguments, timeout=400)
+
+
+def record(folder: str = "run") -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(Path(folder, "sweep.json").read_text())
+    return found
+
+
+def metrics(folder: str) -> dict[str, float]:
+    found: dict[str, float] = json.loads(Path(folder, "summary.json").read_text())["validation"]
+    return found
+
+
+def test_values_are_split_at_commas_outside_brackets_and_quotes():
+    assert split_values("1e-5,3e-5") == ["1e-5", "3e-5"]
+    assert split_values("[1,2],[3,4]") == ["[1,2]", "[3,4]"]
+    assert split_values("{a: [1,2], b: 3},{a: 4}") == ["{a: [1,2], b: 3}", "{a: 4}"]
+    assert split_values("'a,b','c'") == ["'a,b'", "'c'"]
+    assert split_values("don't,stop") == ["don't", "stop"]
+    assert split_values("a") == ["a"]
+
+
+def test_a_grid_has_every_combination_with_readable_and_distinct_names():
+    runs = parse(["train.lr=1e-2,3e-2", "model.sizes=[1,2],[3,4]", "train.epochs=1"]).runs([5, 6])
+    assert len({run.name for run in runs}) == len(runs) == 8
+    assert runs[0].overrides == ["train.lr=1e-2", "model.sizes=[1,2]", "train.seed=5"]
+    assert runs[0].name.startswith("lr-1e-2_sizes-1-2-")
+    assert [run.seed for run in runs] == [5] * 4 + [6] * 4
+    names = [run.name for run in parse(["train.name=a/b,a-b,a b", "model.name=x,y"]).runs([None])]
+    assert len(set(names)) == 6
+    assert all("/" not in name and " " not in name for name in names)
+    assert names[2] == "train.name-a-b_model.name-x"
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (["train.lr=1,,2"], "empty or repeated"),
+        (["train.lr=1,1"], "empty or repeated"),
+        (["output=a,b"], "expected one folder"),
+        (["train.lr=1", "train.lr=2,3"], "occurs twice"),
+    ],
+)
+def test_a_wrong_list_is_refused(values, message):
+    with pytest.raises(UsageError, match=message):
+        parse(values)
+
+
+def test_the_interval_of_a_mean_has_its_coverage():
+    rng = random.Random(0)
+    for size in (3, 12):
+        draws = [mean_interval([rng.gauss(1, 2) for _ in range(size)]) for _ in range(4000)]
+        covered = sum(low <= 1 <= high for low, high in draws) / len(draws)
+        assert abs(covered - 0.95) < 0.015
+    assert mean_interval([1.0]) is None
+
+
+def points(values: dict[str, list[float]], failed: str = "") -> list[SweepRun]:
+    return [
+        SweepRun(f"{name}{seed}", {"train.lr": name}, seed, "failed" if f"{name}{seed}" == failed else "finished", {"loss": value})
+        for name, listed in values.items()
+        for seed, value in enumerate(listed)
+    ]
+
+
+def test_points_are_compared_with_the_best_by_seed():
+    rows, best = compare(points({"a": [1.0, 2.0, 3.0], "b": [1.5, 2.4, 3.6]}), "loss", minimise=True)
+    assert best == "train.lr=a"
+    assert rows[0]["mean"] == 2.0
+    assert rows[0]["deviation"] == 1.0
+    assert rows[0]["difference"] is None
+    over = rows[1]["difference"]
+    assert over["pairs"] == 3
+    assert over["mean"] == pytest.approx(0.5)
+    assert (over["low"], over["high"]) == pytest.approx((0.5 - 4.3027 * 0.1 / 3**0.5, 0.5 + 4.3027 * 0.1 / 3**0.5), abs=1e-4)
+    assert compare(points({"a": [1.0], "b": [2.0]}), "loss", minimise=False)[1] == "train.lr=b"
+
+
+def test_a_point_with_a_run_that_failed_or_diverged_is_not_the_best():
+    runs = points({"a": [0.1, math.nan], "b": [2.0, 3.0]})
+    rows, best = compare(runs, "loss", minimise=True)
+    assert best == "train.lr=b"
+    assert [row["finished"] for row in rows] == [1, 2]
+    assert rows[0]["difference"] == {"mean": pytest.approx(-1.9), "low": None, "high": None, "pairs": 1}
+
+
+def test_a_sweep_trains_the_grid_and_continues_after_a_failure():
+    done = fastloop("sweep", "recipe.yaml", "model.arguments.width=4,13", "--seeds", "2", "--monitor", "accuracy", "--without", "progress")
+    assert done.returncode == 1, done.stdout + done.stderr
+    found = record()
+    assert [run["status"] for run in found["runs"]] == ["finished", "failed", "finished", "failed"]
+    assert found["runs"][1]["reason"].startswith("exit code 1, before training")
+    assert "no width of 13" in done.stderr
+    assert found["best"] == "model.arguments.width=4"
+    assert found["better"] == "higher"
+    ours = [metrics(f"run/width-4_seed-{seed}")["accuracy"] for seed in (123, 124)]
+    assert found["points"][0]["mean"] == fmean(ours)
+    assert found["points"][0]["deviation"] == stdev(ours)
+    assert "failed: width-13_seed-123" in done.stdout
+
+    alone = fastloop("train", "recipe.yaml", "model.arguments.width=4", "train.seed=124", "output=alone", "--without", "progress")
+    assert alone.returncode == 0, alone.stderr
+    assert metrics("alone") == metrics("run/width-4_seed-124")
+
+    assert [run.name for run in read([Path("run")]).runs] == ["width-4_seed-123", "width-4_seed-124"]
+    shown = fastloop("report", "run")
+    assert shown.returncode == 0, shown.stderr
+    assert "<code>model.arguments.width=4</code>" in Path("report.html").read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_a_killed_sweep_resumes_without_repeating_a_finished_run(number):
+    command = ["sweep", "recipe.yaml", "train.lr=1e-2,3e-2", "--seeds", "1", "--without", "progress", "data.arguments={wait: true}"]
+    with forked.Command("-m", "fastloop", *command) as process:
+        deadline = time.monotonic() + 300
+        while not Path("waiting").exists():
+            assert process.poll() is None, process.stdout + process.stderr
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        owner = json.loads(Path("run/lr-3e-2_seed-123/.lock").read_text())["pid"]
+        os.kill(process.pid, number)
+        code = process.wait(300)
+    assert code == (-number if number == signal.SIGKILL else 130), process.stdout + process.stderr
+    while Path("/proc", str(owner)).exists():  # the run saves and stops when its launcher is killed
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert [run["status"] for run in record()["runs"]] == ["finished", "running" if number == signal.SIGKILL else "stopped"]
+    Path("free").touch()
+    before = Path("run/lr-1e-2_seed-123/summary.json").stat().st_mtime_ns
+
+    refused = fastloop(*command)
+    assert refused.returncode == 2
+    assert "contains a sweep. Continue it with --resume" in refused.stderr
+    resumed = fastloop(*command, "--resume")
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert "run 1 of 2" not in resumed.stdout
+    assert "resumed from" in resumed.stdout
+    assert Path("run/lr-1e-2_seed-123/summary.json").stat().st_mtime_ns == before
+    assert [run["status"] for run in record()["runs"]] == ["finished", "finished"]
+
+    undisturbed = fastloop("train", "recipe.yaml", "train.lr=3e-2", "train.seed=123", "output=alone", "--without", "progress")
+    assert undisturbed.returncode == 0, undisturbed.stderr
+    assert metrics("run/lr-3e-2_seed-123") == metrics("alone")
+
+    changed = fastloop(*command, "train.epochs=3", "--resume")
+    assert changed.returncode == 2
+    assert "have changed since this sweep began" in changed.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "there is nothing to sweep"),
+        (("train.seed=1,2", "--seeds", "2"), "--seeds sets it, too"),
+        (("train.lr=1e-2,fast",), "train.lr"),
+    ],
+)
+def test_a_wrong_command_line_is_explained_before_the_first_run(arguments, message):
+    done = fastloop("sweep", "recipe.yaml", *arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert not Path("run").exists()
+
+
+def test_a_metric_that_does_not_exist_ends_the_sweep_after_one_run():
+    done = fastloop("sweep", "recipe.yaml", "--seeds", "2", "--monitor", "acuracy", "--without", "progress")
+    assert done.returncode == 2
+    assert "--monitor acuracy: the validation split has no metric 'acuracy'. Did you mean 'accuracy'?" in done.stderr
+    assert [run["status"] for run in record()["runs"]] == ["finished", "pending"]
+    done = fastloop("sweep", "recipe.yaml", "--seeds", "2", "--monitor", "accuracy", "--without", "progress", "--resume")
+    assert done.returncode == 0, done.stderr

@@ -34,9 +34,9 @@ def sweep(
         bool, typer.Option("--resume", help="Continue the sweep in the output folder. Finished runs are not repeated.")
     ] = False,
 ) -> None:
-    """Train a recipe with each combination of values and each seed, one run after another.
+    """Train and compare a grid of values and seeds.
 
-    Each run has a folder of its own in the recipe's output folder. The results are in sweep.json there: the mean and the deviation of
+    Runs start one after another, each in a folder of the output folder. There, sweep.json has the results: the mean and the deviation of
     each point over the seeds, and its differences to the best point for the same seeds, with a 95% interval. A run that fails is
     recorded, and the sweep continues. Exit codes: 0 done; 1 a run failed; 2 usage error; 75 or 130 stopped, continue with --resume.
     """

@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastloop import hookimpl
-from fastloop_plugins.tasks.text_classification import Collator, TextClassification
+from fastloop_plugins.tasks._classification_batches import Collator
+from fastloop_plugins.tasks.text_classification import TextClassification
 
 MAX_LENGTH, VOCABULARY, PAD, CLS, SEP = 512, 30_522, 0, 101, 102
 LENGTHS = (14, 86, 122, 147, 158, 168, 178, 188, 204, 218, 236, 256, 277, 305, 338, 384, 437, 512, 512, 512, 512)

@@ -158,8 +158,9 @@ def test_wrappers_are_outside_of_other_implementations_whatever_their_marks(tiny
 KEYS = {
     *("status", "reason", "steps", "epochs", "samples", "world_size", "device", "plugins", "disabled", "train_seconds", "startup_seconds"),
     *("compile_seconds", "evaluate_seconds", "save_seconds", "peak_memory_bytes", "validation", "test", "best", "save_errors"),
+    "recipe",
 }
-LATER = {"plugin_seconds", "samples_per_second", "tokens_per_second"}
+LATER = {"samples_per_second", "tokens_per_second"}
 
 
 def summaries(seen: list[dict[str, Any]]) -> Plugin:

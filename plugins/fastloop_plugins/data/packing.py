@@ -176,10 +176,8 @@ class Packing(Plugin):
 def shortened(sample: Mapping[str, Any], size: int) -> dict[str, Any]:
     """The last ``size`` tokens of a sample: the first ones of a language model's sample may have no loss."""
     tokens = len(sample["input_ids"])
-    return {
-        name: value[-size:] if name != "label" and hasattr(value, "__len__") and len(value) == tokens else value
-        for name, value in sample.items()
-    }
+    cut = {name for name, value in sample.items() if name != "label" and hasattr(value, "__len__") and len(value) == tokens}
+    return {name: value[-size:] if name in cut else value for name, value in sample.items()}
 
 
 def same(output: Output, expected: Output) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -14,6 +15,8 @@ from fastloop.options import parse
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+logger = logging.getLogger("fastloop")
 
 HELP = "cross_entropy or focal, or with options: {name: cross_entropy, label_smoothing: 0.1, class_weights: balanced}."
 
@@ -61,11 +64,11 @@ class ClassLoss:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_placed": None}  # workers of a loader get a copy
 
-    def set_weights(self, labels: Callable[[], Any], names: Sequence[str] | None = None) -> None:
+    def set_weights(self, labels: Callable[[], Any] | None, names: Sequence[str] | None = None) -> None:
         """Compute ``weights``. ``balanced`` is ``N / (C * count)``, as in scikit-learn, with the counts of the training split.
 
         Args:
-            labels: Returns the classes of the training samples, int64.
+            labels: Returns the classes of the training samples, int64; None: the training split is not read.
             names: The classes' names; None: unknown, and as many as ``balanced`` finds or the list has.
 
         Raises:
@@ -77,6 +80,9 @@ class ClassLoss:
         if given is None:
             return
         if given == "balanced":
+            if labels is None:
+                logger.warning("%s: this loss has no class weights: balanced counts the training split, which is not read here", self.where)
+                return
             counts = torch.bincount(torch.as_tensor(labels()), minlength=len(names or ()))
             if not counts.all():
                 raise RecipeError(f"{self.where}: balanced: class {int(counts.argmin())} has no training sample. Give a list of weights.")

@@ -20,27 +20,24 @@ Labels may also be numbers (regression), or any number of classes for each text:
 
     data:  {label: score, label_type: number}          # mean squared error, mse, mae, pearson, spearman
     data:  {label: [toxic, insult]}                    # columns of 0 and 1: binary cross entropy, f1_micro, f1_macro, subset_accuracy
-    data:  {label: tags, label_type: classes}          # a column of lists of names
-
-A text has the classes with a probability above ``threshold``, 0.5 by default.
+    data:  {label: tags, label_type: classes}          # lists of names: the classes with a probability above threshold, 0.5 by default
 
 ``class_weights`` are a list, a mapping of the classes' names, or ``balanced``: ``N / (C * count)`` of the training labels. Micro-batches,
 packed rows and processes give the weighted loss of one big batch. Evaluation computes the same loss.
 
 The task sets the metrics' ``num_classes``, ``task`` and ``threshold``, and gives ``Binary...`` metrics the probability of class 1.
-
 ``f1`` follows scikit-learn: with two classes it is the F1 score of class 1 (``average="binary"``), else the mean over the classes
 (``average="macro"``).
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
-from fastloop import Batch, Output, Plugin, SpeedupEstimate, hookimpl, option
+from fastloop import Output, Plugin, SpeedupEstimate, hookimpl, option
+from fastloop_plugins.tasks._classification_batches import Collator
 from fastloop_plugins.tasks._losses import HELP, ClassLoss
 from fastloop_plugins.tasks._metrics import classifier_metrics, find_metrics
 from fastloop_plugins.tasks._model_checks import PROBE, check_classifies
@@ -57,9 +54,7 @@ if TYPE_CHECKING:
     from fastloop import Run
     from fastloop.estimates import StepProfile
     from fastloop.recipe import Recipe
-    from fastloop_plugins.tasks._text_batches import Ragged, Sequences, Width
-
-logger = logging.getLogger("fastloop")
+    from fastloop_plugins.tasks._text_batches import Sequences
 
 
 class TextClassification(Plugin):
@@ -129,12 +124,7 @@ class TextClassification(Plugin):
         if self.data.label_type == "classes":
             labels = {name: split.labels[:, ids.argsort()] for name, split in splits.items() if split.labels is not None}
         datasets = {name: Sequences(split.ids, split.lengths, labels[name], split.typed) for name, split in splits.items()}
-        if "train" not in datasets and self.loss.options.class_weights == "balanced":
-            logger.warning(
-                "text-classification: this loss has no class weights: balanced counts the training split, which is not read here"
-            )
-        else:
-            self.loss.set_weights(lambda: datasets["train"].labels, self.labels.names)
+        self.loss.set_weights((lambda: datasets["train"].labels) if "train" in datasets else None, self.labels.names)
         return datasets
 
     @hookimpl
@@ -197,39 +187,3 @@ class TextClassification(Plugin):
     @hookimpl
     def export_model(self, run: Run, folder: Path) -> Path:
         return self.text_model.export(run, folder)
-
-
-class Collator:
-    """Pads a list of samples. The mask is 1 for real tokens; a batch without padding has no mask."""
-
-    def __init__(self, pad_token_id: int, width: Width, loss: ClassLoss) -> None:
-        self.pad_token_id, self.width, self.loss = pad_token_id, width, loss
-
-    def __call__(self, samples: list[dict[str, Any]]) -> Batch:
-        import torch
-
-        from fastloop_plugins.tasks._text_batches import padded
-
-        batch = self.ragged(samples)
-        rows = batch.columns["input_ids"][0]
-        width, lengths = self.width(rows), torch.tensor([len(row) for row in rows])
-        inputs = {name: padded(column, width, value) for name, (column, value) in batch.columns.items()} | batch.fixed
-        if min(map(len, rows)) < width:
-            inputs["attention_mask"] = (torch.arange(width) < lengths[:, None]).long()
-        return Batch(inputs, loss_weight=batch.loss_weight, tokens=batch.tokens)
-
-    def ragged(self, samples: list[dict[str, Any]]) -> Ragged:
-        """The batch without padding and without a mask."""
-        import numpy as np
-        import torch
-
-        from fastloop_plugins.tasks._text_batches import Ragged
-
-        rows = [sample["input_ids"] for sample in samples]
-        found = [sample["label"] for sample in samples]
-        labels = torch.tensor(found if isinstance(found[0], int) else np.array(found))
-        weight = len(rows) if self.loss.weights is None else self.loss.weight_of(labels)
-        columns = {"input_ids": (rows, self.pad_token_id)}
-        if "token_type_ids" in samples[0]:
-            columns["token_type_ids"] = ([sample["token_type_ids"] for sample in samples], 0)
-        return Ragged(columns=columns, fixed={"labels": labels}, loss_weight=weight, tokens=sum(map(len, rows)))

@@ -36,9 +36,10 @@ def evaluate(
     with_: With = None,
     without: Without = None,
 ) -> None:
-    """Evaluate a split or a file with a trained model: loss, the task's metrics, and the metrics of each class.
+    """Evaluate a trained model on a split or a file.
 
-    The metrics are those that the training run computes for the same split and number of processes.
+    Shows the loss, the task's metrics, and the metrics of each class. They are those that the training run computes for the same split and
+    number of processes.
     """
     from fastloop_tools.inference.target import build_run, load, read_file_instead
 

@@ -46,7 +46,9 @@ def predict(
     with_: With = None,
     without: Without = None,
 ) -> None:
-    """Predict with a trained model: labels and probabilities, texts of a language model, or the outputs of a module.
+    """Predict the samples of a file, a text or a split.
+
+    A classifier gives labels and probabilities, a language model texts, and a module its outputs.
 
     Rows keep their order. An interrupted job with --out continues after the last complete chunk, if the same command is repeated.
     """

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from fastloop import hookimpl
 from fastloop_plugins.tasks._classification_batches import Collator
+from fastloop_plugins.tasks._losses import ClassLoss
 from fastloop_plugins.tasks.text_classification import TextClassification
 
 MAX_LENGTH, VOCABULARY, PAD, CLS, SEP = 512, 30_522, 0, 101, 102
@@ -147,7 +148,8 @@ class ReviewTask(TextClassification):
 
     @hookimpl
     def check_recipe(self) -> None:
-        """Does nothing: there are no texts and no tokenizer to check."""
+        """Sets the loss. There are no texts and no tokenizer to check."""
+        self.loss, self.problem = ClassLoss("cross_entropy", "benchmark"), None
 
     @hookimpl
     def build_datasets(self) -> Mapping[str, Any]:
@@ -159,7 +161,7 @@ class ReviewTask(TextClassification):
     def build_collator(self, run: Any) -> Collator:
         from fastloop_plugins.tasks._text_batches import Width
 
-        return Collator(PAD, Width(self.max_length, run.loader_settings.pad_to_multiple_of, self.padding == "max_length"))
+        return Collator(PAD, Width(self.max_length, run.loader_settings.pad_to_multiple_of, self.padding == "max_length"), self.loss)
 
     @hookimpl
     def build_model(self) -> Any:

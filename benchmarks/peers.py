@@ -76,7 +76,7 @@ ALLOCATORS: dict[str, dict[str, str]] = {
     if (found := next(filter(None, map(ctypes.util.find_library, libraries)), None))
 } | {"glibc": {"GLIBC_TUNABLES": ":".join(f"glibc.malloc.{name}={value}" for name, value in TUNABLES.items())}}
 """Environment variables of ``+allocator``: those of the first installed allocator, as set by fastloop's plugin ``allocator``."""
-ENVIRONMENT = ("LD_PRELOAD", "GLIBC_TUNABLES", "MALLOC_CONF", "OMP_NUM_THREADS")
+ENVIRONMENT = ("LD_PRELOAD", "GLIBC_TUNABLES", "MALLOC_CONF", "OMP_NUM_THREADS", "OMP_WAIT_POLICY")
 BATCH, WARMUP = 12, 2
 PACKAGES = ("torch", "transformers", "accelerate", "lightning", "fastloop")
 CHOICES = [arm for arm in ARMS if arm != "hf-trainer-compile"]  # hf-trainer-compile takes minutes to compile on a CPU
@@ -86,9 +86,9 @@ ALLOCATED = "+allocator"
 # -- an arm, in a process of its own -----------------------------------------------------------------------------------------
 
 
-def work(arm: str, folder: Path, seed: int) -> dict[str, Any]:
-    """Warm up and measure, in this process."""
-    plugins = PLUGINS if arm == "fastloop" else []
+def work(arm: str, folder: Path, seed: int, more: list[str]) -> dict[str, Any]:
+    """Warm up and measure, in this process. The fastloop arm gets ``more`` plugins."""
+    plugins = [*PLUGINS, *more] if arm == "fastloop" else []
     if arm == "fastloop":
         restart_for_fastloop(Work(model=str(minilm()), device="cpu", folder=folder, plugins=plugins))
     import torch
@@ -189,9 +189,10 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS, help="where the JSON goes; elsewhere, docs are left alone")
     parser.add_argument("--arm", choices=CHOICES, help=argparse.SUPPRESS)
     parser.add_argument("--seed", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--plugins", nargs="+", default=[], help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.arm:
-        print(json.dumps(work(options.arm, options.data, options.seed)))
+        print(json.dumps(work(options.arm, options.data, options.seed, options.plugins)))
         return
 
     source = options.data / "train.parquet"

@@ -23,6 +23,7 @@ class StepProfile:
         precision: ``fp32``, or the dtype of autocast: ``bf16``, ``fp16``.
         cores: Processors that this process may use.
         threads: Threads of torch.
+        foreign_cores: Processors that other programs kept busy.
         world_size: Number of processes.
         steps: Steps in the timed window.
         seconds: Wall time of a step without a profiler.
@@ -55,6 +56,7 @@ class StepProfile:
     precision: str = "fp32"
     cores: int = 1
     threads: int = 1
+    foreign_cores: float = 0.0
     world_size: int = 1
     steps: int = 1
     seconds: float

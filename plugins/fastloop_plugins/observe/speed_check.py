@@ -3,9 +3,10 @@
     plugins:
       - speed-check
 
-It times 20 steps after the first five, counts padding and page faults, and passes the figures to the plugins' ``estimate_speedup``. Matrix
-products are estimated from the size of the model and the peak of the device, so that no profiler is needed: `fastloop profile` measures.
-Plugins that change which samples a step trains on are left out, and so are runs that end within a minute. Later steps cost nothing.
+It times 20 steps after the first five, counts padding and page faults, and measures the load of other programs. The plugins'
+``estimate_speedup`` gets the figures. Matrix products are estimated from the size of the model and the peak of the device, so that no
+profiler is needed: `fastloop profile` measures. Plugins that change which samples a step trains on are left out, and so are runs that end
+within a minute. Later steps cost nothing.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Plugin, PluginError, hookimpl
+from fastloop_plugins._foreign_load import ForeignLoad
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -48,7 +50,7 @@ class SpeedCheck(Plugin):
         super().__init__(**options)
         self.steps, self.padded, self.real = 0, 0, 0
         self.longest: list[Any] = []  # tokens if padded to the longest sample; on the device, read after the window
-        self.started, self.faults, self.waited = 0.0, 0, 0.0
+        self.started, self.faults = 0.0, 0
 
     @classmethod
     def auto_enable(cls, recipe: Recipe) -> str:
@@ -59,7 +61,7 @@ class SpeedCheck(Plugin):
         from fastloop.runtime.platform_support import page_faults
 
         if self.steps == WARM_UP:
-            self.started, self.faults = perf_counter(), page_faults()
+            self.started, self.faults, self.load = perf_counter(), page_faults(), ForeignLoad()
         if self.steps == WARM_UP + STEPS:
             run.plugins.unsubscribe(self, "before_step")
             seconds = (perf_counter() - self.started) / STEPS
@@ -93,6 +95,7 @@ class SpeedCheck(Plugin):
             device=run.device.type,
             precision=precision,
             cores=platform_support.cores(),
+            foreign_cores=self.load.cores(),
             world_size=run.world_size,
             steps=STEPS,
             seconds=seconds,

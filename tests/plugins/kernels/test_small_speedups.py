@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
+import shlex
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
 from torch import nn
 
 from fastloop import Plugin, PluginError, Trainer, hookimpl
+from fastloop.estimates import StepProfile
 from fastloop.hooks import PluginSet
 from fastloop.recipe import make_recipe
 from fastloop.testing import tiny_data
+from fastloop_plugins import _foreign_load as foreign_load
+from fastloop_plugins._foreign_load import ForeignLoad
 from fastloop_plugins.kernels.channels_last import ChannelsLast
 from fastloop_plugins.precision.matmul_precision import MatmulPrecision
 from fastloop_plugins.strategies.cpu_affinity import CpuAffinity
@@ -105,18 +112,55 @@ def test_processes_of_a_machine_share_its_processors(tiny_run, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("options", "expected"),
-    [({}, {"OMP_WAIT_POLICY": "passive"}), ({"wait": "active"}, {"OMP_WAIT_POLICY": "active"}), ({"wait": None}, {})],
+    ("wait", "others", "expected"),
+    [("auto", 1.0, "passive"), ("auto", 0.1, None), ("passive", 0.1, "passive"), ("active", 1.0, "active"), (None, 1.0, None)],
 )
-def test_waiting_threads_sleep_unless_the_recipe_says_otherwise(options, expected):
-    recipe = make_recipe({"plugins": [{"cpu-affinity": options}]})
-    assert PluginSet([CpuAffinity(**options)]).environment(recipe) == expected
+def test_waiting_threads_sleep_if_the_recipe_or_the_load_of_other_programs_asks_for_it(wait, others, expected, monkeypatch):
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    monkeypatch.setattr(ForeignLoad, "cores", lambda _: others)  # no test can make sure that a machine is idle
+    recipe = make_recipe({"plugins": [{"cpu-affinity": {"wait": wait}}]})
+    found = PluginSet([CpuAffinity(wait=wait)]).environment(recipe)
+    assert found == ({"OMP_WAIT_POLICY": expected} if expected else {})
 
 
+def test_a_policy_of_the_users_environment_is_kept(monkeypatch):
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    monkeypatch.setattr(ForeignLoad, "cores", lambda _: 1.0)
+    assert PluginSet([CpuAffinity()]).environment(make_recipe({"plugins": ["cpu-affinity"]})) == {}
+
+
+def test_programs_of_others_are_load_and_the_runs_own_processes_are_not():
+    busy = f"{shlex.quote(sys.executable)} -c 'while True: pass'"
+    load = ForeignLoad()
+    orphan = int(subprocess.run(["sh", "-c", f"{busy} >/dev/null 2>&1 & echo $!"], capture_output=True, text=True, check=True).stdout)
+    child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        while load.cores() < 0.3 or foreign_load._own_seconds().get(child.pid, 0.0) < 0.1:  # ends by the test's timeout otherwise
+            time.sleep(0.05)
+        assert orphan not in foreign_load._own_seconds()
+    finally:
+        os.kill(orphan, signal.SIGKILL)
+        child.kill()
+        child.wait()
+
+
+def test_a_busy_machine_makes_it_worth_a_line(monkeypatch):
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    profile = StepProfile(device="cpu", cores=2, threads=2, seconds=1.0, foreign_cores=0.98)
+    estimate = CpuAffinity.estimate_speedup(profile, make_recipe({}))
+    assert estimate is not None
+    assert estimate.why == "Other programs use 1.0 of 2 cores, and threads that wait for each other spin."
+    assert CpuAffinity.estimate_speedup(dataclasses.replace(profile, foreign_cores=0.1), make_recipe({})) is None
+    assert CpuAffinity.estimate_speedup(dataclasses.replace(profile, seconds=0.02), make_recipe({})) is None
+
+
+@pytest.mark.slow
 def test_waiting_threads_of_a_training_process_sleep(tmp_path):
     """libgomp shows its settings when it is loaded. It reads them only then, so the variable must be set before torch is imported."""
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("data: {files: {train: none.csv}, text: text, label: label}\nmodel: {name: nowhere}\nplugins: [cpu-affinity]\n")
+    recipe.write_text(
+        "data: {files: {train: none.csv}, text: text, label: label}\nmodel: {name: nowhere}\nplugins: [{cpu-affinity: {wait: passive}}]\n"
+    )
     environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"} | {"OMP_DISPLAY_ENV": "true"}
     command = [sys.executable, "-m", "fastloop", "train", str(recipe)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)

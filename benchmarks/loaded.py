@@ -1,0 +1,107 @@
+"""The same fine-tuning on an idle machine and beside a busy program, by fastloop and by its peers.
+
+    python benchmarks/loaded.py --repeats 3 --steps 6        # about 20 minutes on two cores
+    python benchmarks/loaded.py --busy 1 --arms hf-trainer fastloop
+
+The work and the arms are those of ``peers.py``. An arm runs twice in a round: alone, and beside ``--busy`` processes that compute without
+end. Each keeps one core busy for as long as the arm trains. fastloop runs with the plugins of ``peers.py`` and ``cpu-affinity``, and once
+without it, as ``fastloop-spinning``. The slowdown is formed inside a round: samples a second alone, divided by those beside the busy
+processes. Rounds are interleaved, A B C, C B A. The machine must be idle otherwise: the load of other processes is in the results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import peers
+from _arms import NEEDS
+from _measure import RESULTS, ROOT, caution, machine, ratio, rounds, show_machine, show_ratio, spawn, table, write, write_section
+from _reviews import minilm
+
+SPINNING = "fastloop-spinning"
+ARMS = ("bare", "hf-trainer", "lightning", SPINNING, "fastloop")
+
+
+@contextlib.contextmanager
+def busy_processes(count: int) -> Iterator[None]:
+    """Processes that compute without end, until the context is left."""
+    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    time.sleep(1.0 if processes else 0.0)
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def summary(found: list[dict[str, dict[str, Any]]], arms: list[str]) -> tuple[list[dict[str, Any]], str]:
+    """Results of each arm over the rounds, and the same as a table."""
+    rows, lines = [], []
+    for arm in arms:
+        speeds = {state: [one[f"{arm} {state}"]["samples_per_second"] for one in found] for state in ("idle", "busy")}
+        row = {state: statistics.median(values) for state, values in speeds.items()} | {"slowdown": ratio(speeds["idle"], speeds["busy"])}
+        if "fastloop" in arms:
+            row["fastloop_over_it"] = ratio([one["fastloop busy"]["samples_per_second"] for one in found], speeds["busy"])
+        rows.append({"arm": arm} | row)
+        over = show_ratio(row["fastloop_over_it"]) if "fastloop_over_it" in row and arm != "fastloop" else ""
+        lines.append([f"`{arm}`", f"{row['idle']:.2f}", f"{row['busy']:.2f}", show_ratio(row["slowdown"]), over])
+    return rows, table(["arm", "samples/s, idle", "samples/s, busy", "slowdown", "fastloop over it, busy"], lines)
+
+
+def main() -> None:
+    """Run all arms and report."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--repeats", type=int, default=3, help="interleaved rounds (default 3)")
+    parser.add_argument("--steps", type=int, default=6, help="optimizer steps measured (default 6)")
+    parser.add_argument("--busy", type=int, default=1, help="busy processes (default 1)")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data" / "imdb", help="folder with train.parquet")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where the JSON goes; elsewhere, docs are left alone")
+    options = parser.parse_args()
+    source = options.data / "train.parquet"
+    if not source.is_file():
+        parser.error(f"{source}: no such file. --data names the folder.")
+    minilm()
+    arms = [arm for arm in options.arms if importlib.util.find_spec(NEEDS.get(arm, "torch")) is not None]
+    plain = {"OMP_NUM_THREADS": None, "OMP_WAIT_POLICY": None, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    found: list[dict[str, dict[str, Any]]] = [{} for _ in range(options.repeats)]
+    with tempfile.TemporaryDirectory() as temporary:
+        for number, arm in rounds(arms, options.repeats):
+            folder = Path(temporary) / str(number)
+            if not folder.exists():
+                folder.mkdir()
+                peers.draw(source, folder, options.steps, number)
+            for state, count in (("idle", 0), ("busy", options.busy)):
+                extra = ["--plugins", "cpu-affinity"] if arm == "fastloop" else []
+                with busy_processes(count):
+                    name = arm.removesuffix("-spinning")
+                    row = spawn([Path(peers.__file__), "--arm", name, "--data", folder, "--seed", number, *extra], plain)
+                found[number][f"{arm} {state}"] = row | {"arm": arm, "state": state}
+                print(f"round {number + 1} {arm:20} {state} {row['samples_per_second']:6.2f} samples/s", flush=True)
+
+    rows, shown = summary(found, arms)
+    facts = machine(*peers.PACKAGES) | {"device": f"{machine()['cpu']} (CPU)"}
+    results = {"machine": facts, "busy": options.busy, "steps": options.steps, "batch": peers.BATCH, "summary": rows, "rounds": found}
+    print(f"\n{shown}\n\n{write('loaded', results, options.results)}")
+    if options.results == RESULTS:
+        said = f"{show_machine(facts)} {options.repeats} rounds of {options.steps} steps, beside {options.busy} busy process."
+        given = f"fastloop's plugins: `{json.dumps([*peers.PLUGINS, 'cpu-affinity'])}`."
+        about = (__doc__ or "").partition("--arms hf-trainer fastloop\n\n")[2]
+        parts = [shown, f"{said} {caution(options.repeats)}", given, about, "Raw figures: `benchmarks/results/loaded.json`."]
+        write_section("Beside a busy program", "\n\n".join(parts))
+
+
+if __name__ == "__main__":
+    main()

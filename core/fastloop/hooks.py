@@ -47,7 +47,6 @@ class Hooks(pluggy.PluginManager):
 
     def __init__(self, plugins: Iterable[Plugin]) -> None:
         super().__init__("fastloop")
-        defaults = importlib.import_module("fastloop.defaults")  # by name: it imports the loop, which is above this module
         plugins = list(plugins)
         self.known: dict[str, tuple[str, ...]] = {}
         self.first: set[str] = set()
@@ -60,12 +59,16 @@ class Hooks(pluggy.PluginManager):
                 self.register(plugin, plugin.name)
             except pluggy.PluginValidationError as error:
                 raise PluginError(f"plugin {plugin.name!r}: {error}") from None
-        self.register(defaults, "fastloop")  # its implementations are trylast, so they run after plugins' fallback_hooks
         wrapped = {hook for plugin in plugins for impl, hook in self.implementations(plugin) if impl.wrapper}
         for plugin in plugins:
             for impl, hook in self.implementations(plugin):
                 if hook in wrapped:  # pluggy calls these itself, and does not report which implementation failed
                     impl.function = self._guard(plugin, hook, impl.function, impl.wrapper)
+
+    def register_core(self) -> None:
+        """Register the core's implementations. This imports torch, so it is done only before hooks of a run are called."""
+        defaults = importlib.import_module("fastloop.defaults")  # by name: it imports the loop, which is above this module
+        self.register(defaults, "fastloop")  # its implementations are trylast, so they run after plugins' fallback_hooks
 
     # -- declarations --------------------------------------------------------------------------------------------------
 
@@ -236,6 +239,7 @@ class PluginSet:
     @cached_property
     def hooks(self) -> HookCallers:
         """Call a hook on all plugins: ``hooks.after_step(run=run, loss=loss)``."""
+        self.manager.register_core()
         return HookCallers(self.manager, self.manager.handle_error)
 
     def each(self, hook: str) -> Iterator[tuple[Plugin, Callable[..., Any]]]:

@@ -48,6 +48,31 @@ def test_fast_commands_import_neither_torch_nor_plugins(code):
     assert done.stdout.splitlines()[-1] == "LOADED"
 
 
+def test_a_process_that_restarts_for_its_environment_has_not_imported_torch(tmp_path):
+    (tmp_path / "recipe.yaml").write_text("data: {files: {train: none.csv}, text: text, label: label}\nmodel: {name: nowhere}\n")
+    code = (
+        "from fastloop.recipe import load_recipe; from fastloop.registry import select; "
+        "recipe = load_recipe('recipe.yaml', (), ('allocator', 'cpu-affinity'), ()); assert select(recipe).environment(recipe) is not None"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-c", PROBE.format(code=code, heavy=("torch", "accelerate", "transformers", "datasets"))]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "LOADED"
+
+
+def test_torchmetrics_is_imported_without_scipys_signal_which_works_afterwards():
+    code = (
+        "from fastloop_plugins.tasks._metrics import import_torchmetrics; import_torchmetrics(); "
+        "assert 'torchmetrics' in sys.modules; assert 'scipy.stats' not in sys.modules; "
+        "import scipy.signal; scipy.signal.windows.hann(4); from torchmetrics.classification import MulticlassAccuracy"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-c", PROBE.format(code=code, heavy=())]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def imports(path: Path) -> set[str]:
     """Modules that a file imports."""
     found: set[str] = set()

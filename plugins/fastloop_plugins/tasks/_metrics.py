@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Mapping
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from fastloop import RecipeError
@@ -16,6 +18,21 @@ if TYPE_CHECKING:
     from fastloop.recipe import Recipe
 
 
+def import_torchmetrics() -> None:
+    """Import torchmetrics without ``scipy.signal``, which takes a second of processor time.
+
+    torchmetrics 1.9 imports it only to restore a name that a package of audio metrics uses.
+    """
+    if {"torchmetrics", "scipy.signal"} & sys.modules.keys():
+        return
+    sys.modules["scipy.signal"] = stand_in = ModuleType("scipy.signal")
+    stand_in.__dict__["hamming"] = None  # torchmetrics leaves the module as it is
+    try:
+        import torchmetrics  # noqa: F401
+    finally:
+        del sys.modules["scipy.signal"]
+
+
 def find_metrics(options: Mapping[str, Mapping[str, Any]], recipe: Recipe, key: str) -> dict[str, type[Metric]]:
     """Name -> class.
 
@@ -26,6 +43,9 @@ def find_metrics(options: Mapping[str, Mapping[str, Any]], recipe: Recipe, key: 
     Raises:
         RecipeError: A class does not exist, or is no metric.
     """
+    if not options:
+        import_torchmetrics()
+        return {}
     import torchmetrics
     from torchmetrics import classification, regression
 

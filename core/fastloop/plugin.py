@@ -272,7 +272,14 @@ def listed_at(where: str) -> Iterator[None]:
 def defaults() -> dict[str, importlib.metadata.EntryPoint]:
     """Name -> entry point of the plugins that are enabled by default if their ``auto_enable`` returns a reason."""
     points = sorted(entry_points(DEFAULTS), key=lambda point: point.name)
-    return {point.name: point for point in points if point.dist is not None and point.dist.name == "fastloop"}
+    return {point.name: point for point in points if point.dist is not None and name_and_version(point.dist)[0] == "fastloop"}
+
+
+@lru_cache(maxsize=512)
+def name_and_version(distribution: importlib.metadata.Distribution) -> tuple[str, str]:
+    """Name and version of an installed package. importlib.metadata parses the metadata again for each of them."""
+    metadata = distribution.metadata
+    return metadata["Name"], metadata["Version"]
 
 
 def entry_points(group: str) -> importlib.metadata.EntryPoints:

@@ -15,7 +15,7 @@ from packaging.utils import canonicalize_name
 from fastloop.errors import FastloopError, PluginError, did_you_mean
 from fastloop.hooks import PluginSet, origin
 from fastloop.options import check_options
-from fastloop.plugin import GROUP, Plugin, defaults, entry_points, listed_at
+from fastloop.plugin import GROUP, Plugin, defaults, entry_points, listed_at, name_and_version
 from fastloop.plugin_checks import check_together
 from fastloop.recipe import Recipe
 from fastloop.recipe.importing import import_file
@@ -44,7 +44,7 @@ def own_plugins() -> list[str]:
 
 
 def _distribution(point: importlib.metadata.EntryPoint) -> str:
-    return point.dist.name if point.dist else "?"
+    return name_and_version(point.dist)[0] if point.dist else "?"
 
 
 def load(reference: str, where: str = "plugins") -> type[Plugin]:
@@ -57,7 +57,7 @@ def load(reference: str, where: str = "plugins") -> type[Plugin]:
         PluginError: The plugin is not installed (suggests the nearest name), needs another fastloop, cannot be imported, or is no plugin.
     """
     point = find(reference, where)
-    source = f"{point.value} of {_distribution(point)} {point.dist.version if point.dist else ''}".rstrip()
+    source = f"{point.value} of {' '.join(name_and_version(point.dist)) if point.dist else '?'}"
     label = f"{where}: plugin {reference!r} ({source})"
     if problem := unsupported(point):
         raise PluginError(f"{label} {problem}")

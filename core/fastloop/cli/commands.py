@@ -15,6 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 from fastloop.errors import UsageError, did_you_mean
+from fastloop.plugin import name_and_version
 
 GROUP = "fastloop.commands"
 
@@ -62,7 +63,7 @@ class Commands(TyperGroup):
 def tools() -> dict[str, EntryPoint]:
     """Name -> entry point of the commands of fastloop's own distribution."""
     points = sorted(entry_points(group=GROUP), key=lambda point: point.name)
-    return {point.name: point for point in points if point.dist is not None and point.dist.name == "fastloop"}
+    return {point.name: point for point in points if point.dist is not None and name_and_version(point.dist)[0] == "fastloop"}
 
 
 def third_party(reserved: Iterable[str]) -> dict[str, EntryPoint]:

@@ -6,6 +6,7 @@ values are secret. ``(hidden)`` replaces them. To use a saved recipe, set its se
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -32,6 +33,11 @@ def is_secret(key: Any) -> bool:
     return isinstance(key, str) and bool(_KEY.search(key)) and not _TOKENIZER_KEY.search(key)
 
 
+@functools.cache
+def _is_secret_variable(name: str) -> bool:
+    return bool(_VARIABLE.search(name))
+
+
 def remember(tree: Any, where: str, secret: bool = False) -> None:
     """Remember the secret values of a recipe, to hide them inside text, too.
 
@@ -52,7 +58,7 @@ def remember(tree: Any, where: str, secret: bool = False) -> None:
 
 def hide(text: str) -> str:
     """Replace secret values in a text."""
-    variables = {value for name, value in os.environ.items() if _VARIABLE.search(name)}
+    variables = {os.environ[name] for name in os.environ if _is_secret_variable(name)}
     for value in sorted(variables | _remembered, key=len, reverse=True):
         if len(value) >= MIN_LENGTH:
             for shown in (value, repr(value)[1:-1], json.dumps(value)[1:-1]):

@@ -189,8 +189,8 @@ class Plugin:
     """Names (or ``slot:NAME``) of plugins whose hooks must be called after this plugin's."""
     requirements: ClassVar[tuple[Need, ...]] = ()
     """Requirements on the device, dtypes and installed versions."""
-    adds_metrics: ClassVar[tuple[str, ...]] = ()
-    """Metrics that its wrapper of ``evaluate`` adds to ``loss`` and those of ``build_metrics``."""
+    adds_metrics: tuple[str, ...] = ()
+    """Metrics that its wrapper of ``evaluate`` adds to ``loss`` and those of ``build_metrics``. ``__init__`` may set it from options."""
     for_inference: ClassVar[bool] = False
     """Whether runs that only evaluate or predict have the plugin too: it changes how data is read or how the forward pass is computed. In
     such a run, the only split replaces ``train``, there is no optimizer, and ``check_run`` and ``before_fit`` are not called."""

@@ -14,6 +14,21 @@ from fastloop.testing.studies import strategies
 
 OURS = [name for name, point in installed().items() if point.dist is not None and point.dist.name == "fastloop"]
 
+PAIRS = {
+    "model": {
+        "config": {"model_type": "t5", "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2},
+        "tokenizer": {"kind": "bpe", "vocab_size": 300},
+    },
+    "data": {
+        "module": "fastloop_plugins.datasets.dates:dates",
+        "arguments": {"train": 35, "validation": 16, "test": 8},
+        "target": "iso",
+        "max_length": 32,
+        "max_target_length": 16,
+    },
+}
+"""Dates with their ISO form, and a T5 of two layers."""
+
 TRIED_ON: dict[str, dict[str, Any]] = {
     "activation-checkpointing": {"task": TEXTS},
     "attention": {"task": TEXTS, "options": {"implementation": "eager"}},
@@ -31,6 +46,7 @@ TRIED_ON: dict[str, dict[str, Any]] = {
     "matmul-precision": {"device": "auto"},
     "packing": {"task": TEXTS},
     "trackers": {"options": {"trackers": []}},  # test_trackers.py trains with real ones
+    "seq2seq": {"task": PAIRS},
     "token-cache": {"task": TEXTS, "options": {"folder": "tokens"}},
     "profile": {"options": {"wait": 1, "warmup": 1, "active": 1}},
     "text-classification": {"task": TEXTS},

@@ -23,6 +23,7 @@ SHIPPED = {
     "distilbert_imdb_gpu",
     "gpt_stdlib",
     "chat_animals",
+    "seq2seq_dates",
     "digits_module",
 }
 
@@ -176,3 +177,15 @@ def test_digits_module_as_it_is():
     pytest.importorskip("sklearn")
     summary = train("digits_module")
     assert summary["test"]["accuracy"] > 0.96
+
+
+@pytest.mark.slow
+def test_seq2seq_dates_as_it_is(cli):
+    summary = train("seq2seq_dates")
+    assert summary["test"]["exact_match"] > 0.8
+    assert summary["seconds"]["train"] > 0
+    written = {"the 5th of March, 2024": "2024-03-05", "Saturday, July 14th 1990": "1990-07-14", "3.12.2001": "2001-12-03"}
+    for text, iso in written.items():
+        code, out, _ = cli("predict", "run", text)
+        assert code == 0
+        assert json.loads(out) == {"text": iso}

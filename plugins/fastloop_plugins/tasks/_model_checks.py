@@ -113,6 +113,30 @@ def check_classifies(run: Run, model: nn.Module, inputs: Mapping[str, Tensor], c
     _agree(run, model, where, find)
 
 
+def check_target_loss(run: Run, model: nn.Module, inputs: Mapping[str, Tensor], where: str) -> None:
+    """Raise an error for an encoder-decoder whose loss is not the mean cross entropy of the target tokens. Runs like ``check_causal``.
+
+    Args:
+        inputs: A batch of ``seq2seq`` with ``labels``.
+
+    Raises:
+        RecipeError: The model cannot compute its loss from token ids, mask and labels alone, or computes another one.
+    """
+    from torch.nn.functional import cross_entropy
+
+    def find() -> str | None:
+        output = model(**inputs)
+        expected = cross_entropy(output.logits.flatten(0, 1).float(), inputs["labels"].flatten())
+        if bool((output.loss - expected).abs() <= 1e-4 * expected.abs() + 1e-6):
+            return None
+        return (
+            f"{where}: {type(model).__name__} computes a loss of {float(output.loss):.6g}, expected {float(expected):.6g}, the mean cross "
+            "entropy of the target tokens: its micro-batches could not be combined. Use another model."
+        )
+
+    _agree(run, model, where, find)
+
+
 def _agree(run: Run, model: nn.Module, where: str, find: Callable[[], str | None]) -> None:
     """Raise the first problem that any process found on every process."""
     problem = None

@@ -28,28 +28,29 @@ def column_names(value: str | list[str], where: str) -> list[str]:
     return names
 
 
-def read_columns(parts: list[Part], role: str, names: Sequence[str], messages: list[tuple[int, str]]) -> list[Text]:
+def read_columns(parts: list[Part], role: str, names: Sequence[str], messages: list[tuple[int, str]], key: str = "text") -> list[Text]:
     """The texts of each row of a split.
 
     Args:
         messages: Receives a warning for each column with empty texts.
+        key: The option of ``data`` that names the columns.
 
     Raises:
         RecipeError: There is no row, all texts of a column are empty, or a value is no text.
     """
-    columns = [_read_column(parts, role, name, messages) for name in names]
+    columns = [_read_column(parts, role, name, messages, key) for name in names]
     return list(columns[0]) if len(columns) == 1 else list(zip(*columns, strict=True))
 
 
-def _read_column(parts: list[Part], role: str, name: str, messages: list[tuple[int, str]]) -> list[str]:
+def _read_column(parts: list[Part], role: str, name: str, messages: list[tuple[int, str]], key: str) -> list[str]:
     texts: list[str] = []
     empty: list[tuple[Part, int]] = []
     for part in parts:
-        for number, value in enumerate(part.column("text", name), 1):
+        for number, value in enumerate(part.column(key, name), 1):
             if value is not None and not isinstance(value, str):
-                raise RecipeError(f"{part.row(number)}: column {name!r} holds {show(value)}, expected text (data.text).")
+                raise RecipeError(f"{part.row(number)}: column {name!r} holds {show(value)}, expected text (data.{key}).")
             if value and not value.isascii() and not _encodable(value):
-                raise RecipeError(f"{part.row(number)}: column {name!r} (data.text) holds half of a UTF-16 pair, which is no text.")
+                raise RecipeError(f"{part.row(number)}: column {name!r} (data.{key}) holds half of a UTF-16 pair, which is no text.")
             texts.append(value or "")
             if not texts[-1].strip():
                 empty.append((part, number))
@@ -57,10 +58,10 @@ def _read_column(parts: list[Part], role: str, name: str, messages: list[tuple[i
     if not texts:
         raise RecipeError(f"{where}: the {role} split is empty. Expected at least one row (data.files, data.splits).")
     if len(empty) == len(texts):
-        raise RecipeError(f"{where}: all {len(texts)} texts in column {name!r} are empty (data.text).")
+        raise RecipeError(f"{where}: all {len(texts)} texts in column {name!r} are empty (data.{key}).")
     if empty:
         part, number = empty[0]
-        first = f"the first in {part.row(number)}: column {name!r} (data.text)"
+        first = f"the first in {part.row(number)}: column {name!r} (data.{key})"
         messages.append((logging.WARNING, f"{where}: {len(empty)} of {len(texts)} texts are empty, {first}"))
     return texts
 

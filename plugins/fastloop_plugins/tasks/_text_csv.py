@@ -8,7 +8,7 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,8 @@ LARGEST_CELL = 2**31 - 1
 """Characters: the largest limit that the csv module accepts on every platform. Its default is 131,072."""
 
 
-def read_delimited(path: Path, how: Read, text: Sequence[str], labels: Sequence[str], skip_unreadable: bool) -> Part:
-    """Read the columns ``text`` and ``labels`` of one file.
+def read_delimited(path: Path, how: Read, text: Mapping[str, str], labels: Sequence[str], skip_unreadable: bool) -> Part:
+    """Read the columns ``text`` and ``labels`` of one file. ``text``: column -> the option that names it.
 
     Raises:
         RecipeError: Quotes, line ends or cells of a line do not form a table, or the header lacks a column.
@@ -42,7 +42,7 @@ def read_delimited(path: Path, how: Read, text: Sequence[str], labels: Sequence[
         csv.field_size_limit(limit)
 
 
-def stream_delimited(path: Path, how: Read, text: Sequence[str]) -> Iterator[list[str]]:
+def stream_delimited(path: Path, how: Read, text: Mapping[str, str]) -> Iterator[list[str]]:
     """Yield the columns ``text`` row by row. Raises like ``read_delimited``."""
     with open_text(path, how) as stream:
         sample = stream.read(SAMPLE)
@@ -59,10 +59,10 @@ def stream_delimited(path: Path, how: Read, text: Sequence[str]) -> Iterator[lis
 class _File:
     """One file, and what its first lines show about it."""
 
-    def __init__(self, path: Path, how: Read, sample: str, text: Sequence[str], labels: Sequence[str]) -> None:
+    def __init__(self, path: Path, how: Read, sample: str, text: Mapping[str, str], labels: Sequence[str]) -> None:
         self.path, self.how, self.sample, self.notes = path, how, sample, list[str]()
         self.text, self.labels = text, labels
-        self.wanted = dict.fromkeys(text, "text")  # column -> its key in ``data``
+        self.wanted = dict(text)  # column -> its key in ``data``
         self.wanted |= {name: "label" for name in labels if name not in text}
         self.delimiter = self._find_delimiter()
         self.header: list[str] = []

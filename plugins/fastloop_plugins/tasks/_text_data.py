@@ -234,6 +234,10 @@ class TextData:
         self.log_messages()
         return rows
 
+    def text_columns(self) -> dict[str, str]:
+        """Column of texts -> the option that names it."""
+        return dict.fromkeys(self.columns, self.text_key)
+
     def _texts(self, role: str, parts: list[Part]) -> list[Text]:
         """The texts of a split."""
         return read_columns(parts, role, self.columns, self.messages)
@@ -276,7 +280,7 @@ class TextData:
         return {split: self._read_files(paths) if split in vars(self.splits).values() else [] for split, paths in self.files.items()}
 
     def _read_files(self, paths: Sequence[str | Path]) -> list[Part]:
-        return [read_file(Path(path), self.how, self.columns, self.labels, self.skip_unreadable) for path in paths]
+        return [read_file(Path(path), self.how, self.text_columns(), self.labels, self.skip_unreadable) for path in paths]
 
     def _call(self, reference: str) -> dict[str, list[Part]]:
         function = import_object(reference, self.recipe, "data.module")
@@ -312,7 +316,7 @@ class TextData:
 
     def _readable(self, part: Part) -> Part:
         """A part without rows whose text is not a string, or that have no label."""
-        columns = {name: part.column("text", name) for name in self.columns}
+        columns = {name: part.column(key, name) for name, key in self.text_columns().items()}
         bad = {index for texts in columns.values() for index, value in enumerate(texts) if not isinstance(value, str | None)}
         for name in self.labels:
             columns[name] = part.column("label", name)

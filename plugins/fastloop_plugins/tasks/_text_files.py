@@ -129,12 +129,12 @@ def format_of(path: Path) -> tuple[str, str | None]:
     return suffix, codec if suffix != ".parquet" else None
 
 
-def read_file(path: Path, how: Read, text: Sequence[str], labels: Sequence[str] = (), skip_unreadable: bool = False) -> Part:
+def read_file(path: Path, how: Read, text: Mapping[str, str], labels: Sequence[str] = (), skip_unreadable: bool = False) -> Part:
     """Read the rows of one file, without a cache of converted copies. A cell with NA is the text NA.
 
     Args:
         how: ``data.read``.
-        text: The columns of texts.
+        text: Column of texts -> the option of ``data`` that names it.
         labels: The columns of labels.
         skip_unreadable: Skip malformed rows of csv, tsv and jsonl files, and count them.
 
@@ -166,7 +166,7 @@ def explain_reading(path: Path, how: Read) -> Iterator[None]:
         raise RecipeError(f"{path}: cannot be read as {format_of(path)[0]}: {str(error).splitlines()[0]}.{remedy}") from None
 
 
-def _read_as(path: Path, suffix: str, how: Read, text: Sequence[str], labels: Sequence[str], skip_unreadable: bool) -> Part:
+def _read_as(path: Path, suffix: str, how: Read, text: Mapping[str, str], labels: Sequence[str], skip_unreadable: bool) -> Part:
     if suffix in (".csv", ".tsv"):
         from fastloop_plugins.tasks._text_csv import read_delimited
 
@@ -181,7 +181,7 @@ def _read_as(path: Path, suffix: str, how: Read, text: Sequence[str], labels: Se
         content = re.sub("\r\n?", "\n", stream.read())
     if suffix == ".txt":  # paragraphs, or lines if there are no paragraphs
         blocks = re.split(r"\n\s*\n", content.strip("\n")) if re.search(r"\S\s*\n\s*\n\s*\S", content) else content.split("\n")
-        return Part(str(path), {text[0]: [block for block in blocks if block.strip()]})
+        return Part(str(path), {next(iter(text)): [block for block in blocks if block.strip()]})
     if content.lstrip().startswith("["):
         return make_part(str(path), parse_json(path, 1, content))
     rows, broken = [], 0

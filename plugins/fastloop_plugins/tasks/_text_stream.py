@@ -75,10 +75,11 @@ def read_texts(path: Path, data: TextData) -> Iterator[Text]:
 def read_values(path: Path, data: TextData) -> Iterator[Sequence[Any]]:
     """Yield the cells of the columns of texts, row by row, with values of any type."""
     suffix, columns, how = format_of(path)[0], data.columns, data.how
+    keys = dict.fromkeys(columns, data.text_key)
     if suffix in (".csv", ".tsv"):
         from fastloop_plugins.tasks._text_csv import stream_delimited
 
-        yield from stream_delimited(path, how, columns)
+        yield from stream_delimited(path, how, keys)
     elif suffix == ".parquet":
         from pyarrow import parquet  # type: ignore[import-untyped]
 
@@ -87,7 +88,7 @@ def read_values(path: Path, data: TextData) -> Iterator[Sequence[Any]]:
             for batch in file.iter_batches(columns=columns):
                 yield from zip(*(batch.column(name).to_pylist() for name in columns), strict=True)
     elif suffix == ".json":  # one document, or one a line
-        part = read_file(path, how, columns)
+        part = read_file(path, how, keys)
         yield from zip(*(part.column(data.text_key, name) for name in columns), strict=True)
     else:
         with open_text(path, how) as stream:

@@ -1,4 +1,4 @@
-"""Trains a causal language model, pretrained or from scratch. On by default if ``data`` names no ``label`` column.
+"""Trains a causal language model, pretrained or from scratch. On by default if ``data`` names no ``label`` or ``target``.
 
     model: {config: {model_type: gpt2, n_layer: 4, n_head: 4, n_embd: 256}, tokenizer: {kind: bpe, vocab_size: 4000}}
     data:  {files: {train: "texts/*.txt"}, max_length: 256}
@@ -65,8 +65,9 @@ class CausalLM(Plugin):
 
     @classmethod
     def auto_enable(cls, recipe: Recipe) -> str | None:
-        unlabelled = recipe.data and recipe.data.get("label") is None and not recipe.model.get("module")
-        return "data names no label column" if unlabelled else None
+        unlabelled = recipe.data and recipe.data.get("label") is None and recipe.data.get("target") is None
+        unlabelled = unlabelled and not recipe.model.get("module")
+        return "data names no label or target column" if unlabelled else None
 
     @hookimpl
     def check_recipe(self, recipe: Recipe) -> None:

@@ -1,0 +1,172 @@
+"""Rows of ``seq2seq``: an input text and a target text, as token ids and as padded batches.
+
+A row is kept as JSON in ``Rows.texts``, so that splits, limits and the cache of token ids work as for texts.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+
+from fastloop import Batch, RecipeError, option
+from fastloop_plugins._cache import flat
+from fastloop_plugins.tasks._lm_batches import IGNORED
+from fastloop_plugins.tasks._text_batches import Sequences, Width, padded
+from fastloop_plugins.tasks._text_columns import Text, read_columns
+from fastloop_plugins.tasks._text_data import Data, TextData
+from fastloop_plugins.tasks._text_files import Part, format_of
+from fastloop_plugins.tasks._text_stream import text_chunks
+from fastloop_plugins.tasks._text_tokens import encode
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from fastloop.recipe import Recipe
+    from fastloop_plugins.tasks._text_model import TextModel
+
+logger = logging.getLogger("fastloop")
+
+
+@dataclass(kw_only=True)
+class PairData(Data):
+    """The ``data`` section of ``seq2seq``."""
+
+    target: Annotated[str | None, option("The column of targets: the texts to generate.")] = None
+    prefix: Annotated[str, option('Text to put before each input, such as "summarize: ".')] = ""
+    max_target_length: Annotated[int, option("Tokens of a target at most, with its end token.", ge=2)] = 128
+
+
+class PairTextData(TextData):
+    """The ``data`` section of ``seq2seq``. ``load`` returns each row as the JSON of ``[prefix + input, target]``.
+
+    Raises:
+        RecipeError: An option is invalid, or a file does not exist.
+    """
+
+    section = PairData
+    options: PairData
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe, labelled=False)
+        if self.options.target is None:
+            raise RecipeError(f"{self.where}.target: missing. Name the column of targets, such as data.target=summary.")
+        if self.options.target in self.columns:
+            raise RecipeError(f"{self.where}.target: found {self.options.target!r}, the column of data.text too. Name another column.")
+        self.target = self.options.target
+        for path in (path for paths in self.files.values() for path in paths):
+            if format_of(path)[0] == ".txt":
+                raise RecipeError(f"{path}: a .txt file has one column, and data.target needs another. Use another format.")
+
+    def text_columns(self) -> dict[str, str]:
+        return super().text_columns() | {self.target: "target"}
+
+    def _texts(self, role: str, parts: list[Part]) -> list[Text]:
+        inputs = read_columns(parts, role, self.columns, self.messages)
+        targets = read_columns(parts, role, [self.target], self.messages, "target")
+        prefix = self.options.prefix
+        return [json.dumps([f"{prefix}{text}", target], ensure_ascii=False) for text, target in zip(inputs, targets, strict=True)]
+
+
+def encode_rows(tokenizer: Any, rows: Sequence[str], end: list[int], arguments: Mapping[str, Any]) -> Iterator[list[int]]:
+    """Yield for each row: the number of input tokens, whether the target is truncated (0 or 1), the ids of the input and of the target.
+
+    Args:
+        rows: JSON of ``[input, target]``.
+        end: The end token, which every target gets if the tokenizer does not add it.
+        arguments: ``max_length`` and ``max_target_length``, as in the ``data`` section.
+    """
+    most = arguments["max_target_length"]
+
+    def encode_targets(targets: Sequence[str], length: int) -> list[list[int]]:
+        found = tokenizer(text_target=list(targets), truncation=True, max_length=length, return_attention_mask=False)
+        ids: list[list[int]] = found["input_ids"]
+        return ids
+
+    for start in range(0, len(rows), 1000):
+        texts, targets = zip(*map(json.loads, rows[start : start + 1000]), strict=True)
+        inputs = encode(tokenizer, texts, [], {"truncation": True, "max_length": arguments["max_length"]})
+        for ids, target, labels in zip(inputs, targets, encode_targets(targets, most + 1), strict=True):
+            missing = [token for token in end if token not in labels]
+            if cut := len(labels) + len(missing) > most:
+                (labels,) = encode_targets([target], most - len(missing))
+            yield [len(ids), int(cut), *ids, *labels, *missing]
+
+
+class PairSequences(Sequences):
+    """Rows of an input and a target. A sample has ``input_ids`` and ``labels``, both (tokens,) int32.
+
+    Args:
+        ids: The rows of ``encode_rows``, end to end.
+        lengths: Length of every row.
+
+    Attributes:
+        lengths: Tokens of input and target together.
+        truncated: Targets that are cut at ``data.max_target_length``.
+    """
+
+    def __init__(self, ids: NDArray[np.int32], lengths: NDArray[np.int64]) -> None:
+        super().__init__(ids, lengths)
+        self.starts = self.ends - lengths + 2
+        self.borders = self.starts + ids[self.starts - 2]
+        self.lengths, self.truncated = lengths - 2, int(ids[self.starts - 1].sum())
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        border = self.borders[index]
+        return {"input_ids": self.ids[self.starts[index] : border], "labels": self.ids[border : self.ends[index]]}
+
+
+def pair_sequences(split: str, ids: NDArray[np.int32], lengths: NDArray[np.int64], max_target_length: int) -> PairSequences:
+    """``PairSequences``. Logs how many targets are cut."""
+    found = PairSequences(ids, lengths)
+    if found.truncated:
+        logger.warning(
+            "data: %s: %d of %d targets are cut at %d tokens (data.max_target_length)",
+            split, found.truncated, len(found), max_target_length,
+        )  # fmt: skip
+    return found
+
+
+class Collator:
+    """Pads inputs and targets, each to the longest of the batch. The mask is 1 for real tokens; a batch without padding has no mask.
+
+    ``tokens`` counts the tokens of inputs, as the padding of ``input_ids`` is measured.
+
+    Args:
+        empty: The ids of an input without tokens: attention needs one.
+    """
+
+    def __init__(self, pad_token_id: int, empty: list[int], width: Width, target_width: Width) -> None:
+        self.pad_token_id, self.empty, self.width, self.target_width = pad_token_id, np.array(empty), width, target_width
+
+    def __call__(self, samples: list[dict[str, Any]]) -> Batch:
+        import torch
+
+        rows = [sample["input_ids"] if len(sample["input_ids"]) else self.empty for sample in samples]
+        width, lengths = self.width(rows), torch.tensor([len(row) for row in rows])
+        inputs = {"input_ids": padded(rows, width, self.pad_token_id)}
+        if min(map(len, rows)) < width:
+            inputs["attention_mask"] = (torch.arange(width) < lengths[:, None]).long()
+        targets = [sample["labels"] for sample in samples if "labels" in sample]  # texts to predict have none
+        if targets:
+            inputs["labels"] = padded(targets, self.target_width(targets), IGNORED)
+        return Batch(inputs, loss_weight=sum(map(len, targets)), tokens=sum(map(len, rows)))
+
+
+def input_chunks(data: PairTextData, model: TextModel, source: Path | Iterable[str], start: int, size: int) -> Iterator[Sequences]:
+    """The inputs of a file, ``size`` at a time, from row ``start``; or the given texts. Each gets ``data.prefix``.
+
+    Args:
+        model: With its tokenizer loaded.
+
+    Raises:
+        RecipeError: The file cannot be read.
+    """
+    for texts in text_chunks(data, source, start, size):
+        rows = [f"{data.options.prefix}{text}" for text in texts]
+        yield Sequences(*flat(encode(model.tokenizer, rows, [], {"truncation": True, "max_length": data.options.max_length})))

@@ -1,0 +1,187 @@
+"""Trains an encoder-decoder, such as T5 or BART, pretrained or from scratch. On by default if ``data`` names a ``target`` column.
+
+    model: {name: google-t5/t5-small}
+    data:  {files: {train: news.csv}, text: article, target: summary, prefix: "summarize: ", max_length: 512, max_target_length: 64}
+    plugins:
+      - seq2seq
+
+The loss is the mean cross entropy of the target tokens. Evaluation also reports ``perplexity`` and ``token_accuracy``, both with the
+target's earlier tokens as the decoder's input. With ``generate: true``, it generates the texts too, and reports ``exact_match``, ``bleu``
+and ``chrf``. That takes many forward passes.
+
+`fastloop predict` generates texts. By default, it takes the most probable token (greedy):
+
+    fastloop predict runs/news articles.csv plugins.seq2seq.num_beams=4 plugins.seq2seq.max_new_tokens=100
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+from fastloop import Output, Plugin, PluginError, hookimpl, option
+from fastloop_plugins.tasks._model_checks import check_target_loss
+from fastloop_plugins.tasks._seq2seq_data import PairData, PairTextData
+from fastloop_plugins.tasks._seq2seq_metrics import GENERATED, generated_metrics
+from fastloop_plugins.tasks._seq2seq_model import Seq2SeqModel
+from fastloop_plugins.tasks._text_model import Model
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor, nn
+    from torchmetrics import MetricCollection
+
+    from fastloop import Run
+    from fastloop.recipe import Recipe
+    from fastloop_plugins.tasks._seq2seq_data import Collator
+    from fastloop_plugins.tasks._text_batches import Sequences
+
+
+class Seq2Seq(Plugin):
+    """Learns a target text for each input text with cross entropy of the next target token."""
+
+    name = "seq2seq"
+    slot = "task"
+    fallback_hooks = ("compute_loss",)
+    conflicts = {"packing": "an encoder-decoder has two rows of different length for each sample, and packing makes one."}
+    sections = {"model": Model, "data": PairData}
+    adds_metrics = ("perplexity",)
+    description = "model, data and loss of an encoder-decoder"
+
+    @dataclass(kw_only=True)
+    class Config:
+        """Options of evaluation and of `fastloop predict`."""
+
+        generate: Annotated[bool, option("In evaluation, also generate the texts, for exact_match, bleu and chrf.")] = False
+        max_new_tokens: Annotated[int | None, option("Tokens to generate for each text at most; null: data.max_target_length.", ge=1)] = (
+            None
+        )
+        num_beams: Annotated[int, option("Candidates that beam search keeps; 1: no beam search.", ge=1)] = 1
+        temperature: Annotated[
+            float, option("In predict: divides the logits before drawing a token; 0: take the most probable token.", ge=0)
+        ] = 0.0
+        top_k: Annotated[int | None, option("Draw only from this many tokens, the most probable ones.", ge=1)] = None
+        top_p: Annotated[float | None, option("Draw only from the fewest tokens with this total probability.", gt=0, le=1)] = None
+
+    @classmethod
+    def auto_enable(cls, recipe: Recipe) -> str | None:
+        has_target = recipe.data.get("target") is not None and not recipe.model.get("module")
+        return "data names a target column" if has_target else None
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        if self.config.generate:
+            self.adds_metrics = (*self.adds_metrics, *GENERATED)
+
+    @hookimpl
+    def check_recipe(self, recipe: Recipe) -> None:
+        self.data = PairTextData(recipe)
+        self.text_model = Seq2SeqModel(recipe, self.data.options.max_target_length)
+
+    @hookimpl
+    def build_datasets(self, run: Run) -> Mapping[str, Sequences]:
+        from fastloop_plugins.tasks import _text_tokens
+        from fastloop_plugins.tasks._seq2seq_data import encode_rows, pair_sequences
+
+        self.data.skip_unreadable = run.loader_settings.skip_unreadable
+        sizes = {"max_length": self.data.options.max_length, "max_target_length": self.data.options.max_target_length}
+        splits = _text_tokens.read(self.data, self.text_model, documents=True, encoder=encode_rows, **sizes)
+        run.state.unreadable += self.data.unreadable
+        return {name: pair_sequences(name, split.ids, split.lengths, sizes["max_target_length"]) for name, split in splits.items()}
+
+    @hookimpl
+    def build_prediction_data(self, source: Any, start: int, size: int) -> Iterator[Sequences] | None:
+        if source is None:  # a split
+            return None
+        from fastloop_plugins.tasks._seq2seq_data import input_chunks
+
+        self.text_model.load_tokenizer(self.data.options.max_length)
+        return input_chunks(self.data, self.text_model, source, start, size)
+
+    @hookimpl
+    def build_collator(self, run: Run) -> Collator:
+        from fastloop_plugins.tasks._seq2seq_data import Collator
+        from fastloop_plugins.tasks._text_batches import Width
+
+        options, multiple = self.data.options, run.loader_settings.pad_to_multiple_of
+        widths = [Width(size, multiple, options.padding == "max_length") for size in (options.max_length, options.max_target_length)]
+        return Collator(self.text_model.tokenizer.pad_token_id, [self.text_model.end()], *widths)
+
+    @hookimpl
+    def build_model(self, run: Run) -> nn.Module:
+        from transformers import AutoModelForSeq2SeqLM
+
+        self.text_model.check_room(f"plugins.{self.name}.max_new_tokens", self._new_tokens())
+        model: nn.Module = self.text_model.build(AutoModelForSeq2SeqLM)
+        if run.recipe.inference is None:
+            dataset = run.datasets["train"]
+            batch = self.build_collator(run)([dataset[0], dataset[len(dataset) - 1]])
+            check_target_loss(run, model, batch.inputs, self.text_model.where)
+        return model
+
+    @hookimpl
+    def build_metrics(self, run: Run) -> MetricCollection:
+        from torchmetrics import MetricCollection
+        from torchmetrics.classification import MulticlassAccuracy
+
+        from fastloop_plugins.tasks._lm_batches import IGNORED
+
+        count = len(self.text_model.tokenizer)
+        return MetricCollection({"token_accuracy": MulticlassAccuracy(count, average="micro", ignore_index=IGNORED, validate_args=False)})
+
+    @hookimpl
+    def check_run(self, run: Run) -> None:
+        if not self.config.generate:
+            return
+        from torch.distributed.tensor import DTensor
+
+        if any(isinstance(parameter, DTensor) for parameter in run.model.parameters()):
+            raise PluginError(
+                f"{run.recipe.where}: plugins.{self.name}.generate: {run.plugins.in_slot('strategy')!r} shards the weights, and generation "
+                "needs them whole. Use ddp, or set generate: false and run `fastloop evaluate` after training."
+            )
+
+    @hookimpl
+    def compute_loss(self, model: nn.Module, batch: dict[str, Any]) -> Output:
+        from fastloop_plugins.tasks._text_masks import forward
+
+        output = forward(model, batch | {"use_cache": False})  # the model shifts the labels and computes their mean cross entropy
+        if model.training:
+            return Output(output.loss)
+        return Output(output.loss, output.logits.argmax(-1).flatten(), batch["labels"].flatten())
+
+    @hookimpl
+    def predict(self, run: Run, batch: dict[str, Any]) -> Mapping[str, list[str]]:
+        config, drawing = self.config, dict[str, Any]()
+        if config.temperature:
+            drawing = {"do_sample": True, "temperature": config.temperature, "top_k": config.top_k or 0, "top_p": config.top_p or 1.0}
+        return {"text": self._generate(run, batch, **drawing)}
+
+    def _new_tokens(self) -> int:
+        return self.config.max_new_tokens or self.data.options.max_target_length
+
+    def _generate(self, run: Run, batch: Mapping[str, Tensor], **drawing: Any) -> list[str]:
+        """A text for each sample of a batch; greedy or by beam search, unless ``drawing`` has other arguments of ``generate``."""
+        import torch
+
+        ids, model = batch["input_ids"], run.unwrap_model()
+        mask = batch["attention_mask"] if "attention_mask" in batch else torch.ones_like(ids)
+        arguments = {"do_sample": False, "num_beams": self.config.num_beams, "max_new_tokens": self._new_tokens(), **drawing}
+        found = model.generate(input_ids=ids, attention_mask=mask, **arguments)  # type: ignore[operator]
+        texts: list[str] = self.text_model.tokenizer.batch_decode(found, skip_special_tokens=True)
+        return texts
+
+    @hookimpl(wrapper=True, trylast=True)
+    def evaluate(self, run: Run, split: str) -> Generator[None, dict[str, float], dict[str, float]]:
+        metrics = yield
+        metrics |= {"perplexity": math.exp(metrics["loss"]) if metrics["loss"] < 700 else math.inf}
+        if self.config.generate:
+            metrics |= generated_metrics(run, split, self.text_model.tokenizer, lambda batch: self._generate(run, batch))
+        return metrics
+
+    @hookimpl
+    def export_model(self, run: Run, folder: Path) -> Path:
+        return self.text_model.export(run, folder)

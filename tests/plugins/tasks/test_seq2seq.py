@@ -1,0 +1,350 @@
+"""Encoder-decoders: the loss is a mean over target tokens, and predictions are those of transformers' ``generate``."""
+
+from __future__ import annotations
+
+import csv
+import json
+import logging
+import math
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from strategy_helpers import same
+from strategy_runs import all_of
+from text_helpers import TINY_GPT, make_run
+from text_loops import BATCH, EPOCHS, LR, SEED, pretrained, trained
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+from fastloop.errors import PluginError, RecipeError
+from fastloop.lifecycle import build, execute
+from fastloop.recipe import make_recipe
+from fastloop.registry import resolve
+from fastloop.testing import processes
+
+T5 = {"model_type": "t5", "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "dropout_rate": 0.0}
+BART = {"model_type": "bart", "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "max_position_embeddings": 64, "dropout": 0.0}
+BART |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+TOKENIZER = {"kind": "bpe", "vocab_size": 300}
+MODEL = {"config": T5, "tokenizer": TOKENIZER}
+DATA = {"files": {"train": "rows.jsonl", "validation": "rows.jsonl"}, "target": "short", "max_length": 32, "max_target_length": 12}
+ROOT = Path(__file__).parents[3]
+ROWS = [{"text": f"write number {i}" + " please" * (i * 7 % 4), "short": f"{i}" + " now" * (i % 3)} for i in range(20)]
+
+
+@pytest.fixture(autouse=True)
+def _files():
+    write(ROWS)
+
+
+def write(rows: list[dict[str, Any]], path: str = "rows.jsonl") -> None:
+    Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def task_of(run: Any) -> Any:
+    return next(plugin for plugin in run.plugins if plugin.name == "seq2seq")
+
+
+def generated(folder: str, texts: list[str], **options: Any) -> list[str]:
+    """The text for each input by transformers alone, one at a time."""
+    model, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    found = []
+    for text in texts:
+        inputs = tokenizer(text, truncation=True, max_length=32, return_tensors="pt", return_token_type_ids=False)
+        ids = model.generate(**inputs, max_new_tokens=12, **options)
+        found.append(tokenizer.decode(ids[0], skip_special_tokens=True))
+    return found
+
+
+def plain_loop(folder: str) -> tuple[dict[str, torch.Tensor], float]:
+    """Train with SGD on the batches that fastloop documents, with transformers' loss. Returns the weights, and their loss on all rows."""
+    model, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, weight_decay=0.0)
+
+    def loss(rows: list[dict[str, str]]) -> torch.Tensor:
+        inputs = tokenizer([row["text"] for row in rows], padding=True, return_tensors="pt", return_token_type_ids=False)
+        labels = tokenizer(text_target=[row["short"] for row in rows], padding=True, return_tensors="pt", return_token_type_ids=False)
+        targets = labels["input_ids"].masked_fill(labels["attention_mask"] == 0, -100)
+        found: torch.Tensor = model(**inputs, labels=targets).loss
+        return found
+
+    model.train()
+    for epoch in range(EPOCHS):
+        order = torch.randperm(len(ROWS), generator=torch.Generator().manual_seed(SEED + epoch))
+        for ids in order.split(BATCH):
+            loss([ROWS[index] for index in ids.tolist()]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    with torch.no_grad():
+        return model.state_dict(), loss(ROWS).item()
+
+
+@pytest.mark.parametrize("config", [T5, BART], ids=["t5", "bart"])
+def test_training_and_its_loss_are_those_of_a_plain_loop_of_transformers(config):
+    folder = pretrained("seq2seq", config, DATA)
+    run = trained({"name": folder}, DATA, ["seq2seq"])
+    weights, loss = plain_loop(folder)
+    assert run.state.metrics["validation"]["loss"] == pytest.approx(loss, rel=1e-6)
+    assert run.state.metrics["validation"]["perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
+    for name, value in run.unwrap_model().state_dict().items():
+        torch.testing.assert_close(value, weights[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("plugins", [[], ["length-bucketing"]], ids=["", "length-bucketing"])
+def test_accumulated_micro_batches_give_the_step_of_the_whole_batch(plugins):
+    def run(**train: Any) -> Any:
+        made = make_run("seq2seq", MODEL, DATA, optimizer="SGD", lr=0.1, batch_size=20, epochs=2, **train)
+        execute(made)
+        return made
+
+    whole, split = run(), run(micro_batch_size=2)
+    assert whole.state.step == split.state.step == 2
+    assert whole.state.metrics["validation"]["loss"] == pytest.approx(split.state.metrics["validation"]["loss"], rel=1e-6)
+    for one, other in zip(whole.model.parameters(), split.model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_two_processes_give_the_numbers_of_one(tmp_path):
+    write(ROWS[:19], str(tmp_path / "rows.jsonl"))
+    base = {"recipe": {"model": MODEL, "data": DATA}, "train": {"epochs": 2, "micro_batch_size": 2}}
+    task = {"seq2seq": {"generate": True}}
+    one = processes(1, all_of, [base | {"name": "one", "plugins": [task]}], folder=tmp_path)[0].result["one"]
+    runs = [base | {"name": name, "plugins": [task, name]} for name in ("ddp", "fsdp")]
+    runs[1] |= {"plugins": ["seq2seq", "fsdp"]}
+    results = processes(2, all_of, runs, folder=tmp_path)[0].result
+    for name in ("ddp", "fsdp"):
+        same(results[name], one, 1e-5)
+    metrics = one["summary"]["validation"]
+    assert results["ddp"]["summary"]["validation"] == pytest.approx(metrics, rel=1e-5)
+    refused = processes(2, all_of, [base | {"name": "refused", "plugins": [task, "fsdp"]}], folder=tmp_path)[0].result["refused"]
+    assert "plugins.seq2seq.generate: 'fsdp' shards the weights" in refused["error"]
+
+
+def test_it_learns_and_predictions_equal_generate_on_the_exported_model(cli):
+    run = make_run({"seq2seq": {"generate": True}}, MODEL, DATA | {"prefix": "do: "}, epochs=25, lr=3e-2)
+    metrics = execute(run)["validation"]
+    assert metrics["loss"] < 1.5
+    assert metrics["token_accuracy"] > 0.5
+    inputs, targets = [f"do: {row['text']}" for row in ROWS], [row["short"] for row in ROWS]
+    expected = generated("run/model", inputs)
+    assert len(set(expected)) > 1
+    assert metrics["exact_match"] == sum(one == other for one, other in zip(expected, targets, strict=True)) / len(ROWS)
+    from torchmetrics.text import BLEUScore, CHRFScore
+
+    references = [[target] for target in targets]
+    assert metrics["bleu"] == pytest.approx(BLEUScore()(expected, references).item())
+    assert metrics["chrf"] == pytest.approx(CHRFScore(n_word_order=0)(expected, references).item())
+    assert set(metrics) == set(run.metric_names())
+
+    with Path("texts.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, ["text"])
+        writer.writeheader()
+        writer.writerows({"text": row["text"]} for row in ROWS)
+    assert cli("predict", "run", "texts.csv", "--chunk", "7", "--out", "out.jsonl")[0] == 0
+    assert [json.loads(line)["text"] for line in Path("out.jsonl").read_text().splitlines()] == expected
+    code, out, _ = cli("predict", "run", "--split", "validation", "--chunk", "9")
+    assert (code, [json.loads(line)["text"] for line in out.splitlines()]) == (0, expected)
+    code, out, _ = cli("predict", "run", ROWS[3]["text"], "plugins.seq2seq.num_beams=3")
+    assert (code, json.loads(out)["text"]) == (0, generated("run/model", inputs[3:4], num_beams=3)[0])
+    assert cli("evaluate", "run", "--split", "validation", "--json", "found.json")[0] == 0
+    assert json.loads(Path("found.json").read_text())["metrics"] == metrics
+
+
+def test_drawn_texts_depend_on_the_seed(cli):
+    execute(make_run("seq2seq", MODEL, DATA))
+
+    def predict(*overrides: str) -> list[str]:
+        code, out, _ = cli("predict", "run", "rows.jsonl", "plugins.seq2seq.temperature=1.5", *overrides)
+        assert code == 0
+        return [json.loads(line)["text"] for line in out.splitlines()]
+
+    assert predict() == predict() != predict("train.seed=5")
+    assert predict("plugins.seq2seq.top_k=1") == generated("run/model", [row["text"] for row in ROWS])
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".parquet", ".json"])
+def test_every_format_gives_the_same_samples(suffix):
+    path = f"rows{suffix}"
+    if suffix == ".parquet":
+        import pyarrow as pa
+        from pyarrow import parquet
+
+        parquet.write_table(pa.Table.from_pylist(ROWS), path)
+    elif suffix == ".json":
+        Path(path).write_text(json.dumps(ROWS))
+    else:
+        with Path(path).open("w", newline="") as file:
+            writer = csv.DictWriter(file, ["short", "text"], delimiter="," if suffix == ".csv" else "\t")
+            writer.writeheader()
+            writer.writerows(ROWS)
+    datasets = [make_run("seq2seq", MODEL, DATA | {"files": {"train": name}}).datasets["train"] for name in ("rows.jsonl", path)]
+    assert datasets[0].fingerprint() == datasets[1].fingerprint()
+
+
+def test_a_sample_has_the_prefixed_input_and_the_target_with_their_end_tokens():
+    run = make_run("seq2seq", MODEL, DATA | {"prefix": "write: "})
+    tokenizer, sample = task_of(run).text_model.tokenizer, run.datasets["train"][5]
+    assert tokenizer.decode(sample["input_ids"]) == "write: write number 5 please please please<|endoftext|>"
+    assert tokenizer.decode(sample["labels"]) == "5 now now<|endoftext|>"
+    assert run.datasets["train"].lengths[5] == len(sample["input_ids"]) + len(sample["labels"])
+    config = run.unwrap_model().config
+    assert config.decoder_start_token_id == config.pad_token_id == tokenizer.pad_token_id
+
+
+def test_weights_are_target_tokens_and_each_side_is_padded_to_its_longest():
+    run = make_run("seq2seq", MODEL, DATA)
+    collate, dataset = run.loaders.collators["train"], run.datasets["train"]
+    long, short = dataset[3], dataset[0]
+    batch = collate([long, short])
+    sizes = [(len(sample["input_ids"]), len(sample["labels"])) for sample in (long, short)]
+    assert batch.inputs["input_ids"].shape == (2, max(size for size, _ in sizes))
+    assert batch.inputs["labels"].shape == (2, max(size for _, size in sizes))
+    assert batch.inputs["attention_mask"].sum(1).tolist() == [size for size, _ in sizes]
+    assert batch.loss_weight == (batch.inputs["labels"] != -100).sum() == sum(size for _, size in sizes)
+    assert batch.tokens == batch.inputs["attention_mask"].sum()
+    assert "attention_mask" not in collate([long]).inputs
+    empty = collate([{"input_ids": short["input_ids"][:0], "labels": short["labels"]}])
+    assert empty.inputs["input_ids"].tolist() == [[0]]
+
+    padded = make_run("seq2seq", MODEL, DATA | {"padding": "max_length"}).loaders.collators["train"]([long, short]).inputs
+    assert (padded["input_ids"].shape, padded["labels"].shape) == ((2, 32), (2, 12))
+    with torch.no_grad():
+        losses = [run.hooks.compute_loss(run=run, model=run.model.eval(), batch=inputs).loss for inputs in (batch.inputs, padded)]
+    torch.testing.assert_close(*losses, rtol=1e-6, atol=0)
+
+
+def test_long_targets_are_cut_before_their_end_token_and_counted(caplog):
+    write([*ROWS, {"text": "a", "short": "x y z " * 9}, {"text": "b", "short": "x y z " * 8}])
+    with caplog.at_level(logging.WARNING, "fastloop"):
+        run = make_run("seq2seq", MODEL, DATA | {"files": {"train": "rows.jsonl"}, "validation_fraction": 0})
+    assert caplog.text.count("data: train: 2 of 22 targets are cut at 12 tokens (data.max_target_length)") == 1
+    tokenizer, dataset = task_of(run).text_model.tokenizer, run.datasets["train"]
+    whole = tokenizer("x y z " * 9)["input_ids"]
+    assert dataset[20]["labels"].tolist() == whole[:11] + whole[-1:]
+    assert dataset[19]["labels"].tolist() == tokenizer(ROWS[19]["short"])["input_ids"]
+
+
+def test_the_token_cache_gives_the_same_samples(caplog):
+    write([*ROWS, {"text": "a", "short": "x y z " * 9}])
+    folder = pretrained("seq2seq", T5, DATA)
+    runs = []
+    for _ in range(2):
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "fastloop"):
+            tree = {"model": {"name": folder}, "data": DATA, "train": {"device": "cpu"}, "output": "run"}
+            recipe = make_recipe(tree | {"plugins": [{"token-cache": {"folder": "tokens"}}]}, Path("recipe.yaml"))
+            runs.append(build(recipe, resolve(recipe)))
+        assert "1 of 21 targets are cut" in caplog.text
+    assert "tokens: all from" in caplog.text
+    assert runs[0].datasets["train"].fingerprint() == runs[1].datasets["train"].fingerprint()
+
+
+def test_a_tokenizer_that_adds_no_end_token_gets_one_for_targets():
+    folder = pretrained("causal-lm", TINY_GPT | {"n_positions": 64}, {"files": {"train": "rows.jsonl"}, "max_length": 32})
+    run = make_run("seq2seq", {"config": T5, "tokenizer": folder}, DATA | {"max_target_length": 4})
+    tokenizer, dataset = task_of(run).text_model.tokenizer, run.datasets["train"]
+    assert tokenizer("a")["input_ids"][-1] != tokenizer.eos_token_id
+    assert all(dataset[index]["labels"][-1] == tokenizer.eos_token_id for index in range(20))
+    assert max(len(dataset[index]["labels"]) for index in range(20)) <= 4
+
+
+@pytest.mark.parametrize("plugin", ["activation-checkpointing", {"amp": {"dtype": "bf16"}}, {"length-bucketing": {"window": 2}}])
+def test_plugins_train_it(plugin):
+    name = plugin if isinstance(plugin, str) else next(iter(plugin))
+    plain, run = (trained(MODEL, DATA, ["seq2seq", *more], output=str(len(more))) for more in ([], [plugin]))
+    ours, expected = (made.state.metrics["validation"]["loss"] for made in (run, plain))
+    if name == "activation-checkpointing":
+        assert ours == expected
+    else:
+        assert ours != expected
+        assert ours == pytest.approx(expected, rel=0.1)
+
+
+@pytest.mark.slow
+def test_lora_trains_adapters_and_exports_the_merged_model(cli):
+    pytest.importorskip("peft")
+    run = trained(MODEL, DATA, [{"seq2seq": {"generate": True}}, {"lora": {"r": 4}}], epochs=4, lr=0.5)
+    expected = generated("run/model", [row["text"] for row in ROWS])
+    matches = sum(text == row["short"] for text, row in zip(expected, ROWS, strict=True)) / len(ROWS)
+    assert run.state.metrics["validation"]["exact_match"] == matches
+    assert cli("predict", "run", "rows.jsonl", "--out", "out.jsonl")[0] == 0
+    assert [json.loads(line)["text"] for line in Path("out.jsonl").read_text().splitlines()] == expected
+
+
+def refused(error: type[Exception] = RecipeError, model: Any = MODEL, plugins: Any = ("seq2seq",), **data: Any) -> str:
+    """The message with which a run is refused."""
+    tree = {"model": model, "data": DATA | data, "train": {"device": "cpu"}, "plugins": list(plugins), "output": "run"}
+    recipe = make_recipe(tree, Path("recipe.yaml"))
+    with pytest.raises(error) as caught:
+        build(recipe, resolve(recipe))
+    return str(caught.value)
+
+
+def test_the_target_column_selects_the_task():
+    tree = {"model": MODEL, "data": DATA, "output": "run"}
+    names = resolve(make_recipe(tree, Path("recipe.yaml"))).names()
+    assert "seq2seq" in names
+    assert not {"causal-lm", "text-classification", "module"} & set(names)
+
+
+def test_wrong_recipes_are_refused():
+    assert refused(target=None) == "recipe.yaml: data.target: missing. Name the column of targets, such as data.target=summary."
+    assert "data.target: found 'text', the column of data.text too." in refused(target="text")
+    assert "recipe.yaml: data.label: a language model has no labels" in refused(label="short")
+    assert "model.config: transformers has no encoder-decoder for 'gpt2'" in refused(model={"config": TINY_GPT, "tokenizer": TOKENIZER})
+    message = refused(model={"config": BART, "tokenizer": TOKENIZER}, max_target_length=65)
+    assert message == "recipe.yaml: data.max_target_length: found 65, and the model takes 64 tokens at most."
+    message = refused(model={"config": BART, "tokenizer": TOKENIZER}, plugins=[{"seq2seq": {"max_new_tokens": 65}}])
+    assert message == "recipe.yaml: plugins.seq2seq.max_new_tokens: found 65, and the model takes 64 tokens at most."
+    assert "plugins 'seq2seq' and 'packing' exclude each other" in refused(PluginError, plugins=["seq2seq", "packing"])
+
+
+def test_wrong_rows_are_refused_by_their_column():
+    assert "rows.jsonl: there is no column 'brief', which data.target names. Its columns: text, short." in refused(target="brief")
+    Path("rows.csv").write_text("text,short\na,b\n")
+    message = refused(files={"train": "rows.csv"}, target="brief")
+    assert "rows.csv: there is no column 'brief', which data.target names." in message
+    write([{"text": "a", "short": 3}])
+    assert "row 1: column 'short' holds 3 (int), expected text (data.target)." in refused(files={"train": "rows.jsonl"})
+    Path("rows.txt").write_text("a\nb\n")
+    assert "rows.txt: a .txt file has one column, and data.target needs another." in refused(files={"train": "rows.txt"})
+
+
+def test_unreadable_targets_are_skipped_when_asked_for(caplog):
+    write([*ROWS, {"text": "a", "short": 3}])
+    tree = {"model": MODEL, "data": DATA, "train": {"device": "cpu"}, "plugins": ["seq2seq", "skip-unreadable"], "output": "run"}
+    recipe = make_recipe(tree, Path("recipe.yaml"))
+    with caplog.at_level(logging.WARNING, "fastloop"):
+        run = build(recipe, resolve(recipe))
+    assert "1 rows cannot be read, and are skipped" in caplog.text
+    assert len(run.datasets["train"]) == len(ROWS)
+
+
+@pytest.mark.slow
+def test_the_page_leads_from_a_file_to_predictions(cli, monkeypatch):
+    """The recipe and the commands of docs/tasks/seq2seq.md, with a tiny model and few rows."""
+    page = (ROOT / "docs/tasks/seq2seq.md").read_text(encoding="utf-8")
+    example = re.search(r"(?ms)^```csv\n(.*?)^```", page)
+    recipe = re.search(r'(?ms)^```yaml title="news.yaml"\n(.*?)^```', page)
+    assert example
+    assert recipe
+    folder = pretrained("seq2seq", T5, DATA)
+    header, line = example[1].splitlines()
+    Path("news.csv").write_text("\n".join([header, *[line] * 20]) + "\n")
+    Path("new.csv").write_text("\n".join([header, *[line] * 3]) + "\n")
+    Path("news.yaml").write_text(recipe[1])
+    blocks = re.findall(r"(?ms)^```sh\n(.*?)^```", page)
+    commands = [shlex.split(command)[1:] for block in blocks for command in block.splitlines() if "seq2seq_dates" not in command]
+    assert len(commands) == 8
+    for command in commands:
+        more = [f"model.name={folder}", "train.device=cpu"] if command[0] in ("plan", "train") else []
+        code, out, err = cli(*command, *more)
+        assert code == 0, (command, err)
+        if command[0] == "evaluate":
+            assert {"loss", "perplexity", "token_accuracy", "exact_match", "bleu", "chrf"} <= set(out.split())
+    with Path("summaries.csv").open(newline="") as file:
+        assert len(list(csv.DictReader(file))) == 3

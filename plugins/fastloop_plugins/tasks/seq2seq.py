@@ -48,7 +48,7 @@ class Seq2Seq(Plugin):
     fallback_hooks = ("compute_loss",)
     conflicts = {"packing": "an encoder-decoder has two rows of different length for each sample, and packing makes one."}
     sections = {"model": Model, "data": PairData}
-    adds_metrics = ("perplexity",)
+    adds_metrics: tuple[str, ...] = ("perplexity",)
     description = "model, data and loss of an encoder-decoder"
 
     @dataclass(kw_only=True)

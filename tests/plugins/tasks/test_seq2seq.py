@@ -23,7 +23,6 @@ from fastloop.errors import PluginError, RecipeError
 from fastloop.lifecycle import build, execute
 from fastloop.recipe import make_recipe
 from fastloop.registry import resolve
-from fastloop.testing import processes
 
 T5 = {"model_type": "t5", "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "dropout_rate": 0.0}
 BART = {"model_type": "bart", "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "max_position_embeddings": 64, "dropout": 0.0}
@@ -108,7 +107,8 @@ def test_accumulated_micro_batches_give_the_step_of_the_whole_batch(plugins):
 
 
 @pytest.mark.slow
-def test_two_processes_give_the_numbers_of_one(tmp_path):
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # of T5's position biases, which nothing changes in place
+def test_two_processes_give_the_numbers_of_one(tmp_path, processes):
     write(ROWS[:19], str(tmp_path / "rows.jsonl"))
     base = {"recipe": {"model": MODEL, "data": DATA}, "train": {"epochs": 2, "micro_batch_size": 2}}
     task = {"seq2seq": {"generate": True}}
@@ -325,14 +325,14 @@ def test_unreadable_targets_are_skipped_when_asked_for(caplog):
 
 
 @pytest.mark.slow
-def test_the_page_leads_from_a_file_to_predictions(cli, monkeypatch):
+def test_the_page_leads_from_a_file_to_predictions(cli):
     """The recipe and the commands of docs/tasks/seq2seq.md, with a tiny model and few rows."""
     page = (ROOT / "docs/tasks/seq2seq.md").read_text(encoding="utf-8")
     example = re.search(r"(?ms)^```csv\n(.*?)^```", page)
     recipe = re.search(r'(?ms)^```yaml title="news.yaml"\n(.*?)^```', page)
     assert example
     assert recipe
-    folder = pretrained("seq2seq", T5, DATA)
+    folder = pretrained("seq2seq", T5, DATA | {"max_length": 512})
     header, line = example[1].splitlines()
     Path("news.csv").write_text("\n".join([header, *[line] * 20]) + "\n")
     Path("new.csv").write_text("\n".join([header, *[line] * 3]) + "\n")
@@ -345,6 +345,6 @@ def test_the_page_leads_from_a_file_to_predictions(cli, monkeypatch):
         code, out, err = cli(*command, *more)
         assert code == 0, (command, err)
         if command[0] == "evaluate":
-            assert {"loss", "perplexity", "token_accuracy", "exact_match", "bleu", "chrf"} <= set(out.split())
+            assert {"loss", "perplexity", "token_accuracy", "exact_match", "bleu", "chrf"} <= set((out + err).split())
     with Path("summaries.csv").open(newline="") as file:
         assert len(list(csv.DictReader(file))) == 3

@@ -16,7 +16,17 @@ OURS = [name for name, point in installed().items() if point.dist is not None an
 
 PAIRS = {
     "model": {
-        "config": {"model_type": "t5", "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2},
+        "config": {
+            "model_type": "bart",
+            "d_model": 16,
+            "encoder_layers": 2,
+            "decoder_layers": 2,
+            "encoder_attention_heads": 2,
+            "decoder_attention_heads": 2,
+            "encoder_ffn_dim": 32,
+            "decoder_ffn_dim": 32,
+            "max_position_embeddings": 48,
+        },
         "tokenizer": {"kind": "bpe", "vocab_size": 300},
     },
     "data": {
@@ -27,7 +37,7 @@ PAIRS = {
         "max_target_length": 16,
     },
 }
-"""Dates with their ISO form, and a T5 of two layers."""
+"""Dates with their ISO form, and a BART of two layers."""
 
 TRIED_ON: dict[str, dict[str, Any]] = {
     "activation-checkpointing": {"task": TEXTS},

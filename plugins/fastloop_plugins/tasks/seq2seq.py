@@ -146,10 +146,12 @@ class Seq2Seq(Plugin):
 
     @hookimpl
     def compute_loss(self, model: nn.Module, batch: dict[str, Any]) -> Output:
+        import torch
+
         from fastloop_plugins.tasks._text_masks import forward
 
         output = forward(model, batch | {"use_cache": False})  # the model shifts the labels and computes their mean cross entropy
-        if model.training:
+        if torch.is_grad_enabled():
             return Output(output.loss)
         return Output(output.loss, output.logits.argmax(-1).flatten(), batch["labels"].flatten())
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastloop import Output, Plugin, PluginError, hookimpl, option
@@ -157,21 +158,20 @@ class Seq2Seq(Plugin):
 
     @hookimpl
     def predict(self, run: Run, batch: dict[str, Any]) -> Mapping[str, list[str]]:
-        config, drawing = self.config, dict[str, Any]()
-        if config.temperature:
-            drawing = {"do_sample": True, "temperature": config.temperature, "top_k": config.top_k or 0, "top_p": config.top_p or 1.0}
-        return {"text": self._generate(run, batch, **drawing)}
+        config = self.config
+        drawing = {"do_sample": True, "temperature": config.temperature, "top_k": config.top_k or 0, "top_p": config.top_p or 1.0}
+        return {"text": self._generate(run, batch, **drawing if config.temperature else {})}
 
     def _new_tokens(self) -> int:
         return self.config.max_new_tokens or self.data.options.max_target_length
 
-    def _generate(self, run: Run, batch: Mapping[str, Tensor], **drawing: Any) -> list[str]:
-        """A text for each sample of a batch; greedy or by beam search, unless ``drawing`` has other arguments of ``generate``."""
+    def _generate(self, run: Run, batch: Mapping[str, Tensor], **more: Any) -> list[str]:
+        """A text for each sample of a batch; greedy or by beam search, unless ``more`` has other arguments of ``generate``."""
         import torch
 
         ids, model = batch["input_ids"], run.unwrap_model()
         mask = batch["attention_mask"] if "attention_mask" in batch else torch.ones_like(ids)
-        arguments = {"do_sample": False, "num_beams": self.config.num_beams, "max_new_tokens": self._new_tokens(), **drawing}
+        arguments = {"do_sample": False, "num_beams": self.config.num_beams, "max_new_tokens": self._new_tokens(), **more}
         found = model.generate(input_ids=ids, attention_mask=mask, **arguments)  # type: ignore[operator]
         texts: list[str] = self.text_model.tokenizer.batch_decode(found, skip_special_tokens=True)
         return texts
@@ -181,7 +181,8 @@ class Seq2Seq(Plugin):
         metrics = yield
         metrics |= {"perplexity": math.exp(metrics["loss"]) if metrics["loss"] < 700 else math.inf}
         if self.config.generate:
-            metrics |= generated_metrics(run, split, self.text_model.tokenizer, lambda batch: self._generate(run, batch))
+            generate = partial(self._generate, run, synced_gpus=run.world_size > 1)  # as many forward passes on each process
+            metrics |= generated_metrics(run, split, self.text_model.tokenizer, generate)
         return metrics
 
     @hookimpl

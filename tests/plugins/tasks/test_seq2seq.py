@@ -303,6 +303,15 @@ def test_wrong_recipes_are_refused():
     assert "plugins 'seq2seq' and 'packing' exclude each other" in refused(PluginError, plugins=["seq2seq", "packing"])
 
 
+def test_a_model_with_another_loss_is_refused_before_training():
+    """ProphetNet's loss includes tokens further ahead."""
+    sizes = {"hidden_size": 16, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "max_position_embeddings": 64}
+    heads = dict.fromkeys(("num_encoder_layers", "num_decoder_layers", "num_encoder_attention_heads", "num_decoder_attention_heads"), 1)
+    message = refused(model={"config": {"model_type": "prophetnet"} | sizes | heads, "tokenizer": TOKENIZER})
+    pattern = r"recipe.yaml: model: ProphetNetForConditionalGeneration computes a loss of [\d.]+, expected [\d.]+, the mean cross entropy"
+    assert re.match(pattern, message), message
+
+
 def test_wrong_rows_are_refused_by_their_column():
     assert "rows.jsonl: there is no column 'brief', which data.target names. Its columns: text, short." in refused(target="brief")
     Path("rows.csv").write_text("text,short\na,b\n")

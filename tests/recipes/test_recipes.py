@@ -187,4 +187,4 @@ def test_seq2seq_dates_as_it_is(cli):
     for text, iso in written.items():
         code, out, _ = cli("predict", "run", text)
         assert code == 0
-        assert json.loads(out) == {"text": iso}
+        assert json.loads(out.splitlines()[-1]) == {"text": iso}

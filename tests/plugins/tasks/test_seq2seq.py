@@ -154,6 +154,7 @@ def test_it_learns_and_predictions_equal_generate_on_the_exported_model(cli):
     assert json.loads(Path("found.json").read_text())["metrics"] == metrics
 
 
+@pytest.mark.slow
 def test_drawn_texts_depend_on_the_seed(cli):
     execute(make_run("seq2seq", MODEL, DATA))
 

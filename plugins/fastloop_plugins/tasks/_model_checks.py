@@ -47,6 +47,8 @@ def unsupported(model_type: str, config: Mapping[str, Any], classify: bool, trai
         instead = f"To classify texts, name the column of their labels: data.label=COLUMN. {instead}"
     defaults: Any = CONFIG_MAPPING[model_type]
     two_stacks = getattr(defaults, "is_encoder_decoder", False)
+    if two_stacks:
+        instead = f"To train an encoder-decoder, name the column of its targets: data.target=COLUMN. {instead}"
     if classify and can_classify:
         if not (two_stacks and trains_tokenizer):
             return None

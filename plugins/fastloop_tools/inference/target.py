@@ -53,12 +53,12 @@ def load(
     recipe = load_recipe(named[0] if named else str(run / "recipe.yaml" if run else ""), overrides, with_plugins, without_plugins)
     if not named:
         assert run is not None
-        recipe.source = _trained_from(run) or recipe.source
+        recipe.source = trained_from(run) or recipe.source
     recipe.inference = dataclasses.replace(inference, model=model.resolve())
     return recipe
 
 
-def _trained_from(run: Path) -> Path | None:
+def trained_from(run: Path) -> Path | None:
     """The recipe's file that a run was started with: paths in the recipe may be relative to it. None: unknown, or gone."""
     try:
         source = json.loads((run / "summary.json").read_text(encoding="utf-8")).get("recipe")

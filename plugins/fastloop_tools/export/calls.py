@@ -1,0 +1,185 @@
+"""How a task calls its model: the arguments of real forward passes, and the axes of each that may change."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from fastloop.errors import UsageError
+
+if TYPE_CHECKING:
+    from fastloop.recipe import Recipe
+    from fastloop.run import Run
+
+BATCHES = 3
+"""Real batches to compare."""
+SHAPES = ((4, 12), (3, 7))
+"""Texts and tokens of each synthetic batch."""
+TOKENS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
+"""Arguments of transformers models with one value for each token, (batch, sequence)."""
+
+
+@dataclasses.dataclass
+class Calls:
+    """Forward passes of a model.
+
+    Attributes:
+        tensors: The tensor arguments of each pass, by name.
+        constants: The other arguments, which are the same in each.
+        axes: Argument -> axis -> the name of its size, for the axes whose size may change.
+        synthetic: Whether the batches are of random tokens, since no split of the recipe's data can be read.
+    """
+
+    tensors: list[dict[str, Tensor]]
+    constants: dict[str, Any]
+    axes: dict[str, dict[int, str]]
+    synthetic: bool
+
+    def variants(self) -> Iterator[dict[str, Tensor]]:
+        """The passes, and cuts of them: the first row, and two rows with half of the tokens. Each set of shapes once."""
+        seen = set()
+        for call in self.tensors:
+            for most, share in ((None, 1), (1, 1), (2, 2)):
+                cut = {name: self._cut(name, tensor, most, share) for name, tensor in call.items()}
+                shapes = tuple(tensor.shape for tensor in cut.values())
+                if shapes not in seen:
+                    seen.add(shapes)
+                    yield cut
+
+    def _cut(self, name: str, tensor: Tensor, most: int | None, share: int) -> Tensor:
+        for axis, size in self.axes[name].items():
+            if size == "batch":
+                tensor = tensor[:most]
+            elif size.endswith("sequence"):
+                tensor = tensor.narrow(axis, 0, max(1, tensor.shape[axis] // share))
+        return tensor
+
+
+def build(recipe: Recipe) -> tuple[Run, bool]:
+    """Build the exported model of ``recipe.inference`` on the CPU, for the split test, validation or train: the first one that can be read.
+    Only the task's plugin takes part.
+
+    Returns:
+        The run, and whether its split can be read.
+
+    Raises:
+        UsageError: The recipe or the model is wrong, or the task needs data to build its model.
+    """
+    from fastloop.registry import load_listed
+    from fastloop_tools.inference.chunks import SplitChunks
+    from fastloop_tools.inference.target import build_run
+
+    inference = recipe.inference
+    assert inference is not None
+    task = {name: options for name, options in recipe.plugins.items() if options is False or load_listed(recipe, name).slot == "task"}
+    recipe = dataclasses.replace(recipe, plugins=task, train=dataclasses.replace(recipe.train, device="cpu"))
+    problem: UsageError | None = None
+    for split in ("test", "validation", "train"):
+        try:
+            return build_run(dataclasses.replace(recipe, inference=dataclasses.replace(inference, split=split))), True
+        except UsageError as error:
+            problem = error  # the last one is about the training split, which every recipe has
+    try:
+        text = dataclasses.replace(inference, split="predict", source=[""], chunk=1)
+        return build_run(dataclasses.replace(recipe, inference=text), [SplitChunks()]), False
+    except UsageError:
+        assert problem is not None
+        raise problem from None
+
+
+def record(run: Run, has_data: bool) -> Calls:
+    """Record how the task calls its model: in the first batches of the split, or with random tokens.
+
+    Args:
+        run: A result of ``build``, with ``has_data``.
+
+    Raises:
+        UsageError: There is no data for a model that does not read tokens, or an argument is neither a tensor nor a constant.
+    """
+    model = run.unwrap_model().eval()
+    if has_data:
+        return _describe(model, list(_calls(run, run.loaders.first)), synthetic=False)
+    assert run.recipe.inference is not None
+    return _describe(model, list(_synthetic(model, run.recipe.inference.model)), synthetic=True)
+
+
+@torch.no_grad()
+def _calls(run: Run, split: str) -> Iterator[dict[str, Any]]:
+    """The arguments of each forward pass in the first batches of a split, by name."""
+    from fastloop import loop
+    from fastloop.evaluation_results import evaluating
+
+    model = run.unwrap_model()
+    signature, found = inspect.signature(model.forward), list[dict[str, Any]]()
+
+    def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        bound = signature.bind(*args, **kwargs).arguments
+        rest = next((name for name, one in signature.parameters.items() if one.kind is one.VAR_KEYWORD), "")
+        found.append({**bound, **bound.pop(rest, {})} if rest in bound else dict(bound))
+
+    handle = model.register_forward_pre_hook(keep, with_kwargs=True)
+    try:
+        with evaluating(run.model):
+            for batch in islice(loop.evaluation_batches(run, run.eval_loaders[split]), BATCHES):
+                run.hooks.compute_loss(run=run, model=run.model, batch=batch.inputs)
+    finally:
+        handle.remove()
+    yield from found
+
+
+def _synthetic(model: nn.Module, folder: Path) -> Iterator[dict[str, Any]]:
+    """Batches of random tokens, as the model's tokenizer encodes them.
+
+    Raises:
+        UsageError: The model does not read tokens.
+    """
+    from transformers import AutoTokenizer
+
+    taken = inspect.signature(model.forward).parameters
+    if "input_ids" not in taken or "decoder_input_ids" in taken:
+        raise UsageError(f"{folder}: {type(model).__name__} needs batches of the recipe's data.")
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    generator = torch.Generator().manual_seed(0)
+    for count, length in SHAPES:
+        ids = [torch.randint(len(tokenizer), (max(1, length - row),), generator=generator) for row in range(count)]
+        encoded = tokenizer([tokenizer.decode(row) for row in ids], padding=True, truncation=True, max_length=length, return_tensors="pt")
+        yield {name: value for name, value in encoded.items() if name in taken}
+
+
+def _describe(model: nn.Module, calls: list[dict[str, Any]], synthetic: bool) -> Calls:
+    """Separate tensors from constants, and find the axes that change.
+
+    Raises:
+        UsageError: An argument is neither a tensor nor a constant.
+    """
+    taken = inspect.signature(model.forward).parameters
+    prepare: Any = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    for call in calls:
+        if prepare is not None and call.get("labels") is not None and call.get("decoder_input_ids") is None:
+            call["decoder_input_ids"] = prepare(labels=call["labels"])
+        if "labels" in call and ("labels" not in taken or taken["labels"].default is not inspect.Parameter.empty):
+            del call["labels"]  # a model needs no labels to predict
+    tensors = [{name: value for name, value in call.items() if isinstance(value, Tensor)} for call in calls]
+    constants = {name: value for name, value in calls[0].items() if name not in tensors[0] and value is not None}
+    if "use_cache" in taken:
+        constants["use_cache"] = False
+    for name, value in constants.items():
+        if not isinstance(value, bool | int | float | str):
+            raise UsageError(
+                f"{type(model).__name__} cannot be exported: its argument {name!r} is a {type(value).__name__}. Expected tensors."
+            )
+    axes: dict[str, dict[int, str]] = {}
+    for name, first in tensors[0].items():
+        same = [call[name].shape for call in tensors if name in call]
+        changing = {axis for axis in range(first.dim()) if len({shape[axis] for shape in same}) > 1}
+        axes[name] = {axis: "batch" if axis == 0 else f"{name}_{axis}" for axis in sorted(changing | set(range(first.dim())[:1]))}
+        if name.removeprefix("decoder_") in TOKENS and first.dim() == 2:
+            axes[name][1] = "decoder_sequence" if name.startswith("decoder_") else "sequence"
+    return Calls([call for call in tensors if call.keys() == axes.keys()], constants, axes, synthetic)

@@ -1,0 +1,141 @@
+"""``fastloop export``: writes a trained model as safetensors, as an adapter or as ONNX, and uploads it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import logging
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from packaging.version import Version
+
+from fastloop.cli.arguments import With, Without, names
+from fastloop.distributed import ranks, signals
+from fastloop.errors import UsageError
+from fastloop_tools.inference.evaluate import Arguments, Target
+
+log = logging.getLogger("fastloop")
+
+PACKAGES = {"onnx": "1.17", "onnxruntime": "1.20", "onnxscript": "0.2"}
+"""Package -> the oldest version that ``--to onnx`` works with. The extra ``onnx`` installs them."""
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "README.md", ".*")
+"""Files of an exported model that an ONNX folder does not have. The others are the tokenizer's and the configuration with the labels."""
+
+
+def export(
+    target: Target,
+    arguments: Arguments = None,
+    to: Annotated[
+        Literal["safetensors", "adapter", "onnx"],
+        typer.Option(help="safetensors: all weights, with LoRA merged. adapter: the LoRA weights alone. onnx: needs the extra onnx."),
+    ] = "safetensors",
+    checkpoint: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Export this checkpoint of the run: last, best or its folder's name.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Where to write [default: beside the model, such as RUN/model-onnx].")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the files in FOLDER.")] = False,
+    push: Annotated[
+        str | None, typer.Option(metavar="REPO", help="Also upload to this repository of the Hugging Face hub; a new one is private.")
+    ] = None,
+    with_: With = None,
+    without: Without = None,
+) -> None:
+    """Write a trained model in a form that other programs load.
+
+    An ONNX model is compared with the torch model in onnxruntime, on batches of several shapes, and written only if both agree.
+    """
+    from fastloop_tools.export import folder, hub, source
+
+    if ranks.world_size() > 1:
+        raise UsageError("export uses one process. Start it without a launcher.")
+    if to == "onnx":
+        check_packages()
+    recipe, weights = source.find(target, arguments or (), checkpoint, to == "adapter", names(with_), names(without))
+    out = out or default_folder(Path(target), checkpoint and weights.name, to)
+    folder.check(out, overwrite, weights)
+    if push is not None:
+        hub.check(push)
+    with (
+        signals.on_signals(signals.stop_now),
+        tempfile.TemporaryDirectory(prefix="fastloop-export-") as scratch,
+        folder.written(out) as made,
+    ):
+        model = source.make_model(recipe, weights, to == "adapter", Path(scratch))
+        message = write(recipe, model, made, to, out.name, Path(target).resolve().name)
+    if message:
+        typer.echo(message)
+    typer.echo(f"written to {out}")
+    if push is not None:
+        typer.echo(f"uploaded to {hub.upload(out, push)}")
+
+
+def check_packages() -> None:
+    """Check that the packages of the extra ``onnx`` are installed.
+
+    Raises:
+        UsageError: One is missing or too old.
+    """
+    for package, least in PACKAGES.items():
+        try:
+            installed = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            raise UsageError(f"--to onnx: {package}>={least} is not installed. Install it: pip install 'fastloop[onnx]'") from None
+        if Version(installed) < Version(least):
+            raise UsageError(f"--to onnx: needs {package}>={least}, found {installed}. Upgrade it: pip install -U 'fastloop[onnx]'")
+
+
+def default_folder(target: Path, checkpoint: str | None, to: str) -> Path:
+    """The folder without ``--out``: in the run folder, or beside the exported model.
+
+    Args:
+        checkpoint: The checkpoint's name; None: the exported model.
+    """
+    if checkpoint is not None or (target / "recipe.yaml").is_file():
+        return target / f"{checkpoint or 'model'}-{to}"
+    target = target.resolve()
+    return target.with_name(f"{target.name}-{to}")
+
+
+def write(recipe: Any, model: Path, made: Path, to: str, name: str, source: str) -> str:
+    """Write the files of an export. Returns a message about the comparison; empty without one.
+
+    Args:
+        model: The folder of the exported model.
+        made: The folder to write to.
+        name: The final name of ``made``.
+        source: The name of the run or model, for the README.
+    """
+    from fastloop.recipe import Inference
+    from fastloop_tools.export.card import card
+
+    exported = None
+    if to == "onnx":
+        from fastloop import lifecycle
+        from fastloop_tools.export import calls, onnx_model
+
+        recipe.inference = Inference(model, "test")
+        run, has_data = calls.build(recipe)
+        with lifecycle.inference(run):
+            exported = onnx_model.export(run.unwrap_model(), calls.record(run, has_data), made, source)
+    shutil.copytree(model, made, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*(WEIGHTS if to == "onnx" else (".*",))))
+    config = read_config(model)
+    if to != "safetensors" or not (made / "README.md").exists():
+        labels = {int(index): str(label) for index, label in (config.get("id2label") or {}).items()}
+        page = card(to, name, source, labels, exported, bool(config))
+        (made / "README.md").write_text(page, encoding="utf-8")
+    return str(exported) if exported else ""
+
+
+def read_config(model: Path) -> dict[str, Any]:
+    """``config.json`` of a transformers model; empty for another model."""
+    try:
+        found = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,59 @@
+"""The folder of an export: complete or absent."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from fastloop.errors import SaveError, UsageError
+from fastloop.runtime.platform_support import sync
+
+
+def check(folder: Path, overwrite: bool, source: Path) -> None:
+    """Check that an export may be written.
+
+    Args:
+        source: The folder that the export is made from.
+
+    Raises:
+        UsageError: The folder is a file, or holds files without ``overwrite``, or the current folder or the source is in it.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"--out {folder}: found a file, expected a folder.")
+    if not folder.is_dir() or not any(folder.iterdir()):
+        return
+    if not overwrite:
+        raise UsageError(f"--out {folder}: holds files. Expected a new or empty folder, or the option --overwrite.")
+    for inside in (Path.cwd(), source.resolve()):
+        if inside.is_relative_to(folder.resolve()):
+            raise UsageError(f"--out {folder}: contains {inside}, so it cannot be replaced. Expected another folder.")
+
+
+@contextmanager
+def written(folder: Path) -> Iterator[Path]:
+    """A new folder for the files. After the block, it replaces ``folder``. If the block raises, it is removed, and ``folder`` stays.
+
+    Raises:
+        SaveError: The files cannot be written.
+    """
+    aside, old = (folder.with_name(f".{folder.name}.{kind}") for kind in ("partial", "old.partial"))
+    try:
+        for leftover in (aside, old):
+            shutil.rmtree(leftover, ignore_errors=True)
+        aside.mkdir(parents=True)
+        yield aside
+        for path in (*aside.rglob("*"), aside):
+            sync(path)
+        if folder.exists():
+            folder.rename(old)
+        aside.rename(folder)
+        shutil.rmtree(old, ignore_errors=True)
+    except BaseException as error:
+        if old.exists() and not folder.exists():
+            old.rename(folder)
+        shutil.rmtree(aside, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise SaveError(f"{folder} was not written: {error}.") from error
+        raise

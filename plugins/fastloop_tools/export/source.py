@@ -1,0 +1,148 @@
+"""The exported model to convert: the one of a run, or one that is made from a checkpoint or an adapter."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from fastloop.errors import CheckpointError, UsageError
+from fastloop.recipe import Inference, Recipe, load_recipe
+from fastloop_tools.inference.target import load, trained_from
+
+log = logging.getLogger("fastloop")
+
+ADAPTER = "adapter_config.json"
+"""The file of peft that marks a folder as an adapter."""
+
+
+def find(
+    target: str,
+    arguments: Sequence[str],
+    checkpoint: str | None,
+    adapter: bool,
+    with_plugins: Iterable[str],
+    without_plugins: Iterable[str],
+) -> tuple[Recipe, Path]:
+    """The recipe, and the weights to export: the folder of an exported model, of a checkpoint, or of an adapter.
+
+    Args:
+        target: RUN or MODEL.
+        arguments: RECIPE and overrides.
+        checkpoint: ``last``, ``best``, or the name of a folder in the run's ``checkpoints``; None: the exported model.
+        adapter: Whether to export the adapter alone.
+
+    Raises:
+        UsageError: There is no such model or checkpoint, or it has no adapter.
+    """
+    if checkpoint is None:
+        recipe = load(target, arguments, Inference(Path(), "test"), with_plugins, without_plugins)
+        assert recipe.inference is not None
+        weights = recipe.inference.model
+    else:
+        run = Path(target)
+        if not (run / "recipe.yaml").is_file():
+            raise UsageError(f"{target}: --checkpoint {checkpoint}: found no recipe.yaml. Expected a run folder, such as runs/quickstart.")
+        if wrong := next((argument for argument in arguments if "=" not in argument), None):
+            raise UsageError(f"{wrong}: found a recipe for --checkpoint, which uses the recipe of its run. Leave it out.")
+        recipe = load_recipe(str(run / "recipe.yaml"), arguments, with_plugins, without_plugins)
+        recipe.source = trained_from(run) or recipe.source
+        weights = find_checkpoint(run, checkpoint)
+    if adapter and recipe.plugins.get("lora", False) is False:
+        raise UsageError(f"{target}: --to adapter: the recipe trains no adapter: it does not list the plugin lora.")
+    if adapter and checkpoint is None and not (weights / ADAPTER).is_file():
+        raise UsageError(
+            f"{target}: --to adapter: in the exported model, the adapter is merged into the weights. The run's checkpoints have it alone: "
+            "add --checkpoint last, or best."
+        )
+    return recipe, weights
+
+
+def find_checkpoint(run: Path, name: str) -> Path:
+    """The folder of a checkpoint, verified.
+
+    Raises:
+        CheckpointError: There is none of this name, or it is damaged.
+    """
+    from fastloop import checkpoint
+
+    if name == "last":
+        found, warnings = checkpoint.find(run)
+        for warning in warnings:
+            log.warning("%s", warning)
+        return found
+    folders = sorted(path for path in (run / "checkpoints").glob("[!.]*") if path.is_dir())
+    chosen = [path for path in folders if (path.name.startswith("best-") if name == "best" else path.name == name)]
+    if len(chosen) > 1:
+        chosen = [path for path in chosen if path == best_of(run)]
+    if not chosen:
+        there = ", ".join(path.name for path in folders) or "none"
+        hint = " The plugin checkpoint-best keeps the best one." if name == "best" else ""
+        raise CheckpointError(f"{run}: there is no checkpoint {name!r}. There are: {there}.{hint}")
+    if problem := checkpoint.verify(chosen[0]):
+        raise CheckpointError(f"{chosen[0]}: damaged: {problem}.")
+    return chosen[0]
+
+
+def make_model(recipe: Recipe, weights: Path, adapter: bool, scratch: Path) -> Path:
+    """The folder of an exported model. If ``weights`` is another one, build the model as in training, load them and export it.
+
+    Args:
+        recipe: The recipe of the weights.
+        weights: A result of ``find``.
+        adapter: Whether to export the adapter alone; otherwise adapters are merged.
+        scratch: A temporary folder.
+
+    Raises:
+        UsageError: The weights are not those of the recipe's model.
+    """
+    is_adapter, is_checkpoint = (weights / ADAPTER).is_file(), (weights / "manifest.json").is_file()
+    if not is_checkpoint and is_adapter == adapter:
+        return weights
+    from fastloop import checkpoint, lifecycle
+    from fastloop.cli.messages import show_messages
+    from fastloop.recipe.importing import reduced_gc
+    from fastloop.registry import resolve
+
+    show_messages()
+    folder = scratch / "model"
+    training = training_recipe(recipe, adapter, scratch)
+    with reduced_gc():
+        run = lifecycle.build(training, resolve(training))
+    with lifecycle.inference(run):
+        if is_checkpoint:
+            try:
+                run.hooks.load_model_state(run=run, state=checkpoint.read(weights)[0])
+            except RuntimeError as error:
+                problem = str(error).splitlines()[1:2] or [str(error)]
+                raise CheckpointError(f"{weights}: not a checkpoint of this model: {problem[0].strip()}") from None
+        else:
+            model: Any = run.unwrap_model()
+            model.load_adapter(str(weights), "default")
+        run.hooks.export_model(run=run, folder=folder)
+    return folder
+
+
+def best_of(run: Path) -> Path | None:
+    """The best checkpoint that a run's summary names; None: unknown."""
+    try:
+        return run / str(json.loads((run / "summary.json").read_text(encoding="utf-8"))["best"]["path"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def training_recipe(recipe: Recipe, adapter: bool, scratch: Path) -> Recipe:
+    """The recipe that builds the model of training on one process, without plugins that only observe."""
+    from fastloop.registry import load_listed
+
+    plugins = dict(recipe.plugins)
+    for name, options in recipe.plugins.items():
+        cls = load_listed(recipe, name) if options is not False else None
+        if cls is not None and (cls.slot == "strategy" or cls.read_only):
+            plugins[name] = False
+    if (options := plugins.get("lora", False)) is not False:
+        plugins["lora"] = {**options, "merge": not adapter}
+    return dataclasses.replace(recipe, plugins=plugins, output=str(scratch / "run"), inference=None)

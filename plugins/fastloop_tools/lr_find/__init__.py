@@ -1,0 +1,1 @@
+"""``fastloop lr-find``: suggest a learning rate by a range test."""

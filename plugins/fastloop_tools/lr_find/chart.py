@@ -1,0 +1,53 @@
+"""The losses of a range test over the learning rate, as an SVG document."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from html import escape
+from typing import Any
+
+from fastloop_tools.report.charts import LEFT, RIGHT, TOP, WIDTH, line_chart, svg
+
+TITLE, FOOT = 34, 24
+"""Pixels above and below the chart, for the title and the name of the axis."""
+STYLE = (
+    ".axis { stroke: #c4cad4; } .line { fill: none; stroke-width: 2; } .loss { stroke: #8a8f98; stroke-width: 1; } "
+    ".smoothed { stroke: #2f6db5; } .chosen { stroke: #2a7f62; stroke-width: 2; stroke-dasharray: 4 3; }"
+)
+
+
+def draw(record: Mapping[str, Any]) -> str:
+    """The loss of each step and its average, over the logarithm of the rate. A dashed line shows the suggestion.
+
+    Args:
+        record: The contents of the ``--json`` file. Losses far above those before the divergence are left out.
+    """
+    logs, chosen = [math.log10(rate) for rate in record["rates"]], record["suggestion"]
+    finite = [value for value in record["smoothed"] if math.isfinite(value)]
+    lowest = min(range(len(finite)), key=finite.__getitem__)
+    most = 1.2 * max(finite[: lowest + 1])
+    series = {
+        name: (number, [(x, value) for x, value in zip(logs, record[key], strict=True) if value <= most])
+        for number, (name, key) in enumerate([("loss", "losses"), ("smoothed", "smoothed")])
+    }
+    chart = line_chart(record["recipe"], series)
+    assert chart is not None
+    drawn = [x for _, points in series.values() for x, _ in points]
+    bottom = TITLE + chart.bottom
+    title = f"{record['recipe']}: " + (f"suggested train.lr {chosen['lr']:.1e}" if chosen else "no suggestion")
+    lines = [f'<text x="12" y="24">{escape(title)}</text>']
+    for y, label in chart.ys:
+        y += TITLE
+        lines.append(f'<path class="axis" d="M{LEFT} {y}H{WIDTH - RIGHT}"/>')
+        lines.append(f'<text x="{LEFT - 6}" y="{y + 4}" text-anchor="end">{label}</text>')
+    lines += [f'<text x="{x}" y="{bottom + 18}" text-anchor="middle">1e{label}</text>' for x, label in chart.xs]
+    lines.append(
+        f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{bottom + 38}" text-anchor="middle">train.lr; thin: each step, thick: smoothed</text>'
+    )
+    if chosen and min(drawn) <= math.log10(chosen["lr"]) <= max(drawn):
+        x = LEFT + (math.log10(chosen["lr"]) - min(drawn)) / (max(drawn) - min(drawn)) * (WIDTH - LEFT - RIGHT)
+        lines.append(f'<path class="chosen" d="M{x:.1f} {TITLE + TOP}V{bottom}"/>')
+    for line in chart.lines:
+        lines.append(f'<path class="line {line.name}" transform="translate(0 {TITLE})" d="{line.path}"/>')
+    return svg(title, WIDTH, TITLE + chart.height + FOOT, lines, STYLE)

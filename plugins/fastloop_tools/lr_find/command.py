@@ -1,0 +1,165 @@
+"""``fastloop lr-find``: suggests a learning rate by a range test."""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fastloop.cli import launch
+from fastloop.cli.arguments import Overrides, RecipeName, With, Without, names
+from fastloop.errors import UsageError
+
+if TYPE_CHECKING:
+    from fastloop.recipe import Recipe
+    from fastloop.run import Run
+    from fastloop_tools.lr_find.finder import LRFinder
+
+ROWS = 12
+"""Rows of the table, at equal distances of the steps."""
+LEFT_OUT = ("checkpoint-best", "early-stopping", "nan-guard")
+"""Plugins that have no part in a range test, beside those that only observe: two need an evaluation, and one ends a run that diverges."""
+
+
+def lr_find(
+    recipe: RecipeName,
+    overrides: Overrides = None,
+    with_: With = None,
+    without: Without = None,
+    low: Annotated[float, typer.Option("--min", metavar="RATE", help="The rate of the first step.")] = 1e-7,
+    high: Annotated[float, typer.Option("--max", metavar="RATE", help="The rate of the last step.")] = 10.0,
+    steps: Annotated[int, typer.Option(min=10, metavar="N", help="Optimizer steps at most.")] = 100,
+    nproc: Annotated[int | None, typer.Option(min=1, metavar="N", help="Start N processes on this machine.")] = None,
+    svg: Annotated[str, typer.Option("--svg", metavar="FILE", help="The chart to write [default: runs/lr-find-RECIPE.svg].")] = "",
+    json_file: Annotated[str, typer.Option("--json", metavar="FILE", help="Also write the results to this file; -: stdout.")] = "",
+) -> None:
+    """Suggest a learning rate, from a few steps with growing rates.
+
+    The rate grows exponentially from --min to --max. The test stops when the loss diverges. It suggests a tenth of the rate at which the
+    loss was lowest. No run and no checkpoint is written.
+    """
+    from fastloop.cli.messages import show_messages
+    from fastloop.recipe import load_recipe
+    from fastloop.registry import select
+
+    if not 0 < low < high:
+        raise UsageError(f"--min {low:g} --max {high:g}: expected two rates above 0, the lower one first.")
+    loaded = load_recipe(recipe, overrides or (), names(with_), names(without))
+    name = loaded.source.stem if loaded.source else "recipe"
+    picture = Path(svg or f"runs/lr-find-{name}.svg")
+    if nproc is not None:
+        plugins = {"--with": ",".join(names(with_)), "--without": ",".join(names(without))}
+        given = plugins | {"--min": str(low), "--max": str(high), "--steps": str(steps), "--svg": svg, "--json": json_file}
+        command = ["lr-find", recipe, *(overrides or ()), *(word for pair in given.items() if pair[1] for word in pair)]
+        raise typer.Exit(launch.launch(command, nproc, 1, 0, None, picture))
+    launch.end_with_launcher()
+    if json_file == "-":
+        import rich
+
+        rich.reconfigure(stderr=True)  # log messages must not mix with JSON
+    show_messages()
+    launch.start_again(select(loaded).environment(loaded))
+    from fastloop_tools.lr_find.finder import LRFinder
+
+    finder = LRFinder(low, high, steps)
+    run = range_test(loaded, finder)
+    if run.is_main:
+        show(describe(finder, name), picture, json_file)
+    run.processes.barrier()
+    run.processes.close()
+    if run.world_size > 1:
+        launch.leave(0)
+
+
+def range_test(recipe: Recipe, finder: LRFinder) -> Run:
+    """Train the steps of a range test. Its run folder is temporary.
+
+    Raises:
+        KeyboardInterrupt: A signal stopped it.
+    """
+    from fastloop.hooks import PluginSet
+    from fastloop.lifecycle import build, execute
+    from fastloop.plugin import defaults
+    from fastloop.recipe import make_recipe
+    from fastloop.recipe.importing import reduced_gc
+    from fastloop.registry import load_listed, resolve
+
+    listed = [name for name, options in recipe.plugins.items() if options is not False and load_listed(recipe, name).read_only]
+    observers = [*listed, *(name for name, point in defaults().items() if point.load().read_only)]
+    tree = recipe.to_dict()
+    tree["train"] |= {"max_steps": finder.steps, "epochs": 10**6, "evaluate_every": None, "save_every": None}
+    tree["plugins"] = recipe.listed(recipe.plugins | dict.fromkeys((*observers, *LEFT_OUT), False))
+    with tempfile.TemporaryDirectory(prefix="fastloop-lr-find-") as scratch:
+        short = make_recipe(tree | {"output": f"{scratch}/run"}, recipe.source)
+        with reduced_gc():
+            resolution = resolve(short)
+            run = build(short, PluginSet([finder, *resolution.plugins], resolution.reasons))
+        with run.signals.handled(run.rank, run.world_size):
+            execute(run)
+    if run.interrupted is not None:
+        raise KeyboardInterrupt
+    return run
+
+
+def describe(finder: LRFinder, recipe: str) -> dict[str, Any]:
+    """The results as JSON values: ``suggestion`` is None if the loss did not fall by more than its noise."""
+    from dataclasses import asdict
+
+    from fastloop_tools.lr_find.finder import smooth, suggest
+
+    found = suggest(finder.rates, finder.losses, finder.steps)
+    return {
+        "recipe": recipe,
+        "suggestion": asdict(found) if found else None,
+        "diverged": finder.diverged,
+        "rates": finder.rates,
+        "losses": finder.losses,
+        "smoothed": smooth(finder.losses, finder.steps),
+    }
+
+
+def show(record: Mapping[str, Any], picture: Path, json_file: str) -> None:
+    """Write the chart, and print the table and the suggestion; with ``json_file`` ``-``, print JSON only."""
+    import rich
+    from rich.table import Table
+
+    from fastloop.runtime.files import write
+    from fastloop_tools.bench.ablation import json_safe
+    from fastloop_tools.lr_find.chart import draw
+
+    drawn = math.isfinite(record["smoothed"][0])
+    if drawn:
+        picture.parent.mkdir(parents=True, exist_ok=True)
+        write(picture, draw(record))
+    text = json.dumps(json_safe(record), indent=1) + "\n"
+    if json_file == "-":
+        typer.echo(text, nl=False)
+        return
+    if json_file:
+        write(Path(json_file), text)
+    table = Table("train.lr", "loss", "smoothed", box=None, pad_edge=False)
+    last = len(record["rates"]) - 1
+    for step in sorted({round(index * last / (ROWS - 1)) for index in range(ROWS)}):
+        table.add_row(f"{record['rates'][step]:.1e}", f"{record['losses'][step]:.4g}", f"{record['smoothed'][step]:.4g}")
+    rich.print(table)
+    for line in sentences(record):
+        typer.echo(line)
+    if drawn:
+        typer.echo(f"chart in {picture}")
+
+
+def sentences(record: Mapping[str, Any]) -> list[str]:
+    """The result as lines of text, with the override to use."""
+    found, steps = record["suggestion"], len(record["rates"])
+    end = f"The loss diverged in step {steps}." if record["diverged"] else f"The loss did not diverge in {steps} steps."
+    if found is None:
+        return [end, "No suggestion: the loss did not fall by more than its noise. Raise --steps, or move --min and --max."]
+    lines = [f"{end} It was lowest at {found['minimum']:.1e}, and fell most steeply at {found['steepest']:.1e}."]
+    if found["at_end"]:
+        lines.append("The last step has the lowest loss: a larger --max may suggest a higher rate.")
+    return [*lines, f"Suggestion: train.lr={found['lr']:.1e}"]

@@ -1,0 +1,537 @@
+"""`fastloop export`: models that other programs load, compared with those programs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import warnings
+from base64 import b64decode
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from inference_runs import CLASSES, TRAIN, texts, train, write_recipe
+from safetensors.torch import load_file
+from text_helpers import TINY_GPT
+
+from fastloop.errors import SaveError
+from fastloop_tools.export import folder as folders
+from fastloop_tools.export import onnx_model
+from fastloop_tools.export.card import card
+
+pytest.importorskip("onnxruntime")
+
+CODE = """
+import torch
+from torch import nn
+
+def data(splits=("train", "validation", "test")):
+    rows = [(torch.full((1, 6, 6), float(i % 3)) + torch.arange(6) / 10, i % 3) for i in range(30)]
+    return {split: rows for split in splits}
+
+class Net(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.5), nn.Flatten(), nn.Linear(144, 3))
+
+class Depends(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, images):
+        rows = images.mean((1, 2))
+        if rows.sum() > 1:                      # a graph has one branch only
+            rows = rows * 2
+        return self.layer(rows)
+
+class Noisy(Net):
+    def forward(self, images):
+        logits = super().forward(images)
+        return logits + torch.rand_like(logits)
+
+def tables():
+    rows = [{"left": torch.randn(4), "right": torch.randn(i % 3 + 2), "labels": i % 2} for i in range(24)]
+    return {"train": rows}
+
+def padded(samples):
+    longest = max(len(row["right"]) for row in samples)
+    right = torch.stack([torch.nn.functional.pad(row["right"], (0, longest - len(row["right"]))) for row in samples])
+    labels = torch.tensor([row["labels"] for row in samples])
+    return {"left": torch.stack([row["left"] for row in samples]), "right": right, "labels": labels}
+
+class Table(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, left, right, labels=None):
+        logits = self.layer(left) * right.sum(1, keepdim=True)
+        result = {"logits": logits}
+        return result | {"loss": nn.functional.cross_entropy(logits, labels)} if labels is not None else result
+"""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder with a recipe of a tiny classifier, its files and its run, which keeps a checkpoint and the best one."""
+    folder = tmp_path_factory.mktemp("trained")
+    train(write_recipe(folder, ["checkpoint-best"], train=TRAIN | {"save_every": "epoch"}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory):
+    """The same with LoRA adapters."""
+    pytest.importorskip("peft")
+    folder = tmp_path_factory.mktemp("adapted")
+    train(write_recipe(folder, [{"lora": {"r": 2, "target_modules": ["q_lin", "v_lin"]}}], train=TRAIN | {"save_every": "epoch"}))
+    return folder
+
+
+def module_run(folder: Path, model: str = "Net", **options: Any) -> Path:
+    (folder / "code.py").write_text(CODE)
+    recipe = {
+        "model": {"module": f"code.py:{model}"},
+        "data": {"module": "code.py:data"},
+        "train": {"epochs": 1, "batch_size": 8, "lr": 0.01, "device": "cpu"},
+        "plugins": [{"module": {"loss": "cross_entropy"}}],
+        "output": str(folder / "run"),
+    }
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe | options))
+    train(folder / "recipe.yaml")
+    return folder / "run"
+
+
+def export(cli: Any, *arguments: Any) -> str:
+    code, out, err = cli("export", *map(str, arguments))
+    assert code == 0, err
+    printed: str = out
+    return printed
+
+
+def refused(cli: Any, *arguments: Any, code: int = 2) -> str:
+    found, _, err = cli("export", *map(str, arguments))
+    assert found == code
+    error: str = err
+    return error
+
+
+def session(folder: Path) -> Any:
+    import onnxruntime
+
+    return onnxruntime.InferenceSession(str(folder / "model.onnx"), providers=["CPUExecutionProvider"])
+
+
+def no_leftovers(folder: Path) -> bool:
+    return not list(folder.glob(".*partial"))
+
+
+# -- ONNX --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_classifier_in_onnxruntime_is_that_of_transformers(trained, cli):
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    out = export(cli, trained / "run", "--to", "onnx", "--out", "onnx")
+    assert "equals torch" in out
+    assert "batches of the recipe's data" in out
+    assert "written to onnx" in out
+    model = AutoModelForSequenceClassification.from_pretrained(trained / "run" / "model").eval()
+    tokenizer, runtime = AutoTokenizer.from_pretrained("onnx"), session(Path("onnx"))
+    rows = [row["text"] for row in texts(40, 500)]
+    for batch in (rows[:1], rows[1:4], rows[4:40]):
+        encoded = tokenizer(batch, padding=True, return_tensors="pt")
+        inputs = {name: encoded[name].numpy() for name in ("input_ids", "attention_mask")}
+        (logits,) = runtime.run(["logits"], inputs)
+        with torch.no_grad():
+            expected = model(input_ids=encoded["input_ids"], attention_mask=encoded["attention_mask"]).logits
+        assert np.abs(logits - expected.numpy()).max() < 1e-5
+    labels = json.loads(Path("onnx/config.json").read_text())["id2label"]
+    assert list(labels.values()) == list(CLASSES)
+    assert not list(Path("onnx").glob("*.safetensors"))
+    text = Path("onnx/README.md").read_text()
+    for line in (
+        "| input | `input_ids` | int64 | `[batch, sequence]` |",
+        "| input | `attention_mask` | int64 | `[batch, sequence]` |",
+        "| output | `logits` | float32 | `[batch, 3]` |",
+        "| 2 | good |",
+        "ONNX with opset 20",
+    ):
+        assert line in text
+    assert [(value.name, value.shape) for value in runtime.get_inputs()] == [
+        ("input_ids", ["batch", "sequence"]), ("attention_mask", ["batch", "sequence"])
+    ]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_without_data_the_batches_are_synthetic(trained, cli):
+    shutil.copytree(trained / "run" / "model", "model")
+    recipe = yaml.safe_load((trained / "recipe.yaml").read_text())
+    Path("recipe.yaml").write_text(yaml.safe_dump(recipe))
+    out = export(cli, "model", "recipe.yaml", "--to", "onnx")
+    assert "synthetic batches" in out
+    assert (Path("model-onnx") / "model.onnx").is_file()
+
+
+@pytest.mark.slow
+def test_a_language_model_gives_logits(tmp_path, cli):
+    from transformers import AutoModelForCausalLM
+
+    recipe = write_recipe(tmp_path)
+    tree = yaml.safe_load(recipe.read_text())
+    tree["model"] = {"config": TINY_GPT, "tokenizer": {"kind": "bpe", "vocab_size": 300}}
+    tree["data"] = {"files": tree["data"]["files"], "max_length": 16}
+    recipe.write_text(yaml.safe_dump(tree))
+    train(recipe)
+    export(cli, tmp_path / "run", "--to", "onnx", "--out", "onnx")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").eval()
+    for rows, length in ((1, 3), (5, 16)):
+        ids = torch.randint(300, (rows, length), generator=torch.Generator().manual_seed(rows))
+        (logits,) = session(Path("onnx")).run(None, {"input_ids": ids.numpy(), "attention_mask": np.ones_like(ids)})
+        with torch.no_grad():
+            assert np.abs(logits - model(input_ids=ids, use_cache=False).logits.numpy()).max() < 1e-4
+
+
+def test_a_module_with_images(tmp_path, cli):
+    run = module_run(tmp_path)
+    export(cli, run, "--to", "onnx")
+    runtime = session(run / "model-onnx")
+    assert [(value.name, value.shape) for value in runtime.get_inputs()] == [("input", ["batch", 1, 6, 6])]
+    weights = load_file(run / "model" / "model.safetensors")
+    images = torch.randn(7, 1, 6, 6)
+    with torch.no_grad():
+        hidden = torch.nn.functional.conv2d(images, weights["0.weight"], weights["0.bias"], padding=1)
+        hidden = torch.nn.functional.batch_norm(
+            hidden, weights["1.running_mean"], weights["1.running_var"], weights["1.weight"], weights["1.bias"]
+        )
+        expected = hidden.relu().flatten(1) @ weights["5.weight"].T + weights["5.bias"]
+    (found,) = runtime.run(["output"], {"input": images.numpy()})
+    assert np.abs(found - expected.numpy()).max() < 1e-5
+
+
+@pytest.mark.slow
+def test_a_module_with_named_inputs_of_changing_sizes(tmp_path, cli):
+    options = {"data": {"module": "code.py:tables"}, "plugins": [{"module": {"collate": "code.py:padded"}}]}
+    run = module_run(tmp_path, "Table", **options)
+    export(cli, run, "--to", "onnx", "--out", "onnx", "train.eval_batch_size=1")
+    inputs = {value.name: value.shape for value in session(Path("onnx")).get_inputs()}
+    assert inputs == {"left": ["batch", 4], "right": ["batch", "right_1"]}
+    (found,) = session(Path("onnx")).run(["logits"], {"left": np.ones((2, 4), np.float32), "right": np.ones((2, 9), np.float32)})
+    weights = load_file(run / "model" / "model.safetensors")
+    assert found[0] == pytest.approx((9 * (weights["layer.weight"].sum(1) + weights["layer.bias"])).numpy(), rel=1e-4)
+
+
+def test_a_model_that_cannot_be_exported(tmp_path, cli):
+    run = module_run(tmp_path, "Depends")
+    error = refused(cli, run, "--to", "onnx", "--out", "onnx")
+    assert "run: Depends cannot be exported to ONNX. The exporter reports: " in error
+    assert "data-dependent" in error
+    assert error.endswith("code.py:20).\n")
+    assert len(error.splitlines()) == 1
+    assert not Path("onnx").exists()
+    assert no_leftovers(Path())
+
+
+@pytest.mark.slow
+def test_many_weights_are_in_a_file_of_their_own(tmp_path, cli, monkeypatch):
+    run = module_run(tmp_path)
+    monkeypatch.setattr(onnx_model, "LARGEST_FILE", 100)
+    export(cli, run, "--to", "onnx", "--out", "onnx")
+    weights = sum(tensor.nbytes for tensor in load_file(run / "model" / "model.safetensors").values())
+    assert Path("onnx/model.onnx.data").stat().st_size > 0.8 * weights  # the smallest stay in model.onnx
+    (found,) = session(Path("onnx")).run(None, {"input": np.zeros((2, 1, 6, 6), np.float32)})
+    assert found.shape == (2, 3)
+
+
+@pytest.mark.slow
+def test_outputs_that_differ_are_refused_with_the_numbers(tmp_path, cli):
+    run = module_run(tmp_path, "Noisy")
+    error = refused(cli, run, "--to", "onnx", "--out", "onnx", code=1)
+    assert "the exported model differs from Noisy: largest difference 0." in error
+    assert "expected at most 0.000" in error
+    assert not Path("onnx").exists()
+
+
+def test_a_missing_extra_names_the_command(trained, cli, monkeypatch):
+    from importlib import metadata
+
+    version = metadata.version
+
+    def missing(name: str) -> str:
+        if name == "onnxscript":
+            raise metadata.PackageNotFoundError
+        return version(name)
+
+    monkeypatch.setattr(metadata, "version", missing)
+    error = refused(cli, trained / "run", "--to", "onnx")
+    assert "onnxscript>=0.2 is not installed. Install it: pip install 'fastloop[onnx]'" in error
+    monkeypatch.setattr(metadata, "version", lambda name: "0.1")
+    assert "needs onnx>=1.17, found 0.1. Upgrade it" in refused(cli, trained / "run", "--to", "onnx")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32},
+        {"model_type": "roberta", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32},
+        {"model_type": "llama", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32},
+        {"model_type": "modernbert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32},
+    ],
+    ids=lambda config: config["model_type"],
+)
+def test_architectures(tmp_path, cli, config):
+    if config["model_type"] == "roberta":
+        config = config | {"max_position_embeddings": 64}
+    train(write_recipe(tmp_path, model={"config": config, "tokenizer": {"kind": "word"}}, train=TRAIN | {"epochs": 1}))
+    assert "equals torch" in export(cli, tmp_path / "run", "--to", "onnx", "--out", "onnx")
+
+
+# -- safetensors and adapters ------------------------------------------------------------------------------------------
+
+
+def test_safetensors_are_the_exported_weights(trained, cli):
+    from transformers import pipeline
+
+    export(cli, trained / "run", "--out", "out")
+    assert Path("out/model.safetensors").read_bytes() == (trained / "run/model/model.safetensors").read_bytes()
+    assert pipeline("text-classification", "out", device="cpu")("a lovely film")[0]["label"] in CLASSES
+    assert "library_name: transformers" in Path("out/README.md").read_text()
+
+
+@pytest.mark.parametrize("name", ["last", "best", "folder"])
+def test_a_checkpoint(trained, cli, name):
+    kinds = {"last": "step-*", "best": "best-*", "folder": "best-*"}
+    (checkpoint,) = (trained / "run" / "checkpoints").glob(kinds[name])
+    before = sorted((trained / "run").rglob("*"))
+    export(cli, trained / "run", "--checkpoint", checkpoint.name if name == "folder" else name, "--out", "out")
+    weights, saved = load_file("out/model.safetensors"), load_file(checkpoint / "model.safetensors")
+    assert weights.keys() == saved.keys()
+    assert all(torch.equal(weights[key], saved[key]) for key in saved)
+    tokenizer = trained / "run" / "model" / "tokenizer.json"
+    assert Path("out/tokenizer.json").read_bytes() == tokenizer.read_bytes()
+    assert sorted((trained / "run").rglob("*")) == before
+
+
+def test_a_run_that_has_exported_nothing(trained, cli):
+    shutil.copytree(trained, "copy")
+    shutil.rmtree("copy/run/model")
+    assert "this run has exported no model" in refused(cli, "copy/run")
+    export(cli, "copy/run", "--checkpoint", "last")
+    (folder,) = Path("copy/run").glob("step-*-safetensors")
+    assert (folder / "tokenizer.json").is_file()
+
+
+def logits_of(model: Any, tokenizer: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(**tokenizer(["a lovely film", "a dull film indeed"], padding=True, return_tensors="pt")).logits
+
+
+def test_the_adapter_alone_and_merged_again(adapted, cli):
+    from peft import PeftModel
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    run = adapted / "run"
+    export(cli, run, "--to", "adapter", "--checkpoint", "last", "--out", "adapter")
+    assert not Path("adapter/model.safetensors").exists()
+    assert json.loads(Path("adapter/adapter_config.json").read_text())["r"] == 2
+    size = Path("adapter/adapter_model.safetensors").stat().st_size
+    assert size < (run / "model" / "model.safetensors").stat().st_size
+    tokenizer = AutoTokenizer.from_pretrained("adapter")
+    exported = AutoModelForSequenceClassification.from_pretrained(run / "model")
+    expected = logits_of(exported, tokenizer)
+
+    export(cli, run, "--checkpoint", "last", "--out", "merged")
+    merged = AutoModelForSequenceClassification.from_pretrained("merged")
+    assert torch.equal(logits_of(merged, tokenizer), expected)
+    assert not any("lora" in name for name in load_file("merged/model.safetensors"))
+
+    shutil.copytree(adapted, "copy")  # as if the run had `merge: false`
+    shutil.rmtree("copy/run/model")
+    shutil.copytree("adapter", "copy/run/model")
+    export(cli, "copy/run", "--out", "again")
+    again = AutoModelForSequenceClassification.from_pretrained("again")
+    assert torch.equal(logits_of(again, tokenizer), expected)
+
+    base = AutoModelForSequenceClassification.from_pretrained("again")  # peft itself: it adds the adapter to base weights
+    saved = load_file(next(run.glob("checkpoints/*/model.safetensors")))
+    names = {name: name.replace("base_model.model.", "").replace(".base_layer", "").replace(".original_module", "") for name in saved}
+    base.load_state_dict({short: saved[name] for name, short in names.items() if "lora" not in name and "modules_to_save" not in name})
+    warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing")  # peft uses a deprecated name of transformers
+    with_adapter = PeftModel.from_pretrained(base, "adapter")
+    assert torch.allclose(logits_of(with_adapter, tokenizer), expected, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_an_adapter_as_onnx_is_merged(adapted, cli):
+    out = export(cli, adapted / "run", "--checkpoint", "last", "--to", "onnx", "--out", "onnx")
+    assert "equals torch" in out
+
+
+def test_adapters_that_are_not_there(trained, adapted, cli):
+    assert "the recipe trains no adapter" in refused(cli, trained / "run", "--to", "adapter")
+    assert "add --checkpoint last, or best" in refused(cli, adapted / "run", "--to", "adapter")
+
+
+def test_checkpoints_that_are_refused(trained, adapted, cli):
+    assert "there is no checkpoint 'step-7'. There are: best-0000" in refused(cli, trained / "run", "--checkpoint", "step-7")
+    assert "The plugin checkpoint-best keeps the best one" in refused(cli, adapted / "run", "--checkpoint", "best")
+    assert "found no recipe.yaml" in refused(cli, trained / "run" / "model", "--checkpoint", "last")
+    assert "Leave it out" in refused(cli, trained / "run", "recipe.yaml", "--checkpoint", "last")
+    shutil.copytree(trained, "copy")
+    (best,) = Path("copy/run/checkpoints").glob("best-*")
+    (best / "model.safetensors").write_bytes(b"x")
+    assert "damaged: model.safetensors is not what was written" in refused(cli, "copy/run", "--checkpoint", "best")
+    assert "not a checkpoint of this model" in refused(cli, trained / "run", "model.config.dim=32", "--checkpoint", "last")
+
+
+def test_a_module_as_safetensors(tmp_path, cli):
+    run = module_run(tmp_path)
+    export(cli, run, "--out", "out")
+    assert "load_state_dict" in Path("out/README.md").read_text()
+    assert load_file("out/model.safetensors").keys() == load_file(run / "model" / "model.safetensors").keys()
+
+
+# -- the folder --------------------------------------------------------------------------------------------------------
+
+
+def test_files_are_not_overwritten_unasked(trained, cli):
+    Path("out").mkdir()
+    export(cli, trained / "run", "--out", "out")  # empty
+    Path("out/notes.txt").write_text("mine")
+    assert "--out out: holds files" in refused(cli, trained / "run", "--out", "out")
+    assert Path("out/notes.txt").exists()
+    export(cli, trained / "run", "--out", "out", "--overwrite")
+    assert not Path("out/notes.txt").exists()
+    assert no_leftovers(Path())
+    Path("file").touch()
+    assert "found a file" in refused(cli, trained / "run", "--out", "file")
+    assert "contains" in refused(cli, trained / "run", "--out", ".", "--overwrite")
+    assert "contains" in refused(cli, trained / "run", "--out", trained, "--overwrite")
+
+
+def test_a_failed_export_keeps_the_old_folder(tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "old").touch()
+
+    def fail() -> None:
+        with folders.written(out) as made:
+            (made / "new").touch()
+            raise OSError("no space")
+
+    with pytest.raises(SaveError, match="was not written: no space"):
+        fail()
+    assert [path.name for path in out.iterdir()] == ["old"]
+    with folders.written(out) as made:
+        (made / "new").touch()
+    assert [path.name for path in out.iterdir()] == ["new"]
+    assert no_leftovers(tmp_path)
+
+
+def test_a_card_of_an_adapter():
+    assert "library_name: peft" in card("adapter", "out", "run", {}, None, loads=True)
+
+
+# -- the hub: a server on this machine that speaks its protocol ----------------------------------------------------------
+
+COMMIT = "/api/models/me/model/commit/main"
+
+
+class Hub:
+    """Requests of huggingface_hub and their answers: path -> (status, JSON)."""
+
+    def __init__(self) -> None:
+        self.address = ""
+        self.seen: dict[str, Any] = {}
+        self.answers: dict[str, tuple[int, Any]] = {
+            "/api/whoami-v2": (200, {"name": "me"}),
+            "/api/validate-yaml": (200, {"errors": [], "warnings": []}),
+        }
+
+    def answer(self, path: str, body: bytes) -> tuple[int, Any]:
+        lines = [json.loads(line) for line in body.splitlines()]
+        self.seen[path] = lines[0] if len(lines) == 1 else lines
+        if path.endswith("/preupload/main"):
+            return 200, {"files": [{"path": file["path"], "uploadMode": "regular", "shouldIgnore": False} for file in lines[0]["files"]]}
+        if path == "/api/repos/create":
+            return 200, {"url": f"{self.address}/me/model"}
+        committed = {"commitUrl": f"{self.address}/me/model/commit/1", "commitOid": "1"}
+        return self.answers.get(path, (200, committed) if path == COMMIT else (404, {}))
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    from huggingface_hub import constants
+
+    found = Hub()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            status, value = found.answer(self.path, self.rfile.read(int(self.headers.get("Content-Length") or 0)))
+            text = json.dumps(value).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+
+        do_GET = do_POST
+
+        def log_message(self, *arguments: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    found.address = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setenv("HF_TOKEN", "hf_none")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", found.address)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield found
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_push_uploads_every_file(trained, cli, hub):
+    out = export(cli, trained / "run", "--out", "out", "--push", "me/model")
+    assert f"uploaded to {hub.address}/me/model" in out
+    assert hub.seen["/api/repos/create"].items() >= {"name": "model", "organization": "me", "visibility": "private"}.items()
+    files = [line["value"] for line in hub.seen[COMMIT] if line["key"] == "file"]
+    assert sorted(file["path"] for file in files) == sorted(path.name for path in Path("out").iterdir())
+    for file in files:
+        assert b64decode(file["content"]) == Path("out", file["path"]).read_bytes()
+
+
+def test_a_failed_upload_keeps_the_folder(trained, cli, hub):
+    hub.answers[COMMIT] = (403, {"error": "no room"})
+    error = refused(cli, trained / "run", "--out", "out", "--push", "me/model", code=1)
+    assert "--push me/model: out is complete, but was not uploaded: " in error
+    assert "To upload it later: hf upload me/model out" in error
+    assert Path("out/model.safetensors").is_file()
+
+
+def test_push_is_refused_before_the_export(trained, cli, hub, monkeypatch):
+    from huggingface_hub import constants
+
+    command = (trained / "run", "--out", "out", "--push")
+    hub.answers["/api/whoami-v2"] = (401, {"error": "unknown"})
+    assert "--push me/model: the hub refused the token: Invalid user token" in refused(cli, *command, "me/model")
+    assert "Expected NAME/REPO" in refused(cli, *command, "a/b/c")
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    error = refused(cli, *command, "me/model")
+    assert "--push me/model: the hub (http://127.0.0.1:9) cannot be reached: " in error
+    assert "Check the network, or leave out --push." in error
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert "HF_HUB_OFFLINE is set" in refused(cli, *command, "me/model")
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", "nowhere")
+    assert "found no token of the hub. Log in by `hf auth login`, or set HF_TOKEN" in refused(cli, *command, "me/model")
+    assert not Path("out").exists()

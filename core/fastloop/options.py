@@ -13,13 +13,13 @@ import dataclasses
 import typing
 from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import Any, TypeVar
-
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
-from pydantic.fields import FieldInfo
-from pydantic.json_schema import GenerateJsonSchema
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastloop.errors import PluginError, RecipeError, did_you_mean
+
+if TYPE_CHECKING:  # pydantic is imported where it is used: `fastloop --help` needs none of it
+    from pydantic import BaseModel, ValidationError
+    from pydantic.fields import FieldInfo
 
 T = TypeVar("T")
 
@@ -29,6 +29,8 @@ def option(help: str, **bounds: Any) -> FieldInfo:
 
     Use bounds for options of one type or null. In a union, use a bounded type: ``PositiveInt | Literal["auto"]``.
     """
+    from pydantic import Field
+
     info: FieldInfo = Field(description=help, **bounds)
     return info
 
@@ -45,6 +47,8 @@ class OptionInfo:
 
 @cache
 def _model(cls: Any) -> type[BaseModel]:
+    from pydantic import ConfigDict, Field, create_model
+
     hints = typing.get_type_hints(cls, include_extras=True)
     fields: dict[str, Any] = {}
     for field in dataclasses.fields(cls):
@@ -81,6 +85,8 @@ def parse(cls: type[T], values: Mapping[str, Any] | None, where: str) -> T:
     Raises:
         RecipeError: A key is unknown (suggests the nearest one), has the wrong type, or is out of range.
     """
+    from pydantic import ValidationError
+
     if values is None:
         values = {}
     if not isinstance(values, Mapping):
@@ -124,6 +130,8 @@ def _format(value: Any) -> str:
 
 def describe(cls: type) -> list[OptionInfo]:
     """The options of a dataclass, in order, for the tables of `fastloop plugins NAME` and the docs."""
+    from pydantic.fields import FieldInfo
+
     hints = typing.get_type_hints(cls, include_extras=True)
     rows = []
     for field in dataclasses.fields(cls):
@@ -142,20 +150,21 @@ def describe(cls: type) -> list[OptionInfo]:
     return rows
 
 
-class _UntitledSchema(GenerateJsonSchema):
-    """Omits the titles that pydantic derives from names."""
-
-    def field_title_should_be_set(self, schema: Any) -> bool:
-        return False
-
-
 def json_schema(cls: type, pointer: str) -> dict[str, Any]:
     """A JSON Schema of the mappings that ``parse`` accepts for the dataclass ``cls``.
 
     Args:
         pointer: Location in the enclosing schema, such as ``#/$defs/train``.
     """
-    schema = _model(cls).model_json_schema(ref_template=f"{pointer}/$defs/{{model}}", schema_generator=_UntitledSchema)
+    from pydantic.json_schema import GenerateJsonSchema
+
+    class Untitled(GenerateJsonSchema):
+        """Omits the titles that pydantic derives from names."""
+
+        def field_title_should_be_set(self, schema: Any) -> bool:
+            return False
+
+    schema = _model(cls).model_json_schema(ref_template=f"{pointer}/$defs/{{model}}", schema_generator=Untitled)
     for field in dataclasses.fields(cls):
         if field.default_factory is not dataclasses.MISSING:
             schema["properties"][field.name]["default"] = field.default_factory()

@@ -9,9 +9,6 @@ import itertools
 from collections.abc import Collection, Iterable
 from typing import Any
 
-from packaging.requirements import InvalidRequirement, Requirement
-from packaging.utils import canonicalize_name
-
 from fastloop.errors import FastloopError, PluginError, did_you_mean
 from fastloop.hooks import PluginSet, origin
 from fastloop.options import check_options
@@ -83,6 +80,8 @@ def find(reference: str, where: str) -> importlib.metadata.EntryPoint:
         return table[reference]
     points = [point for point in table.values() if point.name == name]
     if package:
+        from packaging.utils import canonicalize_name
+
         points = [point for point in points if canonicalize_name(_distribution(point)) == canonicalize_name(package)]
     if len(points) == 1:
         return points[0]
@@ -94,6 +93,9 @@ def find(reference: str, where: str) -> importlib.metadata.EntryPoint:
 
 def unsupported(point: importlib.metadata.EntryPoint) -> str:
     """Why an installed package does not support this fastloop, by its Requires-Dist; empty if it does."""
+    from packaging.requirements import InvalidRequirement, Requirement  # takes long to import, and most runs need it not
+    from packaging.utils import canonicalize_name
+
     ours = importlib.metadata.version("fastloop")
     for text in (point.dist.requires if point.dist else None) or ():
         if "fastloop" not in text.lower():  # parsing takes long

@@ -611,8 +611,8 @@ def test_short_values_and_other_variables_stay(monkeypatch):
 
 EVIL = "\"'><script>alert(1)</script><img src=x onerror=alert(1)>&lt;b onclick=x()>{{ 7*7 }}{% raw %}</title></style></svg>"
 KNOWN = (
-    "html head meta title style body a main h1 h2 h3 section div table thead tbody tr th td figure svg line text g path circle ul ol li i "
-    "details summary span p small code footer"
+    "html head meta title style body a main h1 h2 h3 h4 section div table thead tbody tr th td figure svg line text g path circle rect "
+    "ul ol li i details summary span p small code footer"
 )
 
 
@@ -655,6 +655,17 @@ def test_the_report_escapes_every_field(tmp_path, monkeypatch):
     (tmp_path / "profile" / "profile.json").write_text(
         json.dumps({"profile": {"regions": {EVIL: 0.1}, "seconds": 0.2}, "suggestions": suggestions})
     )
+    point = {"point": EVIL, "runs": [EVIL], "finished": 1, "mean": 0.5, "deviation": 0.1, "difference": None}
+    member = {"name": EVIL, "values": {EVIL: EVIL}, "metrics": {EVIL: 0.5}}
+    (tmp_path / "sweep").mkdir()
+    (tmp_path / "sweep" / "sweep.json").write_text(
+        json.dumps({"monitor": f"validation {EVIL}", "best": EVIL, "points": [point], "runs": [member]})
+    )
+    scores = dict.fromkeys(("precision", "recall", "f1", "samples", "target_probability", "prediction_probability", "index"), 1)
+    evaluation = dict.fromkeys(("file", "split"), EVIL) | {"arguments": [EVIL], "metrics": {EVIL: 0.5}, "confusion": [[1]], "steps": 7}
+    evaluation |= {"classes": [scores | {"name": EVIL}], "worst": [scores | dict.fromkeys(("target", "prediction", "input"), EVIL)]}
+    (run / "evaluation").mkdir()
+    (run / "evaluation" / "test.json").write_text(json.dumps(evaluation))
     folders = [str(path) for path in sorted(tmp_path.iterdir()) if path.is_dir()]
     assert command(monkeypatch, "report", *folders, "--output", "page.html", "--title", EVIL) == 0
     text = Path("page.html").read_text()
@@ -663,7 +674,7 @@ def test_the_report_escapes_every_field(tmp_path, monkeypatch):
     assert not [name for name in page.attributes if name.startswith("on") or name in ("src", "formaction")]
     assert "49" not in text.partition("</style>")[2].partition("<svg")[0]
     words = "".join(page.words)
-    assert words.count("<script>alert(1)</script>") >= 12
+    assert words.count("<script>alert(1)</script>") >= 24
 
 
 @pytest.mark.parametrize(
@@ -679,11 +690,14 @@ def test_the_report_escapes_every_field(tmp_path, monkeypatch):
         ("metrics.jsonl", "[" * 100_000),
         ("metrics.jsonl", '{"step": 1e999, "loss": 1}'),
         ("metrics.jsonl", '{"step": 1, "loss": 1' + "0" * 400 + "}"),
+        ("metrics.jsonl", "[" * 100_000 + "\n"),
+        ("evaluation/test.json", "[" * 100_000),
+        ("evaluation/test.json", '{"metrics": {"loss": "low"}, "classes": 3}'),
     ],
 )
 def test_a_broken_run_folder_is_no_traceback(file, text, monkeypatch, capfd):
     """a run folder with hostile or broken files: a page without them, or a message that names the file"""
-    Path("run").mkdir()
+    Path("run/evaluation").mkdir(parents=True)
     write("train: {epochs: 1}\n", "run/recipe.yaml")
     write("{}", "run/summary.json")
     write('{"step": 1, "loss": 1}\n', "run/metrics.jsonl")

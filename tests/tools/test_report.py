@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -16,8 +18,16 @@ import pytest
 
 from fastloop.cli import main
 from fastloop.errors import UsageError
-from fastloop_tools.report.charts import MOST, bars, line_chart, number, thinned, ticks
-from fastloop_tools.report.read import differences, read
+from fastloop_tools.report.bars import bars
+from fastloop_tools.report.charts import line_chart, thinned
+from fastloop_tools.report.differences import differences, environment
+from fastloop_tools.report.frame import CHARACTER, FULL, SMALL
+from fastloop_tools.report.numbers import number, tick_labels, ticks
+from fastloop_tools.report.page import MANY
+from fastloop_tools.report.read import read
+from fastloop_tools.report.sweeps import ALL, SERIES, axis, plots
+from fastloop_tools.sweep.grid import SweepRun
+from fastloop_tools.sweep.record import Record
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
@@ -56,7 +66,7 @@ PROFILE = {
 class Page(HTMLParser):
     """What a page holds: open tags are closed in order, or it is refused."""
 
-    VOID = ("meta", "line", "path", "br", "circle")
+    VOID = ("meta", "line", "path", "br", "circle", "rect")
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -114,6 +124,10 @@ def test_report_shows_runs_metrics_differences_curves_ablations_and_steps(folder
     assert "validation epoch" not in words
     assert "all but amp" not in words
     assert words.index("backward 100.0") < words.index("loss 80.0") < words.index("data 20.0")
+    headings = [
+        words.index(heading) for heading in ("Curves", "Final metrics", "Where the recipes differ", "Runs", "Ablation:", "Where a step")
+    ]
+    assert headings == sorted(headings)
     charts = [attributes for tag, attributes in page.tags if tag == "svg"]
     assert len(charts) >= 5
     assert all(attributes["role"] == "img" and attributes["aria-labelledby"] for attributes in charts)
@@ -155,7 +169,7 @@ def test_report_shows_killed_run(folders, monkeypatch):
 @pytest.mark.parametrize(
     ("harm", "said"),
     [
-        (lambda: Path("plain/metrics.jsonl").write_text('{"step": 1}\n{"loss"'), "plain/metrics.jsonl, line 2: expected one JSON object"),
+        (lambda: Path("plain/metrics.jsonl").write_text('{"step": 1}\n{"loss"\n'), "plain/metrics.jsonl, line 2: expected one JSON object"),
         (lambda: Path("plain/summary.json").write_text("{"), "plain/summary.json: cannot be read"),
         (lambda: Path("plain/recipe.yaml").write_text("a: ]"), "plain/recipe.yaml, line 1: not valid YAML"),
         (lambda: shutil.rmtree("plain"), "plain: no such folder"),
@@ -177,12 +191,48 @@ def test_report_distinguishes_runs_with_same_name(folders, tmp_path):
     assert [run.name for run in read([Path("plain"), Path("other/plain")]).runs] == ["plain", "plain (2)"]
 
 
+def recipes(*folders: str) -> list[dict[str, Any]]:
+    return [run.recipe for run in read(map(Path, folders)).runs]
+
+
 def test_the_same_recipe_has_no_differences(folders):
     shutil.copytree("plain", "again")
-    assert differences(read([Path("plain"), Path("again")]).runs) == []
-    keys = [key for key, _ in differences(read([Path("plain"), Path("averaged")]).runs)]
+    assert differences(recipes("plain", "again")) == []
+    keys = [key for key, _ in differences(recipes("plain", "averaged"))]
     assert "train.lr" in keys
     assert "train.epochs" not in keys
+
+
+def test_report_ignores_a_line_that_the_run_is_writing(folders):
+    log = Path("plain/metrics.jsonl")
+    before = read([Path("plain")]).runs[0].lines
+    line = json.dumps({"step": 99, "epoch": 1, "loss": 0.123456})
+    for end in range(len(line)):
+        with log.open("a") as file:
+            file.write(line[:end])
+        assert read([Path("plain")]).runs[0].lines == before
+        with log.open("r+") as file:
+            file.truncate(log.stat().st_size - end)
+    with log.open("a") as file:
+        file.write(line)
+    assert read([Path("plain")]).runs[0].lines["loss"][-1] == (99, 0.123456)
+
+
+def test_environments_differ_in_known_facts_only():
+    first = {
+        "device": "cpu",
+        "world_size": 1,
+        "plugins": ["log", "amp"],
+        "train_seconds": 1.0,
+        "versions": {"torch": "2.5", "python": "3.11"},
+    }
+    second = first | {"device": "cuda:0", "plugins": ["log"], "train_seconds": 2.0, "versions": {"torch": "2.6", "python": "3.11"}}
+    assert environment([first, {}, second]) == [
+        ("device", ["cpu", "", "cuda:0"]),
+        ("plugins", ["log, amp", "", "log"]),
+        ("versions: torch", ["2.5", "", "2.6"]),
+    ]
+    assert environment([first, {}]) == []
 
 
 def test_report_rejects_unwritable_output(folders, monkeypatch, capsys):
@@ -192,7 +242,149 @@ def test_report_rejects_unwritable_output(folders, monkeypatch, capsys):
         read([Path("nowhere")])
 
 
+# -- many runs ---------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def many(folders) -> list[str]:
+    """Copies of a run, one more than share a chart; the last one has a larger loss."""
+    names = [f"run-{index}" for index in range(MANY + 1)]
+    for name in names:
+        shutil.copytree("plain", name)
+    last = Path(names[-1], "metrics.jsonl")
+    last.write_text(last.read_text() + json.dumps({"step": 500, "epoch": 4, "loss": 1000.0}) + "\n")
+    return names
+
+
+def test_many_runs_have_small_charts_with_common_axes(many, monkeypatch):
+    assert report(monkeypatch, *many) == 0
+    text = Path("report.html").read_text()
+    Page(text)
+    panel = text.partition("Training loss")[2].partition("</figure>")[0]
+    assert re.findall(r"<h4[^>]*>([^<]+)</h4>", panel) == many
+    drawings = re.findall(r"<svg.*?</svg>", panel, re.DOTALL)
+    assert len(drawings) == len(many)
+    labels = [re.findall(r"<text[^>]*>([^<]*)</text>", drawing) for drawing in drawings]
+    assert labels == [labels[0]] * len(many), "common axes have the same labels"
+    assert {"1000", "500"} <= set(labels[0])
+    heads = re.findall(r"<thead><tr>(.*?)</tr>", text.partition("Final metrics")[2], re.DOTALL)[0]
+    assert ">validation loss<" in heads, "a row for each run"
+
+
+def test_few_runs_share_a_chart(many, monkeypatch):
+    assert report(monkeypatch, *many[:-1]) == 0
+    text = Path("report.html").read_text()
+    assert "<h4" not in text
+    chart = text.partition("Training loss")[2].partition("</figure>")[0]
+    assert len(re.findall('class="line s', chart)) == MANY
+
+
+# -- sweeps ------------------------------------------------------------------------------------------------------------------------------
+
+
+def sweep(values: dict[tuple[str, ...], list[float]], keys: tuple[str, ...] = ("train.lr",)) -> dict[str, Any]:
+    """The record that `fastloop sweep` writes for results of several seeds. NaN: the run failed."""
+    runs = []
+    for texts, results in values.items():
+        for seed, value in enumerate(results):
+            failed = math.isnan(value)
+            metrics = None if failed else {"loss": value}
+            name = "_".join(map("-".join, zip(keys, texts, strict=True)))
+            runs.append(
+                SweepRun(f"{name}_seed-{seed}", dict(zip(keys, texts, strict=True)), seed, "failed" if failed else "finished", metrics)
+            )
+    record = Record(Path("sweep"), {"recipe": "r.yaml", "base": {}}, runs, "loss", minimise=True)
+    Path("sweep").mkdir(exist_ok=True)
+    record.write()
+    found: dict[str, Any] = json.loads(Path("sweep/sweep.json").read_text())
+    return found
+
+
+def test_a_sweep_is_drawn_with_points_means_and_deviations(monkeypatch):
+    results = {("1e-4",): [1.0, 2.0], ("1e-3",): [0.5, 0.5], ("1e-2",): [3.0, math.nan]}
+    (chart,) = plots(sweep(results))
+    (line,) = chart.lines
+    assert len(line.dots) == 5
+    assert [mean.label.partition(": ")[2] for mean in line.means] == ["mean 1.5, deviation 0.7071", "mean 0.5, deviation 0", "mean 3"]
+    places = [mean.x for mean in line.means]
+    assert places[1] - places[0] == pytest.approx(places[2] - places[1], abs=0.2), "the axis is logarithmic"
+    first = line.means[0]
+    dots = sorted(y for x, y, _ in line.dots if x == first.x)
+    middle, half = (dots[0] + dots[1]) / 2, (dots[1] - dots[0]) / 2
+    assert first.y == pytest.approx(middle, abs=0.1)
+    assert first.end - first.y == pytest.approx(half * 2**0.5, abs=0.2), "the deviation of two values is their distance over sqrt(2)"
+    assert chart.across == "train.lr, logarithmic"
+    assert [tick.label for tick in chart.xs] == ["1e-4", "1e-3", "1e-2"]
+    assert chart.rows == [("1e-4", "2", "1.5", "0.7071"), ("1e-3", "2", "0.5", "0"), ("1e-2", "1", "3", "")]
+    assert report(monkeypatch, "sweep") == 0
+    text = Path("report.html").read_text()
+    Page(text)
+    assert text.count('class="mean f0"') == 3
+    assert text.index("validation loss by train.lr") < text.index("<h3>Points</h3>")
+
+
+def test_a_sweep_of_two_keys_has_a_plot_for_each():
+    keys = ("train.lr", "model.name")
+    found = plots(sweep({(lr, name): [1.0, 2.0] for lr in ("0.1", "0.2") for name in ("small", "large")}, keys))
+    assert [chart.title for chart in found] == ["validation loss by train.lr", "validation loss by model.name"]
+    assert [[line.name for line in chart.lines] for chart in found] == [["name=small", "name=large"], ["lr=0.1", "lr=0.2"]]
+    names = [str(index) for index in range(SERIES + 1)]
+    found = plots(sweep({(lr, name): [1.0, 2.0] for lr in ("0.1", "0.2") for name in names}, keys))
+    assert [line.name for line in found[0].lines] == [ALL]
+    assert len(found[0].lines[0].dots) == 4 * len(names)
+
+
+def test_a_sweep_of_seeds_or_without_results_has_no_plot(monkeypatch):
+    assert plots(sweep({(): [1.0, 2.0]}, ())) == []
+    assert plots(sweep({("1",): [math.nan]})) == []
+    assert report(monkeypatch, "sweep") == 0
+
+
+def test_values_are_placed_by_number_or_in_order():
+    assert axis(["3", "1", "2"], "key") == ({"3": 3.0, "1": 1.0, "2": 2.0}, "key")
+    assert axis(["b", "a"], "key") == ({"b": 0.0, "a": 1.0}, "key")
+    assert axis(["1", "1.0"], "key")[0] == {"1": 0.0, "1.0": 1.0}, "equal numbers are different values"
+    assert axis(["1", "10"], "key")[1] == "key, logarithmic"
+    assert axis(["0", "10"], "key")[1] == "key"
+
+
+@pytest.mark.parametrize(
+    "harm", [{"runs": [{"name": "a"}]}, {"points": 3}, {"monitor": None}, {"runs": [{"name": "a", "values": 3, "metrics": None}]}]
+)
+def test_a_broken_sweep_is_named(monkeypatch, capsys, harm):
+    record = sweep({("1",): [1.0]})
+    Path("sweep/sweep.json").write_text(json.dumps(record | harm))
+    assert report(monkeypatch, "sweep") == 2
+    assert "sweep/sweep.json: expected the runs and points" in capsys.readouterr().err
+
+
 # -- charts -----------------------------------------------------------------------------------------------------------------------------
+
+
+def test_labels_of_ticks_differ_and_have_one_form():
+    for values, labels in (
+        ([0.6931, 0.69315, 0.6932], ["0.69310", "0.69315", "0.69320"]),
+        ([0, 5000, 10000], ["0", "5k", "10k"]),
+        ([0, 500, 1000], ["0", "500", "1000"]),
+        ([0, 5e-6, 1e-5], ["0", "0.5e-5", "1.0e-5"]),
+        ([-0.5, 0.0, 0.5], ["-0.5", "0", "0.5"]),
+        ([1e6, 1.5e6], ["1.0M", "1.5M"]),
+        ([3], ["3"]),
+    ):
+        assert tick_labels(values) == labels
+
+
+@pytest.mark.parametrize("size", [FULL, SMALL])
+@pytest.mark.parametrize("last", [7, 100, 12_345, 200_000, 3_000_000])
+def test_labels_stay_inside_the_picture_and_apart(size, last):
+    points = [(0.0, -1.23e-7), (float(last), 1e-9)]
+    chart = line_chart("one", {"a": (0, points)}, size=size)
+    assert chart is not None
+    ends = [(tick.text - CHARACTER * len(tick.label) / 2, tick.text + CHARACTER * len(tick.label) / 2) for tick in chart.xs if tick.label]
+    assert len(ends) >= 2
+    assert all(start >= 0 and end <= size.width + 0.1 for start, end in ends)
+    assert all(end < start for (_, end), (start, _) in itertools.pairwise(ends))
+    assert all(chart.left - 6 - CHARACTER * len(tick.label) >= 0 for tick in chart.ys)
 
 
 def test_ticks_are_round_and_inside():
@@ -208,7 +400,7 @@ def test_ticks_are_round_and_inside():
 def test_long_lines_are_thinned_to_means():
     points = [(float(step), float(step % 2)) for step in range(1000)]
     shown = thinned(points)
-    assert len(shown) <= MOST
+    assert len(shown) <= FULL.points
     assert all(0.4 <= value <= 0.6 for _, value in shown[:-1])
     assert thinned(points[:10]) == points[:10]
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from html import escape
 from typing import Any
 
-from fastloop_tools.report.charts import ablation_bars, svg
+from fastloop_tools.report.bars import ablation_bars
+from fastloop_tools.report.svg import svg
 
 WIDTH, LEFT, RIGHT, ROW, TOP = 900, 260, 190, 34, 44
 """Pixels of the picture, of the names, of the labels, of one bar and of the title."""

@@ -34,12 +34,9 @@ class Counts(Metric):
 
     def update(self, predictions: Any, targets: Any) -> None:
         """Add (N, classes) scores and (N,) class ids."""
-        tensors = isinstance(predictions, Tensor) and isinstance(targets, Tensor)
-        if not tensors or predictions.dim() != 2 or targets.shape != predictions.shape[:1] or targets.is_floating_point():
+        if not classifies(predictions, targets) or len(targets) == 0:
             return
         classes = predictions.shape[1]
-        if classes < 2 or len(targets) == 0:
-            return
         pairs = targets * classes + predictions.argmax(1)
         matrix = torch.bincount(pairs[targets >= 0], minlength=classes**2).reshape(classes, classes)
         self.matrix = matrix if self.matrix is None else self.matrix + matrix
@@ -79,13 +76,22 @@ class ClassCounts(Plugin):
         if not matrices:
             return {"classes": [], "confusion": []}
         matrix = torch.stack(matrices).sum(0).tolist()
-        names = getattr(getattr(run.unwrap_model(), "config", None), "id2label", None) or {}
-        named = len(names) == len(matrix)
-        classes = [
-            {"name": str(names[index]) if named else str(index), **scores(matrix, index), "samples": sum(matrix[index])}
-            for index in range(len(matrix))
-        ]
+        names = class_names(run, len(matrix))
+        classes = [{"name": names[index], **scores(matrix, index), "samples": sum(matrix[index])} for index in range(len(matrix))]
         return {"classes": classes, "confusion": matrix}
+
+
+def classifies(predictions: Any, targets: Any) -> bool:
+    """Whether the output of a batch has scores of two or more classes, (N, classes), and class ids as targets, (N,)."""
+    if not isinstance(predictions, Tensor) or not isinstance(targets, Tensor) or predictions.dim() != 2:
+        return False
+    return targets.shape == predictions.shape[:1] and not targets.is_floating_point() and predictions.shape[1] > 1
+
+
+def class_names(run: Run, count: int) -> list[str]:
+    """The names in the configuration of the model; the numbers of the classes if it has not ``count`` names."""
+    names = getattr(getattr(run.unwrap_model(), "config", None), "id2label", None) or {}
+    return [str(names[index]) if len(names) == count else str(index) for index in range(count)]
 
 
 def scores(matrix: list[list[int]], index: int) -> dict[str, float]:

@@ -32,6 +32,12 @@ def evaluate(
             "--json", metavar="FILE", help="Also write the results to this file, and the confusion matrix beside it as .svg; -: stdout."
         ),
     ] = "",
+    worst: Annotated[
+        int,
+        typer.Option(
+            min=0, metavar="N", help="Also show and store the N samples whose targets have the lowest probability, with their input."
+        ),
+    ] = 0,
     nproc: Annotated[int | None, typer.Option(min=1, metavar="N", help="Start N processes on this machine.")] = None,
     with_: With = None,
     without: Without = None,
@@ -39,15 +45,17 @@ def evaluate(
     """Evaluate a trained model on a split or a file.
 
     Shows the loss, the task's metrics, and the metrics of each class. They are those that the training run computes for the same split and
-    number of processes.
+    number of processes. The results are also written to RUN/evaluation, where `fastloop report RUN` finds them.
     """
     from fastloop_tools.inference.target import build_run, load, read_file_instead
 
     recipe = load(target, arguments or (), Inference(Path(), split), names(with_), names(without))
     command = ["evaluate", target, *(arguments or ()), "--split", split]
-    command += [*(["--file", str(file)] if file else []), *(["--json", json_file] if json_file else [])]
+    command += [*(["--file", str(file)] if file else []), *(["--json", json_file] if json_file else []), "--worst", str(worst)]
+    plugins: list[str] = []
     for key, listed in (("--with", names(with_)), ("--without", names(without))):
-        command += [key, ",".join(listed)] if listed else []
+        plugins += [key, ",".join(listed)] if listed else []
+    command += plugins
     if nproc is not None:
         assert recipe.inference is not None
         raise typer.Exit(launch.launch(command, nproc, 1, 0, None, recipe.inference.model))
@@ -56,6 +64,8 @@ def evaluate(
     launch.end_with_launcher()
     with signals.on_signals(signals.stop_now):
         from fastloop_tools.inference.classes import ClassCounts
+        from fastloop_tools.inference.saved import save
+        from fastloop_tools.inference.worst import worst_samples
 
         if json_file == "-":
             import rich
@@ -72,14 +82,20 @@ def evaluate(
                 "model": target,
                 "split": split,
                 "file": str(file) if file else None,
+                "arguments": [*(arguments or ()), *plugins],
                 "metrics": run.state.metrics[split],
                 **counts.results(run),
                 "device": str(run.device),
                 "world_size": run.world_size,
                 "seconds": perf_counter() - started,
             }
+            if worst:
+                record["worst"] = worst_samples(run, split, worst)
             if run.is_main:
                 show(record, json_file)
+                saved = save(Path(target), record, record["arguments"]) if (Path(target) / "recipe.yaml").is_file() else None
+                if saved and json_file != "-":
+                    typer.echo(f"written to {saved}; page: fastloop report {target}")
             run.processes.barrier()
         run.processes.close()
         if run.world_size > 1:
@@ -110,6 +126,8 @@ def show(record: dict[str, Any], json_file: str) -> None:
             scores = [f"{row[column]:.4f}" for column in ("precision", "recall", "f1")]
             table.add_row(row["name"], *scores, str(row["samples"]))
         rich.print(table)
+    if "worst" in record:
+        show_worst(record["worst"])
     if json_file:
         write(Path(json_file), text)
         typer.echo(f"written to {json_file}")
@@ -120,3 +138,22 @@ def show(record: dict[str, Any], json_file: str) -> None:
         title = f"{record['model']} on {record['file'] or record['split']}: {sum(row['samples'] for row in record['classes']):,} samples"
         write(picture, draw([row["name"] for row in record["classes"]], record["confusion"], title))
         typer.echo(f"confusion matrix in {picture}")
+
+
+def show_worst(rows: list[dict[str, Any]]) -> None:
+    """Print the samples that the model got most wrong."""
+    import rich
+    from rich.table import Table
+    from rich.text import Text
+
+    if not rows:
+        typer.echo("--worst: the task gives no score for each class, so there is no order of its samples.")
+        return
+    table = Table(box=None, pad_edge=False)
+    table.add_column("sample", justify="right")
+    for column in ("target", "probability", "prediction", "probability", "input"):
+        table.add_column(column, justify="right" if column == "probability" else "left")
+    for row in rows:
+        shares = [f"{row[f'{key}_probability']:.4f}" for key in ("target", "prediction")]
+        table.add_row(str(row["index"]), row["target"], shares[0], row["prediction"], shares[1], Text(row["input"] or ""))
+    rich.print(table)

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
 
-from fastloop_tools.report.charts import number, svg
+from fastloop_tools.report.numbers import number
+from fastloop_tools.report.svg import svg
 
-CELL, LEFT, TOP, EDGE = 54, 170, 150, 16
-"""Pixels of a cell, of the names of targets, of the names of predictions with the title, and of the margin."""
+CELL, EDGE, LEGEND, HEAD = 54, 16, 24, 32
+"""Pixels of a cell, of the margin, of the line that names rows and columns, and of the title."""
 SMALL_CELL, WITH_COUNTS = 14, 20
 """Pixels of a cell without its count, and the number of classes up to which cells show counts."""
-NAME = 20
-"""Characters of a name at most."""
-STYLE = "text.count { text-anchor: middle; } text.dark { fill: #fff; } rect { fill: #2f6db5; } rect.frame { fill: none; stroke: #8a8f98; }"
+NAME, CHARACTER = 20, 7.5
+"""Characters of a name at most, and pixels of a character."""
+STYLE = (
+    "text.count { text-anchor: middle; } text.dark { fill: #fff; } rect.cell { fill: #2f6db5; } rect.frame { fill: none; stroke: #8a8f98; }"
+)
+
+
+@dataclass
+class Matrix:
+    """SVG elements, and their size in pixels. ``cell``, ``count``, ``dark`` and ``frame`` are classes for a style."""
+
+    lines: list[str]
+    width: int
+    height: int
 
 
 def draw(names: Sequence[str], matrix: Sequence[Sequence[int]], title: str) -> str:
@@ -23,22 +36,32 @@ def draw(names: Sequence[str], matrix: Sequence[Sequence[int]], title: str) -> s
         names: The classes.
         matrix: Counts, target by prediction.
     """
+    drawn = draw_matrix(names, matrix)
+    lines = [f'<text x="{EDGE}" y="26">{escape(title)}</text>', f'<g transform="translate(0 {HEAD})">', *drawn.lines, "</g>"]
+    return svg(title, max(drawn.width, 420), drawn.height + HEAD, lines, STYLE)
+
+
+def draw_matrix(names: Sequence[str], matrix: Sequence[Sequence[int]]) -> Matrix:
+    """The elements of the picture, without a title and a style."""
     size = CELL if len(names) <= WITH_COUNTS else SMALL_CELL
     side, half = size * len(names), size / 2
-    lines = [f'<text x="{EDGE}" y="26">{escape(title)}</text>', f'<text x="{EDGE}" y="{TOP - 10}">target \\ prediction</text>']
+    texts = [escape(name if len(name) <= NAME else f"{name[: NAME - 1]}…") for name in names]
+    longest = CHARACTER * max(min(len(name), NAME) for name in names)
+    left, top = round(EDGE + longest + 8), round(LEGEND + longest * 0.64 + 22)  # names of columns rise by 40 degrees
+    lines = [f'<text x="{EDGE}" y="{EDGE}">rows: target, columns: prediction</text>']
     for row, (name, counts) in enumerate(zip(names, matrix, strict=True)):
-        y, total = TOP + row * size, sum(counts) or 1
-        shown = escape(name if len(name) <= NAME else f"{name[: NAME - 1]}…")
-        lines.append(f'<text x="{LEFT - 8}" y="{y + half + 5:g}" text-anchor="end">{shown}</text>')
-        across = LEFT + row * size + half
-        lines.append(f'<text x="{across:g}" y="{TOP - 8}" transform="rotate(-40 {across:g} {TOP - 8})">{shown}</text>')
+        y, total = top + row * size, sum(counts) or 1
+        lines.append(f'<text x="{left - 8}" y="{y + half + 5:g}" text-anchor="end">{texts[row]}</text>')
+        across = left + row * size + half
+        lines.append(f'<text x="{across:g}" y="{top - 8}" transform="rotate(-40 {across:g} {top - 8})">{texts[row]}</text>')
         for column, count in enumerate(counts):
-            x, share = LEFT + column * size, count / total
+            x, share = left + column * size, count / total
             tip = f"{escape(name)} as {escape(names[column])}: {count:,} of {sum(counts):,}"
             place = f'x="{x}" y="{y}" width="{size}" height="{size}"'
-            lines.append(f'<rect {place} fill-opacity="{share:.3f}"><title>{tip}</title></rect>')
+            lines.append(f'<rect class="cell" {place} fill-opacity="{share:.3f}"><title>{tip}</title></rect>')
             if size == CELL:
                 dark = " dark" if share > 0.5 else ""
                 lines.append(f'<text class="count{dark}" x="{x + half:g}" y="{y + half + 5:g}">{number(count)}</text>')
-    lines.append(f'<rect class="frame" x="{LEFT}" y="{TOP}" width="{side}" height="{side}"/>')
-    return svg(title, max(LEFT + side + 90, 420), TOP + side + EDGE, lines, STYLE)
+    lines.append(f'<rect class="frame" x="{left}" y="{top}" width="{side}" height="{side}"/>')
+    width = max(left + side - half + longest * 0.77, left + side) + EDGE
+    return Matrix(lines, max(round(width), 270), top + side + EDGE)

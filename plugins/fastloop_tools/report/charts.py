@@ -4,182 +4,136 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from html import escape
-from typing import Any
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from fastloop_tools.report.frame import FULL, SMALL, Frame, Limits, Size, Tick, find_limits
+from fastloop_tools.report.numbers import number, tick_labels, ticks
 from fastloop_tools.report.read import Points
 
-MOST = 300
-"""Points drawn in one line at most. Longer series are averaged."""
-TEXT = "text { font: 13px system-ui, sans-serif; fill: #222; } @media (prefers-color-scheme: dark) { text { fill: #ddd; } }"
-"""The style of text in an SVG document."""
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 480, 240, 66, 12, 10, 30
+FEW = 20
+"""Lines of at most this many points show their points."""
+
+
+class Mean(NamedTuple):
+    """A mean and the ends of its whisker, in units of the picture."""
+
+    x: float
+    y: float
+    top: float
+    end: float
+    label: str
 
 
 @dataclass
 class Line:
-    """One line of a chart: its name, the number of its colour, and its points in chart coordinates."""
+    """One line of a chart.
+
+    Attributes:
+        colour: The number of its colour.
+        path: Its SVG path; empty: points only.
+        dots: Its points and their labels, in units of the picture.
+        shown: Whether the points are visible without a pointer.
+        means: Means with whiskers.
+    """
 
     name: str
     colour: int
     path: str
     dots: list[tuple[float, float, str]]
+    shown: bool = False
+    means: list[Mean] = field(default_factory=list)
 
 
 @dataclass
 class Chart:
-    """A chart as the template draws it, in units of the picture."""
+    """A chart as the template draws it.
+
+    Attributes:
+        unit: Name of the vertical axis.
+        across: Name of the horizontal axis.
+        columns: Heads of the table of values, the rows of which are ``rows``.
+        left: The place of the vertical axis, in units of the picture.
+    """
 
     title: str
+    unit: str
+    across: str
     lines: list[Line]
-    xs: list[tuple[float, str]]
-    ys: list[tuple[float, str]]
-    rows: list[tuple[str, str, str, str, str]]
-    width: int = WIDTH
-    height: int = HEIGHT
-    left: int = LEFT
-    bottom: int = HEIGHT - BOTTOM
+    xs: list[Tick]
+    ys: list[Tick]
+    columns: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+    left: float
+    size: Size = FULL
 
 
 @dataclass
-class Bar:
-    """One bar. ``size``, ``low`` and ``high`` are shares of the longest bar."""
+class Panel:
+    """Small charts with common axes, one for each run, and the table of their values."""
 
-    name: str
-    size: float
-    label: str
-    low: float | None = None
-    high: float | None = None
-    note: str = ""
+    title: str
+    unit: str
+    charts: list[Chart]
 
+    @property
+    def rows(self) -> list[tuple[str, ...]]:
+        """The rows of the table."""
+        return [row for chart in self.charts for row in chart.rows]
 
-def svg(title: str, width: int, height: int, lines: Sequence[str], style: str) -> str:
-    """An SVG document of its own, for light and dark backgrounds.
-
-    Args:
-        lines: Its elements.
-        style: Rules for them, beside those of text.
-    """
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img">'
-    return "\n".join([head, f"<title>{escape(title)}</title>", f"<style>{TEXT} {style}</style>", *lines, "</svg>"]) + "\n"
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The heads of the table."""
+        return self.charts[0].columns
 
 
-def number(value: float) -> str:
-    """A number as short text."""
-    if not math.isfinite(value):
-        return "-"
-    size = abs(value)
-    if size >= 1e9:
-        return f"{value / 1e9:.3g}G"
-    if size >= 1e6:
-        return f"{value / 1e6:.4g}M"
-    if size >= 1e4:
-        return f"{value / 1e3:.4g}k"
-    if size and size < 1e-3:
-        return f"{value:.3g}"
-    return f"{value:.4g}"
-
-
-def ticks(low: float, high: float, count: int = 4) -> list[float]:
-    """Round numbers between two values."""
-    if high <= low:
-        return [low]
-    raw = (high - low) / count
-    scale = 10.0 ** math.floor(math.log10(raw))
-    step = next(scale * factor for factor in (1, 2, 5, 10) if scale * factor >= raw * 0.999)
-    first = math.ceil(low / step - 1e-9)
-    found = []
-    while first * step <= high + 1e-9 * step:
-        found.append(first * step)
-        first += 1
-    return found
-
-
-def thinned(points: Points) -> Points:
-    """Reduce points to at most ``MOST``, by averaging neighbours."""
-    size = math.ceil(len(points) / MOST)
-    if size <= 1:
-        return points
-    groups = [points[start : start + size] for start in range(0, len(points), size)]
-    return [(group[-1][0], sum(value for _, value in group) / len(group)) for group in groups]
-
-
-def line_chart(title: str, series: Mapping[str, tuple[int, Points]]) -> Chart | None:
+def line_chart(
+    title: str, series: Mapping[str, tuple[int, Points]], unit: str = "", limits: Limits | None = None, size: Size = FULL
+) -> Chart | None:
     """A chart of values over steps; None if there is no finite value.
 
     Args:
         series: Name -> the number of its colour, and its points.
+        unit: Name of the vertical axis.
+        limits: The limits, for charts with common axes; None: those of ``series``.
     """
     drawn = {name: (colour, [point for point in points if math.isfinite(point[1])]) for name, (colour, points) in series.items()}
     drawn = {name: (colour, points) for name, (colour, points) in drawn.items() if points}
-    if not drawn:
+    limits = limits or find_limits(points for _, points in drawn.values())
+    if limits is None or not drawn:
         return None
-    every = [point for _, points in drawn.values() for point in points]
-    left, right = min(x for x, _ in every), max(x for x, _ in every)
-    low, high = min(y for _, y in every), max(y for _, y in every)
-    if low == high:
-        low, high = low - (abs(low) or 1) * 0.05, high + (abs(high) or 1) * 0.05
-    elif 0 <= low < 0.5 * high:
-        low = 0.0  # start the axis at zero unless values vary little
-    if left == right:
-        left, right = left - 1, right + 1
-
-    def place(x: float, y: float) -> tuple[float, float]:
-        across = LEFT + (x - left) / (right - left) * (WIDTH - LEFT - RIGHT)
-        return round(across, 1), round(HEIGHT - BOTTOM - (y - low) / (high - low) * (HEIGHT - TOP - BOTTOM), 1)
-
-    lines, rows = [], []
+    frame = Frame(limits, size)
+    lines, rows = list[Line](), list[tuple[str, ...]]()
     for name, (colour, points) in drawn.items():
-        shown = thinned(points)
-        places = [place(*point) for point in shown]
-        path = "M" + "L".join(f"{x} {y}" for x, y in places)
-        dots = [(x, y, f"{name}, step {point[0]:,.0f}: {number(point[1])}") for (x, y), point in zip(places, shown, strict=True)]
-        lines.append(Line(name, colour, path, dots))
+        shown = thinned(points, size.points)
+        places = [frame.place(*point) for point in shown]
+        dots = [(*place, f"{name}, step {x:,.0f}: {number(y)}") for place, (x, y) in zip(places, shown, strict=True)]
+        lines.append(Line(name, colour, path(places), dots if size == FULL or len(dots) == 1 else [], len(dots) <= FEW))
         values = [value for _, value in points]
         rows.append((name, number(values[0]), number(values[-1]), number(min(values)), number(max(values))))
-    xs = [(place(value, low)[0], number(value)) for value in ticks(left, right) if value == int(value)]  # steps are integers
-    ys = [(place(left, value)[1], number(value)) for value in ticks(low, high)]
-    return Chart(title, lines, xs, ys, rows)
+    steps = [value for value in ticks(limits.left, limits.right, size.ticks) if value == int(value)]
+    xs, columns = frame.horizontal(steps, tick_labels(steps)), ("run", "first", "last", "least", "most")
+    return Chart(title, unit, "step", lines, xs, frame.vertical(), columns, rows, frame.left, size)
 
 
-def bars(values: Sequence[tuple[str, float, str, tuple[float, float] | None, str]]) -> list[Bar]:
-    """Bars on one scale, from name, value, label, interval and note."""
-    longest = max([value for _, value, *_ in values] + [interval[1] for *_, interval, _ in values if interval], default=0.0) or 1.0
-    return [
-        Bar(
-            name,
-            value / longest,
-            label,
-            interval[0] / longest if interval else None,
-            interval[1] / longest if interval else None,
-            note,
-        )
-        for name, value, label, interval, note in values
-    ]
+def panel(title: str, series: Mapping[str, Points], unit: str = "") -> Panel | None:
+    """A small chart for each run, with common axes; None if there is no finite value."""
+    limits = find_limits(series.values())
+    if limits is None:
+        return None
+    charts = [line_chart(name, {name: (0, points)}, unit, limits, SMALL) for name, points in series.items()]
+    return Panel(title, unit, [chart for chart in charts if chart is not None])
 
 
-def ablation_bars(record: Mapping[str, Any]) -> list[Bar]:
-    """The variants of an ablation by speed."""
-    rows: list[tuple[str, float, str, tuple[float, float] | None, str]] = []
-    for variant in record.get("variants", []):
-        results = variant.get("results")
-        if variant.get("kind") == "without":
-            continue
-        if not results:
-            rows.append((variant["title"], 0.0, "not measured", None, variant.get("why_not") or variant.get("error") or ""))
-            continue
-        rate = results[f"{results['unit']}_per_second"]
-        over = results.get("over_baseline")
-        label = f"{rate['median']:,.0f} {results['unit']}/s" + (f", x {over['median']:.2f}" if over else "")
-        verdict = (results.get("over_before") or {}).get("verdict", "")
-        memory = f"{results['peak_memory_bytes'] / 2**20:,.0f} MiB"
-        rows.append((variant["title"], rate["median"], label, (rate["low"], rate["high"]), "; ".join(filter(None, [verdict, memory]))))
-    return bars(rows)
+def path(places: Sequence[tuple[float, float]]) -> str:
+    """The ``d`` of an SVG path through points."""
+    return "M" + "L".join(f"{x} {y}" for x, y in places)
 
 
-def region_bars(record: Mapping[str, Any]) -> list[Bar]:
-    """The regions of a step by seconds."""
-    profile = record["profile"]
-    rows = sorted(profile["regions"].items(), key=lambda item: -item[1])
-    return bars([(name, value, f"{1000 * value:,.1f} ms, {value / profile['seconds']:.0%}", None, "") for name, value in rows])
+def thinned(points: Points, most: int = FULL.points) -> Points:
+    """Reduce points to at most ``most``, by averaging neighbours."""
+    size = math.ceil(len(points) / most)
+    if size <= 1:
+        return points
+    groups = [points[start : start + size] for start in range(0, len(points), size)]
+    return [(group[-1][0], sum(value for _, value in group) / len(group)) for group in groups]

@@ -12,19 +12,30 @@ def report(
     folders: Annotated[list[Path], typer.Argument(metavar="RUN", help="Output folders of train, sweep, bench or profile.")],
     output: Annotated[Path, typer.Option(metavar="FILE", help="The HTML file to write.")] = Path("report.html"),
     title: Annotated[str, typer.Option(metavar="TEXT", help="Title of the page.")] = "",
+    watch: Annotated[bool, typer.Option("--watch", help="Serve the page on this machine until Ctrl-C, and write no file.")] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, metavar="PORT", help="The port for --watch; 0: a free one.")] = 0,
 ) -> None:
     """Write an HTML page about runs.
 
-    It shows curves, metrics, differences of recipes, sweeps, ablations, and the time spent in each part of a step. The page is
-    self-contained: it needs no network and no scripts.
+    It shows curves, metrics, differences of recipes and environments, sweeps, evaluations, ablations, and the time spent in each part of
+    a step. The page is self-contained: it needs no network and no scripts. With --watch, the page follows runs that still train.
     """
     from fastloop.errors import UsageError
     from fastloop.runtime.files import write
+
+    title = title or ", ".join(folder.name or folder.resolve().name for folder in folders)
+    if port and not watch:
+        raise UsageError("--port: it is for --watch.")
+    if watch:
+        from fastloop_tools.report.serve import serve
+
+        serve(folders, title, port, lambda address: typer.echo(f"serving {address}, until Ctrl-C"))
+        return
     from fastloop_tools.report.page import render
     from fastloop_tools.report.read import read
 
     found = read(folders)
     if output.is_dir() or not output.absolute().parent.is_dir():
         raise UsageError(f"--output {output}: expected a file in an existing folder.")
-    write(output, render(found, title or ", ".join(folder.name for folder in folders)))
+    write(output, render(found, title))
     typer.echo(f"written to {output}")

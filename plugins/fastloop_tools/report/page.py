@@ -3,55 +3,86 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
-from fastloop_tools.report.charts import Chart, ablation_bars, line_chart, number, region_bars
-from fastloop_tools.report.read import Found, Trained, differences
+from fastloop_tools.report import sweeps
+from fastloop_tools.report.bars import ablation_bars, region_bars
+from fastloop_tools.report.charts import Chart, Panel, line_chart, panel
+from fastloop_tools.report.differences import differences, environment
+from fastloop_tools.report.evaluations import shown_evaluations
+from fastloop_tools.report.numbers import number
+from fastloop_tools.report.read import Found, Points, Trained
+from fastloop_tools.report.tables import Cell, Table
 
+MANY = 6
+"""Most runs whose lines share a chart. More runs have a small chart each, and their tables have a row for each run."""
 TITLES = {
-    "loss": "Training loss",
-    "grad_norm": "Gradient norm",
-    "lr": "Learning rate",
-    "samples_per_second": "Samples a second",
-    "tokens_per_second": "Real tokens a second",
-    "memory_bytes": "Memory (bytes)",
+    "loss": ("Training loss", "loss", 1.0),
+    "lr": ("Learning rate", "learning rate", 1.0),
+    "samples_per_second": ("Throughput: samples", "samples/s", 1.0),
+    "tokens_per_second": ("Throughput: real tokens", "tokens/s", 1.0),
+    "grad_norm": ("Gradient norm", "2-norm", 1.0),
+    "memory_bytes": ("Memory", "MiB", 2.0**-20),
 }
-"""Lines with a chart of their own, in this order. Evaluation metrics follow, then all other lines."""
+"""Titles, units and factors of values of the core, in the order of their charts. Metrics follow the loss. Other values come last."""
 ASIDE = ("epoch",)
 LOWER = ("loss", "perplexity", "error", "mse", "mae")
 """Parts of names of metrics that improve when they fall."""
 
 
-def render(found: Found, title: str) -> str:
-    """Render the HTML page."""
+@dataclass
+class Live:
+    """A page that is served, and follows its files.
+
+    Attributes:
+        version: Changes when a file changes.
+        nonce: Permits the page's own script.
+    """
+
+    version: str
+    nonce: str
+
+
+def render(found: Found, title: str, live: Live | None = None, problem: str = "") -> str:
+    """Render the HTML page.
+
+    Args:
+        problem: An error to show.
+    """
     import jinja2
 
-    environment = jinja2.Environment(
+    templates = jinja2.Environment(
         loader=jinja2.PackageLoader("fastloop_tools.report", "."),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    return environment.get_template("page.html").render(
+    drawn = charts(found.runs)
+    return templates.get_template("page.html").render(
         title=title,
-        runs=[_facts(run, index) for index, run in enumerate(found.runs)],
-        metrics=_metrics(found.runs),
-        charts=charts(found.runs),
-        differences=differences(found.runs) if len(found.runs) > 1 else [],
-        names=[run.name for run in found.runs],
-        sweeps=[(name, record["monitor"], _points(record)) for name, record in found.sweeps],
+        live=live,
+        problem=problem,
+        runs=[_facts(run) for run in found.runs],
+        charts=[chart for chart in drawn if isinstance(chart, Chart)],
+        panels=[chart for chart in drawn if isinstance(chart, Panel)],
+        tables=_tables(found.runs),
+        evaluations=[shown for run in found.runs for shown in shown_evaluations(run)],
+        sweeps=[
+            {"name": name, "monitor": record["monitor"], "points": sweeps.table(record), "plots": sweeps.plots(record)}
+            for name, record in found.sweeps
+        ],
         ablations=[(name, record, ablation_bars(record)) for name, record in found.ablations],
         profiles=[(name, record, region_bars(record)) for name, record in found.profiles],
     )
 
 
-def _facts(run: Trained, index: int) -> dict[str, Any]:
+def _facts(run: Trained) -> dict[str, Any]:
     summary = run.summary or {}
     seconds = {key: summary.get(f"{key}_seconds") for key in ("train", "evaluate", "save", "startup", "compile")}
     return {
         "name": run.name,
-        "colour": index,
         "folder": str(run.folder),
         "status": (summary.get("status") or "not finished") + (f": {summary['reason']}" if summary.get("reason") else ""),
         "device": " x ".join(str(part) for part in (summary.get("world_size"), summary.get("device")) if part),
@@ -64,27 +95,20 @@ def _facts(run: Trained, index: int) -> dict[str, Any]:
     }
 
 
-def _points(record: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows of a sweep's table."""
-    rows = []
-    for point in record["points"]:
-        over = point["difference"] or {}
-        shown = {key: "" if over.get(key) is None else number(over[key]) for key in ("mean", "low", "high")}
-        rows.append(
-            {
-                "name": point["point"],
-                "runs": f"{point['finished']} of {len(point['runs'])}",
-                "mean": "" if point["mean"] is None else number(point["mean"]),
-                "deviation": "" if point["deviation"] is None else number(point["deviation"]),
-                "difference": shown["mean"],
-                "interval": f"{shown['low']} to {shown['high']}" if shown["low"] else "",
-                "best": point["point"] == record["best"],
-            }
-        )
-    return rows
+def _tables(runs: list[Trained]) -> list[tuple[str, str, Table]]:
+    """Headings, ids and tables: the final metrics, and in which keys and facts the runs differ."""
+    names, many = [run.name for run in runs], len(runs) > MANY
+    tables = [("Final metrics", "metrics", Table("metric", names, _metrics(runs), numbers=True))]
+    if len(runs) > 1:
+        for heading, id, rows in (
+            ("Where the recipes differ", "differences", differences([run.recipe for run in runs])),
+            ("Where the environments differ", "environments", environment([run.summary or {} for run in runs])),
+        ):
+            tables.append((heading, id, Table("key", names, [(key, [Cell(value) for value in values]) for key, values in rows])))
+    return [(heading, id, table.transposed("run") if many else table) for heading, id, table in tables if table.rows]
 
 
-def _metrics(runs: list[Trained]) -> list[tuple[str, list[tuple[str, bool]]]]:
+def _metrics(runs: list[Trained]) -> list[tuple[str, list[Cell]]]:
     """Final metrics: name -> the value of each run, and whether it is the best one."""
     names = dict.fromkeys(
         (split, name) for run in runs for split in ("validation", "test") for name in ((run.summary or {}).get(split) or {})
@@ -95,26 +119,31 @@ def _metrics(runs: list[Trained]) -> list[tuple[str, list[tuple[str, bool]]]]:
         there = [value for value in values if isinstance(value, int | float) and math.isfinite(value)]
         better = min if any(word in name.lower() for word in LOWER) else max
         best = better(there) if len(set(there)) > 1 else None
-        shown = [("" if value is None else number(value), value is not None and value == best) for value in values]
+        shown = [Cell("" if value is None else number(value), value is not None and value == best) for value in values]
         rows.append((f"{split} {name}", shown))
     return rows
 
 
-def charts(runs: list[Trained]) -> list[Chart]:
-    """One chart for each value that any run has."""
+def charts(runs: list[Trained]) -> list[Chart | Panel]:
+    """The curves of each value that any run has: loss, metrics, learning rate, throughput, then all others."""
     keys = dict.fromkeys(
         key
         for run in runs
         for key, points in run.lines.items()
         if key.rpartition(" ")[2] not in ASIDE and any(value for _, value in points)
     )
-    ordered = [key for key in TITLES if key in keys]
-    ordered += [key for key in keys if key.startswith("validation ")]
-    ordered += [key for key in keys if key not in ordered and not key.startswith("test ")]
-    drawn = []
-    for key in ordered:
-        series = {run.name: (index, run.lines[key]) for index, run in enumerate(runs) if key in run.lines}
-        chart = line_chart(TITLES.get(key, key), series)
-        if chart is not None:
-            drawn.append(chart)
-    return drawn
+    core = [key for key in TITLES if key in keys]
+    metrics = [key for key in keys if key.startswith("validation ")]
+    others = [key for key in keys if key not in core and not key.startswith(("validation ", "test "))]
+    drawn = [_curves(key, runs) for key in [*core[:1], *metrics, *core[1:], *others]]
+    return [chart for chart in drawn if chart is not None]
+
+
+def _curves(key: str, runs: list[Trained]) -> Chart | Panel | None:
+    title, unit, factor = TITLES.get(key, (key, key.removeprefix("validation "), 1.0))
+    series: dict[str, Points] = {}
+    for run in runs:
+        series[run.name] = [(step, value * factor) for step, value in run.lines.get(key, ())]
+    if len(runs) > MANY:
+        return panel(title, {name: points for name, points in series.items() if points}, unit)
+    return line_chart(title, {name: (index, points) for index, (name, points) in enumerate(series.items())}, unit)

@@ -1,0 +1,41 @@
+"""Results of ``fastloop evaluate`` in the run folder, where ``fastloop report`` finds them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fastloop.runtime import files
+
+log = logging.getLogger("fastloop")
+
+
+def save(run: Path, record: Mapping[str, Any], settings: Sequence[str]) -> Path | None:
+    """Write the results to ``RUN/evaluation/SPLIT.json``; None: the folder cannot be written, which is logged.
+
+    A file or other settings than the run's own add a hash of them to the name, so they replace no other results.
+    """
+    name = Path(record["file"]).stem if record["file"] else record["split"]
+    if record["file"] or settings:
+        name += f"-{hashlib.sha256(json.dumps([record['file'], *settings]).encode()).hexdigest()[:4]}"
+    path = run / "evaluation" / f"{name}.json"
+    try:
+        path.parent.mkdir(exist_ok=True)
+        files.write(path, json.dumps({**record, "steps": _steps(run)}, indent=2) + "\n")
+    except OSError as error:
+        log.warning("evaluate: %s cannot be written: %s", path, error)
+        return None
+    return path
+
+
+def _steps(run: Path) -> int | None:
+    """The optimizer steps that a run has trained; None: unknown."""
+    try:
+        steps = json.loads((run / "summary.json").read_text(encoding="utf-8"))["steps"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return steps if isinstance(steps, int) else None

@@ -1,0 +1,103 @@
+"""The samples of an evaluated split that a classifier got most wrong: their targets have the lowest probability."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastloop import Run, loop
+from fastloop.evaluation_results import evaluating
+from fastloop_tools.inference.classes import class_names, classifies
+
+FEW_NUMBERS = 16
+"""Inputs of at most this many numbers are shown in full, others by their shape."""
+
+
+class Scored(NamedTuple):
+    """A sample's log probability of its target, and its most probable class. Sorts by the first."""
+
+    target_score: float
+    sample: int
+    target: int
+    prediction: int
+    prediction_score: float
+    classes: int
+
+
+@torch.no_grad()
+def worst_samples(run: Run, split: str, count: int) -> list[dict[str, Any]]:
+    """The ``count`` samples whose targets have the lowest probability, lowest first. Computes the split once more.
+
+    Each has ``index``, ``input``, ``target``, ``prediction``, ``target_probability`` and ``prediction_probability``. Probabilities are the
+    softmax of the scores in float32. Empty for a task that does not classify. Every process must call it.
+    """
+    found: list[Scored] = []
+    with evaluating(run.model):
+        for batch in loop.evaluation_batches(run, run.eval_loaders[split]):
+            output = run.hooks.compute_loss(run=run, model=run.model, batch=batch.inputs)
+            predictions, targets = (output.predictions, output.targets) if batch.samples else (None, None)
+            if predictions is None or targets is None or not classifies(predictions, targets) or len(predictions) != len(batch.ids):
+                continue
+            found = heapq.nsmallest(count, [*found, *score(predictions, targets, batch.ids)])
+    every = heapq.nsmallest(count, [one for part in run.processes.all_gather_object(found) for one in part])
+    if not every or not run.is_main:
+        return []
+    assert run.recipe.inference is not None
+    names, tokenizer = class_names(run, every[0].classes), load_tokenizer(run.recipe.inference.model)
+    dataset = run.datasets[split]
+    return [
+        {
+            "index": one.sample,
+            "input": describe(dataset[one.sample], tokenizer) if hasattr(dataset, "__getitem__") else None,
+            "target": names[one.target],
+            "prediction": names[one.prediction],
+            "target_probability": torch.tensor(one.target_score).exp().item(),
+            "prediction_probability": torch.tensor(one.prediction_score).exp().item(),
+        }
+        for one in every
+    ]
+
+
+def score(predictions: Tensor, targets: Tensor, ids: Sequence[int]) -> list[Scored]:
+    """The samples of a batch that have a target.
+
+    Args:
+        predictions: (N, classes) scores.
+        targets: (N,) class ids; negative: no target.
+    """
+    scores = predictions.float().log_softmax(1)
+    own = scores.gather(1, targets.clamp(min=0)[:, None]).squeeze(1).tolist()
+    best, chosen = (values.tolist() for values in scores.max(1))
+    rows = zip(own, ids, targets.tolist(), chosen, best, strict=True)
+    return [Scored(*row, scores.shape[1]) for row in rows if row[2] >= 0]
+
+
+def load_tokenizer(model: Path) -> Any:
+    """The tokenizer that was exported with the model; None: there is none."""
+    if not (model / "tokenizer_config.json").is_file():
+        return None
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model, local_files_only=True)
+
+
+def describe(sample: Any, tokenizer: Any) -> str | None:
+    """A sample's input as text: decoded token ids, a text, or few numbers. The shape of a larger tensor; None for anything else."""
+    if isinstance(sample, Mapping):
+        if tokenizer is not None and "input_ids" in sample:
+            return str(tokenizer.decode(sample["input_ids"], skip_special_tokens=True))
+        texts = [f"{key}: {value}" for key, value in sample.items() if isinstance(value, str)]
+        return "\n".join(texts) or None
+    inputs = sample[0] if isinstance(sample, Sequence) and not isinstance(sample, str) and len(sample) == 2 else sample
+    if isinstance(inputs, str):
+        return inputs
+    if isinstance(inputs, Tensor):
+        if inputs.numel() <= FEW_NUMBERS:
+            return ", ".join(f"{value:.4g}" for value in inputs.flatten().tolist())
+        return f"{tuple(inputs.shape)} {str(inputs.dtype).removeprefix('torch.')}"
+    return None

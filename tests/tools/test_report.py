@@ -433,14 +433,31 @@ def test_bars_share_one_scale():
 def test_a_browser_shows_it_without_sideways_scrolling(folders, monkeypatch, width, dark):
     with Path("plain/metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": 3, "seen_once": 1.0}) + "\n")
-    assert report(monkeypatch, *folders) == 0
+    sweep({(lr, size): [1.0, 2.0] for lr in ("1e-5", "3e-5") for size in ("small", "a-very-large-model")}, ("train.lr", "model.name"))
+    Path("plain/evaluation").mkdir()
+    scores = dict.fromkeys(("precision", "recall", "f1", "samples"), 1)
+    names = ["a", "a class of a long name", "third"]
+    result = {
+        "split": "test",
+        "file": None,
+        "metrics": {},
+        "classes": [scores | {"name": name} for name in names],
+        "confusion": [[9, 0, 1]] * 3,
+    }
+    Path("plain/evaluation/test.json").write_text(json.dumps(result))
+    assert report(monkeypatch, *folders, "sweep") == 0
     text = Path("report.html").read_text()
     probe = """<script>document.querySelectorAll("details").forEach(part => part.open = true);
     const colour = getComputedStyle(document.body).backgroundColor;
     const lone = getComputedStyle(document.querySelector("svg g:has(circle:only-of-type) circle")).opacity;
     const takes = part => { part.focus(); return document.activeElement === part; };
     const reached = [...document.querySelectorAll("[tabindex], summary, a")].every(takes), lines = document.querySelectorAll("svg path");
-    document.title = [document.documentElement.scrollWidth <= innerWidth, colour, reached, lines.length, lone].join("|");
+    const inside = (part, whole) => part.left >= whole.left - 1 && part.right <= whole.right + 1 && part.top >= whole.top - 1
+      && part.bottom <= whole.bottom + 1;
+    const box = part => part.getBoundingClientRect();
+    const clipped = [...document.querySelectorAll("svg text")].filter(part => !inside(box(part), box(part.closest("svg"))));
+    const fits = document.documentElement.scrollWidth <= innerWidth;
+    document.title = [fits, colour, reached, lines.length, lone, clipped.map(part => part.textContent)].join("|");
     </script>"""
     text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", text).replace("</body>", probe + "</body>")
     Path("probe.html").write_text(text)
@@ -449,7 +466,8 @@ def test_a_browser_shows_it_without_sideways_scrolling(folders, monkeypatch, wid
     done = subprocess.run([*command, Path("probe.html").resolve().as_uri()], capture_output=True, text=True, timeout=120, check=True)
     found = re.search(r"<title>(.*?)</title>", done.stdout)
     assert found is not None
-    fits, colour, reached, lines, lone = found[1].split("|")
+    fits, colour, reached, lines, lone, clipped = found[1].split("|")
+    assert clipped == "", "labels are inside their pictures"
     assert lone == "1", "a line of one point is a dot"
     assert fits == "true"
     assert reached == "true"

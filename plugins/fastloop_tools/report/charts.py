@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from fastloop_tools.report.frame import FULL, SMALL, Frame, Limits, Size, Tick, find_limits
-from fastloop_tools.report.numbers import number, tick_labels, ticks
+from fastloop_tools.report.numbers import number, some_ticks, tick_labels
 from fastloop_tools.report.read import Points
 
 FEW = 20
@@ -70,11 +70,16 @@ class Chart:
 
 @dataclass
 class Panel:
-    """Small charts with common axes, one for each run, and the table of their values."""
+    """Small charts with common axes, one for each run, and the table of their values.
+
+    Attributes:
+        first: Whether the page shows it at once, and not among further values.
+    """
 
     title: str
     unit: str
     charts: list[Chart]
+    first: bool = True
 
     @property
     def rows(self) -> list[tuple[str, ...]]:
@@ -111,18 +116,18 @@ def line_chart(
         lines.append(Line(name, colour, path(places), dots if size == FULL or len(dots) == 1 else [], len(dots) <= FEW))
         values = [value for _, value in points]
         rows.append((name, number(values[0]), number(values[-1]), number(min(values)), number(max(values))))
-    steps = [value for value in ticks(limits.left, limits.right, size.ticks) if value == int(value)]
+    steps = [value for value in some_ticks(limits.left, limits.right, size.ticks) if value == int(value)]
     xs, columns = frame.horizontal(steps, tick_labels(steps)), ("run", "first", "last", "least", "most")
     return Chart(title, unit, "step", lines, xs, frame.vertical(), columns, rows, frame.left, size)
 
 
-def panel(title: str, series: Mapping[str, Points], unit: str = "") -> Panel | None:
-    """A small chart for each run, with common axes; None if there is no finite value."""
+def panel(title: str, series: Mapping[str, Points], unit: str = "", first: bool = True) -> Panel | None:
+    """A small chart for each run, with common axes; None if no run has a line of two points or there is no finite value."""
     limits = find_limits(series.values())
-    if limits is None:
+    if limits is None or all(len(points) < 2 for points in series.values()):
         return None
     charts = [line_chart(name, {name: (0, points)}, unit, limits, SMALL) for name, points in series.items()]
-    return Panel(title, unit, [chart for chart in charts if chart is not None])
+    return Panel(title, unit, [chart for chart in charts if chart is not None], first)
 
 
 def path(places: Sequence[tuple[float, float]]) -> str:

@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from fastloop_tools.report.numbers import tick_labels, ticks
+from fastloop_tools.report.numbers import some_ticks, tick_labels
 from fastloop_tools.report.read import Points
 
-CHARACTER = 6.8
-"""Width of a character of a label, in units of the picture. Wide enough for digits of system fonts at 12px."""
+CHARACTER = 7.7
+"""Width of a digit of a label at 12px, in units of the picture, in the widest of common system fonts: DejaVu Sans."""
 
 
 class Size(NamedTuple):
@@ -26,7 +26,7 @@ class Size(NamedTuple):
 
 
 FULL = Size(340, 214, 22, 14, 38, 4, 300)
-SMALL = Size(176, 108, 8, 12, 20, 2, 100)
+SMALL = Size(150, 96, 8, 10, 20, 2, 100)
 """A phone shows one full chart, or two small ones beside each other, at about this size. So text keeps its size."""
 
 
@@ -56,7 +56,7 @@ class Frame:
 
     def __init__(self, limits: Limits, size: Size) -> None:
         self.limits, self.size = limits, size
-        self.values = ticks(limits.low, limits.high, size.ticks)
+        self.values = some_ticks(limits.low, limits.high, size.ticks)
         self.labels = tick_labels(self.values)
         self.left = round(10 + CHARACTER * max(map(len, self.labels), default=0), 1)
 
@@ -90,8 +90,8 @@ def find_limits(lines: Iterable[Points]) -> Limits | None:
     if not every:
         return None
     left, right = min(x for x, _ in every), max(x for x, _ in every)
-    if left == right:
-        left, right = left - 1, right + 1
+    if 0 <= left < 0.5 * right or left == right:  # nearly all lines begin at the first step
+        left, right = min(left, 0.0), max(right, 1.0)
     return Limits(left, right, *value_range([y for _, y in every]))
 
 

@@ -37,6 +37,13 @@ def ticks(low: float, high: float, count: int = 4) -> list[float]:
     return found
 
 
+def some_ticks(low: float, high: float, count: int) -> list[float]:
+    """Round numbers between two values, at least two of them."""
+    while len(found := ticks(low, high, count)) < 2 and high > low:
+        count += 1
+    return found
+
+
 def tick_labels(values: Sequence[float]) -> list[str]:
     """Labels of evenly spaced values, with the same unit and as many decimals as the distance of two values needs."""
     if len(values) < 2:

@@ -145,5 +145,7 @@ def _curves(key: str, runs: list[Trained]) -> Chart | Panel | None:
     for run in runs:
         series[run.name] = [(step, value * factor) for step, value in run.lines.get(key, ())]
     if len(runs) > MANY:
-        return panel(title, {name: points for name, points in series.items() if points}, unit)
+        return panel(
+            title, {name: points for name, points in series.items() if points}, unit, key == "loss" or key.startswith("validation ")
+        )
     return line_chart(title, {name: (index, points) for index, (name, points) in enumerate(series.items())}, unit)

@@ -160,7 +160,7 @@ KEYS = {
     *("compile_seconds", "evaluate_seconds", "save_seconds", "peak_memory_bytes", "validation", "test", "best", "save_errors"),
     "recipe",
 }
-LATER = {"samples_per_second", "tokens_per_second"}
+LATER = {"samples_per_second", "tokens_per_second", "versions"}
 
 
 def summaries(seen: list[dict[str, Any]]) -> Plugin:

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -457,16 +458,20 @@ def test_a_browser_shows_it_without_sideways_scrolling(folders, monkeypatch, wid
     const box = part => part.getBoundingClientRect();
     const clipped = [...document.querySelectorAll("svg text")].filter(part => !inside(box(part), box(part.closest("svg"))));
     const fits = document.documentElement.scrollWidth <= innerWidth;
-    document.title = [fits, colour, reached, lines.length, lone, clipped.map(part => part.textContent)].join("|");
+    parent.document.title = [innerWidth, fits, colour, reached, lines.length, lone, clipped.map(part => part.textContent)].join("|");
     </script>"""
     text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", text).replace("</body>", probe + "</body>")
-    Path("probe.html").write_text(text)
-    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--window-size={width},3000", "--dump-dom"]
+    frame = (
+        f'<iframe style="border: 0; width: {width}px; height: 3000px" srcdoc="{escape(text)}"></iframe>'  # a window has at least 500 pixels
+    )
+    Path("probe.html").write_text(f'<meta name="color-scheme" content="light dark"><title></title>{frame}')
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--window-size=1300,3000", "--dump-dom"]
     command += ["--blink-settings=preferredColorScheme=0"] if dark else []
     done = subprocess.run([*command, Path("probe.html").resolve().as_uri()], capture_output=True, text=True, timeout=120, check=True)
     found = re.search(r"<title>(.*?)</title>", done.stdout)
     assert found is not None
-    fits, colour, reached, lines, lone, clipped = found[1].split("|")
+    shown, fits, colour, reached, lines, lone, clipped = found[1].split("|")
+    assert int(shown) == width
     assert clipped == "", "labels are inside their pictures"
     assert lone == "1", "a line of one point is a dot"
     assert fits == "true"

@@ -251,7 +251,7 @@ def test_a_browser_shows_the_new_page_in_the_same_place(run):
     live = Probed([run], "run")
     with Server(live, 0) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        command = [str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--window-size=390,600", "--virtual-time-budget=9000"]
+        command = [str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--window-size=500,600", "--virtual-time-budget=9000"]
         address = f"http://127.0.0.1:{server.server_address[1]}/"
         done = subprocess.run([*command, "--dump-dom", address], capture_output=True, text=True, timeout=120, check=True)
         server.shutdown()

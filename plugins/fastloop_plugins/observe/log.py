@@ -8,6 +8,7 @@ The core computes the values: ``core/fastloop/log_points.py``. A log point has t
 last one, the mean ``loss``, ``samples_per_second`` and ``tokens_per_second``. ``grad_norm`` is the total 2-norm of its own step's gradients
 before clipping (null: infinite), ``lr`` the learning rate, ``memory_bytes`` what the device holds. Values of ``run.log()`` follow under
 their own names. An evaluation is an object with its ``split``. A resumed run continues the same files.
+``summary.json`` gets the ``versions`` of Python, fastloop, torch and accelerate.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ import json
 import logging
 import math
 import os
+import platform
 from collections.abc import Mapping
+from importlib.metadata import version
 from typing import IO, TYPE_CHECKING, Any
 
 from fastloop import Plugin, hookimpl
@@ -78,6 +81,10 @@ class Log(Plugin):
             self.write(run, {"split": split} | {name.removeprefix(f"{split}/"): value for name, value in scalars.items()})
         else:
             self.write(run, {name.removeprefix("train/") if name in CORE else name: value for name, value in scalars.items()})
+
+    @hookimpl
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        summary["versions"] = {"python": platform.python_version()} | {name: version(name) for name in ("fastloop", "torch", "accelerate")}
 
     @hookimpl
     def save_state(self) -> dict[str, Any]:

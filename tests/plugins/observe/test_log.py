@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
+import platform
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 
+import fastloop
 from fastloop import Plugin, hookimpl
 
 
@@ -108,3 +111,13 @@ def test_the_log_changes_no_number(tiny_run):
     assert with_log.losses == without.losses
     assert all(torch.equal(with_log.weights[name], without.weights[name]) for name in without.weights)
     assert not (without.trainer.run.folder / "metrics.jsonl").exists()
+
+
+def test_summary_has_the_versions_that_ran(tiny_run):
+    summary = tiny_run(["log"]).summary
+    assert summary["versions"] == {
+        "python": platform.python_version(),
+        "fastloop": fastloop.__version__,
+        "torch": torch.__version__,
+        "accelerate": accelerate.__version__,
+    }

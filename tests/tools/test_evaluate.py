@@ -158,7 +158,7 @@ def test_the_table_and_json_on_stdout(trained, cli):
     code, out, _ = cli("evaluate", str(trained / "run"))
     assert code == 0
     assert f"test accuracy  {summary(trained / 'run')['test']['accuracy']:.4f}" in out
-    assert [line.split()[0] for line in out.splitlines()[-3:]] == list(CLASSES)
+    assert [line.split()[0] for line in out.splitlines()[-4:-1]] == list(CLASSES)
     code, out, _ = cli("evaluate", str(trained / "run"), "--json", "-")
     assert json.loads(out[out.index("{\n") :])["metrics"] == summary(trained / "run")["test"]
 

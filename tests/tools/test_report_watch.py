@@ -206,6 +206,9 @@ def test_wrong_uses_are_refused(run, watch, cli):
     code, _, err = cli("report", "run", "--port", "8000")
     assert code == 2
     assert "--port: it is for --watch" in err
+    code, _, err = cli("report", "--watch", "run", "--output", "a.html")
+    assert code == 2
+    assert "--watch writes no file" in err
 
 
 def test_a_port_is_chosen_and_free_again_after_the_end(run, watch):

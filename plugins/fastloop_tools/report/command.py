@@ -10,7 +10,7 @@ import typer
 
 def report(
     folders: Annotated[list[Path], typer.Argument(metavar="RUN", help="Output folders of train, sweep, bench or profile.")],
-    output: Annotated[Path, typer.Option(metavar="FILE", help="The HTML file to write.")] = Path("report.html"),
+    output: Annotated[Path | None, typer.Option(metavar="FILE", help="The HTML file to write [default: report.html].")] = None,
     title: Annotated[str, typer.Option(metavar="TEXT", help="Title of the page.")] = "",
     watch: Annotated[bool, typer.Option("--watch", help="Serve the page on this machine until Ctrl-C, and write no file.")] = False,
     port: Annotated[int, typer.Option(min=0, max=65535, metavar="PORT", help="The port for --watch; 0: a free one.")] = 0,
@@ -26,6 +26,8 @@ def report(
     title = title or ", ".join(folder.name or folder.resolve().name for folder in folders)
     if port and not watch:
         raise UsageError("--port: it is for --watch.")
+    if watch and output is not None:
+        raise UsageError("--output: --watch writes no file. Leave one of the two out.")
     if watch:
         from fastloop_tools.report.serve import serve
 
@@ -34,7 +36,7 @@ def report(
     from fastloop_tools.report.page import render
     from fastloop_tools.report.read import read
 
-    found = read(folders)
+    found, output = read(folders), output or Path("report.html")
     if output.is_dir() or not output.absolute().parent.is_dir():
         raise UsageError(f"--output {output}: expected a file in an existing folder.")
     write(output, render(found, title))

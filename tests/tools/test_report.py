@@ -233,7 +233,7 @@ def test_environments_differ_in_known_facts_only():
         ("plugins", ["log, amp", "", "log"]),
         ("versions: torch", ["2.5", "", "2.6"]),
     ]
-    assert environment([first, {}]) == []
+    assert environment([first, {}]) == environment([first, {"device": "cpu"}]) == []
 
 
 def test_report_rejects_unwritable_output(folders, monkeypatch, capsys):

@@ -19,7 +19,7 @@ def differences(recipes: Sequence[Mapping[str, Any]]) -> Rows:
 
 
 def environment(summaries: Sequence[Mapping[str, Any]]) -> Rows:
-    """The facts in which finished runs differ. A run without a summary has no values, and is no difference."""
+    """The facts in which runs differ. A fact that a run has not recorded is no difference."""
     found: list[dict[str, str]] = []
     for summary in summaries:
         facts: dict[str, str] = {}
@@ -30,11 +30,8 @@ def environment(summaries: Sequence[Mapping[str, Any]]) -> Rows:
             elif value is not None:
                 facts[name] = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
         found.append(facts)
-    finished = [facts for facts in found if facts]
-    differ = {key for key, _ in compare(finished)}
-    return [
-        (key, [facts.get(key, "") for facts in found]) for key in dict.fromkeys(key for facts in finished for key in facts if key in differ)
-    ]
+    rows = compare(found)
+    return [(key, values) for key, values in rows if len(set(values) - {""}) > 1]
 
 
 def compare(facts: Sequence[Mapping[str, str]]) -> Rows:

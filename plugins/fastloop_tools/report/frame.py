@@ -25,7 +25,7 @@ class Size(NamedTuple):
     points: int
 
 
-FULL = Size(340, 214, 22, 14, 38, 4, 300)
+FULL = Size(340, 220, 28, 14, 38, 4, 300)
 SMALL = Size(150, 96, 8, 10, 20, 2, 100)
 """A phone shows one full chart, or two small ones beside each other, at about this size. So text keeps its size."""
 

@@ -7,8 +7,11 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any
 
-from fastloop_tools.report.charts import LEFT, RIGHT, TOP, WIDTH, line_chart, svg
+from fastloop_tools.report.charts import line_chart
+from fastloop_tools.report.frame import Frame, Size, find_limits
+from fastloop_tools.report.svg import svg
 
+SIZE = Size(width=480, height=240, top=10, right=12, bottom=30, ticks=4, points=300)
 TITLE, FOOT = 34, 24
 """Pixels above and below the chart, for the title and the name of the axis."""
 STYLE = (
@@ -31,23 +34,24 @@ def draw(record: Mapping[str, Any]) -> str:
         name: (number, [(x, value) for x, value in zip(logs, record[key], strict=True) if value <= most])
         for number, (name, key) in enumerate([("loss", "losses"), ("smoothed", "smoothed")])
     }
-    chart = line_chart(record["recipe"], series)
+    limits = find_limits(points for _, points in series.values())
+    chart = line_chart(record["recipe"], series, limits=limits, size=SIZE)
     assert chart is not None
-    drawn = [x for _, points in series.values() for x, _ in points]
-    bottom = TITLE + chart.bottom
+    assert limits is not None
+    left, right, bottom = chart.left, SIZE.width - SIZE.right, TITLE + SIZE.height - SIZE.bottom
     title = f"{record['recipe']}: " + (f"suggested train.lr {chosen['lr']:.1e}" if chosen else "no suggestion")
     lines = [f'<text x="12" y="24">{escape(title)}</text>']
-    for y, label in chart.ys:
-        y += TITLE
-        lines.append(f'<path class="axis" d="M{LEFT} {y}H{WIDTH - RIGHT}"/>')
-        lines.append(f'<text x="{LEFT - 6}" y="{y + 4}" text-anchor="end">{label}</text>')
-    lines += [f'<text x="{x}" y="{bottom + 18}" text-anchor="middle">1e{label}</text>' for x, label in chart.xs]
+    for tick in chart.ys:
+        y = TITLE + tick.place
+        lines.append(f'<path class="axis" d="M{left} {y}H{right}"/>')
+        lines.append(f'<text x="{left - 6:g}" y="{y + 4}" text-anchor="end">{tick.label}</text>')
+    lines += [f'<text x="{tick.text}" y="{bottom + 18}" text-anchor="middle">1e{tick.label}</text>' for tick in chart.xs if tick.label]
     lines.append(
-        f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{bottom + 38}" text-anchor="middle">train.lr; thin: each step, thick: smoothed</text>'
+        f'<text x="{(left + right) / 2:g}" y="{bottom + 38}" text-anchor="middle">train.lr; thin: each step, thick: smoothed</text>'
     )
-    if chosen and min(drawn) <= math.log10(chosen["lr"]) <= max(drawn):
-        x = LEFT + (math.log10(chosen["lr"]) - min(drawn)) / (max(drawn) - min(drawn)) * (WIDTH - LEFT - RIGHT)
-        lines.append(f'<path class="chosen" d="M{x:.1f} {TITLE + TOP}V{bottom}"/>')
+    if chosen and limits.left <= math.log10(chosen["lr"]) <= limits.right:
+        x, _ = Frame(limits, SIZE).place(math.log10(chosen["lr"]), limits.low)
+        lines.append(f'<path class="chosen" d="M{x:.1f} {TITLE + SIZE.top}V{bottom}"/>')
     for line in chart.lines:
         lines.append(f'<path class="line {line.name}" transform="translate(0 {TITLE})" d="{line.path}"/>')
-    return svg(title, WIDTH, TITLE + chart.height + FOOT, lines, STYLE)
+    return svg(title, SIZE.width, TITLE + SIZE.height + FOOT, lines, STYLE)

@@ -39,6 +39,26 @@ PAIRS = {
 }
 """Dates with their ISO form, and a BART of two layers."""
 
+IMAGE_FILES: dict[str, Any] = {
+    "model": {
+        "config": {
+            "model_type": "vit",
+            "hidden_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "intermediate_size": 32,
+            "patch_size": 8,
+            "hidden_dropout_prob": 0.1,
+        },
+    },
+    "data": {
+        "module": "fastloop_plugins.datasets.digit_images:digit_images",
+        "arguments": {"train": 35, "validation": 16, "test": 0, "size": 16, "folder": "images"},
+        "image_size": 16,
+    },
+}
+"""Images of 16 x 16 in files, and a vision transformer of one layer."""
+
 TRIED_ON: dict[str, dict[str, Any]] = {
     "activation-checkpointing": {"task": TEXTS},
     "attention": {"task": TEXTS, "options": {"implementation": "eager"}},
@@ -48,6 +68,7 @@ TRIED_ON: dict[str, dict[str, Any]] = {
     "dataloader-workers": {"options": {"num_workers": 1}},
     "ema": {"options": {"decay": 0.9}},
     "fast-dropout": {"task": TEXTS},
+    "image-classification": {"task": IMAGE_FILES},
     "cls-last-layer": {"task": TEXTS, "requires": ("text-classification",)},
     "freeze": {"options": {"match": "*.bias"}},
     "length-bucketing": {"task": TEXTS, "options": {"window": 2}},

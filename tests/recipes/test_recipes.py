@@ -25,6 +25,7 @@ SHIPPED = {
     "chat_animals",
     "seq2seq_dates",
     "digits_module",
+    "digits_images",
 }
 
 
@@ -188,3 +189,12 @@ def test_seq2seq_dates_as_it_is(cli):
         code, out, _ = cli("predict", "run", text)
         assert code == 0
         assert json.loads(out.splitlines()[-1]) == {"text": iso}
+
+
+@pytest.mark.slow
+def test_digits_images_as_it_is(monkeypatch, tmp_path):
+    pytest.importorskip("sklearn")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    summary = train("digits_images")
+    assert summary["test"]["accuracy"] > 0.9
+    assert summary["test"]["top5_accuracy"] > 0.99

@@ -28,6 +28,10 @@ TOLERANCE = 1e-5
 rounding gives up to 3e-7, reading ahead 9e-5 and more."""
 
 
+TOKENIZER_REMEDY = "Use another model, or one with the tokenizer that it was trained with."
+"""Advice for a model that fails on token ids."""
+
+
 def unsupported(model_type: str, config: Mapping[str, Any], classify: bool, trains_tokenizer: bool) -> str | None:
     """Why an architecture certainly cannot do a task; None if it can, or if only a trial shows it.
 
@@ -139,7 +143,28 @@ def check_target_loss(run: Run, model: nn.Module, inputs: Mapping[str, Tensor], 
     _agree(run, model, where, find)
 
 
-def _agree(run: Run, model: nn.Module, where: str, find: Callable[[], str | None]) -> None:
+def check_classifies_images(run: Run, model: nn.Module, size: int, classes: int, where: str) -> None:
+    """Raise an error for an image classifier that does not return ``classes`` logits for each image. Runs like ``check_causal``.
+
+    Args:
+        size: Height and width of the images in pixels.
+
+    Raises:
+        RecipeError: The model cannot compute logits from such images, or they have another shape.
+    """
+    import torch
+
+    def find() -> str | None:
+        output = model(torch.zeros(2, 3, size, size))
+        shape = tuple(getattr(output, "logits", output).shape)
+        if shape == (2, classes):
+            return None
+        return f"{where}: {type(model).__name__} gives logits of shape {shape} for 2 images, expected {(2, classes)}. Use another model."
+
+    _agree(run, model, where, find, f"Use another model, or another data.image_size (it is {size}).")
+
+
+def _agree(run: Run, model: nn.Module, where: str, find: Callable[[], str | None], remedy: str = TOKENIZER_REMEDY) -> None:
     """Raise the first problem that any process found on every process."""
     problem = None
     if not any(parameter.is_meta for parameter in model.parameters()):
@@ -149,8 +174,7 @@ def _agree(run: Run, model: nn.Module, where: str, find: Callable[[], str | None
         except Exception as error:  # models raise errors of any type
             cause = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
             problem = (
-                f"{where}: {type(model).__name__} cannot compute logits from the task's batches: {type(error).__name__}: {cause}. "
-                "Use another model, or one with the tokenizer that it was trained with."
+                f"{where}: {type(model).__name__} cannot compute logits from the task's batches: {type(error).__name__}: {cause}. {remedy}"
             )
     if problem := next(filter(None, run.processes.all_gather_object(problem)), None):
         raise RecipeError(problem)

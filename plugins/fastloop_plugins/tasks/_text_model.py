@@ -144,7 +144,7 @@ class TextModel:
 
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # set explicitly, so that forked workers cause no warning
         if self.options.config is not None:
-            self.config = self._from_scratch(self.options.config)
+            self.config = config_from_scratch(self.options.config, f"{self.where}.config")
         else:
             self.config = self._pretrained(AutoConfig, "name")
             self._check_architecture(self.config.to_dict())  # for a model of the hub, only known now
@@ -157,27 +157,6 @@ class TextModel:
             raise RecipeError(f"{self.recipe.where}: data.max_length: found {max_length}, and the model takes {limit} tokens at most.")
         if self.trained is None:
             self._ensure_pad_token()
-
-    def _from_scratch(self, given: dict[str, Any]) -> Any:
-        from huggingface_hub.errors import StrictDataclassError
-        from transformers import AutoConfig
-        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-        kinds = list(CONFIG_MAPPING.keys())
-        kind, rest = given["model_type"], {str(key): value for key, value in given.items() if key != "model_type"}
-        if kind not in kinds:
-            near = did_you_mean(kind, kinds)
-            raise RecipeError(f"{self.where}.config.model_type: transformers has no {kind!r}.{near}")
-        cls = CONFIG_MAPPING[kind]
-        known = {field.name for field in dataclasses.fields(cls)} | set(cls.attribute_map)
-        for key in rest:
-            if key not in known:  # transformers would store it and never read it
-                raise RecipeError(f"{self.where}.config.{key}: {kind} has no such option.{did_you_mean(key, known)}")
-        try:
-            with quiet():  # the default end token may be outside a small vocabulary; build() sets it
-                return AutoConfig.for_model(kind, **rest)
-        except (ValueError, TypeError, StrictDataclassError) as error:
-            raise RecipeError(f"{self.where}.config: {' '.join(str(error).split())}") from None
 
     def _pretrained(self, auto: Any, key: str, **arguments: Any) -> Any:
         """Call ``from_pretrained`` with a folder or a hub name."""
@@ -306,6 +285,36 @@ class TextModel:
             if run.is_main:
                 self.tokenizer.save_pretrained(folder)
         return folder
+
+
+def config_from_scratch(given: dict[str, Any], where: str) -> Any:
+    """The configuration of transformers that ``model.config`` describes: ``model_type`` and its options.
+
+    Args:
+        where: The recipe and the key, for messages.
+
+    Raises:
+        RecipeError: There is no such type or option, or a value is invalid.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kinds = list(CONFIG_MAPPING.keys())
+    kind, rest = given["model_type"], {str(key): value for key, value in given.items() if key != "model_type"}
+    if kind not in kinds:
+        near = did_you_mean(kind, kinds)
+        raise RecipeError(f"{where}.model_type: transformers has no {kind!r}.{near}")
+    cls = CONFIG_MAPPING[kind]
+    known = {field.name for field in dataclasses.fields(cls)} | set(cls.attribute_map)
+    for key in rest:
+        if key not in known:  # transformers would store it and never read it
+            raise RecipeError(f"{where}.{key}: {kind} has no such option.{did_you_mean(key, known)}")
+    try:
+        with quiet():  # the default end token may be outside a small vocabulary; build() sets it
+            return AutoConfig.for_model(kind, **rest)
+    except (ValueError, TypeError, StrictDataclassError) as error:
+        raise RecipeError(f"{where}: {' '.join(str(error).split())}") from None
 
 
 def train_tokenizer(options: TrainedTokenizer, texts: list[str], classify: bool, max_length: int, types: bool = False) -> Any:

@@ -35,7 +35,7 @@ def find_files(recipe: Recipe, given: str | list[str], split: str, where: str) -
                 raise RecipeError(f"{where}: no file matches {item}.")
             paths += found
         elif path.is_dir():
-            raise RecipeError(f"{where}: {path}: a folder, expected a file.{_patterns(path, item, split)}")
+            raise RecipeError(f"{where}: {path}: a folder, expected a file.{_patterns(path, item, split) if split != 'predict' else ''}")
         else:
             paths.append(path)
     if not paths:

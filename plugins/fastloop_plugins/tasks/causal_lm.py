@@ -65,6 +65,8 @@ class CausalLM(Plugin):
 
     @classmethod
     def auto_enable(cls, recipe: Recipe) -> str | None:
+        if "images" in recipe.data:
+            return None
         unlabelled = recipe.data and recipe.data.get("label") is None and recipe.data.get("target") is None
         unlabelled = unlabelled and not recipe.model.get("module")
         return "data names no label or target column" if unlabelled else None

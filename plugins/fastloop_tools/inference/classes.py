@@ -89,8 +89,9 @@ def classifies(predictions: Any, targets: Any) -> bool:
 
 
 def class_names(run: Run, count: int) -> list[str]:
-    """The names in the configuration of the model; the numbers of the classes if it has not ``count`` names."""
-    names = getattr(getattr(run.unwrap_model(), "config", None), "id2label", None) or {}
+    """The names in the model's configuration, or its attribute ``class_names``. Numbers of the classes if there are not ``count`` names."""
+    model = run.unwrap_model()
+    names = getattr(getattr(model, "config", None), "id2label", None) or getattr(model, "class_names", None) or {}
     return [str(names[index]) if len(names) == count else str(index) for index in range(count)]
 
 

@@ -35,7 +35,8 @@ def predict(
         list[str] | None,
         typer.Argument(
             metavar="FILE|-|TEXT [RECIPE] [KEY=VALUE]...",
-            help="A file with the recipe's column of texts; -: one text a line from stdin; or a text. With --split, none of them.",
+            help="A file with the recipe's column of texts, an image, or a folder of images; -: a text or a path a line from stdin; or a "
+            "text. With --split, none of them.",
         ),
     ] = None,
     out: Annotated[
@@ -48,7 +49,7 @@ def predict(
 ) -> None:
     """Predict the samples of a file, a text or a split.
 
-    A classifier gives labels and probabilities, a language model texts, and a module its outputs.
+    A classifier gives labels and probabilities, a language model texts, and a module its outputs. Images also have the name of their file.
 
     Rows keep their order. An interrupted job with --out continues after the last complete chunk, if the same command is repeated.
     """
@@ -87,7 +88,7 @@ def predict(
 
 
 def read_source(name: str) -> Path | Iterable[str]:
-    """The argument FILE, - or TEXT as a path or as texts.
+    """The argument FILE, - or TEXT as a path, which may be a folder, or as texts.
 
     Raises:
         UsageError: It has the suffix of a file that does not exist.
@@ -95,10 +96,10 @@ def read_source(name: str) -> Path | Iterable[str]:
     if name == "-":
         return (line.rstrip("\r\n") for line in sys.stdin)
     if len(name) < 4096 and "\n" not in name:
-        if Path(name).is_file():
+        if Path(name).exists():
             return Path(name)
-        if Path(name).is_dir() or (name.lower().endswith(FILES) and " " not in name):
-            raise UsageError(f"{name}: {'a folder, expected a file' if Path(name).is_dir() else 'no such file'}.")
+        if name.lower().endswith(FILES) and " " not in name:
+            raise UsageError(f"{name}: no such file.")
     return [name]
 
 
@@ -107,7 +108,8 @@ def describe(recipe: Recipe, target: str, name: str | None) -> dict[str, Any]:
     assert recipe.inference is not None
     paths = sorted(path for path in recipe.inference.model.iterdir() if path.is_file())
     if isinstance(recipe.inference.source, Path):
-        paths.append(recipe.inference.source.resolve())
+        source = recipe.inference.source.resolve()
+        paths += sorted(path for path in source.rglob("*") if path.is_file()) if source.is_dir() else [source]
     stats = [(path, path.stat()) for path in paths]
     return {
         "version": __version__,

@@ -1,0 +1,139 @@
+"""Images as tensors: decoding, random changes that depend only on seed, epoch and image, and batches."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from torch import Generator, Tensor
+from torch.utils.data import Dataset, default_collate
+
+from fastloop import Batch
+
+if TYPE_CHECKING:
+    from fastloop_plugins.tasks._image_data import Augment, ImageFiles
+    from fastloop_plugins.tasks._image_format import InputFormat
+    from fastloop_plugins.tasks._losses import ClassLoss
+
+CROP_ATTEMPTS = 10
+"""Random parts to draw until one lies within the image, as in torchvision."""
+
+
+def read_image(path: Path) -> Image.Image:
+    """Decode an image as red, green and blue. Applies the orientation in its EXIF data, and drops transparency.
+
+    Raises:
+        ValueError: The file cannot be read as an image of 8 bits a channel.
+    """
+    try:
+        with Image.open(path) as image:
+            image.load()
+            if image.mode[0] in "IF":  # a conversion to 8 bits would clip the values
+                raise ValueError(f"its pixels have mode {image.mode}, expected 8 bits a channel")
+            ImageOps.exif_transpose(image, in_place=True)
+            opaque = image.convert("RGBA") if "transparency" in image.info else image
+            return opaque.convert("RGB")
+    except Exception as error:  # decoders raise errors of any type
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        raise ValueError(
+            f"{path}: cannot be read as an image: {reason}. Replace or remove the file, or add the plugin skip-unreadable."
+        ) from None
+
+
+class Transform:
+    """Makes inputs of the model, (3, size, size) float32, from images: as in evaluation, or with ``augment``, as in training.
+
+    The resized and normalized images equal those of torchvision's transforms of PIL images, and of transformers' image processors.
+    """
+
+    def __init__(self, form: InputFormat, augment: Augment | None = None) -> None:
+        self.form, self.augment = form, augment
+        self.resample = Image.Resampling[form.interpolation.upper()]
+        self.mean, self.std = (torch.tensor(values, dtype=torch.float32)[:, None, None] for values in (form.mean, form.std))
+
+    def __call__(self, image: Image.Image, random: Generator) -> Tensor:
+        size, augment = self.form.image_size, self.augment
+        if augment is not None and augment.crop:
+            image = image.crop(self._random_part(image, augment, random)).resize((size, size), self.resample)
+        else:
+            image = self._center(image)
+        if augment is not None and torch.rand((), generator=random) < augment.flip:
+            image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+        pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous().float()
+        return pixels.div_(255).sub_(self.mean).div_(self.std)
+
+    def _center(self, image: Image.Image) -> Image.Image:
+        """Resize the shorter side, and crop the center."""
+        size, resized, shorter = self.form.image_size, self.form.resized, min(image.size)
+        width, height = (resized if side == shorter else int(resized * side / shorter) for side in image.size)
+        image = image.resize((width, height), self.resample)
+        left, top = (width - size) // 2, (height - size) // 2
+        return image.crop((left, top, left + size, top + size))
+
+    def _random_part(self, image: Image.Image, augment: Augment, random: Generator) -> tuple[int, int, int, int]:
+        """A part of a random area and shape: left, top, right, bottom in pixels.
+
+        Method: Szegedy et al., "Going Deeper with Convolutions", 2015, as in torchvision's ``RandomResizedCrop``.
+        """
+
+        def uniform(low: float, high: float) -> float:
+            return low + (high - low) * float(torch.rand((), generator=random, dtype=torch.float64))
+
+        width, height = image.size
+        for _ in range(CROP_ATTEMPTS):
+            area = width * height * uniform(*augment.scale)
+            ratio = math.exp(uniform(*map(math.log, augment.ratio)))
+            w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+            if 0 < w <= width and 0 < h <= height:
+                left, top = int(uniform(0, width - w + 1)), int(uniform(0, height - h + 1))
+                return left, top, left + w, top + h
+        ratio = min(max(width / height, augment.ratio[0]), augment.ratio[1])
+        w, h = min(width, max(1, round(height * ratio))), min(height, max(1, round(width / ratio)))
+        left, top = (width - w) // 2, (height - h) // 2
+        return left, top, left + w, top + h
+
+
+class ImageDataset(Dataset[tuple[Any, ...]]):
+    """Samples ``(image, class)`` of a split, decoded when they are read.
+
+    The random changes of an image are a function of seed, epoch and index. They depend neither on the worker or the process that reads the
+    image, nor on the images read before. They use no global generator, so training's random numbers do not depend on them.
+
+    Args:
+        named: Whether samples are ``(image, class, path)``.
+
+    Attributes:
+        epoch: (1,) int64 in shared memory, so that workers see changes.
+    """
+
+    def __init__(self, files: ImageFiles, transform: Transform, seed: int = 0, named: bool = False) -> None:
+        self.files, self.transform, self.seed, self.named = files, transform, seed, named
+        self.epoch: Tensor = torch.zeros(1, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+
+    def __len__(self) -> int:
+        return len(self.files.names)
+
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
+        name, label = self.files.names[index], self.files.labels[index]
+        random = Generator().manual_seed(hash((self.seed, int(self.epoch), index)) % 2**32)
+        image = self.transform(read_image(self.files.root / name), random)
+        return (image, label, name) if self.named else (image, label)
+
+    def fingerprint(self) -> str:
+        """See ``DatasetProtocol``."""
+        return self.files.fingerprint()
+
+
+class Collator:
+    """Stacks samples to ``(images, classes)``: (N, 3, size, size) float32 and (N,) int64; with paths, also a list of them."""
+
+    def __init__(self, loss: ClassLoss) -> None:
+        self.loss = loss
+
+    def __call__(self, samples: list[tuple[Any, ...]]) -> Any:
+        inputs = tuple(default_collate(samples))
+        return inputs if self.loss.weights is None else Batch(inputs, loss_weight=self.loss.weight_of(inputs[1]))

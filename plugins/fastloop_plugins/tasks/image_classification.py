@@ -1,0 +1,177 @@
+"""Trains an image classifier of transformers, torchvision or timm on a folder of images. On by default if ``data.images`` is set.
+
+    model: {name: microsoft/resnet-18}
+    data:  {images: photos, image_size: 224}
+    plugins:
+      - image-classification
+      - dataloader-workers        # decode and augment images in worker processes
+
+The folder has ``train``, ``validation`` and ``test``, each with a folder of images for each class. Without these, its folders are the
+classes, and ``data.validation_fraction`` of the images is held out. The sorted names of the folders in train are the classes. If a
+transformers checkpoint has classes with the same names, the run keeps its ids and its head; otherwise the head is initialized at random.
+
+Training images are cropped and flipped at random, which ``data.augment: {crop: false, flip: 0}`` turns off. The random changes of an image
+depend on ``train.seed``, the epoch and the image only. So neither workers, processes nor a resume change them. Images are resized and
+normalized as the pretrained model expects, else to 224 pixels with ImageNet's mean and standard deviation.
+
+    plugins:
+      - image-classification:
+          loss: {name: cross_entropy, class_weights: balanced, label_smoothing: 0.1}     # or {name: focal, gamma: 2}
+          metrics: {recall: {type: MulticlassRecall}}              # beside accuracy, f1, and with over 5 classes, top5_accuracy
+
+An unreadable image ends the run with an error that names the file. The plugin ``skip-unreadable`` leaves it out instead.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any
+
+from fastloop import Output, Package, Plugin, RecipeError, hookimpl, option
+from fastloop_plugins.tasks._image_data import Data, ImageData
+from fastloop_plugins.tasks._image_model import ImageModel, Model
+from fastloop_plugins.tasks._losses import HELP, ClassLoss
+from fastloop_plugins.tasks._metrics import classifier_metrics, find_metrics
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import nn
+    from torchmetrics import MetricCollection
+
+    from fastloop import Run
+    from fastloop.recipe import Recipe
+    from fastloop_plugins.tasks._image_batches import Collator, ImageDataset
+
+logger = logging.getLogger("fastloop")
+
+TOP = 5
+"""Number of classes among which ``top5_accuracy`` looks for the label."""
+
+
+class ImageClassification(Plugin):
+    """One class for each image."""
+
+    name = "image-classification"
+    slot = "task"
+    fallback_hooks = ("compute_loss",)
+    requirements = (Package("pillow", ">=11", extra="vision"),)
+    sections = {"model": Model, "data": Data}
+    description = "model, data, loss and metrics of image classification"
+
+    @dataclass(kw_only=True)
+    class Config:
+        """Options."""
+
+        loss: Annotated[str | dict[str, Any], option(HELP)] = "cross_entropy"
+        metrics: Annotated[
+            dict[str, dict[str, Any]], option("More metrics: name -> {type: a class of torchmetrics, or file.py:name, and its arguments}.")
+        ] = field(default_factory=dict)
+        threshold: Annotated[
+            float | None, option("Predict class 1 of two if its probability is above this; null: the likelier.", gt=0, lt=1)
+        ] = None
+
+    @classmethod
+    def auto_enable(cls, recipe: Recipe) -> str | None:
+        return "data.images is set" if "images" in recipe.data and not recipe.model.get("module") else None
+
+    @hookimpl
+    def check_recipe(self, recipe: Recipe) -> None:
+        self.data, self.model = ImageData(recipe), ImageModel(recipe)
+        self.train_images: ImageDataset | None = None
+        self.loss = ClassLoss(self.config.loss, f"{recipe.where}: plugins.{self.name}.loss")
+        self.metric_classes = find_metrics(self.config.metrics, recipe, f"plugins.{self.name}.metrics")
+
+    def _load_config(self, recipe: Recipe) -> None:
+        """Set the input format, and in inference the classes, from the pretrained or exported model."""
+        pretrained = self.model.load_config()
+        if recipe.inference is None:
+            self.model.input = self.data.input_format(pretrained)
+            return
+        self.data.classes, exported = self.model.exported()
+        self.labels = self.model.order(self.data.classes)
+        self.model.input = self.data.input_format(pretrained).updated(exported)
+        for key, value in exported.items():
+            if recipe.data.get(key) not in (None, value):
+                logger.warning("data.%s: the model was trained with %s, which is used instead of %s", key, value, recipe.data[key])
+
+    @hookimpl
+    def build_datasets(self, run: Run) -> Mapping[str, ImageDataset]:
+        from fastloop_plugins.tasks._image_batches import ImageDataset, Transform
+
+        recipe = run.recipe
+        self._load_config(recipe)
+        splits = self.data.load()
+        if recipe.inference is None:
+            self.labels = self.model.order(self.data.classes)
+        plain, named = Transform(self.model.input), recipe.inference is not None and recipe.inference.chunk > 0
+        datasets = {}
+        for split, files in splits.items():
+            files.labels = [self.labels.ids[label] for label in files.labels]
+            datasets[split] = ImageDataset(files, plain, named=named)
+        if recipe.inference is None:
+            transform = Transform(self.model.input, self.data.augment)
+            self.train_images = datasets["train"] = ImageDataset(datasets["train"].files, transform, recipe.train.seed)
+        self.loss.set_weights((lambda: datasets["train"].files.labels) if "train" in datasets else None, self.labels.names)
+        return datasets
+
+    @hookimpl
+    def build_prediction_data(self, run: Run, source: Any, start: int, size: int) -> Iterator[ImageDataset] | None:
+        if source is None:  # a split
+            return None
+        from fastloop_plugins.tasks._image_batches import ImageDataset, Transform
+
+        self._load_config(run.recipe)
+        transform = Transform(self.model.input)
+        return (ImageDataset(files, transform, named=True) for files in self.data.to_predict(source, start, size))
+
+    @hookimpl
+    def build_collator(self) -> Collator:
+        from fastloop_plugins.tasks._image_batches import Collator
+
+        return Collator(self.loss)
+
+    @hookimpl
+    def build_model(self, run: Run) -> nn.Module:
+        from fastloop_plugins.tasks._model_checks import check_classifies_images
+
+        model = self.model.build(self.labels)
+        check_classifies_images(run, model, self.model.input.image_size, len(self.labels.names), self.model.where)
+        return model
+
+    @hookimpl
+    def build_metrics(self, run: Run) -> MetricCollection:
+        from torchmetrics.classification import MulticlassAccuracy
+
+        where, count = f"{run.recipe.where}: plugins.{self.name}.metrics", len(self.labels.names)
+        metrics = classifier_metrics(self.metric_classes, self.config.metrics, where, count, self.config.threshold)
+        if count > TOP:
+            if "top5_accuracy" in self.config.metrics:
+                raise RecipeError(f"{where}.top5_accuracy: the task has a metric 'top5_accuracy'. Call this one something else.")
+            metrics.add_metrics({"top5_accuracy": MulticlassAccuracy(count, top_k=TOP, average="micro")})
+        return metrics
+
+    @hookimpl
+    def before_epoch(self, run: Run) -> None:
+        if self.train_images is not None:
+            self.train_images.epoch.fill_(run.state.epoch)
+
+    @hookimpl
+    def compute_loss(self, model: nn.Module, batch: Any) -> Output:
+        images, classes, *_ = batch
+        output = model(images)
+        logits = getattr(output, "logits", output)
+        return Output(self.loss(logits.float(), classes), logits, classes)
+
+    @hookimpl
+    def predict(self, run: Run, batch: Any) -> Mapping[str, list[Any]]:
+        from fastloop_plugins.tasks._predictions import prediction_columns
+
+        output = run.hooks.compute_loss(run=run, model=run.model, batch=batch)
+        return {"file": list(batch[2]), **prediction_columns(output, self.labels.names, self.config.threshold)}
+
+    @hookimpl
+    def export_model(self, run: Run, folder: Path) -> Path:
+        return self.model.export(run, folder)

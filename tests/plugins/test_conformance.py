@@ -42,12 +42,12 @@ PAIRS = {
 IMAGE_FILES: dict[str, Any] = {
     "model": {
         "config": {
-            "model_type": "vit",
-            "hidden_size": 16,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "intermediate_size": 32,
-            "patch_size": 8,
+            "model_type": "swin",
+            "embed_dim": 8,
+            "depths": [1, 1],
+            "num_heads": [1, 2],
+            "window_size": 2,
+            "patch_size": 4,
             "hidden_dropout_prob": 0.1,
         },
     },
@@ -57,7 +57,7 @@ IMAGE_FILES: dict[str, Any] = {
         "image_size": 16,
     },
 }
-"""Images of 16 x 16 in files, and a vision transformer of one layer."""
+"""Images of 16 x 16 in files, and a Swin transformer of two layers."""
 
 TRIED_ON: dict[str, dict[str, Any]] = {
     "activation-checkpointing": {"task": TEXTS},

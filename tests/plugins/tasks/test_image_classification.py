@@ -26,6 +26,17 @@ from fastloop_plugins.tasks._image_batches import read_image
 ROOT = Path(__file__).parents[3]
 OFF = {"crop": False, "flip": 0}
 RESNET = {"config": {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}}
+SWIN = {
+    "config": {
+        "model_type": "swin",
+        "embed_dim": 8,
+        "depths": [1],
+        "num_heads": [2],
+        "window_size": 2,
+        "patch_size": 4,
+        "drop_path_rate": 0.0,
+    }
+}
 RESNET18 = {"name": "torchvision/resnet18", "pretrained": False}
 WORKERS = {"dataloader-workers": {"num_workers": 2}}
 
@@ -52,9 +63,9 @@ def test_it_learns_colors_and_exports_the_classes():
     assert exported["input"]["image_size"] == 16
 
 
-def plain_loop(model: Any, train: Any, test: Any) -> tuple[list[float], float]:
-    """Losses and the accuracy of a loop that a person would write. ``model`` returns logits."""
-    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0), []
+def plain_loop(model: Any, train: Any, test: Any, lr: float) -> tuple[list[float], float]:
+    """Losses and the accuracy of a loop that a person would write."""
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=lr), []
     for epoch in range(2):
         for ids in torch.randperm(len(train), generator=torch.Generator().manual_seed(7 + epoch)).split(6):
             images, labels = torch.utils.data.default_collate([train[int(index)] for index in ids])
@@ -73,7 +84,7 @@ def plain_loop(model: Any, train: Any, test: Any) -> tuple[list[float], float]:
 def test_losses_equal_those_of_a_plain_loop():
     from transformers import AutoConfig, AutoModelForImageClassification
 
-    watch, summary = watched(model=RESNET, data={"image_size": 16, "crop_fraction": 0.5, "augment": OFF})
+    watch, summary = watched(model=RESNET, data={"image_size": 16, "crop_fraction": 0.5, "augment": OFF}, optimizer="SGD")
 
     def samples(split: str) -> list[Any]:
         found = []
@@ -88,7 +99,7 @@ def test_losses_equal_those_of_a_plain_loop():
 
     torch.manual_seed(7)
     model = AutoModelForImageClassification.from_config(AutoConfig.for_model(**RESNET["config"], num_labels=3))
-    losses, accuracy = plain_loop(model.train(), samples("train"), samples("test"))
+    losses, accuracy = plain_loop(model.train(), samples("train"), samples("test"), lr=1e-2)
     assert watch.losses == pytest.approx(losses, rel=1e-4)
     assert summary["test"]["accuracy"] == pytest.approx(accuracy, abs=1e-6)
 
@@ -99,13 +110,22 @@ def test_losses_equal_those_of_a_plain_torchvision_loop():
     from torchvision.datasets import ImageFolder
     from torchvision.transforms import v2
 
-    watch, summary = watched(model=RESNET18, data={"image_size": 32, "augment": OFF})
+    model = {
+        "name": "torchvision/squeezenet1_1",
+        "pretrained": False,
+        "arguments": {"dropout": 0.0},
+    }  # without batch norm, which adds noise
+    settings: dict[str, Any] = {"model": model, "data": {"image_size": 32, "augment": OFF}, "optimizer": "SGD", "lr": 1e-3}
+    watch, summary = watched(**settings)
     steps = [v2.Resize(37), v2.CenterCrop(32), v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True)]
     transform = v2.Compose([*steps, v2.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))])
+    train, test = (ImageFolder(f"images/{split}", transform) for split in ("train", "test"))
+    ours = make_run(**settings).datasets["test"]
+    for index, (image, label) in enumerate(test):
+        torch.testing.assert_close(ours[index][0], image, rtol=0, atol=1e-5)
+        assert ours[index][1] == label
     torch.manual_seed(7)
-    losses, accuracy = plain_loop(
-        models.resnet18(num_classes=3), *(ImageFolder(f"images/{split}", transform) for split in ("train", "test"))
-    )
+    losses, accuracy = plain_loop(models.squeezenet1_1(num_classes=3, dropout=0.0), train, test, lr=1e-3)
     assert watch.losses == pytest.approx(losses, rel=1e-4)
     assert summary["test"]["accuracy"] == pytest.approx(accuracy, abs=1e-6)
 
@@ -143,7 +163,8 @@ def test_a_resumed_run_sees_the_same_images(plugins):
 def test_processes_see_the_same_images_and_compute_the_same(processes, tmp_path):
     folder = tmp_path / "two"
     write_recipe(folder_made(folder))
-    specs = [{"plugins": ["ddp"]}, {"plugins": ["ddp", WORKERS], "task": {"loss": {"class_weights": [1.0, 2.0, 4.0]}}}]
+    weights = {"loss": {"class_weights": [1.0, 2.0, 4.0]}}
+    specs = [{"model": SWIN, "plugins": ["ddp"]}, {"model": SWIN, "plugins": ["ddp", WORKERS], "task": weights}]
     first, second = (process.result for process in processes(2, all_of, specs, folder=folder))
     for spec, one, other in zip(specs, first, second, strict=True):
         watch, summary = watched(**spec | {"plugins": []})

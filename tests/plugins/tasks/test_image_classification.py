@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from image_helpers import COLORS, COUNTS, Watch, all_of, make_run, watched, write_image, write_images, write_recipe
@@ -21,7 +22,9 @@ from fastloop.lifecycle import execute
 from fastloop.recipe import load_recipe
 from fastloop.registry import resolve
 from fastloop_plugins.datasets.digit_images import digit_images
-from fastloop_plugins.tasks._image_batches import read_image
+from fastloop_plugins.tasks._image_batches import Transform, read_image
+from fastloop_plugins.tasks._image_data import Augment
+from fastloop_plugins.tasks._image_format import InputFormat
 
 ROOT = Path(__file__).parents[3]
 OFF = {"crop": False, "flip": 0}
@@ -148,7 +151,7 @@ def test_augmentation_does_not_depend_on_the_workers():
     assert runs[1].losses == runs[2].losses == runs[0].losses
 
 
-@pytest.mark.parametrize("plugins", [[], [WORKERS]], ids=["no workers", "workers"])
+@pytest.mark.parametrize("plugins", [[], pytest.param([WORKERS], marks=pytest.mark.slow)], ids=["no workers", "workers"])
 def test_a_resumed_run_sees_the_same_images(plugins):
     whole, _ = watched("train.epochs=3", plugins=plugins)
     watched("train.epochs=3", "train.max_steps=8", "output=cut", plugins=plugins)
@@ -186,6 +189,39 @@ def test_augmentation_can_be_turned_off():
     assert {watch.pixels[0, index] == watch.pixels[1, index] for index in range(36)} == {True}
     flipped, _ = watched(data={"augment": {"crop": False, "flip": 1.0}})
     assert not set(flipped.pixels.values()) & set(watch.pixels.values())
+
+
+def test_parts_and_flips_are_those_computed_by_hand():
+    pixels = np.arange(4 * 6 * 3, dtype=np.uint8).reshape(4, 6, 3)
+    image, form = Image.fromarray(pixels), InputFormat(image_size=4, crop_fraction=1.0, mean=(0.0, 0.5, 0.0), std=(1.0, 1.0, 2.0))
+    center = torch.tensor(pixels[:, 1:5]).permute(2, 0, 1) / 255
+    expected = torch.stack([center[0], center[1] - 0.5, center[2] / 2])
+    random = torch.Generator().manual_seed(0)
+    torch.testing.assert_close(Transform(form)(image, random), expected)
+    always = Augment(crop=False, flip=1.0)
+    torch.testing.assert_close(Transform(form, always)(image, random), expected.flip(2))
+    whole = Augment(scale=[1.0, 1.0], ratio=[1.5, 1.5], flip=0.0)
+    resized = torch.tensor(np.array(image.resize((4, 4), Image.Resampling.BILINEAR))).permute(2, 0, 1) / 255
+    torch.testing.assert_close(Transform(form, whole)(image, random)[0], resized[0])
+
+
+def test_random_parts_have_the_area_and_shape_of_the_recipe():
+    image, random = Image.new("RGB", (400, 300)), torch.Generator().manual_seed(0)
+    transform, parts = Transform(InputFormat(), Augment()), []
+    for _ in range(500):
+        left, top, right, bottom = transform._random_part(image, Augment(scale=[0.2, 0.6], ratio=[0.5, 2.0]), random)
+        assert 0 <= left < right <= 400
+        assert 0 <= top < bottom <= 300
+        parts.append(((right - left) * (bottom - top) / 120_000, (right - left) / (bottom - top), left, top))
+    areas, ratios, lefts, tops = (np.array(values) for values in zip(*parts, strict=True))
+    assert 0.19 < areas.min() < 0.22
+    assert 0.55 < areas.max() < 0.61
+    assert 0.49 < ratios.min() < 0.6
+    assert 1.7 < ratios.max() < 2.02
+    assert (np.log(ratios) > 0).mean() == pytest.approx(0.5, abs=0.15)
+    assert lefts.min() == tops.min() == 0
+    never = transform._random_part(Image.new("RGB", (100, 10)), Augment(scale=[1.0, 1.0], ratio=[0.5, 2.0]), random)
+    assert never == (40, 0, 60, 10), "no part fits: the largest one at the center"
 
 
 def test_training_draws_the_same_numbers_with_and_without_augmentation():

@@ -354,6 +354,7 @@ def test_what_is_refused(trained, language_model, cli):
     run = trained / "run"
     assert "found nothing to predict" in refused(run)
     assert "nowhere.csv: no such file" in refused(run, "nowhere.csv")
+    assert "FILE: .: a folder, expected a file." in refused(run, ".")
     assert "expected one of: .csv, .jsonl, .parquet" in refused(run, "a text", "--out", "out.xml")
     assert "expected a file in an existing folder" in refused(run, "a text", "--out", "nowhere/out.csv")
     for name, content in (("other.csv", "words,label\na,b\n"), ("other.jsonl", '{"words": "a"}\n')):

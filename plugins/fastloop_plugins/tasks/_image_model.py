@@ -119,7 +119,7 @@ class ImageModel:
     # -- configuration: before the data -----------------------------------------------------------------------------------
 
     def load_config(self) -> dict[str, Any]:
-        """Fields of ``InputFormat`` that the pretrained model defines. Of a transformers model, also loads the configuration.
+        """Fields of ``InputFormat`` that the pretrained model defines. For a transformers model, it also loads the configuration.
 
         Raises:
             RecipeError: The configuration is missing, or is not that of an image classifier.

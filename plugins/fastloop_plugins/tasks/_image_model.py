@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastloop import RecipeError, option
-from fastloop.errors import did_you_mean
 from fastloop.options import parse
 from fastloop_plugins.tasks._hub import explain, is_hub_name, offline, quiet
-from fastloop_plugins.tasks._image_format import InputFormat, processor, processor_format, supported
+from fastloop_plugins.tasks._image_format import InputFormat, processor, processor_format
+from fastloop_plugins.tasks._image_libraries import FAILURES, LIBRARIES, LibraryModel, log_new
 from fastloop_plugins.tasks._label_order import LabelOrder, start_head_fresh
 from fastloop_plugins.tasks._text_model import config_from_scratch
 from fastloop_plugins.tasks._warm_start import HELP, STRICT_HELP, load_weights, weight_files
@@ -26,13 +24,8 @@ if TYPE_CHECKING:
     from fastloop.recipe import Recipe
     from fastloop.run import Run
 
-logger = logging.getLogger("fastloop")
-
 FILE = "image_classification.json"
 """In an exported model: ``classes``, their names in the order of the model's outputs, and ``input``, the fields of ``InputFormat``."""
-LIBRARIES = ("torchvision", "timm")
-FAILURES = (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError, ImportError, RuntimeError)
-"""Errors of the libraries for names, arguments and weights that they cannot use."""
 
 
 @dataclass(kw_only=True)
@@ -68,16 +61,14 @@ class ImageModel:
             raise RecipeError(f"{self.where}: found {found}, expected one of: name (a model), config (a transformers model from scratch).")
         self.name = self.options.name or str((self.options.config or {}).get("model_type"))
         self.pretrained = self.options.pretrained and self.options.config is None
-        self.library, _, self.short = self.name.partition("/")
+        self.library: LibraryModel | None = None
         self.names: list[str] = []
         self.input = InputFormat()
         self.config: Any = None
-        if self.library not in LIBRARIES:
-            self._check_transformers()
+        if self.name.partition("/")[0] in LIBRARIES:
+            self.library = LibraryModel(self.name, self.options.arguments or {}, self.where)
         else:
-            known = self._known()
-            if self.short not in known:
-                raise RecipeError(f"{self.where}.name: {self.library} has no model {self.short!r}.{did_you_mean(self.short, known)}")
+            self._check_transformers()
         if recipe.inference is None:
             weight_files(recipe)
 
@@ -95,27 +86,6 @@ class ImageModel:
         elif folder.exists() or not is_hub_name(name):
             raise RecipeError(f"{self.where}.name: {name}: no such folder, and not a name that the hub could have.")
 
-    def _known(self) -> list[str]:
-        """The models of the library. timm's names may have a tag: ``resnet18.a1_in1k``."""
-        if find_spec(self.library) is None:
-            raise RecipeError(f"{self.where}.name: {self.library} is not installed. Install it: pip install {self.library}")
-        try:
-            if self.library == "torchvision":
-                from torchvision import models
-
-                return list(models.list_models(module=models))
-            import timm
-        except (ImportError, RuntimeError, OSError) as error:  # such as torchvision for CUDA beside torch's CPU build
-            from torch import __version__
-
-            reason = str(error).strip().splitlines()[0].rstrip(".")
-            raise RecipeError(
-                f"{self.where}.name: {self.library} cannot be imported: {type(error).__name__}: {reason}. "
-                f"Install the build of torchvision for torch {__version__}: see pytorch.org."
-            ) from None
-        tagged: list[str] = timm.list_models(self.short, include_tags=True) if "." in self.short else []
-        return [*timm.list_models(), *tagged]
-
     # -- configuration: before the data -----------------------------------------------------------------------------------
 
     def load_config(self) -> dict[str, Any]:
@@ -124,33 +94,8 @@ class ImageModel:
         Raises:
             RecipeError: The configuration is missing, or is not that of an image classifier.
         """
-        if self.library not in LIBRARIES:
-            return self._load_transformers_config()
-        if not self.pretrained:
-            return {}
-        if self.library == "torchvision":
-            how = self._default_weights().transforms()
-            fraction = how.crop_size[0] / how.resize_size[0]
-            return {
-                "image_size": how.crop_size[0],
-                "crop_fraction": fraction,
-                "interpolation": supported(how.interpolation.value),
-                "mean": how.mean,
-                "std": how.std,
-            }
-        import timm
-
-        found: Any = timm.get_pretrained_cfg(self.short)
-        cfg = found.to_dict()
-        changes = {"image_size": cfg["input_size"][-1], "crop_fraction": cfg["crop_pct"], "interpolation": supported(cfg["interpolation"])}
-        return changes | {"mean": cfg["mean"], "std": cfg["std"]}
-
-    def _default_weights(self) -> Any:
-        from torchvision import models
-
-        return models.get_model_weights(self.short).DEFAULT
-
-    def _load_transformers_config(self) -> dict[str, Any]:
+        if self.library is not None:
+            return self.library.input_format() if self.pretrained else {}
         from transformers import AutoConfig
         from transformers.image_processing_base import ImageProcessingMixin
         from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES as CLASSIFIERS
@@ -235,70 +180,15 @@ class ImageModel:
         self.names = labels.names
         initial = self.pretrained and self.recipe.inference is None
         initial = initial and torch.get_default_device().type != "meta"  # there, the weights come from another process
-        build = {"torchvision": self._torchvision, "timm": self._timm}.get(self.library)
-        if build is None:
+        if self.library is None:
             model: Any = self._transformers(labels, initial or self.recipe.inference is not None)
         else:
-            model = build(initial)
+            model = self.library.build(len(labels.names), initial)
             model.class_names = labels.names  # `fastloop evaluate` shows them
         if self.recipe.inference is None:
             load_weights(model, self.recipe)
         built: nn.Module = model
         return built
-
-    def _torchvision(self, pretrained: bool) -> Any:
-        from torchvision import models
-
-        with self._explained_arguments():
-            model = models.get_model(self.short, weights=None, num_classes=len(self.names), **self.options.arguments or {})
-        if pretrained:
-            weights = self._default_weights()
-            try:
-                state = weights.get_state_dict(progress=False, check_hash=True)
-            except (OSError, RuntimeError) as error:
-                raise self._no_weights(weights.url, error) from None
-            self._load_matching(model, state)
-        return model
-
-    def _load_matching(self, model: nn.Module, state: Mapping[str, Any]) -> None:
-        """Load the tensors of equal shape, and log the others: usually the head, which has another number of classes."""
-        own = model.state_dict()
-        matched = {name: tensor for name, tensor in state.items() if name in own and own[name].shape == tensor.shape}
-        model.load_state_dict(matched, strict=False)
-        self._log_new(sorted(own.keys() - matched.keys()))
-
-    def _timm(self, pretrained: bool) -> Any:
-        import timm
-
-        arguments = {"num_classes": len(self.names), **(self.options.arguments or {})}
-        with self._explained_arguments():
-            model: Any = timm.create_model(self.short, **arguments)
-        if pretrained:
-            offline()  # if so, the hub's library does not retry for a minute
-            try:
-                model = timm.create_model(self.short, pretrained=True, **arguments)
-            except FAILURES as error:
-                raise self._no_weights(f"timm/{self.short}", error) from None
-            if model.pretrained_cfg["num_classes"] != len(self.names):
-                head = model.pretrained_cfg["classifier"]
-                names = [head] if isinstance(head, str) else head
-                self._log_new(sorted(key for key in model.state_dict() if key.startswith(tuple(f"{name}." for name in names))))
-        return model
-
-    @contextmanager
-    def _explained_arguments(self) -> Iterator[None]:
-        try:
-            yield
-        except FAILURES as error:
-            given = f"{self.where}.arguments: {self.name} was called with {self.options.arguments or {}}"
-            raise RecipeError(f"{given}: {(str(error) or type(error).__name__).splitlines()[0].rstrip('.')}.") from None
-
-    def _no_weights(self, source: str, error: BaseException) -> RecipeError:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-        return RecipeError(
-            f"{self.where}.pretrained: the weights of {self.name} cannot be loaded from {source}: {reason}. Use a local copy: "
-            "model.pretrained=false model.weights=FILE. Or train from scratch: model.pretrained=false."
-        )
 
     def _transformers(self, labels: LabelOrder, pretrained: bool) -> Any:
         import torch
@@ -323,14 +213,10 @@ class ImageModel:
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )
-        self._log_new(sorted({*notes["missing_keys"], *(item[0] for item in notes["mismatched_keys"])}))
+        log_new(self.name, sorted({*notes["missing_keys"], *(item[0] for item in notes["mismatched_keys"])}))
         if self.recipe.inference is None and not labels.keeps_head:
             start_head_fresh(model, set(notes["missing_keys"]), theirs, labels, f"{self.where}.name")
         return model
-
-    def _log_new(self, names: list[str]) -> None:
-        if names:
-            logger.info("not in %s, so initialized at random: %s%s", self.name, ", ".join(names[:4]), ", ..." * (len(names) > 4))
 
     def export(self, run: Run, folder: Path) -> Path:
         """Write the model, its classes and its input format. For a transformers model, also the image processor of its pipeline."""

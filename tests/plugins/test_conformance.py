@@ -59,6 +59,17 @@ IMAGE_FILES: dict[str, Any] = {
 }
 """Images of 16 x 16 in files, and a Swin transformer of two layers."""
 
+TAGGED: dict[str, Any] = {
+    "model": TEXTS["model"],
+    "data": {
+        "module": "fastloop_plugins.datasets.dispatches:dispatches",
+        "arguments": {"train": 35, "validation": 16, "test": 8},
+        "tags": "tags",
+        "max_length": 32,
+    },
+}
+"""Sentences with tagged names, and the BERT of ``TEXTS``."""
+
 TRIED_ON: dict[str, dict[str, Any]] = {
     "activation-checkpointing": {"task": TEXTS},
     "attention": {"task": TEXTS, "options": {"implementation": "eager"}},
@@ -81,13 +92,14 @@ TRIED_ON: dict[str, dict[str, Any]] = {
     "token-cache": {"task": TEXTS, "options": {"folder": "tokens"}},
     "profile": {"options": {"wait": 1, "warmup": 1, "active": 1}},
     "text-classification": {"task": TEXTS},
+    "token-classification": {"task": TAGGED},
     "torchao-fp8": {"device": "auto", "options": {"min_features": 16}},
 }
 """Plugin -> what it is tried with, where the defaults do nothing on a tiny task."""
 
 ON_PROCESSES = (
     "amp", "auto-micro-batch", "checkpoint-best", "ema", "length-bucketing", "metric-check", "nan-guard", "optimizer-check", "packing",
-    "sample-audit", "text-classification",
+    "sample-audit", "text-classification", "token-classification",
 )  # fmt: skip
 """Plugins whose work involves the other processes."""
 

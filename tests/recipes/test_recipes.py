@@ -24,6 +24,7 @@ SHIPPED = {
     "gpt_stdlib",
     "chat_animals",
     "seq2seq_dates",
+    "tokens_names",
     "digits_module",
     "digits_images",
 }
@@ -129,6 +130,13 @@ def test_chat_animals_shortened():
     summary = train("chat_animals", "data.arguments={train: 200, validation: 50, test: 50}", "train.epochs=2")
     assert summary["status"] == "completed"
     assert summary["test"]["perplexity"] < 30  # of 500 tokens
+
+
+@pytest.mark.slow
+def test_tokens_names_finds_names_that_training_lacks():
+    summary = train("tokens_names")
+    assert summary["status"] == "completed"
+    assert summary["test"]["f1"] > 0.8
 
 
 def test_distilbert_imdb_with_a_tiny_model_and_local_files(tiny_distilbert, imdb_like):

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fastloop")
 
+CLASSIFIER = "ForSequenceClassification"
+"""How the names of transformers' text classifiers end."""
+
 
 @dataclass(frozen=True)
 class LabelOrder:
@@ -30,7 +33,7 @@ class LabelOrder:
     keeps_head: bool
 
 
-def label_order(classes: Sequence[str], config: Any, name: str) -> LabelOrder:
+def label_order(classes: Sequence[str], config: Any, name: str, head: str = CLASSIFIER, key: str = "data.label") -> LabelOrder:
     """Compare the data's classes with a checkpoint's.
 
     Names that match, exactly or except for case and outer spaces, get the checkpoint's ids. Numbers 0 to n-1 in the data are the ids of the
@@ -40,9 +43,11 @@ def label_order(classes: Sequence[str], config: Any, name: str) -> LabelOrder:
         classes: The data's class names in the order of its ids; numbers as text if it has no names.
         config: The checkpoint's configuration, as loaded.
         name: The checkpoint, for messages.
+        head: How transformers' classes for the task end.
+        key: The option that names the column of labels, for messages.
     """
     as_given = list(range(len(classes)))
-    if _has_another_head(config):
+    if _has_another_head(config, head):
         return LabelOrder(list(classes), as_given, keeps_head=False)
     theirs = [config.id2label.get(index) for index in range(len(config.id2label))]
     unnamed = theirs == [f"LABEL_{index}" for index in range(len(theirs))]  # transformers' own names
@@ -54,12 +59,12 @@ def label_order(classes: Sequence[str], config: Any, name: str) -> LabelOrder:
             names = [classes[ids.index(index)] for index in as_given]
             if fold is _folded or ids != as_given:
                 loosely = " except for case and spaces" if fold is _folded else ""
-                logger.info("data.label: the names match those of %s%s, and get its ids: %s", name, loosely, _listed(names))
+                logger.info("%s: the names match those of %s%s, and get its ids: %s", key, name, loosely, _listed(names))
             return LabelOrder(names, ids, keeps_head=True)
     if numbers and len(theirs) == len(classes):
         if unnamed and not config.architectures:
             return LabelOrder(list(classes), as_given, keeps_head=True)
-        logger.info("data.label: the labels are numbers, and used as the ids of %s: %s", name, _listed(theirs))
+        logger.info("%s: the labels are numbers, and used as the ids of %s: %s", key, name, _listed(theirs))
         return LabelOrder(theirs, as_given, keeps_head=True)
     return LabelOrder(list(classes), as_given, keeps_head=False)
 
@@ -68,29 +73,32 @@ def _folded(label: Any) -> str:
     return str(label).strip().casefold()
 
 
-def _has_another_head(config: Any) -> bool:
+def _has_another_head(config: Any, head: str) -> bool:
     """Whether the checkpoint's configuration names a head for another task, or no head."""
     names = config.architectures or ()
-    return bool(names) and not any(name.endswith("ForSequenceClassification") for name in names)
+    return bool(names) and not any(name.endswith(head) for name in names)
 
 
 def _listed(names: Sequence[Any]) -> str:
     return ", ".join(f"{index} = {name}" for index, name in enumerate(names[:8])) + ", ..." * (len(names) > 8)
 
 
-def start_head_fresh(model: Any, missing: set[str], theirs: Mapping[int, str], order: LabelOrder, where: str) -> None:
+def start_head_fresh(
+    model: Any, missing: set[str], theirs: Mapping[int, str], order: LabelOrder, where: str, head: str = CLASSIFIER
+) -> None:
     """Reinitialize all weights outside the base model if the checkpoint had a head. Draws from torch's global random generator.
 
     Args:
         model: A transformers model, as returned by ``from_pretrained``.
         missing: Names of weights that the checkpoint does not have.
         theirs: The checkpoint's ``id2label``.
+        head: As in ``label_order``.
 
     Raises:
         RecipeError: The model does not define which of its modules is the base model.
     """
     base: nn.Module = model.base_model
-    if base is model and _has_another_head(model.config):
+    if base is model and _has_another_head(model.config, head):
         return
     differ = f"{where}: its classes are {_listed(list(theirs.values()))}, and the data's are {_listed(order.names)}"
     if base is model:
@@ -98,11 +106,11 @@ def start_head_fresh(model: Any, missing: set[str], theirs: Mapping[int, str], o
             f"{differ}. {type(model).__name__} does not define its base model, so its head cannot be reinitialized. "
             "Rename the labels in the data, or use another model."
         )
-    head = [child for child in model.children() if child is not base]
+    modules = [child for child in model.children() if child is not base]
     loaded = {name for name, _ in model.named_parameters() if not name.startswith(f"{model.base_model_prefix}.")} - missing
     if not loaded:
         return
-    for child in head:
+    for child in modules:
         for part in child.modules():
             part._is_hf_initialized = False
         for parameter in child.parameters():

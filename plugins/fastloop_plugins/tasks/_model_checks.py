@@ -100,21 +100,22 @@ def check_causal(run: Run, model: nn.Module, ids: list[int], where: str) -> None
     _agree(run, model, where, find)
 
 
-def check_classifies(run: Run, model: nn.Module, inputs: Mapping[str, Tensor], classes: int, where: str) -> None:
+def check_classifies(run: Run, model: nn.Module, inputs: Mapping[str, Tensor], classes: int, where: str, tokens: bool = False) -> None:
     """Raise an error for a classifier that does not return ``classes`` logits for each text. Runs like ``check_causal``.
 
     Args:
         inputs: Token ids and mask of two texts, in the form of the task's batches.
+        tokens: Expect logits for each token instead.
 
     Raises:
         RecipeError: The model cannot compute logits from token ids and mask alone, or they have another shape.
     """
 
     def find() -> str | None:
-        shape = tuple(model(**inputs).logits.shape)
-        if shape == (len(inputs["input_ids"]), classes):
+        shape, expected = tuple(model(**inputs).logits.shape), (*inputs["input_ids"].shape[: 1 + tokens], classes)
+        if shape == expected:
             return None
-        return f"{where}: {type(model).__name__} gives logits of shape {shape} for 2 texts, expected {(2, classes)}. Use another model."
+        return f"{where}: {type(model).__name__} gives logits of shape {shape} for 2 texts, expected {expected}. Use another model."
 
     _agree(run, model, where, find)
 

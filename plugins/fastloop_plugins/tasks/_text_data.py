@@ -113,6 +113,7 @@ class TextData:
 
     section: ClassVar[type[Data]] = Data
     text_key = "text"  # the option that names the column of texts
+    formats: ClassVar[Sequence[str]] = FORMATS
 
     def __init__(self, recipe: Recipe, labelled: bool) -> None:
         self.recipe, self.where = recipe, f"{recipe.where}: data"
@@ -165,7 +166,7 @@ class TextData:
             given = {split: paths for split, paths in files.items() if paths is not None}
             needed = given if self.inference is None else self._needed(given).values()
             self.files = {
-                split: find_files(recipe, paths, split, f"{self.where}.files.{split}") if split in needed else []
+                split: find_files(recipe, paths, split, f"{self.where}.files.{split}", self.formats) if split in needed else []
                 for split, paths in given.items()
             }
             if "train" not in self.files and self.inference is None:
@@ -182,7 +183,9 @@ class TextData:
     def _check_read(self) -> None:
         if self.options.files is None:
             raise RecipeError(f"{self.where}.read: it is for data.files, which is not there. Remove it, or give the files there.")
-        refuse_options_without_files(self.how, [path for paths in self.files.values() for path in paths], f"{self.where}.read")
+        refuse_options_without_files(
+            self.how, [path for paths in self.files.values() for path in paths], f"{self.where}.read", self.formats
+        )
         wanted = [("text", name) for name in self.columns] + [("label", name) for name in self.labels]
         for key, name in wanted:
             if self.how.columns is not None and name not in self.how.columns:

@@ -9,13 +9,13 @@ import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from fastloop import RecipeError, option
 from fastloop.errors import did_you_mean
 from fastloop.options import parse
 from fastloop_plugins.tasks._hub import explain, is_hub_name, offline, quiet
-from fastloop_plugins.tasks._label_order import LabelOrder, label_order, start_head_fresh
+from fastloop_plugins.tasks._label_order import CLASSIFIER, LabelOrder, label_order, start_head_fresh
 from fastloop_plugins.tasks._model_checks import unsupported
 from fastloop_plugins.tasks._warm_start import HELP, STRICT_HELP, load_weights, weight_files
 
@@ -62,13 +62,16 @@ class TextModel:
         RecipeError: An option is invalid.
     """
 
+    head: ClassVar[str] = CLASSIFIER  # how the names of the task's classes in transformers end
+    label_key: ClassVar[str] = "data.label"
+
     def __init__(self, recipe: Recipe, classify: bool) -> None:
         self.recipe, self.where, self.classify = recipe, f"{recipe.where}: model", classify
         self.options = parse(Model, recipe.model, self.where)
         if recipe.inference is not None:  # the exported model and its tokenizer
             self.options.name, self.options.config, self.options.tokenizer = str(recipe.inference.model), None, None
         self.trained: TrainedTokenizer | None = None
-        self.problem_type = "single_label_classification"
+        self.problem_type: str | None = "single_label_classification"
         self.tokenizer: Any = None
         self.config: Any = None
         given = self.options.tokenizer
@@ -219,7 +222,7 @@ class TextModel:
         """
         if self.options.config is not None:
             return LabelOrder(classes, list(range(len(classes))), keeps_head=True)
-        return label_order(classes, self.config, f"model.name={self.options.name}")
+        return label_order(classes, self.config, f"model.name={self.options.name}", self.head, self.label_key)
 
     def build(self, auto: Any, labels: LabelOrder | None = None) -> Any:
         """Build the model with initial or pretrained weights, or those of ``model.weights``, in float32.
@@ -260,7 +263,7 @@ class TextModel:
             if new:
                 logger.info("not in %s, so initialized at random: %s%s", self.options.name, ", ".join(new[:4]), ", ..." * (len(new) > 4))
             if labels is not None and not labels.keeps_head:
-                start_head_fresh(model, set(notes["missing_keys"]), theirs, labels, f"{self.where}.name")
+                start_head_fresh(model, set(notes["missing_keys"]), theirs, labels, f"{self.where}.name", self.head)
             return model
         if self.options.config is not None:
             tokens, given = len(self.tokenizer), self.options.config.get("vocab_size")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,8 +17,11 @@ URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 DATASET_PAGE = re.compile(r"https?://[^/]+/datasets/([\w.-]+/[\w.-]+|[\w.-]+)")
 
 
-def find_files(recipe: Recipe, given: str | list[str], split: str, where: str) -> list[Path]:
+def find_files(recipe: Recipe, given: str | list[str], split: str, where: str, formats: Sequence[str] = FORMATS) -> list[Path]:
     """Find the files of one split.
+
+    Args:
+        formats: The suffixes that the task reads.
 
     Raises:
         RecipeError: A file does not exist, or has a type that cannot be read.
@@ -35,7 +39,8 @@ def find_files(recipe: Recipe, given: str | list[str], split: str, where: str) -
                 raise RecipeError(f"{where}: no file matches {item}.")
             paths += found
         elif path.is_dir():
-            raise RecipeError(f"{where}: {path}: a folder, expected a file.{_patterns(path, item, split) if split != 'predict' else ''}")
+            more = _patterns(path, item, split, formats) if split != "predict" else ""
+            raise RecipeError(f"{where}: {path}: a folder, expected a file.{more}")
         else:
             paths.append(path)
     if not paths:
@@ -43,9 +48,9 @@ def find_files(recipe: Recipe, given: str | list[str], split: str, where: str) -
     for path in paths:
         if not path.is_file():
             raise RecipeError(f"{where}: {path}: {'a folder, expected a file' if path.is_dir() else 'no such file'}.")
-        if format_of(path)[0] not in FORMATS:
+        if format_of(path)[0] not in formats:
             raise RecipeError(
-                f"{where}: {path}: cannot read files of type {path.suffix!r}. Expected one of: {', '.join(FORMATS)}, "
+                f"{where}: {path}: cannot read files of type {path.suffix!r}. Expected one of: {', '.join(formats)}, "
                 f"all but .parquet also with {', '.join(COMPRESSIONS)} behind it."
             )
     return paths
@@ -62,19 +67,19 @@ def refuse_url(item: str, where: str, what: str) -> None:
     raise RecipeError(f"{where}: {item} is a URL, and fastloop downloads no files. Download {what} first, and give its path.{remedy}")
 
 
-def refuse_options_without_files(how: Read, files: list[Path], where: str) -> None:
+def refuse_options_without_files(how: Read, files: list[Path], where: str, known: Sequence[str] = FORMATS) -> None:
     """Raise an error for options of ``data.read`` that apply to none of the files."""
     formats = {format_of(path)[0] for path in files}
-    for names, kinds in ((("delimiter", "columns", "quoting"), {".csv", ".tsv"}), (("encoding", "compression"), {*FORMATS} - {".parquet"})):
+    for names, kinds in ((("delimiter", "columns", "quoting"), {".csv", ".tsv"}), (("encoding", "compression"), {*known} - {".parquet"})):
         for name in names:
             if getattr(how, name) is not None and not formats & kinds:
                 found = ", ".join(sorted(formats)) or "none"
                 raise RecipeError(f"{where}.{name}: it is for files of type {', '.join(sorted(kinds))}; data.files has {found}. Remove it.")
 
 
-def _patterns(folder: Path, item: str, split: str) -> str:
+def _patterns(folder: Path, item: str, split: str, formats: Sequence[str]) -> str:
     """Suggest a pattern that matches the files of this split in a folder, or all files."""
-    files = [path for path in sorted(folder.iterdir()) if path.is_file() and format_of(path)[0] in FORMATS]
+    files = [path for path in sorted(folder.iterdir()) if path.is_file() and format_of(path)[0] in formats]
     named = [path for path in files if path.name.startswith(split)] or files
     if not named:
         return ""

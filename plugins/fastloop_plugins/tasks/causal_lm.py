@@ -1,4 +1,4 @@
-"""Trains a causal language model, pretrained or from scratch. On by default if ``data`` names no ``label`` or ``target``.
+"""Trains a causal language model, pretrained or from scratch. On by default if ``data`` names no ``label``, ``target`` or ``tags``.
 
     model: {config: {model_type: gpt2, n_layer: 4, n_head: 4, n_embd: 256}, tokenizer: {kind: bpe, vocab_size: 4000}}
     data:  {files: {train: "texts/*.txt"}, max_length: 256}
@@ -28,6 +28,7 @@ from fastloop import Output, Plugin, RecipeError, hookimpl, option
 from fastloop_plugins.tasks._chat_data import LanguageData, LanguageTextData
 from fastloop_plugins.tasks._chat_tokens import ChatModel, CompletionModel, encode_rows
 from fastloop_plugins.tasks._model_checks import check_causal
+from fastloop_plugins.tasks._tag_data import has_tags
 from fastloop_plugins.tasks._text_model import Model, TextModel
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class CausalLM(Plugin):
         if "images" in recipe.data:
             return None
         unlabelled = recipe.data and recipe.data.get("label") is None and recipe.data.get("target") is None
-        unlabelled = unlabelled and not recipe.model.get("module")
+        unlabelled = unlabelled and not recipe.model.get("module") and not has_tags(recipe)
         return "data names no label or target column" if unlabelled else None
 
     @hookimpl

@@ -70,6 +70,8 @@ class ClassCounts(Plugin):
     def results(self, run: Run) -> dict[str, Any]:
         """``classes``, the metrics of each class, and ``confusion``, the counts over all processes: a row for each target.
 
+        With a metric that scores types of entities: ``entities``, the same for each type.
+
         Both are empty for a task that does not classify. Every process must call it."""
         local = None if self.counts.matrix is None else self.counts.matrix.cpu()
         matrices = [matrix for matrix in run.processes.all_gather_object(local) if matrix is not None]
@@ -78,7 +80,15 @@ class ClassCounts(Plugin):
         matrix = torch.stack(matrices).sum(0).tolist()
         names = class_names(run, len(matrix))
         classes = [{"name": names[index], **scores(matrix, index), "samples": sum(matrix[index])} for index in range(len(matrix))]
-        return {"classes": classes, "confusion": matrix}
+        found = {"classes": classes, "confusion": matrix}
+        return found | ({"entities": entities} if (entities := entity_scores(run)) else {})
+
+
+def entity_scores(run: Run) -> list[dict[str, Any]]:
+    """The scores of each type of entity: the attribute ``classes`` of a metric, which it sets when it is computed."""
+    metrics = run.metrics.values(copy_state=False) if run.metrics is not None else ()
+    found: list[Any] = [getattr(metric, "classes", None) for metric in metrics]
+    return next((classes for classes in found if isinstance(classes, list)), [])
 
 
 def classifies(predictions: Any, targets: Any) -> bool:

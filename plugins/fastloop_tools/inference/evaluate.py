@@ -117,12 +117,14 @@ def show(record: dict[str, Any], json_file: str) -> None:
     for name, value in record["metrics"].items():
         table.add_row(f"{record['file'] or record['split']} {name}", f"{value:.4f}")
     rich.print(table)
-    if record["classes"]:
+    for key, title in (("entities", "entity"), ("classes", "class")):
+        if not record.get(key):
+            continue
         table = Table(box=None, pad_edge=False)
-        table.add_column("class")
+        table.add_column(title)
         for column in ("precision", "recall", "f1", "samples"):
             table.add_column(column, justify="right")
-        for row in record["classes"]:
+        for row in record[key]:
             scores = [f"{row[column]:.4f}" for column in ("precision", "recall", "f1")]
             table.add_row(row["name"], *scores, str(row["samples"]))
         rich.print(table)

@@ -87,9 +87,10 @@ class Output:
             return
         joined = self.folder / "joined"
         if self.path.suffix == ".parquet":
+            import pyarrow
             from pyarrow import parquet
 
-            schema = parquet.read_schema(self.parts[0])
+            schema = pyarrow.unify_schemas([parquet.read_schema(part) for part in self.parts])  # a part of empty lists has no type for them
             with parquet.ParquetWriter(joined, schema) as writer:
                 for part in self.parts:
                     writer.write_table(parquet.read_table(part).cast(schema))

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("fastloop")
 
-FILES = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".txt", ".gz", ".bz2", ".zst")
+FILES = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".txt", ".conll", ".gz", ".bz2", ".zst")
 """Suffixes of an argument that is a file and not a text."""
 
 

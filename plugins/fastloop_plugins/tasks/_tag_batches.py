@@ -1,0 +1,174 @@
+"""Sentences of tagged words as samples, and their collator. A sentence that is too long becomes several rows of a batch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastloop_plugins.tasks._classification_batches import Collator
+from fastloop_plugins.tasks._text_batches import Ragged, Sequences
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from fastloop_plugins.tasks._losses import ClassLoss
+    from fastloop_plugins.tasks._text_batches import Width
+
+logger = logging.getLogger("fastloop")
+
+IGNORED = -100
+"""Target that the loss and the metrics ignore."""
+OWN = ("labels", "sentences", "rows")
+"""Inputs of a batch that are not the model's."""
+
+
+class TaggedSentences(Sequences):
+    """A map-style dataset of sentences. A sample has ``input_ids`` and ``targets``, both (tokens,) int32, see ``_tag_tokens``, and ``row``.
+
+    Args:
+        numbers: Ids and targets of all sentences, in turn, end to end.
+        lengths: Numbers of every sentence.
+        room: Tokens of a row at most, without special tokens. Of a longer word, the first ones are kept.
+        special: Number of special tokens of a row.
+        split: Make each window of a long sentence a sample of its own.
+        order: The data's id of a tag -> the model's id. Empty: they are equal.
+        words: The words of each sentence, for predictions.
+
+    Attributes:
+        cut: Words with more tokens than ``room``.
+        long: Sentences with more tokens than ``room``.
+    """
+
+    def __init__(
+        self,
+        numbers: NDArray[np.int32],
+        lengths: NDArray[np.int64],
+        room: int,
+        special: int,
+        split: bool = False,
+        order: Sequence[int] = (),
+        words: list[list[str]] | None = None,
+    ) -> None:
+        found, counts, self.cut = cut_words(numbers.reshape(-1, 2), lengths // 2, room)
+        self.long = int((counts > room).sum())
+        if split and self.long:
+            ends = np.cumsum(counts)
+            parts = [windows(found[end - count : end, 1], room) for end, count in zip(ends, counts, strict=True)]
+            counts = np.array([size for sizes in parts for size in sizes], dtype=np.int64)
+        super().__init__(found[:, 0], counts, reordered(found[:, 1], order))
+        self.counts, self.lengths, self.words = counts, counts + special, words
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        assert self.labels is not None
+        tokens = slice(self.ends[index] - self.counts[index], self.ends[index])
+        return {"input_ids": self.ids[tokens], "targets": self.labels[tokens], "row": index}
+
+    def tags(self) -> NDArray[np.int64]:
+        """The tags of all words, end to end."""
+        assert self.labels is not None
+        return self.labels[self.labels >= 0].astype(np.int64)
+
+    def warn(self, name: str, total: int) -> None:
+        """Log how many of ``total`` sentences are long, and how many words are cut."""
+        if self.long:
+            logger.warning(
+                "data: %s: %d of %d sentences do not fit into data.max_length. They are divided between words, and the model reads each "
+                "part by itself. Every word keeps its tag", name, self.long, total,
+            )  # fmt: skip
+        if self.cut:
+            logger.warning("data: %s: %d words do not fit into data.max_length: only their first tokens are read", name, self.cut)
+
+
+def reordered(targets: NDArray[np.int32], order: Sequence[int]) -> NDArray[np.int32]:
+    """Targets with other ids of the tags."""
+    if list(order) == list(range(len(order))):
+        return targets
+    table, first = np.array(order, dtype=np.int32), targets >= 0
+    ids = table[np.where(first, targets, ~targets)]
+    return np.where(first, ids, ~ids)
+
+
+def cut_words(found: NDArray[np.int32], counts: NDArray[np.int64], room: int) -> tuple[NDArray[np.int32], NDArray[np.int64], int]:
+    """Keep at most ``room`` tokens of each word. Returns the tokens, their number in each sentence, and the number of shortened words."""
+    firsts = np.cumsum(counts) - counts
+    begins = np.union1d(firsts, np.flatnonzero(found[:, 1] >= 0))
+    sizes = np.diff(begins, append=len(found))
+    if not (sizes > room).any():
+        return found, counts, 0
+    kept = np.arange(len(found)) - np.repeat(begins, sizes) < room
+    return found[kept], np.add.reduceat(kept, firsts, dtype=np.int64), int((sizes > room).sum())
+
+
+def windows(targets: NDArray[np.int32], room: int) -> list[int]:
+    """The number of tokens of each row of a sentence: as many whole words as fit into ``room`` tokens."""
+    if len(targets) <= room:
+        return [len(targets)]
+    found, begin, end = list[int](), 0, 0
+    for boundary in [*np.flatnonzero(targets >= 0).tolist(), len(targets)]:
+        if boundary - begin > room:
+            found.append(end - begin)
+            begin = end
+        end = boundary
+    return [*found, end - begin]
+
+
+class TagCollator(Collator):
+    """Pads the rows of sentences.
+
+    Beside the model's inputs, a batch has ``labels`` (rows, tokens), the tag or -100; ``sentences`` (rows, tokens), the number of the
+    sentence at the first token of each word, else -1; and ``rows`` (sentences,), the place of each sentence in its dataset. All are int64.
+
+    Args:
+        special: Ids of the tokens before and after a sentence.
+        all_tokens: Whether all tokens of a word have its tag as their target, or only the first one.
+    """
+
+    def __init__(self, pad_token_id: int, width: Width, loss: ClassLoss, special: tuple[list[int], list[int]], all_tokens: bool) -> None:
+        super().__init__(pad_token_id, width, loss)
+        self.special = tuple(np.array(ids, dtype=np.int32) for ids in special)
+        self.all_tokens, self.room = all_tokens, width.max_length - sum(map(len, special))
+
+    def ragged(self, samples: list[dict[str, Any]]) -> Ragged:
+        """The batch without padding and without a mask. Its ``loss_weight`` is the number of labelled tokens, or their weight."""
+        import torch
+
+        before, after = self.special
+        ids, labels, sentences = list[Any](), list[Any](), list[Any]()
+        for number, sample in enumerate(samples):
+            start = 0
+            for size in windows(sample["targets"], self.room):
+                targets = sample["targets"][start : start + size]
+                ids.append(np.concatenate([before, sample["input_ids"][start : start + size], after]))
+                labels.append(self._framed(np.where(targets >= 0, targets, ~targets if self.all_tokens else IGNORED), IGNORED))
+                sentences.append(self._framed(np.where(targets >= 0, number, -1), -1))
+                start += size
+        every = np.concatenate(labels)
+        weight = (every != IGNORED).sum() if self.loss.weights is None else self.loss.weight_of(torch.from_numpy(every))
+        columns = {"input_ids": (ids, self.pad_token_id), "labels": (labels, IGNORED), "sentences": (sentences, -1)}
+        rows = torch.tensor([sample["row"] for sample in samples])
+        return Ragged(columns=columns, fixed={"rows": rows}, loss_weight=float(weight), tokens=sum(map(len, ids)))
+
+    def _framed(self, values: NDArray[Any], fill: int) -> NDArray[Any]:
+        """Values of a row's words, and ``fill`` for its special tokens."""
+        before, after = self.special
+        return np.pad(values, (len(before), len(after)), constant_values=fill)
+
+
+def word_scores(logits: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """The logits and tags of the words of a batch, with a row of zeros and the tag -100 after each sentence.
+
+    Args:
+        logits: (rows, tokens, tags).
+
+    Returns:
+        Logits (words + sentences, tags), and tags (words + sentences,) int64.
+    """
+    found = batch["sentences"] >= 0
+    number = batch["sentences"][found]  # sentences are in order, so each word moves by the number of sentences before it
+    places, size = number + number.new_ones(len(number)).cumsum(0) - 1, len(number) + len(batch["rows"])
+    scores = logits.new_zeros(size, logits.shape[-1]).index_copy(0, places, logits[found])
+    return scores, number.new_full((size,), IGNORED).index_copy(0, places, batch["labels"][found])

@@ -1,0 +1,232 @@
+"""The ``data`` section of ``token-classification``: sentences as lists of words, and a tag for each word."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from fastloop import RecipeError, option
+from fastloop_plugins.tasks._chat_data import problem_of_text
+from fastloop_plugins.tasks._tag_files import Columns, ConllPart, read_conll, read_sentences
+from fastloop_plugins.tasks._text_columns import Text
+from fastloop_plugins.tasks._text_data import Data, TextData
+from fastloop_plugins.tasks._text_files import FORMATS, Part, explain_reading, format_of, read_file, show
+from fastloop_plugins.tasks._text_labels import count_classes, list_labels
+from fastloop_plugins.tasks._text_paths import find_files
+from fastloop_plugins.tasks._text_stream import read_values
+
+if TYPE_CHECKING:
+    from fastloop.recipe import Recipe
+
+CONLL = ".conll"
+"""Suffix of CoNLL files."""
+LISTS = "a file of type .conll, .jsonl, .json or .parquet"
+"""Files that hold lists of words, for messages."""
+
+
+@dataclass(kw_only=True)
+class TagData(Data):
+    """The ``data`` section of ``token-classification``."""
+
+    words: Annotated[
+        str | int | None, option("The column of words, a list in each row; in CoNLL files a number. null: words, or in CoNLL files 0.")
+    ] = None
+    tags: Annotated[
+        str | int | None, option("The column of tags, a list of names or ids in each row. null: tags, or in CoNLL files -1, the last.")
+    ] = None
+    format: Annotated[Literal["conll"] | None, option("conll: .txt and .tsv files are CoNLL files, as .conll files are.")] = None
+    tag_names: Annotated[list[str] | None, option("The tags in the order of their ids; null: those of train, sorted.")] = None
+
+
+def has_tags(recipe: Recipe) -> bool:
+    """Whether the ``data`` section is certainly that of ``token-classification``."""
+    data = recipe.data
+    if data.get("label") is not None or recipe.model.get("module"):
+        return False
+    files: Any = data.get("files")
+    given = list(files.values()) if isinstance(files, dict) else []
+    paths = [path for item in given for path in (item if isinstance(item, list) else [item]) if isinstance(path, str)]
+    is_conll = data.get("format") == "conll" or any(format_of(Path(path))[0] == CONLL for path in paths)
+    return is_conll or data.get("tags") is not None
+
+
+class TagTextData(TextData):
+    """The ``data`` section of a recipe. ``load`` returns each sentence as JSON: its words, and the id of each word's tag.
+
+    Attributes:
+        classes: The tags in the order of their ids. In inference: set before ``load``, from the model.
+
+    Raises:
+        RecipeError: An option is invalid, or a file does not exist or cannot hold tags.
+    """
+
+    section = TagData
+    options: TagData
+    text_key = "words"
+    formats = (*FORMATS, CONLL)
+
+    def __init__(self, recipe: Recipe) -> None:
+        where = f"{recipe.where}: data"
+        for key in ("text", "label", "label_type", "label_offset", "label_map"):
+            if recipe.data.get(key) is not None:
+                raise RecipeError(f"{where}.{key}: is for texts, and token-classification reads data.words and data.tags. Remove it.")
+        for key in ("delimiter", "columns", "quoting"):
+            if (recipe.data.get("read") or {}).get(key) is not None:
+                raise RecipeError(f"{where}.read.{key}: is for .csv files, which hold no lists of words. Remove it.")
+        super().__init__(recipe, labelled=False)
+        words, tags = self.options.words, self.options.tags
+        self.columns, self.labels = [words if isinstance(words, str) else "words"], [tags if isinstance(tags, str) else "tags"]
+        self.numbers = Columns(words if isinstance(words, int) else 0, tags if isinstance(tags, int) else -1)
+        if (names := self.options.tag_names) is not None and (len(set(names)) < len(names) or len(names) < 2):
+            raise RecipeError(f"{where}.tag_names: found {names}, expected at least two tags, each once.")
+        for path in (path for paths in self.files.values() for path in paths):
+            self._check_file(path)
+
+    def is_conll(self, path: Path) -> bool:
+        """Whether a file is read as a CoNLL file."""
+        suffix = format_of(path)[0]
+        return suffix == CONLL or (self.options.format == "conll" and suffix in (".txt", ".tsv"))
+
+    def _check_file(self, path: Path) -> None:
+        suffix, is_conll = format_of(path)[0], self.is_conll(path)
+        if not is_conll and suffix in (".csv", ".tsv", ".txt"):
+            remedy = "" if suffix == ".csv" else " For a CoNLL file: data.format=conll."
+            raise RecipeError(f"{path}: data.words needs {LISTS}.{remedy}")
+        for key, value in (("words", self.options.words), ("tags", self.options.tags)):
+            if isinstance(value, str if is_conll else int):
+                expected = "a number: the columns of CoNLL files have no names" if is_conll else "the name of a column"
+                raise RecipeError(f"{self.where}.{key}: found {show(value)}, and {path} needs {expected}.")
+
+    # -- reading ---------------------------------------------------------------------------------------------------------
+
+    def _read_files(self, paths: Sequence[str | Path]) -> list[Part]:
+        return [self._read_one(Path(path)) for path in paths]
+
+    def _read_one(self, path: Path) -> Part:
+        self._check_file(path)
+        if self.is_conll(path):
+            return read_conll(path, self.how, self.numbers, (self.columns[0], self.labels[0]), self.skip_unreadable)
+        return read_file(path, self.how, self.columns, self.labels, self.skip_unreadable)
+
+    def _rows(self, part: Part) -> list[tuple[Any, Any]]:
+        return list(zip(part.column("words", self.columns[0]), part.column("tags", self.labels[0]), strict=True))
+
+    def _problem(self, words: Any, tags: Any) -> str | None:
+        """Why two cells are not words and their tags; None if they are."""
+        if problem := problem_of_words(words):
+            return f"column {self.columns[0]!r} (data.words) {problem}"
+        if not isinstance(tags, list | tuple) or not all(isinstance(tag, str | Integral) and tag != "" for tag in tags):
+            return f"column {self.labels[0]!r} (data.tags) holds {show(tags)}, expected a list of tags: names, or whole numbers."
+        return None if len(tags) == len(words) else f"found {len(words)} words and {len(tags)} tags, expected a tag for each word."
+
+    def _readable(self, part: Part) -> Part:
+        rows = self._rows(part)
+        good = [row for row in rows if self._problem(*row) is None]
+        if count := part.unreadable + len(rows) - len(good):
+            self.messages.append((logging.WARNING, f"{part.where}: {count} sentences cannot be read, and are skipped"))
+            self.unreadable += count
+        columns = {self.columns[0]: [words for words, _ in good], self.labels[0]: [tags for _, tags in good]}
+        return Part(part.where, columns, part.classes, notes=part.notes)
+
+    def _texts(self, role: str, parts: list[Part]) -> list[Text]:
+        rows = [(part, number, *row) for part in parts for number, row in enumerate(self._rows(part), 1)]
+        for part, number, words, tags in rows:
+            if problem := self._problem(words, tags):
+                raise RecipeError(f"{part.row(number)}: {problem}")
+        where = ", ".join(part.where for part in parts)
+        if not any(words for _, _, words, _ in rows):
+            raise RecipeError(f"{where}: the {role} split is empty. Expected at least one sentence (data.files, data.splits).")
+        if role == "train" and self.inference is None:
+            self.classes = self._tag_names(rows, where)
+        ids = {name: index for index, name in enumerate(self.classes)}
+        texts, found, empty = list[Text](), list[int](), 0
+        for part, number, words, tags in rows:
+            tag_ids = [ids.get(self._name(part, tag), -1) for tag in tags]
+            if -1 in tag_ids:
+                raise self._unknown(part, number, tag_ids.index(-1), tags[tag_ids.index(-1)], role)
+            if words:
+                texts.append(json.dumps([words, tag_ids], ensure_ascii=False))
+            empty += not words
+            found += tag_ids if role == "train" else []
+        if empty:
+            self.messages.append((logging.WARNING, f"{where}: {empty} of {len(rows)} sentences have no words, and are skipped"))
+        if found and self.inference is None:
+            self.messages.append((logging.INFO, f"data: words of each tag in train: {count_classes(found, self.classes)}"))
+        return texts
+
+    # -- tags ------------------------------------------------------------------------------------------------------------
+
+    def _name(self, part: Part, tag: Any) -> str:
+        """The name of a tag. An id is a name of the dataset, of ``data.tag_names`` or of the model, or a name itself."""
+        if isinstance(tag, str):
+            return tag
+        names = part.classes or self.options.tag_names
+        if names is None and self.inference is not None and str(int(tag)) not in self.classes:
+            names = self.classes
+        return names[int(tag)] if names is not None and 0 <= tag < len(names) else str(int(tag))
+
+    def _tag_names(self, rows: list[tuple[Part, int, Any, Any]], where: str) -> list[str]:
+        if given := self.options.tag_names or rows[0][0].classes:
+            return list(given)
+        names = {self._name(part, tag) for part, _, _, tags in rows for tag in tags}
+        if len(names) < 2:
+            raise RecipeError(f"{where}: data.tags: found {list_labels(names) or 'no tag'}, expected at least two different tags.")
+        return sorted(names, key=lambda name: (int(name), "") if name.isdecimal() else (-1, name))
+
+    def _unknown(self, part: Part, number: int, index: int, tag: Any, role: str) -> RecipeError:
+        place = f"{part.row(number)}, word {index + 1}"
+        if isinstance(part, ConllPart):
+            place = f"{part.where}, line {part.lines[number - 1] + index}"
+        if self.inference is not None:
+            return RecipeError(
+                f"{place}: found the tag {tag!r} (data.tags), which is none of the model {self.inference.model}. "
+                f"Its tags: {list_labels(self.classes)}."
+            )
+        where = "in data.tag_names" if self.options.tag_names else "in training"
+        remedy = f"To give the model this tag: data.tag_names=[{', '.join([*self.classes, str(tag)])}]."
+        remedy += f" To leave this split out: data.splits.{role}=null." if role != "train" else ""
+        return RecipeError(
+            f"{place}: found the tag {tag!r} (data.tags), which never occurs {where}. There: {list_labels(self.classes)}. {remedy}"
+        )
+
+    # -- prediction ------------------------------------------------------------------------------------------------------
+
+    def sentences(self, source: Path | Iterable[str]) -> Iterator[list[str]]:
+        """Yield the words of each sentence of a file, or of each text, which is split at spaces. Tags in the file are ignored.
+
+        Raises:
+            RecipeError: The file cannot be read, or a row is no list of words.
+        """
+        if not isinstance(source, Path):
+            yield from map(str.split, source)
+            return
+        path = find_files(self.recipe, str(source), "predict", "FILE", self.formats)[0]
+        if self.is_conll(path):
+            for sentence in read_sentences(path, self.how, Columns(self.numbers.words, None)):
+                if sentence.problem:
+                    raise RecipeError(sentence.problem)
+                yield sentence.words
+            return
+        if format_of(path)[0] in (".csv", ".tsv"):
+            raise RecipeError(f"{path}: data.words needs {LISTS}, or a .txt file with a sentence a line.")
+        with explain_reading(path, self.how):
+            for number, (words,) in enumerate(read_values(path, self), 1):
+                found = words.split() if format_of(path)[0] == ".txt" else words
+                if problem := problem_of_words(found):
+                    raise RecipeError(f"{path}, row {number}: column {self.columns[0]!r} (data.words) {problem}")
+                yield list(found)
+
+
+def problem_of_words(value: Any) -> str | None:
+    """Why a value is not a list of words; None if it is."""
+    if not isinstance(value, list | tuple):
+        return f"holds {show(value)}, expected a list of words."
+    for number, word in enumerate(value, 1):
+        if problem := problem_of_text(word) or ("is empty." if not word.strip() else None):
+            return f"has as word {number} one that {problem}"
+    return None

@@ -1,0 +1,179 @@
+"""Trains a token classifier: a tag for each word, as in named entity recognition. On by default if ``data`` names a column of ``tags``, or
+CoNLL files.
+
+    model: {name: distilbert-base-cased}
+    data:  {files: {train: train.conll, validation: validation.conll, test: test.conll}, max_length: 256}
+    plugins:
+      - token-classification
+
+A CoNLL file has one word a line. The first column is the word and the last one its tag. ``words`` and ``tags`` name other columns, by
+number: from 0, or from the end (-1). Blank lines separate sentences, and lines with ``-DOCSTART-`` are skipped. With ``format: conll``,
+``.txt`` and ``.tsv`` files are CoNLL files, too. In other sources, both columns hold lists:
+
+    data:  {files: {train: train.jsonl}, words: tokens, tags: ner_tags}
+
+The training split defines the tags, in sorted order, unless ``data.tag_names`` lists them. If a checkpoint has the same tags, the run keeps
+its ids and its head.
+
+    plugins:
+      - token-classification:
+          scheme: IOB2                                                # count only entities that follow it (seqeval's strict mode)
+          label_tokens: all                                           # every token of a word is a target; by default the first one
+          loss: {name: cross_entropy, class_weights: balanced}        # or {name: focal, gamma: 2}
+          metrics: {f1_tags: {type: MulticlassF1Score}}               # beside accuracy, precision, recall and f1
+
+The loss is the mean over the labelled tokens of a step, over all micro-batches and processes. ``precision``, ``recall`` and ``f1`` are
+seqeval's, over entities; ``accuracy`` is over words. Tags without prefixes, such as parts of speech, have only ``accuracy``.
+
+A sentence that does not fit into ``max_length`` is divided between words. No word is left out, in training, evaluation or prediction.
+
+The packages of the extra: ``pip install 'fastloop[token-classification]'``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from fastloop import Output, Plugin, hookimpl, option
+from fastloop.plugin import Package
+from fastloop_plugins.tasks._losses import HELP, ClassLoss
+from fastloop_plugins.tasks._metrics import find_metrics
+from fastloop_plugins.tasks._model_checks import check_classifies
+from fastloop_plugins.tasks._tag_data import TagData, TagTextData, has_tags
+from fastloop_plugins.tasks._tag_tokens import TagModel
+from fastloop_plugins.tasks._text_model import Model
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import nn
+    from torchmetrics import MetricCollection
+
+    from fastloop import Run
+    from fastloop.recipe import Recipe
+    from fastloop_plugins.tasks._tag_batches import TagCollator, TaggedSentences
+    from fastloop_plugins.tasks._text_tokens import Split
+
+
+class TokenClassification(Plugin):
+    """One tag for each word of a sentence."""
+
+    name = "token-classification"
+    slot = "task"
+    fallback_hooks = ("compute_loss",)
+    sections = {"model": Model, "data": TagData}
+    requirements = (Package("seqeval", ">=1.2.2", extra="token-classification"),)
+    description = "model, data, loss and metrics of token classification"
+
+    @dataclass(kw_only=True)
+    class Config:
+        """Options."""
+
+        loss: Annotated[str | dict[str, Any], option(HELP)] = "cross_entropy"
+        metrics: Annotated[
+            dict[str, dict[str, Any]],
+            option("More metrics of words: name -> {type: a class of torchmetrics, or file.py:name, and its arguments}."),
+        ] = field(default_factory=dict)
+        scheme: Annotated[
+            Literal["IOB1", "IOB2", "IOE1", "IOE2", "IOBES", "BILOU"] | None,
+            option("How tags describe entities, by seqeval's name; IOB2 is also called BIO, IOBES BIOES. null: seqeval's default mode."),
+        ] = None
+        label_tokens: Annotated[Literal["first", "all"], option("The tokens of a word that have its tag as their target.")] = "first"
+
+    @classmethod
+    def auto_enable(cls, recipe: Recipe) -> str | None:
+        return "data has tags of words" if has_tags(recipe) else None
+
+    @hookimpl
+    def check_recipe(self, recipe: Recipe) -> None:
+        self.data = TagTextData(recipe)
+        self.text_model = TagModel(recipe, self.data)
+        self.place = f"{recipe.where}: plugins.{self.name}"
+        self.loss = ClassLoss(self.config.loss, f"{self.place}.loss")
+        self.metric_classes = find_metrics(self.config.metrics, recipe, f"plugins.{self.name}.metrics")
+
+    @hookimpl
+    def build_datasets(self, run: Run) -> Mapping[str, TaggedSentences]:
+        from fastloop_plugins.tasks import _text_tokens
+        from fastloop_plugins.tasks._tag_tokens import encode_rows
+
+        self.data.skip_unreadable = run.loader_settings.skip_unreadable
+        splits = _text_tokens.read(self.data, self.text_model, encoder=encode_rows, words=True)
+        run.state.unreadable += self.data.unreadable
+        self.labels = self.text_model.order_labels(self.data.classes)
+        datasets = {name: self._dataset(name, split) for name, split in splits.items()}
+        self.loss.set_weights((lambda: datasets["train"].tags()) if "train" in datasets else None, self.labels.names)
+        return datasets
+
+    def _dataset(self, name: str, split: Split) -> TaggedSentences:
+        from fastloop_plugins.tasks._tag_batches import TaggedSentences
+
+        room, special = self.text_model.room(self.data.options.max_length)
+        dataset = TaggedSentences(split.ids, split.lengths, room, special, split=name == "train", order=self.labels.ids)
+        dataset.warn(name, len(split.lengths))
+        return dataset
+
+    @hookimpl
+    def build_prediction_data(self, run: Run, source: Any, start: int, size: int) -> Iterator[TaggedSentences]:
+        from fastloop_plugins.tasks._tag_predictions import sentence_chunks, split_sentences
+
+        self.text_model.load_tokenizer(self.data.options.max_length)
+        self.labels = self.text_model.order_labels(self.text_model.class_names())
+        sentences = split_sentences(self.data, run.loaders.first) if source is None else self.data.sentences(source)
+        return sentence_chunks(sentences, start, size, self.text_model, self.data.options.max_length)
+
+    @hookimpl
+    def build_collator(self, run: Run, split: str) -> TagCollator:
+        from fastloop_plugins.tasks._tag_batches import TagCollator
+        from fastloop_plugins.tasks._text_batches import Width
+
+        options, tokenizer = self.data.options, self.text_model.tokenizer
+        width = Width(options.max_length, run.loader_settings.pad_to_multiple_of, options.padding == "max_length")
+        return TagCollator(tokenizer.pad_token_id, width, self.loss, self.text_model.special_tokens(), self.config.label_tokens == "all")
+
+    @hookimpl
+    def build_model(self, run: Run) -> nn.Module:
+        from transformers import AutoModelForTokenClassification
+
+        from fastloop_plugins.tasks._tag_batches import OWN
+        from fastloop_plugins.tasks._tag_predictions import encode_sentences
+
+        model: nn.Module = self.text_model.build(AutoModelForTokenClassification, self.labels)
+        probe = encode_sentences([["one", "two", "three"], ["one"]], self.text_model, self.data.options.max_length)
+        inputs = self.build_collator(run, "train")([probe[0], probe[1]]).inputs
+        inputs = {name: value for name, value in inputs.items() if name not in OWN}
+        check_classifies(run, model, inputs, len(self.labels.names), self.text_model.where, tokens=True)
+        return model
+
+    @hookimpl
+    def build_metrics(self) -> MetricCollection:
+        from fastloop_plugins.tasks._tag_metrics import tag_metrics
+
+        return tag_metrics(self.labels.names, self.config.scheme, self.metric_classes, self.config.metrics, self.place)
+
+    @hookimpl
+    def compute_loss(self, model: nn.Module, batch: dict[str, Any]) -> Output:
+        from fastloop_plugins.tasks._tag_batches import OWN, word_scores
+        from fastloop_plugins.tasks._text_masks import forward
+
+        inputs = {name: value for name, value in batch.items() if name not in OWN}
+        logits = forward(model, inputs, never="position_ids" in batch).logits  # inputs with positions are packed rows, which need no mask
+        loss = self.loss(logits.flatten(0, 1).float(), batch["labels"].flatten())
+        if model.training:  # selecting the words waits for the device, and only metrics and predictions need them
+            return Output(loss)
+        return Output(loss, *word_scores(logits, batch))
+
+    @hookimpl
+    def predict(self, run: Run, batch: dict[str, Any]) -> Mapping[str, list[Any]]:
+        from fastloop_plugins.tasks._tag_predictions import tag_columns
+
+        output = run.hooks.compute_loss(run=run, model=run.model, batch=batch)
+        sentences: Any = run.datasets[run.loaders.first].words
+        words = [sentences[row] for row in batch["rows"].tolist()]
+        return tag_columns(output, words, self.labels.names, self.config.scheme)
+
+    @hookimpl
+    def export_model(self, run: Run, folder: Path) -> Path:
+        return self.text_model.export(run, folder)

@@ -1,0 +1,141 @@
+"""Metrics of entities equal seqeval's, for tags in any order, for any division into updates, and over processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from seqeval import scheme as schemes
+from seqeval.metrics import accuracy_score, f1_score, precision_score, recall_score
+from seqeval.metrics import classification_report as report_of
+from tag_helpers import make, write_jsonl, write_splits
+
+from fastloop.errors import RecipeError
+from fastloop_plugins.tasks._tag_batches import IGNORED, word_scores
+from fastloop_plugins.tasks._tag_metrics import PREFIXES, SCORES, EntityScores, tag_metrics
+
+THEIRS = {"precision": precision_score, "recall": recall_score, "f1": f1_score}
+
+
+def names_of(scheme: str | None) -> list[str]:
+    return ["O", *(f"{letter}-{kind}" for letter in PREFIXES[scheme] for kind in ("PER", "LOC", "A-B")), "I", "B"][
+        : None if scheme is None else -2
+    ]
+
+
+def outputs(predicted: list[list[int]], actual: list[list[int]], tags: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output of the task for sentences: a row for each word, and one after each sentence."""
+    ids = [tag for sentence in predicted for tag in [*sentence, 0]]
+    targets = [tag for sentence in actual for tag in [*sentence, IGNORED]]
+    return torch.nn.functional.one_hot(torch.tensor(ids), tags).float(), torch.tensor(targets)
+
+
+@pytest.mark.parametrize("scheme", [None, "IOB1", "IOB2", "IOE1", "IOE2", "IOBES", "BILOU"])
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_scores_equal_seqeval(scheme, data):
+    names = names_of(scheme)
+    sizes = data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=6))
+    tag = st.integers(0, len(names) - 1)
+    predicted, actual = ([data.draw(st.lists(tag, min_size=size, max_size=size)) for size in sizes] for _ in range(2))
+    actual = [
+        [tag if data.draw(st.integers(0, 2)) else other for tag, other in zip(*pair, strict=True)]
+        for pair in zip(predicted, actual, strict=True)
+    ]
+    cut = data.draw(st.integers(0, len(sizes)))
+    metrics = tag_metrics(names, scheme, {}, {}, "here")
+    for part in (slice(0, cut), slice(cut, None)):
+        if predicted[part]:
+            metrics.update(*outputs(predicted[part], actual[part], len(names)))
+    found = metrics.compute()
+    words = [[[names[tag] for tag in sentence] for sentence in sentences] for sentences in (actual, predicted)]
+    strict: dict[str, Any] = {} if scheme is None else {"mode": "strict", "scheme": getattr(schemes, scheme)}
+    for name, function in THEIRS.items():
+        assert found[name].item() == pytest.approx(function(*words, zero_division=0, **strict))
+    assert found["accuracy"].item() == pytest.approx(accuracy_score(*words))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        report = report_of(*words, output_dict=True, zero_division=0, **strict) if any(set(tags) - {"O"} for tags in words[0]) else {}
+    for row in metrics["f1"].classes:
+        theirs = report.get(row["name"], {"precision": 0, "recall": 0, "f1-score": 0, "support": 0})
+        if report:
+            assert [row["precision"], row["recall"], row["f1"], row["samples"]] == pytest.approx(list(theirs.values()))
+
+
+def test_the_scores_update_once_for_all():
+    metrics = tag_metrics(["O", "B-PER", "B-LOC"], None, {}, {}, "here")
+    metrics.update(*outputs([[0, 1, 2]], [[0, 1, 1]], 3))
+    metrics.update(*outputs([[0, 1, 2]], [[0, 1, 1]], 3))
+    assert sorted(map(sorted, metrics.compute_groups.values())) == [["accuracy"], sorted(SCORES)]
+
+
+def test_processes_add_their_counts(monkeypatch):
+    """As torchmetrics reduces states: their sum over processes."""
+    parts = [([[1, 0, 1]], [[1, 0, 1]]), ([[0, 1], [1]], [[1, 1], [0]])]
+    scores = [EntityScores("f1", ["O", "B-PER"], None) for _ in parts]
+    for score, part in zip(scores, parts, strict=True):
+        score.update(*outputs(*part, 2))
+    whole = EntityScores("f1", ["O", "B-PER"], None)
+    whole.update(*outputs(parts[0][0] + parts[1][0], parts[0][1] + parts[1][1], 2))
+    for state, reduction in whole._reductions.items():
+        total = reduction(torch.stack([getattr(score, state) for score in scores]))
+        assert torch.equal(total, getattr(whole, state))
+
+
+def test_words_of_a_batch_by_hand():
+    """Two rows of the first sentence, one of the second without words, one of the third."""
+    logits = torch.arange(24.0).reshape(4, 3, 2)
+    sentences = torch.tensor([[0, -1, 0], [0, -1, -1], [-1, -1, -1], [-1, 2, -1]])
+    labels = torch.tensor([[1, IGNORED, 0], [1, IGNORED, IGNORED], [IGNORED] * 3, [IGNORED, 0, IGNORED]])
+    scores, targets = word_scores(logits, {"sentences": sentences, "labels": labels, "rows": torch.arange(3)})
+    assert targets.tolist() == [1, 0, 1, IGNORED, IGNORED, 0, IGNORED]
+    assert scores.tolist() == [[0, 1], [4, 5], [6, 7], [0, 0], [0, 0], [20, 21], [0, 0]]
+
+
+def test_a_scheme_must_fit_the_tags():
+    with pytest.raises(RecipeError, match=r"scheme: the tag 'I-PER' is none of IOE1|the tag 'B-LOC' is none of IOE1"):
+        make(write_splits(), task={"scheme": "IOE1"})
+
+
+def test_parts_of_speech_have_accuracy_alone(caplog):
+    write_jsonl("pos.jsonl", [{"words": ["dogs", "bark"], "tags": ["NOUN", "VERB"]}] * 8)
+    run = make(
+        {"files": {"train": "pos.jsonl", "validation": "pos.jsonl"}, "max_length": 16},
+        task={"metrics": {"macro": {"type": "MulticlassF1Score"}}},
+    )
+    assert sorted(run.metrics) == ["accuracy", "macro"]
+    assert "the tag 'NOUN' has no prefix" in caplog.text
+
+
+def test_bilou_needs_its_scheme(caplog):
+    metrics = tag_metrics(["O", "U-PER"], None, {}, {}, "here")
+    assert sorted(metrics) == ["accuracy"]
+    assert sorted(tag_metrics(["O", "U-PER"], "BILOU", {}, {}, "here")) == ["accuracy", *sorted(SCORES)]
+
+
+@pytest.mark.slow
+def test_two_processes_have_the_metrics_of_one(tmp_path):
+    """Training with micro-batches on two processes, and its evaluation, equal those of one process."""
+    results = {}
+    for name, options in {"one": [], "two": ["--nproc", "2"]}.items():
+        make(write_splits(), plugins=["ddp"], output=name, optimizer="AdamW", epochs=8)
+        for command in (["train", "recipe.yaml"], ["evaluate", name, "--json", f"{name}.json"]):
+            done = subprocess.run(
+                [sys.executable, "-m", "fastloop", *command, *options],
+                capture_output=True, text=True, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"},
+            )  # fmt: skip
+            assert done.returncode == 0, done.stdout + done.stderr
+        results[name] = json.loads(Path(f"{name}.json").read_text())
+    assert results["two"]["world_size"] == 2
+    assert results["two"]["metrics"] == pytest.approx(results["one"]["metrics"], rel=1e-4)
+    assert results["two"]["entities"] == results["one"]["entities"]
+    assert 0 < results["two"]["metrics"]["f1"] < 1

@@ -32,7 +32,7 @@ class TaggedSentences(Sequences):
     Args:
         numbers: Ids and targets of all sentences, in turn, end to end.
         lengths: Numbers of every sentence.
-        room: Tokens of a row at most, without special tokens. Of a longer word, the first ones are kept.
+        room: Tokens of a row at most, without special tokens. A longer word keeps its first tokens.
         special: Number of special tokens of a row.
         split: Make each window of a long sentence a sample of its own.
         order: The data's id of a tag -> the model's id. Empty: they are equal.

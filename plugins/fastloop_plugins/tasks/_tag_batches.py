@@ -13,7 +13,7 @@ from fastloop_plugins.tasks._text_batches import Ragged, Sequences
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from fastloop_plugins.tasks._losses import ClassLoss
     from fastloop_plugins.tasks._text_batches import Width
@@ -156,6 +156,12 @@ class TagCollator(Collator):
         """Values of a row's words, and ``fill`` for its special tokens."""
         before, after = self.special
         return np.pad(values, (len(before), len(after)), constant_values=fill)
+
+
+def copy_logits(module: nn.Module, args: Any, output: Any) -> Any:
+    """Forward hook: replace the logits by a copy. A linear layer with a bias returns a view, and FSDP warns of outputs that are views."""
+    output["logits"] = output["logits"].clone()
+    return output
 
 
 def word_scores(logits: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:

@@ -137,7 +137,7 @@ class TokenClassification(Plugin):
     def build_model(self, run: Run) -> nn.Module:
         from transformers import AutoModelForTokenClassification
 
-        from fastloop_plugins.tasks._tag_batches import OWN
+        from fastloop_plugins.tasks._tag_batches import OWN, copy_logits
         from fastloop_plugins.tasks._tag_predictions import encode_sentences
 
         model: nn.Module = self.text_model.build(AutoModelForTokenClassification, self.labels)
@@ -145,6 +145,8 @@ class TokenClassification(Plugin):
         inputs = self.build_collator(run, "train")([probe[0], probe[1]]).inputs
         inputs = {name: value for name, value in inputs.items() if name not in OWN}
         check_classifies(run, model, inputs, len(self.labels.names), self.text_model.where, tokens=True)
+        if run.plugins.in_slot("strategy") == "fsdp":
+            model.register_forward_hook(copy_logits)
         return model
 
     @hookimpl
@@ -155,13 +157,15 @@ class TokenClassification(Plugin):
 
     @hookimpl
     def compute_loss(self, model: nn.Module, batch: dict[str, Any]) -> Output:
+        import torch
+
         from fastloop_plugins.tasks._tag_batches import OWN, word_scores
         from fastloop_plugins.tasks._text_masks import forward
 
         inputs = {name: value for name, value in batch.items() if name not in OWN}
         logits = forward(model, inputs, never="position_ids" in batch).logits  # inputs with positions are packed rows, which need no mask
         loss = self.loss(logits.flatten(0, 1).float(), batch["labels"].flatten())
-        if model.training:  # selecting the words waits for the device, and only metrics and predictions need them
+        if torch.is_grad_enabled():  # selecting the words waits for the device, and only metrics and predictions need them
             return Output(loss)
         return Output(loss, *word_scores(logits, batch))
 

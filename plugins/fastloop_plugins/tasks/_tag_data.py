@@ -52,7 +52,7 @@ def has_tags(recipe: Recipe) -> bool:
     given = list(files.values()) if isinstance(files, dict) else []
     paths = [path for item in given for path in (item if isinstance(item, list) else [item]) if isinstance(path, str)]
     is_conll = data.get("format") == "conll" or any(format_of(Path(path))[0] == CONLL for path in paths)
-    return is_conll or data.get("tags") is not None
+    return is_conll or any(data.get(key) is not None for key in ("words", "tags"))
 
 
 class TagTextData(TextData):

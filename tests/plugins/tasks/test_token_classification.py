@@ -342,3 +342,29 @@ def test_models_that_cannot_tag_are_refused():
         make(write_splits(), SCRATCH | {"config": {"model_type": "opt"}})
     with pytest.raises(RecipeError, match=r"data\.max_length: found 2, and a row has 2 special tokens"):
         make(write_splits() | {"max_length": 2})
+
+
+# -- pretrained tokenizers -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["PreTrainedTokenizerFast", "RobertaTokenizer", "GPT2Tokenizer"])
+def test_byte_level_tokenizers_get_a_space_before_each_word(kind, cli):
+    """As in a text, where these tokenizers read the space with the word. The exported tokenizer does the same."""
+    from fastloop_plugins.tasks._text_model import TrainedTokenizer, train_tokenizer
+
+    rows = dispatches(**SPLITS)
+    texts = [" ".join(row["words"]) for row in rows["train"]]
+    plain = train_tokenizer(TrainedTokenizer(vocab_size=400), texts, True, 64)
+    plain.save_pretrained("tokenizer")
+    path = Path("tokenizer/tokenizer_config.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": kind}))
+    run = trained(write_splits(), SCRATCH | {"tokenizer": "tokenizer"}, epochs=1)
+    used = task_of(run).text_model.tokenizer
+    assert type(used).__name__.startswith(kind.replace("PreTrainedTokenizerFast", ""))
+    sentence = rows["train"][0]["words"]
+    ids = used(sentence, is_split_into_words=True, add_special_tokens=False)["input_ids"]
+    assert ids == plain(" " + " ".join(sentence), add_special_tokens=False)["input_ids"]
+    exported = AutoTokenizer.from_pretrained("run/model")
+    assert exported(sentence, is_split_into_words=True)["input_ids"] == used(sentence, is_split_into_words=True)["input_ids"]
+    found = rows_of(cli, "run", "test.conll")
+    assert [row["tags"] for row in found] == [tags for tags, _ in tags_by_hand(Path("run/model"), [row["words"] for row in rows["test"]])]

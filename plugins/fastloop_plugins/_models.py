@@ -40,5 +40,8 @@ def model_type(recipe: Recipe) -> str | None:
 
 
 def reads_padded_texts(recipe: Recipe) -> bool:
-    """Whether the recipe classifies texts and pads them to the longest of a batch."""
-    return "text" in recipe.data and recipe.data.get("label") is not None and recipe.data.get("padding") != "max_length"
+    """Whether the recipe classifies texts or their words, and pads them to the longest of a batch."""
+    from fastloop_plugins.tasks._tag_data import has_tags
+
+    classifies = ("text" in recipe.data and recipe.data.get("label") is not None) or has_tags(recipe)
+    return classifies and recipe.data.get("padding") != "max_length"

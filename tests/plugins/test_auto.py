@@ -97,6 +97,12 @@ def test_model_type_is_read_from_a_local_folder(tmp_path):
     assert "packing" in select(CPU, "auto", model={"name": str(tmp_path)})
 
 
+def test_sentences_of_tagged_words_are_packed_but_keep_their_last_layer():
+    chosen = select(CPU, "auto", data={"files": {"train": "train.conll"}})
+    assert "packing" in chosen
+    assert "cls-last-layer" not in chosen
+
+
 def test_reasons_name_auto_and_resolving_twice_keeps_them():
     recipe = make_recipe({**MODEL, "plugins": ["auto"]})
     first = resolve(recipe, CPU)

@@ -1,5 +1,4 @@
-"""Trains a token classifier: a tag for each word, as in named entity recognition. On by default if ``data`` names a column of ``tags``, or
-CoNLL files.
+"""Trains a token classifier: a tag for each word, as in named entity recognition. On by default if ``data`` names ``tags`` or CoNLL files.
 
     model: {name: distilbert-base-cased}
     data:  {files: {train: train.conll, validation: validation.conll, test: test.conll}, max_length: 256}

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from seqeval import scheme as schemes
 from seqeval.metrics import accuracy_score, f1_score, precision_score, recall_score
 from seqeval.metrics import classification_report as report_of
-from tag_helpers import make, write_jsonl, write_splits
+from tag_helpers import make, trained, write_jsonl, write_splits
 
 from fastloop.errors import RecipeError
 from fastloop_plugins.tasks._tag_batches import IGNORED, word_scores
@@ -78,7 +78,7 @@ def test_the_scores_update_once_for_all():
     assert sorted(map(sorted, metrics.compute_groups.values())) == [["accuracy"], sorted(SCORES)]
 
 
-def test_processes_add_their_counts(monkeypatch):
+def test_processes_add_their_counts():
     """As torchmetrics reduces states: their sum over processes."""
     parts = [([[1, 0, 1]], [[1, 0, 1]]), ([[0, 1], [1]], [[1, 1], [0]])]
     scores = [EntityScores("f1", ["O", "B-PER"], None) for _ in parts]
@@ -106,14 +106,16 @@ def test_a_scheme_must_fit_the_tags():
         make(write_splits(), task={"scheme": "IOE1"})
 
 
-def test_parts_of_speech_have_accuracy_alone(caplog):
+def test_parts_of_speech_have_accuracy_alone(caplog, cli):
     write_jsonl("pos.jsonl", [{"words": ["dogs", "bark"], "tags": ["NOUN", "VERB"]}] * 8)
-    run = make(
+    run = trained(
         {"files": {"train": "pos.jsonl", "validation": "pos.jsonl"}, "max_length": 16},
         task={"metrics": {"macro": {"type": "MulticlassF1Score"}}},
     )
     assert sorted(run.metrics) == ["accuracy", "macro"]
     assert "the tag 'NOUN' has no prefix" in caplog.text
+    code, out, _ = cli("predict", "run", "dogs bark")
+    assert (code, list(json.loads(out))) == (0, ["words", "tags", "probabilities"])
 
 
 def test_bilou_needs_its_scheme(caplog):
@@ -123,19 +125,19 @@ def test_bilou_needs_its_scheme(caplog):
 
 
 @pytest.mark.slow
-def test_two_processes_have_the_metrics_of_one(tmp_path):
-    """Training with micro-batches on two processes, and its evaluation, equal those of one process."""
-    results = {}
-    for name, options in {"one": [], "two": ["--nproc", "2"]}.items():
-        make(write_splits(), plugins=["ddp"], output=name, optimizer="AdamW", epochs=8)
-        for command in (["train", "recipe.yaml"], ["evaluate", name, "--json", f"{name}.json"]):
-            done = subprocess.run(
-                [sys.executable, "-m", "fastloop", *command, *options],
-                capture_output=True, text=True, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"},
-            )  # fmt: skip
-            assert done.returncode == 0, done.stdout + done.stderr
-        results[name] = json.loads(Path(f"{name}.json").read_text())
-    assert results["two"]["world_size"] == 2
-    assert results["two"]["metrics"] == pytest.approx(results["one"]["metrics"], rel=1e-4)
-    assert results["two"]["entities"] == results["one"]["entities"]
-    assert 0 < results["two"]["metrics"]["f1"] < 1
+def test_two_processes_have_the_metrics_of_one(cli):
+    """Training on two processes, and its evaluation, equal those of one process."""
+    settings = {"optimizer": "AdamW", "epochs": 8}
+    one = trained(write_splits(), **settings)
+    assert cli("evaluate", "run", "--json", "one.json")[0] == 0
+    make(write_splits(), plugins=["ddp"], output="two", **settings)
+    for command in (["train", "recipe.yaml"], ["evaluate", "two", "--json", "two.json"]):
+        command = [sys.executable, "-m", "fastloop", *command, "--nproc", "2"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        assert done.returncode == 0, done.stdout + done.stderr
+    found, expected = (json.loads(Path(f"{name}.json").read_text()) for name in ("two", "one"))
+    assert found["world_size"] == 2
+    assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-4)
+    assert expected["metrics"] == one.state.metrics["test"]
+    assert found["entities"] == expected["entities"]
+    assert 0 < found["metrics"]["f1"] < 1

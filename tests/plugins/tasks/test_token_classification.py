@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from recipe_runs import assert_same
+from seqeval.metrics import accuracy_score, classification_report, f1_score
 from tag_helpers import SCRATCH, SPLITS, TAGS, TASK, make, tags_by_hand, trained, write_conll, write_jsonl, write_splits
 from text_helpers import TINY_GPT
 from text_loops import BATCH, BERT, EPOCHS, LR, SEED
@@ -88,7 +89,7 @@ def test_no_word_of_a_long_sentence_is_left_out(cli, caplog):
     data = write_splits() | {"max_length": 48}
     write_conll("train.conll", [long, *dispatches(**SPLITS)["train"]])
     write_conll("test.conll", [*dispatches(**SPLITS)["test"], long])
-    run = trained(data, SCRATCH)
+    run = trained(data, SCRATCH, optimizer="AdamW", epochs=6)
     batches = list(run.train_loader.batches())
     total = sum(len(row["words"]) for row in [long, *dispatches(**SPLITS)["train"]])
     assert sum(batch.loss_weight for batch in batches) == total
@@ -102,6 +103,11 @@ def test_no_word_of_a_long_sentence_is_left_out(cli, caplog):
     last = json.loads(out.splitlines()[-1])
     assert last["words"] == long["words"]
     assert len(last["tags"]) == len(last["probabilities"]) == len(long["words"])
+    predicted = [json.loads(line)["tags"] for line in out.splitlines()]
+    actual = [row["tags"] for row in [*dispatches(**SPLITS)["test"], long]]
+    assert run.state.metrics["test"]["accuracy"] == pytest.approx(accuracy_score(actual, predicted))
+    assert run.state.metrics["test"]["f1"] == pytest.approx(f1_score(actual, predicted))
+    assert 0 < run.state.metrics["test"]["f1"] < 1
 
 
 def test_words_without_tokens_keep_their_tags(cli):
@@ -249,8 +255,6 @@ def test_plugins_keep_predictions(folder, cli, plugins):
 
 
 def test_evaluate_equals_seqeval_on_the_predictions(folder, cli):
-    from seqeval.metrics import accuracy_score, classification_report
-
     predicted = [row["tags"] for row in rows_of(cli, folder / "run", folder / "test.conll")]
     actual = [row["tags"] for row in dispatches(**SPLITS)["test"]]
     code, out, err = cli("evaluate", str(folder / "run"), "--json", "-")

@@ -75,8 +75,9 @@ class TagTextData(TextData):
         for key in ("text", "label", "label_type", "label_offset", "label_map"):
             if recipe.data.get(key) is not None:
                 raise RecipeError(f"{where}.{key}: is for texts, and token-classification reads data.words and data.tags. Remove it.")
+        how = recipe.data.get("read")
         for key in ("delimiter", "columns", "quoting"):
-            if (recipe.data.get("read") or {}).get(key) is not None:
+            if isinstance(how, dict) and how.get(key) is not None:
                 raise RecipeError(f"{where}.read.{key}: is for .csv files, which hold no lists of words. Remove it.")
         super().__init__(recipe, labelled=False)
         words, tags = self.options.words, self.options.tags

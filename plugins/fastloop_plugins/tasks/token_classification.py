@@ -26,7 +26,7 @@ seqeval's, over entities; ``accuracy`` is over words. Tags without prefixes, suc
 
 A sentence that does not fit into ``max_length`` is divided between words. No word is left out, in training, evaluation or prediction.
 
-The packages of the extra: ``pip install 'fastloop[token-classification]'``.
+It needs seqeval: ``pip install 'fastloop[token-classification]'``.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class TagData(Data):
 def has_tags(recipe: Recipe) -> bool:
     """Whether the ``data`` section is certainly that of ``token-classification``."""
     data = recipe.data
-    if data.get("label") is not None or recipe.model.get("module"):
+    if data.get("label") is not None or data.get("target") is not None or recipe.model.get("module"):
         return False
     files: Any = data.get("files")
     given = list(files.values()) if isinstance(files, dict) else []
@@ -112,7 +112,7 @@ class TagTextData(TextData):
         self._check_file(path)
         if self.is_conll(path):
             return read_conll(path, self.how, self.numbers, (self.columns[0], self.labels[0]), self.skip_unreadable)
-        return read_file(path, self.how, self.columns, self.labels, self.skip_unreadable)
+        return read_file(path, self.how, self.text_columns(), self.labels, self.skip_unreadable)
 
     def _rows(self, part: Part) -> list[tuple[Any, Any]]:
         return list(zip(part.column("words", self.columns[0]), part.column("tags", self.labels[0]), strict=True))

@@ -20,7 +20,7 @@ from fastloop.state import AcceleratorDraft, Batch, DataLoaderDraft, OptimizerDr
 
 if TYPE_CHECKING:
     from fastloop.run import Run
-    from fastloop.trainer import Trainer
+    from fastloop_tools.trainer.trainer import Trainer
 
 __version__ = version("fastloop")
 
@@ -58,8 +58,8 @@ def __getattr__(name: str) -> Any:
         from fastloop.run import Run
 
         return Run
-    if name == "Trainer":
-        from fastloop.trainer import Trainer
+    if name == "Trainer":  # a tool that uses the core, like the commands
+        from fastloop.plugin import entry_points
 
-        return Trainer
+        return entry_points("fastloop.api")[name].load()
     raise AttributeError(f"module 'fastloop' has no attribute {name!r}")

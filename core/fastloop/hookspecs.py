@@ -44,7 +44,7 @@
     recover                                         # when training or an evaluation raises
     on_exception                                    # when the run fails; write_summary follows
     teardown                                        # last, once: also after a failure, a stop signal or a failed build
-    build_prediction_data, predict                  # only in `fastloop predict`; it and `fastloop evaluate` build no optimizer
+    build_prediction_data, predict                  # only to predict. Neither a prediction nor `fastloop evaluate` builds an optimizer
 
 Kinds of hooks:
 

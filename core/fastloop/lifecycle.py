@@ -184,7 +184,8 @@ def _build_model(run: Run) -> None:
     if model is None:
         raise PluginError(f"{run.recipe.where}: no plugin built a model. The task in use: {run.plugins.in_slot('task') or 'none'}.")
     if run.recipe.inference is not None:
-        load_model(model, run.recipe.inference.model, run.recipe.where)
+        if run.recipe.inference.model is not None:
+            load_model(model, run.recipe.inference.model, run.recipe.where)
         run.built_model = run.plugins.chain("before_prepare", model, run=run)
         prepared = run.accelerator.prepare_model(run.built_model, evaluation_mode=True)
         run.model = run.plugins.chain("after_prepare", prepared, run=run)

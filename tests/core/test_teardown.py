@@ -83,13 +83,15 @@ def test_it_is_the_last_hook_of_a_run_that_fails_or_is_stopped_at_once(tiny_run,
 
 def test_it_is_the_last_hook_of_a_run_that_a_signal_stops_after_saving(tiny_run):
     ends = Ends("after_step", lambda run: run.signals.record("SIGTERM"))
-    result = tiny_run([ends])
-    assert result.summary["status"] == "stopped"
+    with pytest.raises(SystemExit) as stopped:
+        tiny_run([ends], output="out")
+    assert stopped.value.code == 75
+    assert summary("out")["status"] == "stopped"
     assert ends.fired == ["before_prepare", "after_step", "write_summary", "teardown"]
 
 
 def test_ctrl_c_in_one_teardown_leaves_the_others(tiny_run):
-    ends, other = Ends("teardown", lambda run: signal.raise_signal(signal.SIGINT)), Other()
+    ends, other = Ends("teardown", lambda run: [signal.raise_signal(signal.SIGINT) for _ in range(2)]), Other()
     with pytest.raises(KeyboardInterrupt):
         tiny_run([ends, other], epochs=1)
     assert other.fired[-1] == "teardown"

@@ -1,7 +1,8 @@
 """The documentation is true: its code runs, its recipes are recipes, its parts made from the code are current, its links lead somewhere.
 
-In a page, a block with ``title="FILE"`` is that file; a python block without a title is executed, all of a page in one namespace; a
-console block's commands are run, and what is shown of their output is compared: ``...`` stands for any text. Packages are installed into a
+In a page, a block with ``title="FILE"`` is that file, and a diff with ``title="OLD NEW"`` is both. A python block without a title is
+executed, all of a page in one namespace. The commands of a console block are run, and what is shown of their output is compared: ``...``
+stands for any text. Packages are installed into a
 folder of the test's own. Blocks in other languages (``sh``: takes long, or needs a network) are only shown.
 """
 
@@ -114,7 +115,11 @@ def test_page_code_prints_the_shown_output(page, monkeypatch, tmp_path):
     missing = page.name in BESIDE and importlib.util.find_spec(BESIDE[page.name]) is None
     here = tmp_path
     for block in blocks(page):
-        if block.title:
+        if block.language == "diff":
+            for file, mark in zip(block.title.split(), "-+", strict=True):
+                lines = [line for line in block.text.splitlines() if line[:1] in ("", " ", mark)]
+                Path(file).write_text("".join(f"{line[1:]}\n" for line in lines))
+        elif block.title:
             Path(block.title).write_text(block.text)
         elif block.language == "python":
             exec(compile("\n" * block.line + block.text, str(page), "exec"), namespace)

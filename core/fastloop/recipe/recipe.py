@@ -113,14 +113,14 @@ class Inference:
     """The model and the data of a run that does not train, as in `fastloop evaluate` and `fastloop predict`.
 
     Attributes:
-        model: Folder of the exported model, as an absolute path.
+        model: Folder of the exported model, as an absolute path; None: the model as the task builds it.
         split: The only split that the run builds: one of the recipe's data, or ``predict`` for the samples of ``source``.
         source: A file or texts to predict; None: the split.
         start: Index of the first sample to predict.
         chunk: Samples to predict at once; 0: the run evaluates the split.
     """
 
-    model: Path
+    model: Path | None
     split: str
     source: Path | Iterable[str] | None = None
     start: int = 0
@@ -136,7 +136,7 @@ class Recipe:
         selected: Plugin name -> why another plugin, such as ``auto``, added it.
         references: Plugin name -> its listed form, if that differs: ``package:name``, ``file.py``, ``file.py:Class``.
         source: The recipe's file, for messages and relative paths; None: made in Python.
-        inference: The exported model to evaluate; None: the run trains.
+        inference: The model to evaluate; None: the run trains.
     """
 
     model: dict[str, Any] = field(default_factory=dict)

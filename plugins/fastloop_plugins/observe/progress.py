@@ -1,9 +1,9 @@
-"""Shows the progress of a run: a live line on a terminal, plain lines elsewhere. On by default.
+"""Shows the progress of a run: a bar on a terminal and in a notebook, plain lines elsewhere. On by default.
 
     plugins:
       - progress: {every: 10}
 
-``every`` is the interval of plain lines in seconds; ``refresh`` is the interval of the live line.
+``every`` is the interval of plain lines in seconds; ``refresh`` is the interval of the bar.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from fastloop import Plugin, hookimpl, option
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
+    from rich.progress import TaskID
     from torch import Tensor
 
     from fastloop import Run
@@ -34,12 +35,12 @@ class Progress(Plugin):
     class Config:
         """Options."""
 
-        every: Annotated[float, option("Seconds between two plain lines, without a terminal.", gt=0)] = 10.0
-        refresh: Annotated[float, option("Seconds between two updates of the live line.", gt=0)] = 0.25
+        every: Annotated[float, option("Seconds between two plain lines, without a terminal or notebook.", gt=0)] = 10.0
+        refresh: Annotated[float, option("Seconds between two updates of the bar.", gt=0)] = 0.25
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.bar: Bar | None = None
+        self.bar: Bar | NotebookBar | None = None
         self.next = 0.0
         self.period = 0.0
 
@@ -52,14 +53,18 @@ class Progress(Plugin):
         import rich
 
         self.console = rich.get_console()
-        self.period = self.config.refresh if self.console.is_terminal else self.config.every
+        is_live = self.console.is_terminal or self.console.is_jupyter
+        self.period = self.config.refresh if is_live else self.config.every
         self.next = perf_counter() + self.period if run.is_main else float("inf")
         self.mark = (run.clock.read("train"), run.state.samples)
-        if run.is_main and self.console.is_terminal:
+        if run.is_main and self.console.is_jupyter:
+            self.bar = NotebookBar()
+        elif run.is_main and self.console.is_terminal:
             from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
             columns = (BarColumn(bar_width=24), TextColumn("{task.description}"), TimeElapsedColumn())
             self.bar = Progress(*columns, console=self.console, transient=True, refresh_per_second=4)
+        if self.bar is not None:
             self.bar.start()
             self.task = self.bar.add_task("starting", total=run.total_steps, completed=run.state.step)
 
@@ -100,7 +105,10 @@ class Progress(Plugin):
             self.bar.update(self.task, completed=run.state.step, description=f"step {run.state.step}, evaluating {split}")
 
     @hookimpl
-    def teardown(self) -> None:
+    def teardown(self, run: Run) -> None:
+        if isinstance(self.bar, NotebookBar):  # it stays in the notebook
+            values = [f"{split} {name} {value:.4f}" for split, metrics in run.state.metrics.items() for name, value in metrics.items()]
+            self.bar.update(self.task, completed=run.state.step, description=", ".join([f"step {run.state.step}", *values]))
         if self.bar is not None:
             self.bar.stop()
             self.bar = None
@@ -110,3 +118,37 @@ def _duration(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+class NotebookBar:
+    """A bar in the output of a notebook's cell, with the methods of rich's ``Progress``. It needs no widgets."""
+
+    def __init__(self) -> None:
+        self.text, self.done = "", 0
+        self.total: int | None = None
+
+    def start(self) -> None:
+        from IPython.display import display
+
+        self.handle = display(self, display_id=True)
+
+    def add_task(self, description: str, total: int | None, completed: int) -> TaskID:
+        from rich.progress import TaskID
+
+        self.total = total
+        self.update(TaskID(0), completed, description)
+        return TaskID(0)
+
+    def update(self, task: TaskID, completed: int, description: str) -> None:
+        self.done, self.text = completed, description
+        self.handle.update(self)
+
+    def stop(self) -> None:
+        """Leave the last state in the notebook."""
+
+    def __repr__(self) -> str:
+        return self.text
+
+    def _repr_html_(self) -> str:
+        value = "" if self.total is None else f' value="{self.done}" max="{self.total}"'
+        return f"<progress{value}></progress> {self.text}"

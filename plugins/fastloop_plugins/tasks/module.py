@@ -168,7 +168,7 @@ class Module(Plugin):
 
     @hookimpl
     def compute_loss(self, model: nn.Module, batch: Any) -> Output:
-        from fastloop.trainer import forward
+        from fastloop_plugins.tasks._forward import forward
 
         return forward(model, batch, self.loss)
 

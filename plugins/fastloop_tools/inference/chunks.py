@@ -43,21 +43,27 @@ class SplitChunks(Plugin):
 
 @torch.no_grad()
 def predict_dataset(run: Run, loader: Loader) -> dict[str, list[Any]]:
-    """Predictions for the samples of a loader, in the order of its map-style dataset: column -> a value for each sample.
+    """Predictions for the samples of a loader, in the order of its dataset: column -> a value for each sample.
+
+    Every process must call it, and gets all predictions. A sample that could not be read has None.
 
     Raises:
         PluginError: The task predicts nothing, or not one value for each sample.
     """
-    columns: dict[str, list[Any]] = {}
+    columns: dict[str, dict[int, Any]] = {}
     with evaluating(run.model):
         for batch in loop.evaluation_batches(run, loader):
             found = run.hooks.predict(run=run, batch=batch.inputs)
+            if not batch.samples:
+                continue  # this process only joins the others in the forward pass
             if found is None or any(len(values) != len(batch.ids) for values in found.values()):
                 task, counts = run.plugins.in_slot("task"), {name: len(values) for name, values in (found or {}).items()}
                 problem = f"predict returned {counts} for {len(batch.ids)} samples" if found else "it does not implement the hook predict"
                 raise PluginError(f"{run.recipe.where}: the task {task!r} cannot predict: {problem}.")
             for name, values in found.items():
-                column = columns.setdefault(name, [None] * len(loader.dataset))
-                for index, value in zip(batch.ids, values, strict=True):
-                    column[index] = value
-    return columns
+                columns.setdefault(name, {}).update(zip(batch.ids, values, strict=True))
+    for part in run.processes.all_gather_object(columns):
+        for name, column in part.items():
+            columns.setdefault(name, {}).update(column)
+    size = len(loader.dataset) if hasattr(loader.dataset, "__len__") else 1 + max((max(column) for column in columns.values()), default=-1)
+    return {name: [column.get(index) for index in range(size)] for name, column in columns.items()}

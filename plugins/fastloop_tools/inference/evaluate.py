@@ -58,6 +58,7 @@ def evaluate(
     command += plugins
     if nproc is not None:
         assert recipe.inference is not None
+        assert recipe.inference.model is not None
         raise typer.Exit(launch.launch(command, nproc, 1, 0, None, recipe.inference.model))
     if file is not None:
         read_file_instead(recipe, file)

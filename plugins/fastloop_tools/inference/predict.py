@@ -106,6 +106,7 @@ def read_source(name: str) -> Path | Iterable[str]:
 def describe(recipe: Recipe, target: str, name: str | None) -> dict[str, Any]:
     """Everything that determines the predictions: recipe, model, input and version. Files by size and time of change."""
     assert recipe.inference is not None
+    assert recipe.inference.model is not None
     paths = sorted(path for path in recipe.inference.model.iterdir() if path.is_file())
     if isinstance(recipe.inference.source, Path):
         source = recipe.inference.source.resolve()

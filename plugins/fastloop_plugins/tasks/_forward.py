@@ -1,0 +1,109 @@
+"""The loss and the outputs of a batch in one of two common forms: a mapping, or ``(inputs, targets)``."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from fastloop import Output, UsageError
+from fastloop.errors import did_you_mean
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+def forward(model: nn.Module, batch: Any, loss: Callable[[Any, Any], Tensor] | None) -> Output:
+    """Compute the loss of a batch in one of two common forms.
+
+    * a mapping: ``model(**batch)`` returns an object or mapping with ``loss`` (and ``logits``), like Hugging Face models;
+    * ``(inputs, targets)``: ``loss(model(inputs), targets)``.
+
+    Raises:
+        UsageError: The batch has another form, or the model returned no loss.
+    """
+    if isinstance(batch, Mapping):
+        result = _call(model, batch)
+        read: Callable[[str], Any] = result.get if isinstance(result, Mapping) else lambda name: getattr(result, name, None)
+        batch_loss = read("loss")
+        if batch_loss is None:
+            raise UsageError(
+                f"the model returned no loss for a batch with the keys {', '.join(map(str, batch))}.{_label_hint(batch)} "
+                "Put the labels into the batch, or return an object with .loss."
+            )
+        return Output(batch_loss, read("logits"), batch.get("labels"))
+    if isinstance(batch, Sequence) and len(batch) == 2 and loss is not None:
+        inputs, targets = batch
+        predictions = model(inputs)
+        return Output(loss(predictions, targets), predictions, targets)
+    raise UsageError(
+        f"cannot tell how to compute a loss from a batch of type {type(batch).__name__}. "
+        "Expected a mapping for model(**batch), or (inputs, targets) and a loss function."
+    )
+
+
+def outputs(model: nn.Module, batch: Any) -> dict[str, list[Tensor]]:
+    """The outputs of a batch, which needs no labels: name -> a tensor on the CPU for each sample.
+
+    A mapping calls ``model(**batch)``; a tuple or list calls the model with its first element, and anything else with the batch itself.
+    A tensor is named ``output``. Of an object or mapping, all tensors with a value for each sample are returned, without the loss.
+
+    Raises:
+        UsageError: The model returned no such tensor.
+    """
+    import torch
+    from accelerate.utils import find_batch_size
+
+    inputs = batch[0] if isinstance(batch, Sequence) and batch else batch
+    result = _call(model, batch) if isinstance(batch, Mapping) else model(inputs)
+    size = find_batch_size(batch)
+    fields = {"output": result} if isinstance(result, torch.Tensor) else dict(result) if isinstance(result, Mapping) else vars(result)
+    found = {
+        str(name): [row.clone() for row in value.cpu()]
+        for name, value in fields.items()
+        if isinstance(value, torch.Tensor) and value.dim() and len(value) == size and name != "loss"
+    }
+    if not found:
+        raise UsageError(
+            f"the model returned a {type(result).__name__} without a tensor that has a value for each of the {size} samples of a batch. "
+            "Return a tensor, or an object or mapping with tensors such as logits."
+        )
+    return found
+
+
+def _call(model: nn.Module, batch: Mapping[str, Any]) -> Any:
+    """Call a model with the keys of a batch.
+
+    Raises:
+        UsageError: The keys are not the arguments of its ``forward``.
+    """
+    try:
+        return model(**batch)
+    except TypeError as error:
+        _check_arguments(model, batch, error)
+        raise
+
+
+def _label_hint(batch: Mapping[str, Any]) -> str:
+    """Advice to rename labels whose name Hugging Face models do not read."""
+    similar = [name for name in ("label", "label_ids", "target", "targets") if name in batch]
+    if "labels" in batch or not similar:
+        return ""
+    return f" Hugging Face models compute a loss from 'labels': rename {similar[0]!r} to 'labels' in the dataset or the collator."
+
+
+def _check_arguments(model: nn.Module, batch: Mapping[str, Any], error: TypeError) -> None:
+    """Raise a clearer error if the batch's keys do not match the arguments of the model's ``forward``.
+
+    Raises:
+        UsageError: They do not match.
+    """
+    from accelerate.utils import extract_model_from_parallel
+
+    signature = inspect.signature(extract_model_from_parallel(model).forward)
+    try:
+        signature.bind(**batch)
+    except TypeError:
+        unknown = [name for name in batch if name not in signature.parameters]
+        hint = _label_hint(batch) or (did_you_mean(unknown[0], signature.parameters) if unknown else "")
+        raise UsageError(f"the model's forward does not take a batch with the keys {', '.join(map(str, batch))}: {error}.{hint}") from error

@@ -1,0 +1,174 @@
+"""The runs of a ``Trainer``: those of ``fit``, one after another on the same model, and those that only evaluate or predict."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
+
+from fastloop import Plugin, PluginCrash, Run, UsageError, lifecycle
+from fastloop.data.user_loader import UserLoader
+from fastloop.distributed import signals
+from fastloop.errors import UserCodeError
+from fastloop.hooks import PluginSet
+from fastloop.recipe import Inference, Recipe
+from fastloop.registry import resolve
+from fastloop.runtime.random_states import preserve_random_states
+from fastloop.runtime.step_folders import checkpoints
+from fastloop_tools.trainer.task import TrainerTask
+
+log = logging.getLogger("fastloop")
+
+T = TypeVar("T")
+
+
+class Fits:
+    """The calls of ``Trainer.fit``, which share one model object.
+
+    Args:
+        task: The task with the model.
+        resume: Where the first call resumes from; None: it starts from the beginning.
+
+    Attributes:
+        count: Number of calls.
+    """
+
+    def __init__(self, task: TrainerTask, resume: Path | None) -> None:
+        self.task, self.resume = task, resume
+        self.count = 0
+        self._run: Run | None = None
+        self._modules: dict[str, type] = {}
+        self._completed = False
+
+    def start(self) -> Path | None:
+        """Begin a call. Returns the run folder or checkpoint to resume from; None: the run starts from the beginning.
+
+        Raises:
+            UsageError: The run is complete, its weights have changed and no checkpoint has them, or plugins changed the model's structure.
+        """
+        modules = _modules(self.task.model)
+        self.count += 1
+        if self._run is None:
+            self._modules = modules
+            return self.resume
+        run, step = self._run, self._run.state.step
+        if self._completed:
+            raise UsageError(
+                f"fit: an earlier call completed the run after {step} steps. To train longer, raise epochs or max_steps: "
+                "Trainer(..., epochs=N, resume=True). For a new run with the trained weights, make a new Trainer."
+            )
+        if modules != self._modules:
+            name = next(name for name in modules | self._modules if modules.get(name) != self._modules.get(name))
+            raise UsageError(
+                f"fit: plugins changed the structure of the model in the earlier call (first at {name or 'the model itself'!r}), so a run "
+                "cannot be built with it again. Make the model again, and continue with Trainer(..., resume=True)."
+            )
+        if step and checkpoints(run.folder):
+            return run.folder
+        if step and self.resume is None:
+            raise UsageError(
+                f"fit: the earlier call ended after {step} steps without a checkpoint, and the model's weights have changed. Make the "
+                "model again for a new run. To have checkpoints more often, set save_every."
+            )
+        return self.resume
+
+    def build(self, recipe: Recipe, plugins: PluginSet, resume: Path | None) -> Run:
+        """Build the run of a call. The run gets a copy of the recipe, into which the task writes the settings of the user's optimizer."""
+        self._run = lifecycle.build(_copy(recipe), plugins, resume)
+        return self._run
+
+    def execute(self, run: Run) -> dict[str, Any]:
+        """Train, test and export. Returns the summary.
+
+        Raises:
+            KeyboardInterrupt: SIGINT stopped the run, after it was saved.
+            Stopped: Another signal did.
+        """
+        with _signals_handled(run):
+            summary = lifecycle.execute(run)
+            if run.interrupted:
+                run.processes.barrier()  # a launcher ends the other processes when one exits
+        if run.interrupted:
+            saved = "and saved" if run.saver.last_saved_step == run.state.step else f"(newest checkpoint: {run.saver.last_saved_step})"
+            log.warning("stopped %s at step %d: call fit() again to continue", saved, run.state.step)
+            signals.stop_now(signal.Signals[run.interrupted], None)
+        self._completed = True
+        return summary
+
+
+def _signals_handled(run: Run) -> AbstractContextManager[None]:
+    """Save and stop on signals inside the block. Python handles signals in the main thread only."""
+    if threading.current_thread() is not threading.main_thread():
+        return nullcontext()
+    return run.signals.handled(run.rank, run.world_size)
+
+
+@contextmanager
+def inference(recipe: Recipe, objects: Iterable[Plugin], task: TrainerTask, split: str) -> Iterator[Run]:
+    """A run of a split with the task's model, without training. It leaves the random states as they are."""
+    recipe = dataclasses.replace(_copy(recipe), inference=Inference(None, split))
+    with preserve_random_states():
+        run = lifecycle.build(recipe, resolve(recipe, objects=[*objects, task]))
+        with lifecycle.inference(run):
+            yield run
+
+
+def call(task: TrainerTask, function: Callable[[], T]) -> T:
+    """Call a function. An exception of user code is raised as it is, with a note that names its line."""
+    try:
+        return function()
+    except (PluginCrash, UserCodeError) as error:
+        failure = error  # raise outside of the handler, so that the cause has no context
+    cause = failure.__cause__
+    if cause is None or (isinstance(failure, PluginCrash) and failure.plugin != task.name):
+        raise failure
+    if isinstance(failure, UserCodeError):
+        cause.add_note(f"fastloop: your code failed at {str(failure).partition(': ')[0]}")
+    raise cause
+
+
+def in_order(loader: UserLoader) -> UserLoader:
+    """A loader in the order of its dataset.
+
+    Raises:
+        UsageError: Its sampler may leave samples out or repeat them.
+    """
+    if loader.sampler is None or isinstance(loader.dataset, IterableDataset):
+        return loader
+    order: Any = loader.sampler.sampler
+    order = getattr(order, "sampler", order)  # without the wrapper for a shared generator
+    complete = isinstance(order, SequentialSampler) or (isinstance(order, RandomSampler) and not order.replacement)
+    if not complete or len(order) != len(loader.dataset):
+        raise UsageError(
+            f"data: the loader's sampler ({type(order).__name__}) may leave samples out or repeat them. Predictions are in the order of "
+            "the dataset. Give a dataset, such as torch.utils.data.Subset, or a loader without a sampler."
+        )
+    sampler = BatchSampler(SequentialSampler(loader.dataset), loader.sampler.batch_size, drop_last=False)
+    return dataclasses.replace(loader, sampler=sampler)
+
+
+def stack(columns: Mapping[str, list[Any]]) -> dict[str, Any]:
+    """Each column as one tensor, if its values are tensors of one shape and dtype."""
+    return {name: torch.stack(values) if _same_shape(values) else values for name, values in columns.items()}
+
+
+def _same_shape(values: list[Any]) -> bool:
+    return all(isinstance(value, torch.Tensor) for value in values) and len({(value.shape, value.dtype) for value in values}) == 1
+
+
+def _copy(recipe: Recipe) -> Recipe:
+    return dataclasses.replace(recipe, train=dataclasses.replace(recipe.train), plugins=dict(recipe.plugins))
+
+
+def _modules(model: nn.Module) -> dict[str, type]:
+    """Name -> class of a model's modules and parameters. Adapters and shards change it."""
+    return {name: type(part) for name, part in (*model.named_modules(), *model.named_parameters())}

@@ -1,0 +1,140 @@
+"""The task of ``Trainer``: the user's model, data, loss, metrics and optimizer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import BatchSampler, default_collate
+
+from fastloop import DataLoaderDraft, Output, Plugin, Run, UsageError, hookimpl
+from fastloop.data.user_loader import UserLoader
+from fastloop_plugins.tasks._forward import forward, outputs
+from fastloop_tools.trainer.optimizers import UserOptimizer
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
+
+log = logging.getLogger("fastloop")
+
+
+class TrainerTask(Plugin):
+    """The task of ``Trainer``.
+
+    Raises:
+        UsageError: ``processing_class`` cannot be saved.
+    """
+
+    name = "trainer"
+    slot = "task"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        splits: Mapping[str, UserLoader],
+        loss: Callable[[Any, Any], Tensor] | None,
+        metrics: Mapping[str, Metric] | None,
+        processing_class: Any,
+        optimizer: UserOptimizer,
+    ) -> None:
+        super().__init__()
+        if processing_class is not None and not hasattr(processing_class, "save_pretrained"):
+            raise UsageError(
+                f"processing_class: {type(processing_class).__name__} has no save_pretrained. Expected a tokenizer or image processor."
+            )
+        self.model, self.splits, self.loss, self.metrics, self.processing_class = model, splits, loss, metrics, processing_class
+        self.optimizer = optimizer
+        self.has_warned = False
+        has_samplers = any(loader.sampler is not None for loader in splits.values())  # otherwise only datasets
+        given = {
+            "compute_loss": False,
+            "predict": False,
+            "build_metrics": metrics,
+            "build_optimizer": optimizer.optimizer is not None,
+            "build_scheduler": optimizer.scheduler is not None,
+            "build_sampler": has_samplers,
+            "build_collator": has_samplers,
+        }
+        self.fallback_hooks = tuple(hook for hook, is_given in given.items() if not is_given)
+
+    def with_split(self, split: str, loader: UserLoader) -> TrainerTask:
+        """The same task with another loader for a split."""
+        splits = {**self.splits, split: loader}
+        return TrainerTask(self.model, splits, self.loss, self.metrics, self.processing_class, self.optimizer)
+
+    @hookimpl
+    def configure_dataloader(self, draft: DataLoaderDraft) -> None:
+        for split, loader in self.splits.items():
+            if loader.reading:
+                draft.suggest(split, **loader.reading)
+
+    @hookimpl
+    def build_datasets(self) -> Mapping[str, Any]:
+        return {split: loader.dataset for split, loader in self.splits.items()}
+
+    @hookimpl
+    def build_sampler(self, split: str) -> BatchSampler | None:
+        return self.splits[split].sampler
+
+    @hookimpl
+    def build_collator(self, split: str) -> Callable[[list[Any]], Any]:
+        return self.splits[split].collate_fn or self.splits["train"].collate_fn or default_collate
+
+    @hookimpl
+    def build_model(self) -> nn.Module:
+        return self.model
+
+    @hookimpl
+    def build_optimizer(self, run: Run, model: nn.Module) -> Optimizer | None:
+        return self.optimizer.build(run, model)
+
+    @hookimpl
+    def build_scheduler(self, optimizer: Optimizer) -> LRScheduler | None:
+        return self.optimizer.build_scheduler(optimizer)
+
+    @hookimpl
+    def build_metrics(self) -> Any:
+        from torchmetrics import MetricCollection
+
+        return MetricCollection(dict(self.metrics)) if self.metrics else None
+
+    @hookimpl
+    def check_run(self, run: Run) -> None:
+        for split, loader in self.splits.items():
+            for name, value in loader.reading.items():
+                plugin, used = run.loader_settings.writers.get(name), getattr(run.loader_settings, name)
+                if plugin is not None and used != value and loader.reading["num_workers"]:
+                    log.info("%s: the loader's %s=%r is overridden by plugin %r: %r", split, name, value, plugin, used)
+        sampler = run.train_loader.sampler
+        if sampler is not None and sampler.arrange is not None and self.splits["train"].sampler is not None:
+            log.info("train: plugin %r arranges the samples: the loader's order is not kept", run.loader_settings.writers["arrange"])
+        elif sampler is not None and sampler.user_order is not None:
+            log.info("train: samples come in the order of the loader's %s", sampler.user_order.name)
+
+    @hookimpl
+    def compute_loss(self, model: nn.Module, batch: Any) -> Output:
+        output = forward(model, batch, self.loss)
+        if self.loss is not None and not self.has_warned and isinstance(batch, Mapping):
+            self.has_warned = True
+            log.warning(
+                "loss= is not used: batches are mappings, and %s returns its own loss. Leave loss out, or let the collator return "
+                "(inputs, targets)",
+                type(self.model).__name__,
+            )
+        return output
+
+    @hookimpl
+    def predict(self, run: Run, batch: Any) -> Mapping[str, Any]:
+        return outputs(run.model, batch)
+
+    @hookimpl(wrapper=True)
+    def export_model(self, run: Run, folder: Path) -> Generator[None, Any, Any]:
+        result = yield
+        if run.is_main and self.processing_class is not None:
+            self.processing_class.save_pretrained(folder)
+        return result

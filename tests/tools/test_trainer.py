@@ -110,6 +110,18 @@ def test_an_error_of_user_code_is_raised_as_it_is():
     assert "your code failed at" in failed.value.__notes__[0]
 
 
+@pytest.mark.parametrize(("first", "second"), [([], ["amp"]), (["amp"], []), (["amp"], ["amp"])], ids=str)
+def test_a_model_can_be_trained_again_with_another_precision(first, second):
+    trainer = make(plugins=first)
+    trainer.fit()
+    copy = tiny_model()
+    copy.load_state_dict(trainer.task.model.state_dict())
+    expected = make(copy, plugins=second, output="copy").fit()
+    again = make(trainer.task.model, plugins=second, output="again")
+    assert again.fit()["validation"] == expected["validation"]
+    assert all(torch.equal(value, copy.state_dict()[name]) for name, value in trainer.task.model.state_dict().items())
+
+
 # -- predict ---------------------------------------------------------------------------------------------------------------------------
 
 

@@ -87,6 +87,7 @@ class TrainerTask(Plugin):
 
     @hookimpl
     def build_model(self) -> nn.Module:
+        _undo_preparation(self.model)
         return self.model
 
     @hookimpl
@@ -138,3 +139,14 @@ class TrainerTask(Plugin):
         if run.is_main and self.processing_class is not None:
             self.processing_class.save_pretrained(folder)
         return result
+
+
+def _undo_preparation(model: nn.Module) -> None:
+    """Remove the traces of an earlier run. Accelerate prepares no model twice: without autocast or DDP, the new run would train wrongly."""
+    traces = vars(model)
+    traces.pop("_is_accelerate_prepared", None)
+    original = traces.pop("_original_forward", None)  # before autocast
+    if original is not None:
+        del model.forward
+        if getattr(original, "__func__", None) is not type(model).forward:
+            model.forward = original

@@ -1,4 +1,5 @@
-"""Types for plugin authors: a real ``mypy --strict`` of a package of ``fastloop new plugin``, with mistakes in modules of their own."""
+"""Types for plugin authors and users of ``Trainer``: a real ``mypy --strict`` of a package of ``fastloop new plugin``, with mistakes in
+modules of their own."""
 
 from __future__ import annotations
 
@@ -186,6 +187,73 @@ class Steam(Plugin):
     hookspecs = Hooks
 """
 
+TRAINER = """
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics.classification import MulticlassAccuracy
+
+from fastloop import Plugin, Run, Trainer, hookimpl
+
+
+class Watch(Plugin):
+    name = "watch"
+
+    @hookimpl
+    def after_step(self, run: Run, loss: torch.Tensor) -> None: ...
+
+
+model = nn.Linear(8, 3)
+data = TensorDataset(torch.randn(8, 8), torch.zeros(8, dtype=torch.long))
+loader = DataLoader(data, batch_size=4, shuffle=True)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5)
+common: dict[str, Any] = {"epochs": 3, "seed": 1}
+trainer = Trainer(
+    model,
+    loader,
+    data,
+    plugins=["amp", {"ema": {"decay": 0.9}}, Watch()],
+    loss=nn.functional.cross_entropy,
+    metrics={"accuracy": MulticlassAccuracy(3)},
+    optimizer=optimizer,
+    scheduler=scheduler,
+    output=Path("runs/typed"),
+    **common,
+)
+Trainer(model, loader, optimizer={"name": "SGD", "momentum": 0.9}, lr=0.1)
+Trainer(model, loader, optimizer=torch.optim.SGD)
+Trainer(model, loader, optimizer=partial(torch.optim.SGD, lr=0.1))
+Trainer(
+    model,
+    loader,
+    optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+    scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10),
+)
+summary: dict[str, Any] = trainer.fit()
+accuracy: float = trainer.validate()["accuracy"]
+other: dict[str, float] = trainer.validate(loader)
+scores: torch.Tensor = trainer.predict(data)["output"]
+folder: Path = trainer.save_pretrained("saved")
+step: int = trainer.run.state.step
+"""
+"""A user's script."""
+
+TRAINER_MISTAKES = {
+    "trainer.validat()": '"Trainer" has no attribute "validat"',
+    "trainer.fit(3)": 'Too many arguments for "fit" of "Trainer"',
+    "accuracy: str = trainer.validate()['accuracy']": 'expression has type "float", variable has type "str"',
+    "trainer.save_pretrained(3)": 'Argument 1 to "save_pretrained" of "Trainer" has incompatible type "int"',
+    "Trainer(model, loader, optimizer=3)": 'Argument "optimizer" to "Trainer" has incompatible type "int"',
+    "Trainer(model, loader, scheduler='cosine')": 'Argument "scheduler" to "Trainer" has incompatible type "str"',
+    "Trainer('model', loader)": 'Argument 1 to "Trainer" has incompatible type "str"; expected Module',
+}
+"""A line of another script -> mypy's message."""
+
 
 @pytest.fixture(scope="module")
 def messages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
@@ -197,6 +265,10 @@ def messages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
         "other_classes": OTHER_CLASSES,
         "declarations": DECLARATIONS,
         "wrong_argument_of_required": WRONG_ARGUMENT_OF_REQUIRED,
+        "script": TRAINER,
+        "wrong_script": "\n".join(
+            ["from fastloop import Trainer", "from night_watch.script import loader, model, trainer", *TRAINER_MISTAKES]
+        ),
     }
     files = render("night-watch") | {f"src/night_watch/{name}.py": text for name, text in modules.items()}
     files |= {
@@ -236,5 +308,12 @@ def test_arguments_of_a_required_plugins_hook_are_checked(messages):
     assert message == "after_steam gets no argument 'presure'. Did you mean 'pressure'?  [fastloop]"
 
 
+def test_a_script_with_trainer_is_checked(messages):
+    assert "script" not in messages
+    assert len(messages["wrong_script"]) == len(TRAINER_MISTAKES)
+    for found, expected in zip(messages["wrong_script"], TRAINER_MISTAKES.values(), strict=True):
+        assert expected in found
+
+
 def test_every_message_belongs_to_a_mistake(messages):
-    assert set(messages) == {*MISTAKES, "wrong_argument_of_required"}
+    assert set(messages) == {*MISTAKES, "wrong_argument_of_required", "wrong_script"}

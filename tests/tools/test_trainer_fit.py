@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader
 
 from fastloop import Plugin, Run, Trainer, UsageError, hookimpl
-from fastloop.testing import tiny_data, tiny_model
+from fastloop.testing import Ended, tiny_data, tiny_model
 
 QUIET: list[Any] = [{"log": False}, {"progress": False}]
 
@@ -218,3 +219,31 @@ def test_it_trains_in_another_thread_where_python_handles_no_signals():
     thread.start()
     thread.join(60)
     assert done[0]["status"] == "completed"
+
+
+def interrupted_on_each(strategy: str) -> Any:
+    """On this process of two, each of which is interrupted: the weights at the end, or the message of the second call."""
+    model = tiny_model()
+    settings: dict[str, Any] = {"loss": nn.functional.cross_entropy, "batch_size": 8, "epochs": 2, "lr": 0.1, "device": "cpu"}
+    whole = Trainer(tiny_model(), tiny_data(), plugins=[*QUIET, strategy], output="whole", **settings)
+    whole.fit()
+    trainer = Trainer(model, tiny_data(), plugins=[*QUIET, strategy, Once(4, interrupt)], output="run", **settings)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit()
+    try:
+        trainer.fit()
+    except UsageError as error:
+        return str(error)
+    expected, found = whole.run.full_state_dict(), trainer.run.full_state_dict()
+    return all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.slow
+def test_several_processes_are_interrupted_and_continue(processes: Callable[..., list[Ended]]):
+    assert [process.result for process in processes(2, interrupted_on_each, "ddp")] == [True, True]
+
+
+@pytest.mark.slow
+def test_sharded_models_need_a_new_object(processes: Callable[..., list[Ended]]):
+    for process in processes(2, interrupted_on_each, "fsdp"):
+        assert "fit: plugins changed the structure of the model in the earlier call" in process.result

@@ -151,6 +151,51 @@ def test_a_point_with_a_run_that_failed_or_diverged_is_not_the_best():
     assert rows[0]["difference"] == {"mean": pytest.approx(-1.9), "low": None, "high": None, "pairs": 1}
 
 
+def test_folds_are_pairs_too_and_their_overlap_widens_the_interval():
+    listed = [
+        SweepRun(f"{name}{fold}", {"train.lr": name}, None, "finished", {"loss": value}, fold=fold)
+        for name, values in {"a": [1.0, 2.0, 3.0], "b": [1.5, 2.4, 3.6]}.items()
+        for fold, value in enumerate(values)
+    ]
+    over = compare(listed, "loss", minimise=True)[0][1]["difference"]
+    half = 4.3027 * 0.1 * (1 / 3 + 1 / 2) ** 0.5
+    assert over["pairs"] == 3
+    assert (over["low"], over["high"]) == pytest.approx((0.5 - half, 0.5 + half), abs=1e-4)
+    runs = parse(["train.lr=1,2"]).runs([None], range(3))
+    assert [run.overrides[-1] for run in runs[::2]] == [f"plugins.folds.number={fold}" for fold in range(3)]
+    assert runs[0].name == "lr-1_fold-0"
+    assert len({run.name for run in runs}) == 6
+
+
+@pytest.mark.slow
+def test_a_sweep_cross_validates_and_resumes_with_a_new_point():
+    command = ["sweep", "recipe.yaml", "--folds", "2", "--without", "progress", "train.epochs=1"]
+    done = fastloop(*command, "train.lr=1e-2,3e-2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = record()
+    assert [(run["name"], run["fold"]) for run in found["runs"]] == [
+        ("lr-1e-2_fold-0", 0), ("lr-3e-2_fold-0", 0), ("lr-1e-2_fold-1", 1), ("lr-3e-2_fold-1", 1),
+    ]  # fmt: skip
+    losses = [metrics(f"run/lr-1e-2_fold-{fold}")["loss"] for fold in (0, 1)]
+    assert losses[0] != losses[1]
+    assert found["points"][0]["mean"] == fmean(losses)
+    assert {row["difference"]["pairs"] for row in found["points"] if row["difference"]} == {2}
+    alone = fastloop("train", "recipe.yaml", "train.epochs=1", "train.lr=1e-2", "--with", "folds", "plugins.folds.of=2",
+                     "plugins.folds.number=1", "output=alone", "--without", "progress")  # fmt: skip
+    assert alone.returncode == 0, alone.stderr
+    assert metrics("alone") == metrics("run/lr-1e-2_fold-1")
+    refused = fastloop("evaluate", "alone", "--split", "validation")
+    assert refused.returncode == 2
+    assert "the run trained on parts of the splits train and validation" in refused.stderr
+    resumed = fastloop(*command, "train.lr=3e-2,1e-1", "--resume")
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert [line for line in resumed.stdout.splitlines() if " of 4: " in line] == [
+        "run 2 of 4: train.lr=1e-1 plugins.folds.number=0",
+        "run 4 of 4: train.lr=1e-1 plugins.folds.number=1",
+    ]
+    assert "--folds sets the options" in fastloop(*command, "plugins.folds.of=3").stderr
+
+
 def test_a_sweep_trains_the_grid_and_continues_after_a_failure():
     done = fastloop("sweep", "recipe.yaml", "model.arguments.width=4,13", "--seeds", "2", "--monitor", "accuracy", "--without", "progress")
     assert done.returncode == 1, done.stdout + done.stderr

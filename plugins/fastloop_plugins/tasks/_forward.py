@@ -46,7 +46,7 @@ def outputs(model: nn.Module, batch: Any) -> dict[str, list[Tensor]]:
     """The outputs of a batch, which needs no labels: name -> a tensor on the CPU for each sample.
 
     A mapping calls ``model(**batch)``; a tuple or list calls the model with its first element, and anything else with the batch itself.
-    A tensor is named ``output``. Of an object or mapping, all tensors with a value for each sample are returned, without the loss.
+    A tensor is named ``output``. From an object or mapping, all tensors with a value for each sample are returned, without the loss.
 
     Raises:
         UsageError: The model returned no such tensor.

@@ -36,14 +36,19 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
+def mean_interval(values: Sequence[float], overlap: float = 0.0) -> tuple[float, float] | None:
     """The 95% interval of the mean, for values that are about normally distributed; None for fewer than two values.
 
     It uses Student's t, which is exact for few values, such as one for each of three seeds. The bootstrap of ``interval`` is not.
+
+    Args:
+        overlap: Validation samples divided by training samples, for values of models whose training sets overlap: 1 / (k - 1) for k folds.
+            Such values are correlated. The variance of their mean is corrected by Nadeau and Bengio, "Inference for the Generalization
+            Error", 2003. 0: the values are independent.
     """
     if len(values) < 2:
         return None
-    half = _student(len(values) - 1) * stdev(values) / math.sqrt(len(values))
+    half = _student(len(values) - 1) * stdev(values) * math.sqrt(1 / len(values) + overlap)
     return fmean(values) - half, fmean(values) + half
 
 

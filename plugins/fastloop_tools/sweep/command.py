@@ -27,6 +27,9 @@ def sweep(
     with_: With = None,
     without: Without = None,
     seeds: Annotated[int | None, typer.Option(min=1, metavar="N", help="Train each point with N seeds, from train.seed on.")] = None,
+    folds: Annotated[
+        int | None, typer.Option(min=2, metavar="K", help="Cross-validate: train each point K times, each with another fold as validation.")
+    ] = None,
     monitor: Annotated[str, typer.Option(metavar="METRIC", help="The metric of the validation split to compare.")] = "loss",
     mode: Annotated[Literal["auto", "min", "max"], typer.Option(help="Whether a lower or a higher value is better.")] = "auto",
     nproc: Annotated[int, typer.Option(min=1, metavar="N", help="Start N processes for each run.")] = 1,
@@ -34,10 +37,10 @@ def sweep(
         bool, typer.Option("--resume", help="Continue the sweep in the output folder. Finished runs are not repeated.")
     ] = False,
 ) -> None:
-    """Train and compare a grid of values and seeds.
+    """Train and compare a grid of values, seeds and folds.
 
     Runs start one after another, each in a folder of the output folder. There, sweep.json has the results: the mean and the deviation of
-    each point over the seeds, and its differences to the best point for the same seeds, with a 95% interval. A run that fails is
+    each point over the seeds and folds, and its differences to the best point for the same ones, with a 95% interval. A run that fails is
     recorded, and the sweep continues. Exit codes: 0 done; 1 a run failed; 2 usage error; 75 or 130 stopped, continue with --resume.
     """
     from fastloop.cli.messages import show_messages
@@ -48,22 +51,29 @@ def sweep(
     from fastloop_tools.sweep import grid, results
     from fastloop_tools.sweep.record import Record
 
-    parsed = grid.parse(values or ())
-    base = load_recipe(recipe, parsed.fixed, names(with_), names(without))
-    if not parsed.axes and seeds is None:
-        raise UsageError("there is nothing to sweep. Expected a key with several values, such as train.lr=1e-5,3e-5, or --seeds N.")
+    parsed, added = grid.parse(values or ()), names(with_)
+    if folds is not None:
+        if key := next((key for key in (*parsed.axes, *parsed.fixed) if key.startswith("plugins.folds.")), None):
+            raise UsageError(f"{key}: --folds sets the options of the plugin 'folds', too. Leave one of the two out.")
+        parsed.fixed.append(f"plugins.folds.of={folds}")
+        added = [*added, "folds"]
+    base = load_recipe(recipe, parsed.fixed, added, names(without))
+    if not parsed.axes and seeds is None and folds is None:
+        raise UsageError(
+            "there is nothing to sweep. Expected a key with several values, such as train.lr=1e-5,3e-5, or --seeds N, or --folds K."
+        )
     if seeds is not None and "train.seed" in parsed.axes:
         raise UsageError("train.seed has several values, and --seeds sets it, too. Leave one of the two out.")
     numbers = [None] if seeds is None else [base.train.seed + index for index in range(seeds)]
-    runs = parsed.runs(numbers)
+    runs = parsed.runs(numbers, range(folds) if folds is not None else (None,))
     for run in runs:  # a value that is wrong ends the sweep before the first run
-        load_recipe(recipe, [*parsed.fixed, *run.overrides], names(with_), names(without))
+        load_recipe(recipe, [*parsed.fixed, *run.overrides], added, names(without))
     show_messages()
     folder = Path(base.output)
     record = Record(folder, {"recipe": str(base.source), "base": base.to_dict()}, runs, monitor, Monitor("sweep", monitor, mode).minimise)
     record.start(resume)
     command = [recipe, *parsed.fixed]
-    for key, listed in (("--with", names(with_)), ("--without", names(without))):
+    for key, listed in (("--with", added), ("--without", names(without))):
         command += [key, ",".join(listed)] if listed else []
     with signals.on_signals(signals.stop_now):
         for number, run in enumerate(runs, start=1):

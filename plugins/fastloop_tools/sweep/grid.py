@@ -27,6 +27,7 @@ class SweepRun:
         status: ``pending``, ``running``, ``finished``, ``stopped`` or ``failed``.
         metrics: The last metrics of the validation split; None: not finished, or there is no such split.
         reason: The error of a failed run.
+        fold: The fold to validate on, from 0; None: no ``--folds``.
     """
 
     name: str
@@ -35,12 +36,14 @@ class SweepRun:
     status: str = "pending"
     metrics: dict[str, float] | None = None
     reason: str | None = None
+    fold: int | None = None
 
     @property
     def overrides(self) -> list[str]:
         """The overrides that make a recipe this run."""
         seed = [] if self.seed is None else [f"train.seed={self.seed}"]
-        return [*(f"{key}={value}" for key, value in self.values.items()), *seed]
+        fold = [] if self.fold is None else [f"plugins.folds.number={self.fold}"]
+        return [*(f"{key}={value}" for key, value in self.values.items()), *seed, *fold]
 
 
 @dataclass
@@ -55,12 +58,13 @@ class Grid:
     axes: dict[str, list[str]] = field(default_factory=dict)
     fixed: list[str] = field(default_factory=list)
 
-    def runs(self, seeds: Sequence[int | None]) -> list[SweepRun]:
-        """All runs. Each seed covers the grid before the next one begins, so an early stop leaves complete pairs."""
+    def runs(self, seeds: Sequence[int | None], folds: Sequence[int | None] = (None,)) -> list[SweepRun]:
+        """All runs. Each seed and fold covers the grid before the next one begins, so an early stop leaves complete pairs."""
         last = [key.rpartition(".")[2] for key in self.axes]
         short = {key: name if last.count(name) == 1 else key for key, name in zip(self.axes, last, strict=True)}
         points = [dict(zip(self.axes, values, strict=True)) for values in itertools.product(*self.axes.values())]
-        return [SweepRun(folder_name(point, seed, short), point, seed) for seed in seeds for point in points]
+        pairs = list(itertools.product(seeds, folds))
+        return [SweepRun(folder_name(point, seed, short, fold), point, seed, fold=fold) for seed, fold in pairs for point in points]
 
 
 def parse(overrides: Iterable[str]) -> Grid:
@@ -107,12 +111,12 @@ def split_values(text: str) -> list[str]:
     return [part.strip() for part in parts]
 
 
-def folder_name(point: Mapping[str, str], seed: int | None, short: Mapping[str, str]) -> str:
+def folder_name(point: Mapping[str, str], seed: int | None, short: Mapping[str, str], fold: int | None = None) -> str:
     """A readable name such as ``lr-1e-5_seed-123``. A value that a file name cannot hold is shortened, and its hash is added."""
-    return "_".join(_name_parts(point, seed, short)) or "run"
+    return "_".join(_name_parts(point, seed, short, fold)) or "run"
 
 
-def _name_parts(point: Mapping[str, Any], seed: int | None, short: Mapping[str, str]) -> Iterator[str]:
+def _name_parts(point: Mapping[str, Any], seed: int | None, short: Mapping[str, str], fold: int | None) -> Iterator[str]:
     for key, value in point.items():
         readable = re.sub(r"[^\w.+-]+", "-", value, flags=re.ASCII).strip("-.")[:LONGEST_VALUE]
         if readable != value:
@@ -120,3 +124,5 @@ def _name_parts(point: Mapping[str, Any], seed: int | None, short: Mapping[str, 
         yield f"{short[key]}-{readable}"
     if seed is not None:
         yield f"seed-{seed}"
+    if fold is not None:
+        yield f"fold-{fold}"

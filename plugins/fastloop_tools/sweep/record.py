@@ -42,14 +42,14 @@ class Record:
         else:
             try:
                 earlier = json.loads(self.file.read_text(encoding="utf-8"))
-                known = {(str(run["values"]), run["seed"]): run for run in earlier["runs"] if run["status"] == "finished"}
+                known = {(str(run["values"]), run["seed"], run.get("fold")): run for run in earlier["runs"] if run["status"] == "finished"}
                 origin = {key: earlier[key] for key in self.origin}
             except (OSError, ValueError, TypeError, KeyError) as error:
                 raise UsageError(f"{self.file}: cannot be read: {type(error).__name__}: {error}.") from None
             if origin != self.origin:
                 raise UsageError(f"{self.file}: the recipe or its overrides have changed since this sweep began. Set another output.")
             for run in self.runs:
-                if same := known.get((str(run.values), run.seed)):
+                if same := known.get((str(run.values), run.seed, run.fold)):
                     run.name, run.status, run.metrics = same["name"], same["status"], same["metrics"]
                     self.check_metric(run)
         folder.mkdir(parents=True, exist_ok=True)

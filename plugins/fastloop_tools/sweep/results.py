@@ -1,4 +1,4 @@
-"""Compares the points of a sweep: mean and deviation over seeds, and differences to the best point, paired by seed."""
+"""Compares the points of a sweep: mean and deviation over seeds and folds, and differences to the best point, paired by both."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ def compare(runs: Sequence[SweepRun], monitor: str, minimise: bool) -> tuple[lis
     """The results of each point, and the name of the best point.
 
     The best point has the best mean of the points whose runs have all finished with a finite value; None: there is no such point.
-    ``difference`` is a point's value minus the best point's for the same seed. Its 95% interval needs two pairs.
+    ``difference`` is a point's value minus the best point's for the same seed and fold. Its 95% interval needs two pairs. The training
+    sets of folds overlap, so the interval is wider for them: see ``mean_interval``.
 
     Args:
         monitor: A metric of the validation split.
@@ -24,8 +25,13 @@ def compare(runs: Sequence[SweepRun], monitor: str, minimise: bool) -> tuple[lis
     points: dict[str, list[SweepRun]] = {}
     for run in runs:
         points.setdefault(point_name(run), []).append(run)
+    folds = len({run.fold for run in runs if run.fold is not None})
     by_seed = {
-        name: {run.seed: run.metrics[monitor] for run in members if run.metrics and math.isfinite(run.metrics.get(monitor, math.nan))}
+        name: {
+            (run.seed, run.fold): run.metrics[monitor]
+            for run in members
+            if run.metrics and math.isfinite(run.metrics.get(monitor, math.nan))
+        }
         for name, members in points.items()
     }
     means = {name: fmean(values.values()) for name, values in by_seed.items() if values}
@@ -34,7 +40,7 @@ def compare(runs: Sequence[SweepRun], monitor: str, minimise: bool) -> tuple[lis
     results = []
     for name, members in points.items():
         values = by_seed[name]
-        pairs = [value - by_seed[best][seed] for seed, value in values.items() if seed in by_seed[best]] if best is not None else []
+        pairs = [value - by_seed[best][key] for key, value in values.items() if key in by_seed[best]] if best is not None else []
         results.append(
             {
                 "point": name,
@@ -43,7 +49,7 @@ def compare(runs: Sequence[SweepRun], monitor: str, minimise: bool) -> tuple[lis
                 "finished": len(values),
                 "mean": means.get(name),
                 "deviation": stdev(values.values()) if len(values) > 1 else None,
-                "difference": _difference(pairs) if pairs and name != best else None,
+                "difference": _difference(pairs, 1 / (folds - 1) if folds > 1 else 0.0) if pairs and name != best else None,
             }
         )
     return results, best
@@ -54,8 +60,8 @@ def point_name(run: SweepRun) -> str:
     return " ".join(f"{key}={value}" for key, value in run.values.items()) or "recipe"
 
 
-def _difference(pairs: Sequence[float]) -> dict[str, Any]:
-    low, high = mean_interval(pairs) or (None, None)
+def _difference(pairs: Sequence[float], overlap: float) -> dict[str, Any]:
+    low, high = mean_interval(pairs, overlap) or (None, None)
     return {"mean": fmean(pairs), "low": low, "high": high, "pairs": len(pairs)}
 
 

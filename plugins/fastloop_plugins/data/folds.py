@@ -1,0 +1,154 @@
+"""Trains on all samples except those of one fold, and validates on that fold. `fastloop sweep RECIPE --folds 5` trains each fold once.
+
+    plugins:
+      - folds: {number: 0, of: 5}
+
+The samples of the recipe's ``train`` and ``validation`` splits are divided into folds of equal size. Each sample is in one fold. The
+``test`` split stays as it is. If every sample has a class, each fold has an equal share of each class; numbers differ by one at most.
+The plugin finds classes in an integer attribute ``labels`` or ``targets`` of the datasets, or in the last tensor of a ``TensorDataset``.
+``train.seed`` shuffles the samples, so runs with the same seed have the same folds. ``class_weights: balanced`` of a task counts the
+classes of the recipe's ``train`` split. `fastloop evaluate` refuses these two splits of such a run; its summary has the fold's metrics.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+from fastloop import Plugin, PluginError, RecipeError, hookimpl, option
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from fastloop import Run
+    from fastloop.recipe import Recipe
+
+logger = logging.getLogger("fastloop")
+
+POOLED = ("train", "validation")
+"""The splits whose samples are divided."""
+
+
+class Folds(Plugin):
+    """Replaces the training and validation datasets that the task built."""
+
+    name = "folds"
+    numerics = "changes-training"
+    for_inference = True
+    description = "validates on one fold of the training data, and trains on the others"
+
+    @dataclass(kw_only=True)
+    class Config:
+        """Options."""
+
+        number: Annotated[int, option("The fold to validate on, from 0.", ge=0)] = 0
+        of: Annotated[int, option("Number of folds.", ge=2)] = 5
+
+    @hookimpl
+    def check_recipe(self, recipe: Recipe) -> None:
+        number, of = self.config.number, self.config.of
+        if number >= of:
+            raise RecipeError(f"{recipe.where}: plugins.folds.number: found {number}, expected a number from 0 to {of - 1}.")
+        if recipe.inference is not None and recipe.inference.split in POOLED:
+            raise RecipeError(
+                f"{recipe.where}: plugins.folds: the run trained on parts of the splits train and validation, so their metrics would "
+                "mislead. Its summary.json has the metrics of its fold. Evaluate another split: --split test."
+            )
+
+    @hookimpl(wrapper=True)
+    def build_datasets(self, run: Run) -> Generator[None, Mapping[str, Any], Mapping[str, Any]]:
+        datasets = yield
+        if run.recipe.inference is not None:
+            return datasets
+        where, pooled = f"{run.recipe.where}: plugins.folds", [datasets[split] for split in POOLED if split in datasets]
+        for dataset in pooled:
+            if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+                raise RecipeError(f"{where}: {type(dataset).__name__} is iterable. Expected map-style data.")
+        size, (number, of) = sum(map(len, pooled)), (self.config.number, self.config.of)
+        if size < of:
+            raise RecipeError(f"{where}.of: found {of} folds for {size} samples. Expected at most {size}.")
+        classes = classes_of(pooled)
+        folds = divide(size, of, run.recipe.train.seed, classes)
+        parts = {"train": Part(pooled, (folds != number).nonzero()[0]), "validation": Part(pooled, (folds == number).nonzero()[0])}
+        how = "with an equal share of each class" if classes is not None else "without regard to classes, which the data does not show"
+        logger.info("folds: %d of %d samples are fold %d of %d, drawn %s", len(parts["validation"]), size, number, of, how)
+        return {**datasets, **parts}
+
+    @hookimpl(wrapper=True)
+    def build_sampler(self, run: Run, split: str) -> Generator[None, Any, Any]:
+        sampler = yield
+        if sampler is not None and split in POOLED:
+            raise PluginError(
+                f"{run.recipe.where}: plugins.folds: the {split} split has a sampler, whose indices are those of the undivided data. "
+                "Leave the sampler out, or give a dataset instead of a loader."
+            )
+        return sampler
+
+
+class Part:
+    """Some samples of several map-style datasets.
+
+    Args:
+        datasets: Datasets whose samples are numbered end to end.
+        ids: Numbers of the samples, int64.
+
+    Attributes:
+        lengths: Tokens of each sample; exists if the datasets have this attribute. So does ``labels``, the label of each sample.
+    """
+
+    def __init__(self, datasets: Sequence[Any], ids: NDArray[Any]) -> None:
+        import numpy as np
+        from torch.utils.data import ConcatDataset
+
+        self.datasets, self.ids, self.joined = datasets, ids, ConcatDataset(datasets)
+        for name in ("lengths", "labels"):
+            values = [getattr(dataset, name, None) for dataset in datasets]
+            if all(value is not None for value in values):
+                setattr(self, name, np.concatenate([np.asarray(value) for value in values])[ids])
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.joined[int(self.ids[index])]
+
+    def fingerprint(self) -> str:
+        """A hash of the datasets' fingerprints and the numbers of the samples."""
+        from fastloop.data.datasets import fingerprint
+
+        found = hashlib.blake2b(self.ids.tobytes(), digest_size=8)
+        for dataset in self.datasets:
+            found.update(fingerprint(dataset).encode())
+        return found.hexdigest()
+
+
+def classes_of(datasets: Sequence[Any]) -> NDArray[Any] | None:
+    """The class of every sample, (N,) integers; None: the datasets do not show one."""
+    import numpy as np
+    from torch.utils.data import TensorDataset
+
+    found = []
+    for dataset in datasets:
+        listed = (
+            dataset.tensors[-1] if isinstance(dataset, TensorDataset) else getattr(dataset, "labels", getattr(dataset, "targets", None))
+        )
+        values = np.asarray(listed if listed is not None else [])
+        if values.shape != (len(dataset),) or values.dtype.kind not in "iu":
+            return None
+        found.append(values)
+    return np.concatenate(found)
+
+
+def divide(size: int, of: int, seed: int, classes: NDArray[Any] | None) -> NDArray[Any]:
+    """The fold of each sample, (N,) int64. The sizes of folds differ by one at most, and so do the numbers of each class in them."""
+    import numpy as np
+
+    order = np.random.default_rng(seed).permutation(size)
+    if classes is not None:
+        order = order[np.argsort(classes[order], kind="stable")]
+    folds = np.empty(size, dtype=np.int64)
+    folds[order] = np.arange(size) % of
+    return folds

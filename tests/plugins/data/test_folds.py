@@ -1,0 +1,139 @@
+"""The plugin ``folds``: parts that are disjoint, complete and equal, for every kind of map-style data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from fastloop import CheckpointError, Plugin, PluginError, RecipeError, Run, hookimpl
+from fastloop.recipe import make_recipe
+from fastloop.registry import resolve
+from fastloop.testing import tiny_data
+from fastloop.testing.tasks import TEXTS, write_texts
+from fastloop_plugins.data.folds import Part, classes_of, divide
+
+
+@pytest.mark.parametrize(("size", "of"), [(5, 5), (67, 5), (100, 3), (9, 2)])
+@pytest.mark.parametrize("stratified", [True, False])
+def test_folds_are_disjoint_complete_and_equal_in_size_and_classes(size, of, stratified):
+    classes = np.random.default_rng(1).choice(3, size, p=[0.7, 0.25, 0.05]) if stratified else None
+    folds = divide(size, of, 7, classes)
+    counts = np.bincount(folds, minlength=of)
+    assert (len(folds), counts.sum(), len(counts)) == (size, size, of), "each sample is in one fold"
+    assert counts.max() - counts.min() <= 1
+    for cls in range(3) if classes is not None else ():
+        shares = np.bincount(folds[classes == cls], minlength=of)
+        assert shares.max() - shares.min() <= 1
+    assert np.array_equal(folds, divide(size, of, 7, classes))
+    assert size == of == 5 or not np.array_equal(folds, divide(size, of, 8, classes))
+
+
+class Parts(Plugin):
+    """Records the datasets of a run."""
+
+    name = "parts"
+
+    @hookimpl
+    def check_run(self, run: Run) -> None:
+        self.datasets = run.datasets
+
+
+def inputs(dataset: Any) -> list[tuple[float, ...]]:
+    return [tuple(dataset[index][0].tolist()) for index in range(len(dataset))]
+
+
+def test_every_sample_of_both_splits_is_validated_once_and_never_trained_beside(tiny_run):
+    whole = sorted(inputs(tiny_data()) + inputs(tiny_data(32, seed=1)))
+    validated: list[tuple[float, ...]] = []
+    metrics = []
+    for number in range(4):
+        parts = Parts()
+        result = tiny_run([{"folds": {"number": number, "of": 4}}, parts], epochs=1)
+        train, validation = inputs(parts.datasets["train"]), inputs(parts.datasets["validation"])
+        assert sorted(train + validation) == whole
+        assert abs(len(validation) - len(whole) / 4) < 1
+        validated += validation
+        metrics.append(result.summary["validation"]["loss"])
+    assert sorted(validated) == whole
+    assert len(set(metrics)) == 4
+
+
+def test_the_order_of_samples_follows_from_the_seed_and_a_run_resumes_only_with_its_fold(tiny_run, tmp_path):
+    fold = [{"folds": {"number": 1, "of": 3}}]
+    whole = tiny_run(fold)
+    assert tiny_run(fold).losses == whole.losses
+    assert tiny_run(fold, seed=5).losses != whole.losses
+    tiny_run(fold, max_steps=5, output="run")
+    resumed = tiny_run(fold, output="run", resume=True)
+    assert all(torch.equal(resumed.weights[name], whole.weights[name]) for name in whole.weights)
+    for other in ({"number": 0, "of": 3}, {"number": 1, "of": 4}):
+        with pytest.raises(CheckpointError, match="was saved with other data"):
+            tiny_run([{"folds": other}], output="run", resume=True)
+
+
+def test_texts_keep_their_lengths_and_classes_for_other_plugins():
+    write_texts(Path())
+    parts = Parts()
+    tree = {key: value for key, value in TEXTS.items() if key in ("model", "data")}
+    plugins = ["length-bucketing", {"folds": {"of": 3}}, {"log": False}, {"progress": False}]
+    recipe = make_recipe({**tree, "train": {"epochs": 1, "batch_size": 8, "device": "cpu"}, "plugins": plugins, "output": "run"})
+    from fastloop.lifecycle import build, execute
+
+    execute(build(recipe, resolve(recipe, objects=[parts])))
+    train, validation = parts.datasets["train"], parts.datasets["validation"]
+    assert (len(train), len(validation)) == (34, 17), "35 and 16 samples"
+    assert [len(train[index]["input_ids"]) for index in range(34)] == train.lengths.tolist()
+    assert sorted(np.bincount(validation.labels).tolist()) == [8, 9]
+
+
+class Targets(Dataset[Any]):
+    def __init__(self, targets: Any) -> None:
+        self.targets = targets
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        return index, self.targets[index]
+
+
+def test_classes_are_found_without_reading_samples():
+    assert classes_of([Targets([0, 1, 1, 0]), Targets(torch.tensor([2, 2, 2, 2]))]).tolist() == [0, 1, 1, 0, 2, 2, 2, 2]
+    assert classes_of([tiny_data(4)]).tolist() == tiny_data(4).tensors[1].tolist()
+    for without in (Targets([0.5, 1.0, 2.0, 0.1]), Targets([[0, 1]] * 4), Targets(None), TensorDataset(torch.zeros(4, 2)), [1, 2, 3, 4]):
+        assert classes_of([tiny_data(4), without]) is None
+
+
+def test_a_part_hashes_its_samples():
+    data = tiny_data(6)
+    part = Part([data], np.array([1, 3]))
+    assert len(part) == 2
+    assert torch.equal(part[1][0], data[3][0])
+    assert not hasattr(part, "lengths")
+    assert part.fingerprint() == Part([data], np.array([1, 3])).fingerprint() != Part([data], np.array([1, 4])).fingerprint()
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(tiny_data(8))
+
+
+@pytest.mark.parametrize(
+    ("options", "data", "message"),
+    [
+        ({"number": 5}, None, r"plugins\.folds\.number: found 5, expected a number from 0 to 4"),
+        ({"of": 1}, None, r"plugins\.folds\.of"),
+        ({"of": 200}, None, r"plugins\.folds\.of: found 200 folds for 99 samples\. Expected at most 99"),
+        ({}, Stream(), r"plugins\.folds: Stream is iterable\. Expected map-style data"),
+        ({}, DataLoader(tiny_data(), batch_size=8), r"plugins\.folds: the train split has a sampler"),
+    ],
+)
+def test_wrong_options_and_data_are_refused(tiny_run, options, data, message):
+    with pytest.raises((RecipeError, PluginError), match=message):
+        tiny_run([{"folds": options}], data=data, output="out")
+    assert not Path("out").exists()

@@ -103,7 +103,8 @@ class Part:
         import numpy as np
         from torch.utils.data import ConcatDataset
 
-        self.datasets, self.ids, self.joined = datasets, ids, ConcatDataset(datasets)
+        self.datasets, self.ids = datasets, ids
+        self.joined: ConcatDataset[Any] = ConcatDataset(datasets)
         for name in ("lengths", "labels"):
             values = [getattr(dataset, name, None) for dataset in datasets]
             if all(value is not None for value in values):

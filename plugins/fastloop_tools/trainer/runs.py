@@ -46,6 +46,7 @@ class Fits:
         self.task, self.resume = task, resume
         self.count = 0
         self._run: Run | None = None
+        self._step = 0  # optimizer steps of the earlier calls
         self._modules: dict[str, type] = {}
         self._completed = False
 
@@ -60,7 +61,8 @@ class Fits:
         if self._run is None:
             self._modules = modules
             return self.resume
-        run, step = self._run, self._run.state.step
+        run = self._run
+        self._step = step = max(self._step, run.state.step)
         if self._completed:
             raise UsageError(
                 f"fit: an earlier call completed the run after {step} steps. To train longer, raise epochs or max_steps: "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -107,7 +108,8 @@ def hook_calls() -> list[Call]:
 def tiny_run(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., TinyResult]:
     """Train the tiny model with given plugins: ``tiny_run(["my-plugin"], epochs=2).losses``. Batches of 8, AdamW, lr 1e-2, two epochs.
 
-    Uses an accelerator if one is available, unless you pass ``device="cpu"``.
+    Uses an accelerator if one is available, unless you pass ``device="cpu"``. A run that a signal stopped, after it was saved, has a
+    result, too.
     """
     count = iter(range(1000))
     observers = [HookCalls(request.getfixturevalue("hook_calls"))] if "hook_calls" in request.fixturenames else []
@@ -118,6 +120,12 @@ def tiny_run(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Ti
         data = data if data is not None else tiny_data()
         defaults = {"epochs": 2, "lr": 1e-2, "batch_size": 8, "loss": nn.functional.cross_entropy, "output": tmp_path / f"run{next(count)}"}
         trainer = Trainer(model, data, tiny_data(32, seed=1), plugins=[*plugins, recorder, *observers], **{**defaults, **arguments})
-        return TinyResult(trainer, trainer.fit(), model, recorder)
+        try:
+            summary = trainer.fit()
+        except (KeyboardInterrupt, SystemExit):
+            if not hasattr(trainer, "run") or not trainer.run.interrupted:  # stopped at once
+                raise
+            summary = json.loads((trainer.run.folder / "summary.json").read_text(encoding="utf-8"))
+        return TinyResult(trainer, summary, model, recorder)
 
     return run

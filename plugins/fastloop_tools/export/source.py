@@ -41,6 +41,7 @@ def find(
     if checkpoint is None:
         recipe = load(target, arguments, Inference(Path(), "test"), with_plugins, without_plugins)
         assert recipe.inference is not None
+        assert recipe.inference.model is not None
         weights = recipe.inference.model
     else:
         run = Path(target)

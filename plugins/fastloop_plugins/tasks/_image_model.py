@@ -146,7 +146,8 @@ class ImageModel:
         Raises:
             RecipeError: The file is missing or damaged.
         """
-        assert self.recipe.inference is not None and self.recipe.inference.model is not None
+        assert self.recipe.inference is not None
+        assert self.recipe.inference.model is not None
         file = self.recipe.inference.model / FILE
         if not file.is_file() and self.config is not None:  # a transformers model that another program exported
             return [str(self.config.id2label[index]) for index in range(len(self.config.id2label))], {}

@@ -47,7 +47,8 @@ def worst_samples(run: Run, split: str, count: int) -> list[dict[str, Any]]:
     every = heapq.nsmallest(count, [one for part in run.processes.all_gather_object(found) for one in part])
     if not every or not run.is_main:
         return []
-    assert run.recipe.inference is not None and run.recipe.inference.model is not None
+    assert run.recipe.inference is not None
+    assert run.recipe.inference.model is not None
     names, tokenizer = class_names(run, every[0].classes), load_tokenizer(run.recipe.inference.model)
     dataset = run.datasets[split]
     return [

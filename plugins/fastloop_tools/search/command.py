@@ -1,0 +1,178 @@
+"""``fastloop search``: searches the best values of recipe keys with Optuna. Any number of workers share one database."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from fastloop.cli import launch
+from fastloop.cli.arguments import RecipeName, With, Without, names
+from fastloop.distributed import signals
+
+if TYPE_CHECKING:
+    from fastloop.recipe import Recipe
+
+Values = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="KEY=RANGE...",
+        help="Ranges (train.lr=1e-5..1e-3, plugins.lora.r=4..16) and lists (plugins.lora.r=4,8), and other overrides.",
+    ),
+]
+
+
+def search(
+    recipe: RecipeName,
+    values: Values = None,
+    trials: Annotated[int, typer.Option(min=1, metavar="N", help="Trials of the search, over all workers.")] = 20,
+    storage: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="The database that the workers share, such as sqlite:///study.db. Default: OUTPUT/study.db."),
+    ] = None,
+    monitor: Annotated[
+        str | None,
+        typer.Option(
+            metavar="METRIC",
+            help="The metric of the validation split to optimize. Default: that of checkpoint-best or early-stopping, else loss.",
+        ),
+    ] = None,
+    mode: Annotated[Literal["auto", "min", "max"], typer.Option(help="Whether a lower or a higher value is better.")] = "auto",
+    seeds: Annotated[int | None, typer.Option(min=1, metavar="N", help="Train each trial with N seeds, from train.seed on.")] = None,
+    with_: With = None,
+    without: Without = None,
+    nproc: Annotated[int, typer.Option(min=1, metavar="N", help="Start N processes for each run.")] = 1,
+    heartbeat: Annotated[
+        int,
+        typer.Option(min=1, metavar="SECONDS", help="Time between two heartbeats of a trial. After twice this time, it is lost."),
+    ] = 60,
+    json_file: Annotated[
+        str, typer.Option("--json", metavar="FILE", help="Also write the trials to this file, best first; -: stdout.")
+    ] = "",
+) -> None:
+    """Search the best values of keys with Optuna.
+
+    Each trial is a training in a folder of the output folder. To use more workers, on this machine or others, start the same command again
+    with the same --storage and output: the workers share the trials. The same command also continues a search that was stopped. A trial whose worker
+    is stopped or lost is replaced by another one. A trial that fails is recorded, and the search continues. Exit codes: 0 done; 1 a trial
+    failed; 2 usage error; 75 or 130 stopped.
+    """
+    try:
+        import optuna  # noqa: F401
+    except ImportError:
+        from fastloop.errors import UsageError
+
+        raise UsageError("fastloop search: Optuna is not installed. Install it: pip install 'fastloop[optuna]'") from None
+    from fastloop.cli.messages import show_messages
+    from fastloop.errors import UsageError
+    from fastloop.recipe import load_recipe, secrets
+    from fastloop.registry import resolve
+    from fastloop_plugins.training._monitor import Monitor
+    from fastloop_tools.search import results, space
+    from fastloop_tools.search.study import hide_password, open_study, storage_errors
+    from fastloop_tools.search.worker import Worker
+
+    axes, fixed = space.parse(values or ())
+    if not axes:
+        raise UsageError("there is nothing to search. Expected a range or a list, such as train.lr=1e-5..1e-3 or train.batch_size=16,32.")
+    if seeds is not None and any(axis.key == "train.seed" for axis in axes):
+        raise UsageError("train.seed is searched, and --seeds sets it, too. Leave one of the two out.")
+    base = load_recipe(recipe, fixed, names(with_), names(without))
+    for axis in axes:  # a key or value that is wrong ends the search before the first trial
+        if axis.key == "output":
+            raise UsageError(f"{axis.key}={axis.text}: expected one folder. Each run gets a folder of its own in it.")
+        for value in axis.examples():
+            others = [f"{other.key}={other.examples()[0]}" for other in axes if other is not axis]
+            resolve(load_recipe(recipe, [*fixed, *others, f"{axis.key}={value}"], names(with_), names(without)))
+    kept, metric, direction = monitored(base)
+    monitor, mode = (monitor or metric, direction if mode == "auto" and monitor in (None, metric) else mode)
+    minimise = Monitor("search", monitor, mode).minimise
+    folder = Path(base.output)
+    show_messages()
+    described = json.loads(json.dumps(secrets.hidden(base.to_dict()), default=str))
+    origin = {
+        "recipe": {key: value for key, value in described.items() if key != "output"},
+        "search": {axis.key: axis.text for axis in axes},
+        "seeds": seeds,
+        "optimized": f"{'lowest' if minimise else 'highest'} {monitor}",
+    }
+    check_folder(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    url = storage or f"sqlite:///{folder / 'study.db'}"
+    study = open_study(url, folder.name, minimise, origin, heartbeat)
+    command = [recipe, *fixed]
+    for key, listed in (("--with", names(with_)), ("--without", names(without))):
+        command += [key, ",".join(listed)] if listed else []
+
+    def train(overrides: list[str], output: Path) -> int:
+        return launch.launch(["train", *command, *overrides, f"output={output}"], nproc, 1, 0, None, output)
+
+    def write() -> None:
+        results.write_sweep(folder, study, origin, monitor)
+
+    numbers = [None] if seeds is None else [base.train.seed + index for index in range(seeds)]
+    worker = Worker(study, axes, numbers, trials, folder, monitor, kept == monitor, heartbeat, train, write)
+    redirect = results.stdout_to_stderr() if json_file == "-" else contextlib.nullcontext()
+    with storage_errors(url), signals.on_signals(signals.stop_now), redirect:
+        write()
+        worker.work()
+        write()
+    rows = results.collect(study)
+    report: dict[str, Any] = {
+        "study": study.study_name,
+        "storage": hide_password(url),
+        "monitor": f"validation {monitor}",
+        "better": "lower" if minimise else "higher",
+        "trials": rows,
+    }
+    text = json.dumps(secrets.hidden(report), indent=2) + "\n"
+    if json_file == "-":
+        typer.echo(text, nl=False)
+    else:
+        results.show(rows, monitor)
+        for row in rows:
+            if row["error"]:
+                typer.echo(secrets.hide(f"trial {row['trial']} failed: {row['error']}"))
+        if rows and rows[0]["value"] is not None:
+            best = shlex.join(["fastloop", "train", *command, *rows[0]["overrides"]])
+            typer.echo(secrets.hide(f"best: {best}"))
+        typer.echo(f"curves: fastloop report {folder}")
+    if json_file not in ("", "-"):
+        Path(json_file).write_text(text, encoding="utf-8")
+    raise typer.Exit(int(any(row["error"] for row in rows)))
+
+
+def monitored(recipe: Recipe) -> tuple[str | None, str, Literal["auto", "min", "max"]]:
+    """The metric of ``checkpoint-best``, if the recipe lists it; the metric that the recipe monitors, and its mode."""
+    for plugin in ("checkpoint-best", "early-stopping"):
+        options = recipe.plugins.get(plugin, False)
+        if options is not False:
+            metric = str(options.get("monitor", "loss"))
+            return metric if plugin == "checkpoint-best" else None, metric, options.get("mode", "auto")
+    return None, "loss", "auto"
+
+
+def check_folder(folder: Path) -> None:
+    """Check that the output folder is new, empty, or that of a search.
+
+    Raises:
+        UsageError: It has other content.
+    """
+    from fastloop.errors import UsageError
+
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise UsageError(f"output: {folder} is not a folder. Set another output.")
+    try:
+        searched = "study" in json.loads((folder / "sweep.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        searched = not (folder / "recipe.yaml").is_file()
+    except (OSError, ValueError, TypeError):
+        searched = False
+    if not searched:
+        raise UsageError(f"output: {folder} contains a run or a sweep. Set another output, such as output={folder}-search.")

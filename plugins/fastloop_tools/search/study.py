@@ -1,0 +1,136 @@
+"""The Optuna study that the workers of a search share, and the trials that count."""
+
+from __future__ import annotations
+
+import json
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import datetime, timedelta
+from typing import Any
+
+import optuna
+from optuna.exceptions import ExperimentalWarning, StorageInternalError
+from optuna.trial import FrozenTrial, TrialState
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import SQLAlchemyError
+
+from fastloop.errors import FastloopError, UsageError
+from fastloop.recipe import secrets
+
+SQLITE_TIMEOUT = 60
+"""Seconds to wait for a lock of SQLite. Its default of 5 is short for several workers on a network file system."""
+ATTEMPTS = 5
+"""Attempts to open the storage. Workers that create the tables at the same time fail once."""
+ORIGIN, ERROR, WORKER, RUNS, SURPLUS = (f"fastloop:{name}" for name in ("origin", "error", "worker", "runs", "surplus"))
+"""User attributes: of the study, the search that made it; of a trial, why it failed, its worker, its runs, and that it was not needed."""
+
+
+def open_study(url: str, name: str, minimise: bool, origin: Mapping[str, Any], heartbeat: int) -> optuna.Study:
+    """The study ``name`` of a database. It is created if it does not exist.
+
+    Args:
+        origin: The settings that all workers share; see ``check_origin``.
+        heartbeat: Seconds between two heartbeats of a trial. After twice this time without one, its worker counts as lost.
+
+    Raises:
+        UsageError: The database cannot be reached, or the study belongs to another search.
+    """
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ExperimentalWarning)
+        storage = _open_storage(url, heartbeat)
+        sampler = optuna.samplers.TPESampler(constant_liar=True)  # takes the running trials of other workers into account
+    with storage_errors(url):
+        study = optuna.create_study(
+            storage=storage, sampler=sampler, study_name=name, direction="minimize" if minimise else "maximize", load_if_exists=True
+        )
+        if ORIGIN not in study.user_attrs:
+            if study.get_trials(deepcopy=False):
+                raise UsageError(f"--storage: the study {name!r} was not made by `fastloop search`. Set another output or another storage.")
+            study.set_user_attr(ORIGIN, origin)
+        check_origin(name, study.user_attrs[ORIGIN], origin)
+    return study
+
+
+def _open_storage(url: str, heartbeat: int) -> optuna.storages.RDBStorage:
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            parsed = make_url(url)
+            secrets.remember({"password": parsed.password}, "--storage")
+            connect = {"timeout": SQLITE_TIMEOUT} if parsed.get_backend_name() == "sqlite" else {}
+            return optuna.storages.RDBStorage(url, {"connect_args": connect}, heartbeat_interval=heartbeat)
+        except (SQLAlchemyError, StorageInternalError, ImportError, RuntimeError, ValueError) as error:
+            if attempt == ATTEMPTS or not isinstance(error, SQLAlchemyError | StorageInternalError) or "://" not in url:
+                reason = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
+                raise UsageError(
+                    f"--storage {hide_password(url)}: cannot be opened: {reason}. Expected a database that SQLAlchemy can reach, such as "
+                    "sqlite:///study.db or postgresql://USER:PASSWORD@HOST/NAME."
+                ) from None
+            time.sleep(0.2 * attempt)
+    raise AssertionError
+
+
+def hide_password(url: str) -> str:
+    """A database's URL, without its password."""
+    try:
+        return make_url(url).render_as_string(hide_password=True)
+    except SQLAlchemyError:
+        return url
+
+
+@contextmanager
+def storage_errors(url: str) -> Iterator[None]:
+    """Raise errors of the database as errors that name it.
+
+    Raises:
+        FastloopError: The database failed.
+    """
+    try:
+        yield
+    except (SQLAlchemyError, StorageInternalError) as error:
+        reason = str(error.__cause__ or error).splitlines()[0].rstrip(".")
+        raise FastloopError(
+            f"--storage {hide_password(url)}: the database failed: {reason}. Finished trials are kept: repeat the command to continue."
+        ) from error
+
+
+def check_origin(name: str, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """Check that a study belongs to this search.
+
+    Raises:
+        UsageError: It belongs to another recipe or other ranges; shows both.
+    """
+    old, new = _flat(there), _flat(json.loads(json.dumps(here)))
+    changed = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+    if changed:
+        shown = "; ".join(f"{key}: {old.get(key, '(none)')} in the study, {new.get(key, '(none)')} here" for key in changed[:5])
+        more = f"; and {len(changed) - 5} more" if len(changed) > 5 else ""
+        raise UsageError(
+            f"--storage: the study {name!r} was made with other settings: {shown}{more}. Use the same settings, or set another output or "
+            "another storage for a new search."
+        )
+
+
+def _flat(tree: Any, prefix: str = "") -> dict[str, str]:
+    """Dotted keys -> values, as text."""
+    if isinstance(tree, Mapping) and tree:
+        return {key: value for name, branch in tree.items() for key, value in _flat(branch, f"{prefix}{name}.").items()}
+    return {prefix.rstrip("."): str(tree)}
+
+
+def counts(trial: FrozenTrial) -> bool:
+    """Whether a trial is one of ``--trials``. One whose worker was lost or stopped is not: another trial replaces it."""
+    return trial.state in (TrialState.COMPLETE, TrialState.RUNNING) or ERROR in trial.user_attrs
+
+
+def fail_lost_trials(study: optuna.Study, heartbeat: int) -> None:
+    """Mark the trials of lost workers as failed: those without a heartbeat for twice the interval."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ExperimentalWarning)
+        optuna.storages.fail_stale_trials(study)
+    for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):  # lost before the first heartbeat, which Optuna skips
+        started = trial.datetime_start
+        if WORKER not in trial.user_attrs and started and datetime.now() - started > timedelta(seconds=2 * heartbeat + 60):
+            study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)

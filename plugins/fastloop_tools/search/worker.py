@@ -1,0 +1,140 @@
+"""A worker of a search: trains one trial after another, until the study has as many as it needs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import optuna
+import typer
+from optuna.trial import TrialState
+
+from fastloop.distributed import signals
+from fastloop.errors import UsageError, did_you_mean
+from fastloop_tools.search.space import Axis
+from fastloop_tools.search.study import ERROR, RUNS, SURPLUS, WORKER, counts, fail_lost_trials
+from fastloop_tools.sweep.command import STOPPED
+from fastloop_tools.sweep.grid import SweepRun
+
+POLL_SECONDS = 1.0
+"""Seconds between two looks at the trials of other workers, at the end of a search."""
+
+
+class TrialFailed(Exception):
+    """A run of the trial failed, or its value is not finite."""
+
+
+class Surplus(Exception):
+    """Other workers have begun the last trials at the same time. This one is not needed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Worker:
+    """A worker of a search.
+
+    Args:
+        axes: The search space.
+        seeds: Seeds that each trial trains with; ``[None]``: the recipe's.
+        trials: Trials of the search, over all workers.
+        folder: Folder of the run folders.
+        monitor: A metric of the validation split. A trial's value is its mean over the seeds.
+        kept_best: Whether the exported model is the best one by this metric, so that its value counts, and not the last one.
+        train: Trains with these overrides into this folder. Returns the exit code.
+        after_trial: Called when a trial has ended.
+    """
+
+    study: optuna.Study
+    axes: Sequence[Axis]
+    seeds: Sequence[int | None]
+    trials: int
+    folder: Path
+    monitor: str
+    kept_best: bool
+    heartbeat: int
+    train: Callable[[list[str], Path], int]
+    after_trial: Callable[[], None]
+
+    def work(self) -> None:
+        """Train trials until the study is complete. Then wait for the running trials of other workers, and replace lost ones.
+
+        Raises:
+            UsageError: The evaluation has no metric ``monitor``.
+            typer.Exit: A signal stopped a run.
+        """
+        waits = False
+        while True:
+            fail_lost_trials(self.study, self.heartbeat)
+            counted = [trial for trial in self.study.get_trials(deepcopy=False) if counts(trial)]
+            running = sum(trial.state == TrialState.RUNNING for trial in counted)
+            if len(counted) < self.trials:
+                waits = False
+                self.study.optimize(self.run_trial, n_trials=1, catch=(TrialFailed, Surplus))
+                self.after_trial()
+            elif running:
+                if not waits:
+                    typer.echo(f"waiting for {running} running trials of other workers")
+                waits = True
+                time.sleep(POLL_SECONDS)
+            else:
+                return
+
+    def run_trial(self, trial: optuna.Trial) -> float:
+        """Train a trial with all seeds. Returns its value."""
+        earlier = self.study.get_trials(deepcopy=False)
+        if sum(other.number < trial.number and counts(other) for other in earlier) >= self.trials:
+            trial.set_user_attr(SURPLUS, True)
+            raise Surplus
+        trial.set_user_attr(WORKER, f"{socket.gethostname()}, process {os.getpid()}")
+        values = {axis.key: axis.suggest(trial) for axis in self.axes}
+        typer.echo(f"trial {trial.number} of {self.trials}: {' '.join(f'{key}={value}' for key, value in values.items())}")
+        for other in earlier:
+            if other.state == TrialState.COMPLETE and other.params == trial.params:
+                typer.echo(f"  the same as trial {other.number}: not trained again")
+                trial.set_user_attr(RUNS, other.user_attrs[RUNS])
+                return float(other.values[0])
+        name = f"trial-{trial.number:04d}"
+        runs = [SweepRun(name if seed is None else f"{name}_seed-{seed}", values, seed) for seed in self.seeds]
+        for run in runs:
+            self._run(trial, run, runs)
+        found = [run.metrics[self.monitor] for run in runs if run.metrics]
+        return sum(found) / len(found)
+
+    def _run(self, trial: optuna.Trial, run: SweepRun, runs: list[SweepRun]) -> None:
+        folder = self.folder / run.name
+        code = self.train(run.overrides, folder)
+        summary = read_summary(folder)
+        run.status = "finished" if code == 0 else "stopped" if code in STOPPED else "failed"
+        if code == 0:
+            run.metrics = dict(summary.get("validation") or {})
+            if self.monitor not in run.metrics:
+                there = f"has no metric {self.monitor!r}" if run.metrics else "does not exist"
+                raise UsageError(f"--monitor {self.monitor}: the validation split {there}.{did_you_mean(self.monitor, run.metrics)}")
+            if self.kept_best and summary.get("best"):
+                run.metrics[self.monitor] = summary["best"]["value"]
+            if not math.isfinite(run.metrics[self.monitor]):
+                run.status, run.reason = "failed", f"validation {self.monitor} is {run.metrics[self.monitor]}"
+        elif run.status == "failed":
+            run.reason = summary.get("reason") or f"exit code {code}, before training; its error is in the output"
+        trial.set_user_attr(RUNS, [dataclasses.asdict(run) for run in runs])
+        if run.status == "stopped":
+            typer.echo(f"The search was stopped in trial {trial.number}. Repeat the command to continue; another trial replaces this one.")
+            raise typer.Exit(signals.EXIT_INTERRUPTED if code == signals.EXIT_INTERRUPTED else signals.EXIT_STOPPED)
+        if run.status == "failed":
+            trial.set_user_attr(ERROR, run.reason)
+            raise TrialFailed(run.reason)
+
+
+def read_summary(folder: Path) -> dict[str, Any]:
+    """The summary of a run; empty if it has written none."""
+    try:
+        found: dict[str, Any] = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found

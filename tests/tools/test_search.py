@@ -1,0 +1,242 @@
+"""`fastloop search`: trials of Optuna, by workers that share a SQLite file and may be killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import forked
+import optuna
+import pytest
+import yaml
+
+from fastloop.errors import UsageError
+from fastloop_tools.report.read import read
+from fastloop_tools.search.space import parse
+
+CODE = """
+import time
+from pathlib import Path
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+class Net(nn.Sequential):
+    def __init__(self, width=4):
+        if width == 13:
+            raise ValueError("no width of 13")
+        super().__init__(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, 3))
+
+class Rows(Dataset):
+    def __init__(self, wait=False):
+        self.x, self.wait = torch.randn(48, 8, generator=torch.Generator().manual_seed(0)), wait
+    def __len__(self):
+        return 48
+    def __getitem__(self, index):
+        if self.wait and Path("run/trial-0001").exists() and not Path("free").exists():
+            Path("waiting").touch()   # in the second trial
+            time.sleep(0.05)
+        return self.x[index], int(self.x[index, :3].argmax())
+
+def rows(wait=False):
+    return {"train": Rows(wait), "validation": Rows()}
+"""
+RECIPE: dict[str, Any] = {
+    "model": {"module": "code.py:Net"},
+    "data": {"module": "code.py:rows"},
+    "train": {"epochs": 2, "batch_size": 8, "lr": 1e-2, "device": "cpu"},
+    "plugins": [
+        {"module": {"loss": "cross_entropy", "metrics": {"accuracy": {"type": "MulticlassAccuracy", "num_classes": 3}}}},
+        {"checkpoint-best": {"monitor": "accuracy"}},
+    ],
+    "output": "run",
+}
+COMMAND = ("search", "recipe.yaml", "train.lr=1e-4..1e-1", "--storage", "sqlite:///study.db", "--without", "progress")
+
+
+@pytest.fixture(autouse=True)
+def _recipe():
+    Path("code.py").write_text(CODE)
+    Path("recipe.yaml").write_text(yaml.safe_dump(RECIPE))
+
+
+def fastloop(*arguments: str) -> Any:
+    return forked.run("-m", "fastloop", *arguments, timeout=400)
+
+
+def trials() -> list[optuna.trial.FrozenTrial]:
+    return optuna.load_study(study_name="run", storage="sqlite:///study.db").trials
+
+
+def test_ranges_and_lists_are_axes_and_the_rest_is_fixed():
+    axes, fixed = parse(
+        ["a=1e-5..1e-3", "b=4,8,16", "c=1..8", "d=0.1..0.9", "e=log(1..1024)", "f=../data", "g=3", "h=-1..1.5", "i=1..1000"]
+    )
+    assert fixed == ["f=../data", "g=3"]
+    found = {axis.key: (axis.values or axis.ends, axis.log) for axis in axes}
+    assert found == {
+        "a": ((1e-5, 1e-3), True),
+        "b": (("4", "8", "16"), False),
+        "c": ((1, 8), False),
+        "d": ((0.1, 0.9), False),
+        "e": ((1, 1024), True),
+        "h": ((-1.0, 1.5), False),
+        "i": ((1, 1000), False),
+    }
+
+
+def test_values_lie_in_their_range_and_are_text_of_the_command_line():
+    axes, _ = parse(["a=1e-5..1e-3", "b=x,[1,2]", "c=log(1..1024)"])
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+    values = [{axis.key: axis.suggest(trial) for axis in axes} for trial in (study.ask() for _ in range(200))]
+    assert all(1e-5 <= float(row["a"]) <= 1e-3 for row in values)
+    assert {row["b"] for row in values} == {"x", "[1,2]"}
+    assert all(1 <= int(row["c"]) <= 1024 for row in values)
+    assert 0.3 < sum(int(row["c"]) <= 32 for row in values) / 200 < 0.7  # half of a logarithmic scale
+    assert 0.3 < sum(float(row["a"]) <= 1e-4 for row in values) / 200 < 0.7
+
+
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        ("train.lr=1e-3..1e-5", "empty range"),
+        ("train.lr=4..4", "empty range"),
+        ("train.lr=1e-5..", "not a range of numbers"),
+        ("train.lr=1..inf", "not a range of numbers"),
+        ("train.lr=log(fast..slow)", "not a range of numbers"),
+        ("train.lr=log(1..2", "not a range of numbers"),
+        ("train.lr=log(0..1)", "two positive ends"),
+        ("train.lr=1,,2", "empty or repeated"),
+    ],
+)
+def test_a_wrong_range_is_refused(item, message):
+    with pytest.raises(UsageError, match=message):
+        parse([item])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "there is nothing to search"),
+        (("train.lrr=1e-5..1e-3",), "Did you mean 'lr'?"),
+        (("plugins.checkpoint-best.keep=1..2",), "keep"),
+        (("train.epochs=1.0..2.5",), "train.epochs"),
+        (("train.seed=1,2", "--seeds", "2"), "--seeds sets it, too"),
+        (("output=1..2",), "expected one folder"),
+        (("train.lr=1..2", "--storage", "study.db"), "--storage study.db: cannot be opened"),
+        (("train.lr=1..2", "--storage", "sqlite:////no/such/folder/study.db"), "unable to open database file"),
+        (("train.lr=1..2", "--storage", "nodb://user:open-sesame@host/name"), "--storage nodb://user:***@host/name: cannot be opened"),
+    ],
+)
+def test_a_wrong_command_line_is_explained_before_the_first_trial(cli, arguments, message):
+    code, out, err = cli("search", "recipe.yaml", *arguments)
+    assert code == 2
+    assert message in err
+    assert "open-sesame" not in out + err
+    assert not list(Path().glob("run/trial-*"))
+
+
+def test_a_missing_optuna_is_named_with_its_extra(cli, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "optuna", None)
+    code, _, err = cli(*COMMAND)
+    assert code == 2
+    assert "pip install 'fastloop[optuna]'" in err
+
+
+def test_a_search_shows_its_trials_and_its_study_takes_no_other_settings():
+    done = fastloop(*COMMAND, "model.arguments.width=4,8", "--trials", "3", "--json", "-")
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    assert report["monitor"] == "validation accuracy"  # that of checkpoint-best
+    assert report["better"] == "higher"
+    values = [row["value"] for row in report["trials"]]
+    assert values == sorted(values, reverse=True)
+    best = [json.loads(Path("run", *row["runs"], "summary.json").read_text())["best"]["value"] for row in report["trials"]]
+    assert values == best  # the value of the model that the run exports
+    assert len({row["runs"][0] for row in report["trials"]}) == 3
+    for row in report["trials"]:
+        lr, width = (item.partition("=")[2] for item in row["overrides"])
+        recipe = yaml.safe_load(Path("run", row["runs"][0], "recipe.yaml").read_text())
+        assert (recipe["train"]["lr"], recipe["model"]["arguments"]["width"]) == (float(lr), int(width))
+
+    again = fastloop(*COMMAND, "model.arguments.width=4,8", "--trials", "3")
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "trial 0 of 3" not in again.stdout
+    assert "best: fastloop train recipe.yaml --without progress train.lr=" in again.stdout
+    assert len(trials()) == 3
+    assert sorted(run.name for run in read([Path("run")]).runs) == ["trial-0000", "trial-0001", "trial-0002"]
+
+    for change, message in (
+        (("model.arguments.width=4,16",), "search.model.arguments.width: 4,8 in the study, 4,16 here"),
+        (("model.arguments.width=4,8", "train.epochs=1"), "recipe.train.epochs: 2 in the study, 1 here"),
+        (("model.arguments.width=4,8", "--monitor", "loss"), "optimized: highest accuracy in the study, lowest loss here"),
+    ):
+        refused = fastloop(*COMMAND, *change)
+        assert refused.returncode == 2
+        assert message in refused.stderr
+
+
+def test_a_run_that_fails_counts_and_the_same_values_are_not_trained_twice():
+    done = fastloop("search", "recipe.yaml", "model.arguments.width=4,13", "--trials", "6", "--seeds", "2", "--without", "progress")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "failed: exit code 1, before training" in done.stdout
+    found = optuna.load_study(study_name="run", storage="sqlite:///run/study.db").trials
+    assert len(found) == 6
+    finished = [trial for trial in found if trial.state.name == "COMPLETE"]
+    assert all(trial.params == {"model.arguments.width": "4"} for trial in finished)
+    assert len({trial.value for trial in finished}) <= 1
+    trained = [path for path in Path("run").glob("trial-*") if (path / "summary.json").exists()]
+    assert len(trained) == 2 * bool(finished)
+    if finished:
+        bests = [json.loads((path / "summary.json").read_text())["best"]["value"] for path in trained]
+        assert finished[0].value == pytest.approx(sum(bests) / 2)
+
+
+def test_a_metric_that_does_not_exist_ends_the_search_after_one_run():
+    done = fastloop(*COMMAND, "--monitor", "acuracy")
+    assert done.returncode == 2
+    assert "--monitor acuracy: the validation split has no metric 'acuracy'. Did you mean 'accuracy'?" in done.stderr
+    assert len(trials()) == 1
+
+
+@pytest.mark.slow
+def test_two_workers_share_the_trials_of_a_new_database():
+    arguments = ("-m", "fastloop", *COMMAND, "--trials", "8")
+    with forked.Command(*arguments) as first, forked.Command(*arguments) as second:
+        codes = first.wait(400), second.wait(400)
+    shown = first.stdout + first.stderr + second.stdout + second.stderr
+    assert codes == (0, 0), shown
+    finished = [trial for trial in trials() if trial.state.name == "COMPLETE"]
+    assert len(finished) == 8
+    assert len({trial.params["train.lr"] for trial in finished}) == 8
+    assert len({trial.user_attrs["fastloop:worker"] for trial in finished}) == 2
+    assert len(list(Path("run").glob("trial-*/summary.json"))) == 8
+    assert first.stdout.count("best: fastloop train") == second.stdout.count("best: fastloop train") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_another_worker_completes_the_search_of_a_stopped_one(number):
+    command = (*COMMAND, "data.arguments={wait: true}", "--trials", "3", "--heartbeat", "1")
+    with forked.Command("-m", "fastloop", *command) as worker:
+        deadline = time.monotonic() + 300
+        while not Path("waiting").exists():
+            assert worker.poll() is None, worker.stdout + worker.stderr
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        os.kill(worker.pid, number)
+        code = worker.wait(300)
+    assert code == (-number if number == signal.SIGKILL else 130), worker.stdout + worker.stderr
+    Path("free").touch()
+    before = Path("run/trial-0000/summary.json").stat().st_mtime_ns
+
+    done = fastloop(*command)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert Path("run/trial-0000/summary.json").stat().st_mtime_ns == before
+    assert [trial.state.name for trial in trials()] == ["COMPLETE", "FAIL", "COMPLETE", "COMPLETE"]
+    assert "trial 0 of 3" not in done.stdout
+    assert [row.split()[:2] for row in done.stdout.splitlines() if row.strip().startswith("1 ")] == [["1", "lost"]]

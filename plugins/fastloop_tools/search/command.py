@@ -57,9 +57,9 @@ def search(
     """Search the best values of keys with Optuna.
 
     Each trial is a training in a folder of the output folder. To use more workers, on this machine or others, start the same command again
-    with the same --storage and output: the workers share the trials. The same command also continues a search that was stopped. A trial whose worker
-    is stopped or lost is replaced by another one. A trial that fails is recorded, and the search continues. Exit codes: 0 done; 1 a trial
-    failed; 2 usage error; 75 or 130 stopped.
+    with the same --storage: the workers share the trials. The output folders need the same name. The same command also continues a search
+    that was stopped. A trial whose worker is stopped or lost is replaced by another one. A trial that fails is recorded, and the search
+    continues. Exit codes: 0 done; 1 a trial failed; 2 usage error; 75 or 130 stopped.
     """
     try:
         import optuna  # noqa: F401
@@ -138,7 +138,8 @@ def search(
             if row["error"]:
                 typer.echo(secrets.hide(f"trial {row['trial']} failed: {row['error']}"))
         if rows and rows[0]["value"] is not None:
-            best = shlex.join(["fastloop", "train", *command, *rows[0]["overrides"]])
+            shared = [part for part in command if not part.startswith("output=")]
+            best = shlex.join(["fastloop", "train", *shared, *rows[0]["overrides"], f"output={folder}-best"])
             typer.echo(secrets.hide(f"best: {best}"))
         typer.echo(f"curves: fastloop report {folder}")
     if json_file not in ("", "-"):

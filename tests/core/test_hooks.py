@@ -467,6 +467,7 @@ def test_a_plugin_that_recovers_has_training_go_on_and_an_evaluation_begin_again
     assert result.summary["validation"] == plain.summary["validation"]
 
 
+@pytest.mark.slow
 def test_a_plugin_that_writes_checkpoints_later_is_waited_for(tiny_run, tmp_path):
     class Late(Plugin):
         """Writes each checkpoint half a second later, in a thread."""

@@ -61,6 +61,7 @@ def test_a_process_that_restarts_for_its_environment_has_not_imported_torch(tmp_
     assert done.stdout.splitlines()[-1] == "LOADED"
 
 
+@pytest.mark.slow
 def test_torchmetrics_is_imported_without_scipys_signal_which_works_afterwards():
     code = (
         "from fastloop_plugins.tasks._metrics import import_torchmetrics; import_torchmetrics(); "

@@ -395,6 +395,7 @@ def test_deepspeed_refuses_several(tiny_run):
         tiny_run([Two(), "deepspeed"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("plugin", [Two, Alternates])
 def test_two_processes_compute_what_one_does(processes, tmp_path, plugin, strategy):
@@ -410,6 +411,7 @@ def test_two_processes_compute_what_one_does(processes, tmp_path, plugin, strate
     torch.testing.assert_close(first.weights, alone.weights, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_sharded_checkpoint_resumes_on_one_process(processes, tmp_path):
     settings = {"train": {"epochs": 2, "batch_size": 8, "seed": 1, "device": "cpu", "save_every": None}}
     plugins = [*VECTORS["plugins"], {"progress": False}, SCHEDULE]

@@ -138,16 +138,19 @@ def test_a_log_point_reads_its_losses_and_its_gradient_norm_together(emulated):
     assert waiting(device) == {1: [CHECK], 2: [LOG], 4: [LOG]}
 
 
+@pytest.mark.slow
 def test_finite_reads_all_steps_since_last_check_at_once(emulated):
     device, _ = emulated(TEXTS, (*FAST, "nan-guard", {"log": False}), epochs=2, max_grad_norm=1.0)
     assert waiting(device) == {1: [CHECK], 2: [CHECK], 10: ["fastloop_plugins/guards/_numbers.py"]}
 
 
+@pytest.mark.slow
 def test_packed_rows_do_not_wait(emulated):
     device, _ = emulated(LANGUAGE, ("packing",))
     assert waiting(device) == {1: [CHECK]}
 
 
+@pytest.mark.slow
 def test_unpinned_batch_waits_for_each_tensor(emulated):
     device, _ = emulated(TEXTS, pin_memory=False)
     assert {len(waits) for waits in device.steps[1:]} == {3}, "token ids, mask and labels"
@@ -189,6 +192,7 @@ def test_finite_makes_no_number_on_the_host_under_loss_scaling():
     assert len(waits) == 1
 
 
+@pytest.mark.slow
 def test_values_of_plugins_are_read_with_the_losses_of_a_log_point(emulated):
     class Logs(Plugin):
         """Logs a value on the device, and changes it in place afterwards."""

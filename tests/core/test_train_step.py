@@ -267,6 +267,7 @@ def test_a_run_that_is_interrupted_and_resumed_ends_as_one_that_is_not(tiny_run,
     assert equal(resumed.weights, whole.weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plugin", [TwoPasses, TwoUpdates])
 def test_two_processes_compute_what_one_does(processes, tmp_path, plugin):
     settings = {

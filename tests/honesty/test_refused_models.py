@@ -162,6 +162,7 @@ def test_a_checkpoint_of_an_architecture_without_the_head_is_refused_by_plan():
     assert "model.name: transformers has no text classifier for 'whisper'" in planned(CLASSIFY, "checkpoint", LABELLED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [T5, BART], ids=["t5", "bart"])
 def test_an_encoder_decoder_with_a_tokenizer_that_ends_texts_classifies(model):
     save_checkpoint(

@@ -127,6 +127,7 @@ def bad_collator(samples: list[Any]) -> Any:
     return samples["inputs"]  # collator
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize(
     ("place", "function", "data", "collator", "message"),

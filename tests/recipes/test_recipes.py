@@ -111,6 +111,7 @@ def test_distilbert_imdb_gpu_is_planned_on_a_gpu(plan, monkeypatch):
         assert said in out
 
 
+@pytest.mark.slow
 def test_distilbert_imdb_gpu_trains_without_its_gpu(tiny_distilbert, imdb_like):
     given = [f"model.name={tiny_distilbert}", *imdb_like, "train.epochs=2", "train.lr=0.01"]
     summary = train("distilbert_imdb_gpu", *given, without=("compile", "dataloader-workers"))  # which have tests of their own
@@ -126,6 +127,7 @@ def test_quickstart_shortened():
     assert summary["tokens_per_second"] > 0
 
 
+@pytest.mark.slow
 def test_chat_animals_shortened():
     summary = train("chat_animals", "data.arguments={train: 200, validation: 50, test: 50}", "train.epochs=2")
     assert summary["status"] == "completed"
@@ -152,6 +154,7 @@ def test_distilbert_imdb_with_a_tiny_model_and_local_files(tiny_distilbert, imdb
     assert AutoModelForSequenceClassification.from_pretrained("run/model").num_labels == 2
 
 
+@pytest.mark.slow
 def test_distilbert_imdb_baseline_pads_all_to_512_and_has_no_speedup(tiny_distilbert, imdb_like):
     recipe = load_recipe(
         "distilbert_imdb_baseline", [f"model.name={tiny_distilbert}", *imdb_like, "train.max_steps=2", "train.device=cpu", "output=run"]

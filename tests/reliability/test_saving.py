@@ -242,6 +242,7 @@ def test_full_disk_stops_run_with_on_failure_stop(disk, tiny_run):
     assert all(resumed.weights[name].equal(tensor) for name, tensor in undisturbed.weights.items())
 
 
+@pytest.mark.slow
 def test_full_disk_at_the_end_fails_run_and_keeps_checkpoint(disk):
     """a full disk when the model is exported: exit code 1, and with room again --resume does the rest"""
     write_recipe()
@@ -359,6 +360,7 @@ def test_resume_fails_if_all_checkpoints_are_corrupt():
 # -- the best and the last ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_rotation_keeps_the_last_and_the_best_of_every_checkpoint_that_is_kept():
     """the newest checkpoint is corrupt, and the best has changed since the one before: the best of then is still there"""
     write_recipe(train={"keep_checkpoints": 3, "evaluate_every": 2})
@@ -401,6 +403,7 @@ def test_nan_metric_is_never_best(bad, mode, tiny_run, caplog):
     assert "which is ignored" in caplog.text
 
 
+@pytest.mark.slow
 def test_the_best_is_found_when_the_run_folder_moved():
     """a run folder that is moved between a kill and the resume: the best path is relative to it, and the run ends as if it had stayed"""
     write_recipe()
@@ -495,6 +498,7 @@ class Watches(Plugin):
         self.busy += run.saver.is_pending
 
 
+@pytest.mark.slow
 def test_background_save_equals_foreground_save(tiny_run):
     """control: saving in the background, steps go on meanwhile, the files are the same to the byte, and the run's end waits for the last"""
     arguments: dict[str, Any] = {"save_every": 4, "keep_checkpoints": 9, "epochs": 1}
@@ -548,6 +552,7 @@ class FailsLate(Plugin):
         return written
 
 
+@pytest.mark.slow
 def test_background_failure_found_at_next_save_is_reported(tiny_run):
     """a save in the background that fails so late that the next one waits for it: each failure is counted, the first one stops the run"""
     assert tiny_run([FailsLate()], epochs=1, save_every=4).summary["save_errors"] == 3  # after 4, 8 and 9 steps

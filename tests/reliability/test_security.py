@@ -399,6 +399,7 @@ def test_a_pickle_in_the_cache_of_tokens(form, payload, tmp_path, caplog):
     assert found.tolist() == [2, 1]
 
 
+@pytest.mark.slow
 def test_a_cache_of_compiled_code_that_others_may_write_to_is_not_used(tiny_run, tmp_path, monkeypatch, caplog):
     """a folder of compiled code that others may write to: not used, and said"""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

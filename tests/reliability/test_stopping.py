@@ -173,6 +173,7 @@ def test_ctrl_c_of_a_job_in_the_foreground():
     assert record() == record("whole")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("whole")
 def test_unresponsive_process_is_killed_after_timeout():
     """a step that hangs, and one signal: the run ends when its time is up, and goes on from the checkpoint before"""

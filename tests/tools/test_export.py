@@ -135,6 +135,7 @@ def no_leftovers(folder: Path) -> bool:
 # -- ONNX --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_classifier_in_onnxruntime_is_that_of_transformers(trained, cli):
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -198,6 +199,7 @@ def test_a_language_model_gives_logits(tmp_path, cli):
             assert np.abs(logits - model(input_ids=ids, use_cache=False).logits.numpy()).max() < 1e-4
 
 
+@pytest.mark.slow
 def test_a_module_with_images(tmp_path, cli):
     run = module_run(tmp_path)
     export(cli, run, "--to", "onnx")
@@ -227,6 +229,7 @@ def test_a_module_with_named_inputs_of_changing_sizes(tmp_path, cli):
     assert found[0] == pytest.approx((9 * (weights["layer.weight"].sum(1) + weights["layer.bias"])).numpy(), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_exported(tmp_path, cli):
     run = module_run(tmp_path, "Depends")
     error = refused(cli, run, "--to", "onnx", "--out", "onnx")

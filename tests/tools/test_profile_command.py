@@ -99,6 +99,7 @@ def profile(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
 SHORT = ("--steps", "4", "--seconds", "0", "--warmup", "1", "--profile-steps", "2")
 
 
+@pytest.mark.slow
 def test_profile_suggests_workers_first_for_slow_dataset(recipe, profile):
     code, out, record = profile(recipe(data={"sleep": 0.005}), *SHORT)
     assert code == 0, out
@@ -270,6 +271,7 @@ def test_region_time_excludes_inner_regions():
     assert hooks == {"log.after_step": pytest.approx(5e-6)}
 
 
+@pytest.mark.slow
 def test_peaks_and_faults_are_measured():
     found = peaks(torch.device("cpu"), ("fp32",))
     assert 1e8 < found["fp32"] < 1e14

@@ -220,6 +220,7 @@ def test_a_sweep_trains_the_grid_and_continues_after_a_failure():
     assert "<code>model.arguments.width=4</code>" in Path("report.html").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_a_killed_sweep_resumes_without_repeating_a_finished_run(number):
     command = ["sweep", "recipe.yaml", "train.lr=1e-2,3e-2", "--seeds", "1", "--without", "progress", "data.arguments={wait: true}"]
@@ -274,6 +275,7 @@ def test_a_wrong_command_line_is_explained_before_the_first_run(arguments, messa
     assert not Path("run").exists()
 
 
+@pytest.mark.slow
 def test_a_metric_that_does_not_exist_ends_the_sweep_after_one_run():
     done = fastloop("sweep", "recipe.yaml", "--seeds", "2", "--monitor", "acuracy", "--without", "progress")
     assert done.returncode == 2

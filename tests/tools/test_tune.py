@@ -237,6 +237,7 @@ def test_tune_reports_failing_edit_and_continues(recipe, command):
     assert found["fails"] in ({}, False)  # by noise it may be left out, since it costs next to nothing
 
 
+@pytest.mark.slow
 def test_tune_skips_numerics_classes_that_are_not_accepted(recipe, command):
     code, out = command("tune", recipe(sleep=0.005), "--budget", "20s", "--accept", "reduced-precision", *SHORT)
     assert code == 0, out
@@ -245,6 +246,7 @@ def test_tune_skips_numerics_classes_that_are_not_accepted(recipe, command):
     assert "the time is over" not in out
 
 
+@pytest.mark.slow
 def test_tune_without_enough_budget_tries_nothing(recipe, command):
     code, out = command("tune", recipe(sleep=0.005), "--budget", "1s", *SHORT)
     assert code == 0, out
@@ -273,6 +275,7 @@ def test_parse_time_accepts_units():
         parse_time("0s", "--budget")
 
 
+@pytest.mark.slow
 def test_tune_with_failing_recipe_exits_1(recipe, command):
     Path("net.py").write_text(CODE.replace("nn.Linear(8, 3)", "nn.Linear(7, 3)"))
     recipe_path = Path("tiny.yaml")

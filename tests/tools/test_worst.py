@@ -100,6 +100,7 @@ def test_worst_samples_equal_those_of_the_exported_model(run, trained, cli, plug
     assert found[0]["target"] != found[0]["prediction"], "a tenth of the labels is wrong"
 
 
+@pytest.mark.slow
 def test_results_are_stored_in_the_run_without_texts(run, cli):
     out = evaluate(cli, run)
     assert f"written to {run / 'evaluation' / 'test.json'}" in out

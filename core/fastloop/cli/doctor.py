@@ -22,7 +22,7 @@ def doctor() -> None:
     from fastloop.runtime.hardware import this_machine
 
     def line(name: str, value: str) -> None:
-        typer.echo(f"{name:<14}{value}")
+        typer.echo(f"{name:<23}{value}")
 
     machine = this_machine()
     line("device", f"{machine.device} ({machine.name})" + (f" x {torch.accelerator.device_count()}" if machine.device != "cpu" else ""))

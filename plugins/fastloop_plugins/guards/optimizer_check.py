@@ -126,8 +126,9 @@ class OptimizerCheck(Plugin):
         )
 
     def others(self, run: Run, hook: str) -> list[str]:
-        """The other plugins that implement a hook, in call order."""
-        return [plugin.name for plugin, _ in run.plugins.each(hook) if plugin.name != self.name]
+        """The other plugins that implement a hook, in call order; those that only fill in for others if there is no other."""
+        found = [plugin for plugin, _ in run.plugins.each(hook) if plugin.name != self.name]
+        return [plugin.name for plugin in found if hook not in plugin.fallback_hooks] or [plugin.name for plugin in found]
 
 
 def format_plugins(plugins: list[str]) -> str:

@@ -15,7 +15,7 @@ from fastloop_plugins.tasks._hub import explain, is_hub_name, offline, quiet
 from fastloop_plugins.tasks._image_format import InputFormat, processor, processor_format
 from fastloop_plugins.tasks._image_libraries import FAILURES, LIBRARIES, LibraryModel, log_new
 from fastloop_plugins.tasks._label_order import LabelOrder, start_head_fresh
-from fastloop_plugins.tasks._text_model import config_from_scratch
+from fastloop_plugins.tasks._model_config import config_from_scratch
 from fastloop_plugins.tasks._warm_start import HELP, STRICT_HELP, load_weights, weight_files
 
 if TYPE_CHECKING:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import os
@@ -12,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from fastloop import RecipeError, option
-from fastloop.errors import did_you_mean
 from fastloop.options import parse
 from fastloop_plugins.tasks._hub import explain, is_hub_name, offline, quiet
 from fastloop_plugins.tasks._label_order import CLASSIFIER, LabelOrder, label_order, start_head_fresh
 from fastloop_plugins.tasks._model_checks import unsupported
+from fastloop_plugins.tasks._model_config import config_from_scratch
 from fastloop_plugins.tasks._warm_start import HELP, STRICT_HELP, load_weights, weight_files
 
 if TYPE_CHECKING:
@@ -288,36 +287,6 @@ class TextModel:
             if run.is_main:
                 self.tokenizer.save_pretrained(folder)
         return folder
-
-
-def config_from_scratch(given: dict[str, Any], where: str) -> Any:
-    """The configuration of transformers that ``model.config`` describes: ``model_type`` and its options.
-
-    Args:
-        where: The recipe and the key, for messages.
-
-    Raises:
-        RecipeError: There is no such type or option, or a value is invalid.
-    """
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    kinds = list(CONFIG_MAPPING.keys())
-    kind, rest = given["model_type"], {str(key): value for key, value in given.items() if key != "model_type"}
-    if kind not in kinds:
-        near = did_you_mean(kind, kinds)
-        raise RecipeError(f"{where}.model_type: transformers has no {kind!r}.{near}")
-    cls = CONFIG_MAPPING[kind]
-    known = {field.name for field in dataclasses.fields(cls)} | set(cls.attribute_map)
-    for key in rest:
-        if key not in known:  # transformers would store it and never read it
-            raise RecipeError(f"{where}.{key}: {kind} has no such option.{did_you_mean(key, known)}")
-    try:
-        with quiet():  # the default end token may be outside a small vocabulary; build() sets it
-            return AutoConfig.for_model(kind, **rest)
-    except (ValueError, TypeError, StrictDataclassError) as error:
-        raise RecipeError(f"{where}: {' '.join(str(error).split())}") from None
 
 
 def train_tokenizer(options: TrainedTokenizer, texts: list[str], classify: bool, max_length: int, types: bool = False) -> Any:

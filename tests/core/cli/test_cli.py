@@ -33,6 +33,7 @@ def test_program_prints_usage_error_to_stderr_and_exits_2():
     assert done.stderr.startswith("error: nothing: no such file")
 
 
+@pytest.mark.slow
 def test_internal_error_prints_traceback_without_secrets_and_exits_1():
     code = "import os, torch, fastloop.cli as cli\ndef main(): raise LookupError(os.environ['HF_TOKEN'])\ncli.main = main\ncli.process()"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "HF_TOKEN": "hf_abcdefgh"}

@@ -108,6 +108,7 @@ def test_launchers_give_the_same_run():
     assert numbers("ours")["world_size"] == 2
 
 
+@pytest.mark.slow
 def test_mpi_processes_join_one_run():
     port, started = str(launch.free_port()), []
     for rank in ("0", "1"):
@@ -127,6 +128,7 @@ def test_mpi_processes_join_one_run():
     assert said[1] == ""
 
 
+@pytest.mark.slow
 def test_raising_process_is_reported_first_and_stops_all():
     done = do(*FASTLOOP, *TRAIN, "data.arguments={fault: raise1}", "--nproc", "2")
     assert done.returncode == 1

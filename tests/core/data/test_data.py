@@ -122,6 +122,7 @@ def contents(batches: Any) -> list[Any]:
     return [batch.inputs.tolist() for batch in batches]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # this machine may have fewer than three processors
 @pytest.mark.parametrize("dataset", [Stream, lambda size: Stream(size, careful=True)], ids=["plain", "sharding itself"])
 def test_a_stream_gives_the_same_batches_for_any_number_of_workers(dataset):

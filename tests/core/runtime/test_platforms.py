@@ -92,10 +92,12 @@ def modules() -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_every_module_imports_without_what_a_platform_may_lack():
     python(f"{FORGET}{HIDE}\nimport importlib, fastloop\nfor name in {modules()}:\n    importlib.import_module(name)")
 
 
+@pytest.mark.slow
 def test_a_recipe_trains_on_one_process_without_what_a_platform_may_lack():
     Path("recipe.yaml").write_text(RECIPE)
     python(FORGET + HIDE + TRAIN)

@@ -140,6 +140,7 @@ def dropout_rates(task: Mapping[str, Any]) -> list[float]:
     return sorted(rates | {getattr(config, "attention_dropout", None)} - {None})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", [VECTORS, IMAGES, TEXTS, LANGUAGE], ids=["vectors", "images", "texts", "language"])
 def test_dropout_of_a_task_is_an_argument(task, processes, tmp_path):
     given = [task, with_dropout(task, 0.0), with_dropout(task, 0.5)]
@@ -148,6 +149,7 @@ def test_dropout_of_a_task_is_an_argument(task, processes, tmp_path):
     assert task == given[0], "the task is not changed"
 
 
+@pytest.mark.slow
 def test_timeout_ends_all_processes(tmp_path):
     (tmp_path / "pids").mkdir()
     (ended,) = start(1, group_of_sleepers, 60.0, folder=tmp_path, limit=3)

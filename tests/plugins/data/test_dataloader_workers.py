@@ -79,6 +79,7 @@ def test_random_augmentation_is_the_same_for_any_number_of_workers_from_one_on(t
     assert one.losses[0] != one.losses[9]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shares", [False, True], ids=["plain", "shares itself out"])
 def test_of_an_iterable_dataset_every_sample_comes_once_an_epoch_in_the_same_batches(tiny_run, shares):
     seen = []

@@ -249,6 +249,7 @@ def test_sample_above_max_tokens_is_rejected_with_repair(options, train_options,
     assert not Path("run").exists()
 
 
+@pytest.mark.slow
 def test_number_of_shapes_is_logged_and_bounded_by_multiple(caplog):
     caplog.set_level(logging.INFO, "fastloop")
     counts = []

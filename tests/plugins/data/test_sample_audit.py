@@ -106,6 +106,7 @@ def test_it_changes_no_number(tiny_run):
     assert all(torch.equal(result.weights[name], plain.weights[name]) for name in plain.weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("data", [tiny_data, Stream], ids=["map-style", "iterable"])
 def test_audit_of_resumed_epoch_is_complete(tiny_run, data, workers):

@@ -124,6 +124,7 @@ def test_other_bytes_or_options_are_read_again():
     assert len(list(Path("cache").iterdir())) > seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("harm", ["ids gone", "labels cut", "no JSON", "other labels"])
 def test_data_whose_entry_is_not_whole_is_read_again(harm, caplog):
     expected = pretrained("text-classification")

@@ -99,6 +99,7 @@ def test_the_last_layer_sees_one_position_and_the_others_all():
     assert min(widths.seen[0]) > 1
 
 
+@pytest.mark.slow
 def test_with_dropout_amp_and_activation_checkpointing():
     model = MODELS["bert"] | {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
     keep, _ = trained(model, ClsLastLayer(), FastDropout(), Amp(), ActivationCheckpointing(), epochs=16)

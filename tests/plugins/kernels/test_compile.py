@@ -182,6 +182,7 @@ def test_an_unknown_backend_is_refused_with_those_there_are(tiny_run):
         tiny_run([eager(backend="inducter")])
 
 
+@pytest.mark.slow
 def test_lengths_that_vary_do_not_recompile_for_ever(tiny_run):
     """Batches of every width from 1 to 40 features long: a handful of graphs, not forty."""
 
@@ -207,6 +208,7 @@ def test_lengths_that_vary_do_not_recompile_for_ever(tiny_run):
     assert report["failure"] is None
 
 
+@pytest.mark.slow
 def test_it_asks_tasks_to_pad_to_a_multiple(tiny_run):
     assert tiny_run([eager()], epochs=1).trainer.run.loader_settings.pad_to_multiple_of == 64
     assert tiny_run([eager()], epochs=1, pad_to_multiple_of=8).trainer.run.loader_settings.pad_to_multiple_of == 8

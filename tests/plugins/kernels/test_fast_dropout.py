@@ -127,6 +127,7 @@ def text_run(*objects: Any, amp: bool = False, **model: Any) -> Any:
     return make_run("text-classification", section, DATA, objects=[*objects, *precision], epochs=3, lr=5e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("amp", [False, True])
 def test_a_transformer_learns_with_it(amp):
     run = text_run(FastDropout(), amp=amp)
@@ -144,6 +145,7 @@ def test_a_transformer_evaluates_as_without_it():
     assert losses[0] == losses[1]
 
 
+@pytest.mark.slow
 def test_padding_is_not_attended_to():
     run = text_run(FastDropout(), hidden_dropout_prob=0.0)
     model = run.model.train()
@@ -169,6 +171,7 @@ def test_fast_dropout_repeats_masks_on_recomputation():
         torch.testing.assert_close(ours, plain)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute:UserWarning")  # within torch's compiler
 def test_compiled_it_still_draws_every_mask():
     torch._dynamo.reset()

@@ -71,6 +71,7 @@ def test_a_run_with_too_few_steps_or_too_little_left_is_not_examined(recipe, cap
     assert not lines(caplog)
 
 
+@pytest.mark.slow
 def test_training_is_the_same_with_it(recipe):
     losses = []
     for plugins in ((), ({"speed-check": False},)):

@@ -269,6 +269,7 @@ def test_the_answer_of_a_template_ends_with_its_special_token():
     assert end_tokens(byte_tokenizer(CHATML, [])) == [tokenizer.eos_token_id]
 
 
+@pytest.mark.slow
 def test_predictions_are_the_next_answers(cli):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

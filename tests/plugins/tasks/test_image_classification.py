@@ -136,6 +136,7 @@ def test_losses_equal_those_of_a_plain_torchvision_loop():
 # -- random changes -----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_augmentation_depends_on_seed_epoch_and_image_only():
     first, _ = watched()
     assert len(first.pixels) == 2 * 36
@@ -184,6 +185,7 @@ def folder_made(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_augmentation_can_be_turned_off():
     watch, _ = watched(data={"augment": OFF})
     assert {watch.pixels[0, index] == watch.pixels[1, index] for index in range(36)} == {True}
@@ -224,6 +226,7 @@ def test_random_parts_have_the_area_and_shape_of_the_recipe():
     assert never == (40, 0, 60, 10), "no part fits: the largest one at the center"
 
 
+@pytest.mark.slow
 def test_training_draws_the_same_numbers_with_and_without_augmentation():
     states = []
     for augment in (OFF, {}):
@@ -586,6 +589,7 @@ def trained(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_evaluate_equals_training_with_the_names_of_the_classes(trained, cli):
     summary = json.loads((trained / "out" / "summary.json").read_text())
     for split in ("test", "validation"):

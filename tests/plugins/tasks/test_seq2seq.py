@@ -92,6 +92,7 @@ def test_training_and_its_loss_are_those_of_a_plain_loop_of_transformers(config)
         torch.testing.assert_close(value, weights[name], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plugins", [[], ["length-bucketing"]], ids=["", "length-bucketing"])
 def test_accumulated_micro_batches_give_the_step_of_the_whole_batch(plugins):
     def run(**train: Any) -> Any:
@@ -124,6 +125,7 @@ def test_two_processes_give_the_numbers_of_one(tmp_path, processes):
     assert "plugins.seq2seq.generate: 'fsdp' shards the weights" in refused["error"]
 
 
+@pytest.mark.slow
 def test_it_learns_and_predictions_equal_generate_on_the_exported_model(cli):
     run = make_run({"seq2seq": {"generate": True}}, MODEL, DATA | {"prefix": "do: "}, epochs=25, lr=3e-2)
     metrics = execute(run)["validation"]

@@ -184,6 +184,7 @@ def test_a_damaged_model_folder_is_refused(pretrained):
         make_run(TASK, {"name": pretrained}, DATA)
 
 
+@pytest.mark.slow
 def test_a_decoder_without_a_padding_token_classifies_too():
     execute(
         make_run(

@@ -129,6 +129,7 @@ def test_every_source_gives_the_same_pairs(source):
     assert found.texts == list(zip(*columns(), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plugins", ["packing", "length-bucketing", "packing,length-bucketing,cls-last-layer", "cls-last-layer"])
 @pytest.mark.parametrize("config", [BERT, DISTILBERT], ids=["bert", "distilbert"])
 def test_plugins_give_the_same_loss(plugins, config):

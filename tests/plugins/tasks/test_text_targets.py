@@ -118,6 +118,7 @@ def test_a_run_resumes_bit_for_bit(section):
     assert rest.state.metrics["test"] == whole.state.metrics["test"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plugins", ["packing", "length-bucketing", "packing,cls-last-layer", "token-cache"])
 @pytest.mark.parametrize("section", [NUMBERS, COLUMNS], ids=["number", "classes"])
 def test_plugins_give_the_same_loss(section, plugins):

@@ -227,6 +227,7 @@ def rows_of(cli: Any, *arguments: Any) -> list[dict[str, Any]]:
     return [json.loads(line) for line in out.splitlines()]
 
 
+@pytest.mark.slow
 def test_predictions_equal_a_forward_pass_and_the_pipeline(folder, cli):
     from transformers import pipeline
 

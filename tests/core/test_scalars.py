@@ -187,6 +187,7 @@ def on_processes(max_steps: int, resume: str | None, only: int | None = None) ->
     return logger.lines
 
 
+@pytest.mark.slow
 def test_values_are_reduced_over_processes_and_steps_also_after_a_resume(processes, tmp_path):
     main, other = (process.result for process in processes(2, on_processes, 4, None, folder=tmp_path))
     assert other == [], "log_scalars fires on the main process"

@@ -141,6 +141,7 @@ def test_tokens_names_finds_names_that_training_lacks():
     assert summary["test"]["f1"] > 0.8
 
 
+@pytest.mark.slow
 def test_distilbert_imdb_with_a_tiny_model_and_local_files(tiny_distilbert, imdb_like):
     given = [f"model.name={tiny_distilbert}", *imdb_like, "train.epochs=2", "train.lr=0.01"]
     summary = train("distilbert_imdb", *given, without=("allocator",))  # which needs a process of its own

@@ -152,7 +152,7 @@ def test_a_limit_of_its_own_makes_a_kill_into_an_error_that_is_recovered_from():
 
 def test_sample_above_memory_limit_raises():
     """a single sample that does not fit: the error is the allocation's own, in bounded time"""
-    done = train("run", TRAIN0="1")
+    done = train("run", TRAIN0="3")
     assert done.returncode == 1
     assert "can't allocate memory" in done.stderr
     assert summary("run")["status"] == "failed"

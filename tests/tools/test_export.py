@@ -336,6 +336,7 @@ def logits_of(model: Any, tokenizer: Any) -> torch.Tensor:
         return model.eval()(**tokenizer(["a lovely film", "a dull film indeed"], padding=True, return_tensors="pt")).logits
 
 
+@pytest.mark.slow
 def test_the_adapter_alone_and_merged_again(adapted, cli):
     from peft import PeftModel
     from transformers import AutoModelForSequenceClassification, AutoTokenizer

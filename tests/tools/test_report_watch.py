@@ -156,6 +156,7 @@ def test_the_version_changes_with_the_files_only(run, watch):
     assert "step 100" not in page
 
 
+@pytest.mark.slow
 def test_the_page_survives_a_folder_that_is_moved_aside(run, watch):
     served = watch("run")
     run.rename("run.1")
@@ -211,6 +212,7 @@ def test_wrong_uses_are_refused(run, watch, cli):
     assert "--watch writes no file" in err
 
 
+@pytest.mark.slow
 def test_a_port_is_chosen_and_free_again_after_the_end(run, watch):
     served = watch("run")
     served.get()

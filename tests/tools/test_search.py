@@ -147,6 +147,7 @@ def test_a_missing_optuna_is_named_with_its_extra(cli, monkeypatch):
     assert "pip install 'fastloop[optuna]'" in err
 
 
+@pytest.mark.slow
 def test_a_search_shows_its_trials_and_its_study_takes_no_other_settings():
     done = fastloop(*COMMAND, "model.arguments.width=4,8", "--trials", "3", "--json", "-")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -180,6 +181,7 @@ def test_a_search_shows_its_trials_and_its_study_takes_no_other_settings():
         assert message in refused.stderr
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_counts_and_the_same_values_are_not_trained_twice():
     done = fastloop("search", "recipe.yaml", "model.arguments.width=4,13", "--trials", "6", "--seeds", "2", "--without", "progress")
     assert done.returncode == 1, done.stdout + done.stderr
@@ -196,6 +198,7 @@ def test_a_run_that_fails_counts_and_the_same_values_are_not_trained_twice():
         assert finished[0].value == pytest.approx(sum(bests) / 2)
 
 
+@pytest.mark.slow
 def test_a_metric_that_does_not_exist_ends_the_search_after_one_run():
     done = fastloop(*COMMAND, "--monitor", "acuracy")
     assert done.returncode == 2

@@ -213,6 +213,7 @@ def test_tune_removes_plugin_that_slows_training(recipe, command):
     assert "brake: false" in Path("tiny.tuned.yaml").read_text()
 
 
+@pytest.mark.slow
 def test_tune_rejects_edit_that_breaks_its_numerics_class(recipe, command):
     given = (recipe("cheat", sleep=0.005), "--without", "dataloader-workers")
     code, out = command("tune", *given, "--budget", "30s", "--accept", "bitwise", *SHORT)

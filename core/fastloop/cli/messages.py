@@ -16,7 +16,7 @@ class Messages(logging.Handler):
         import rich
 
         prefix = "warning: " if record.levelno >= logging.WARNING else ""
-        rich.get_console().print(prefix + self.format(record), markup=False, highlight=False, soft_wrap=True)
+        rich.get_console().print(prefix + self.format(record), markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
 def show_messages() -> None:

@@ -54,6 +54,7 @@ class Log(Plugin):
         self.lost = False
         self.metrics: IO[bytes] | None = None
         self.handler: logging.Handler | None = None
+        self.versions: dict[str, str] = {}
 
     @classmethod
     def auto_enable(cls, recipe: Recipe) -> str:
@@ -63,6 +64,8 @@ class Log(Plugin):
     def before_fit(self, run: Run) -> None:
         if not run.is_main:
             return
+        # Read now: at the end of a run that failed, there may be no memory for it.
+        self.versions = {"python": platform.python_version()} | {name: version(name) for name in ("fastloop", "torch", "accelerate")}
         path = run.folder / "metrics.jsonl"
         path.touch()
         self.metrics = path.open("r+b")
@@ -84,7 +87,7 @@ class Log(Plugin):
 
     @hookimpl
     def write_summary(self, summary: dict[str, Any]) -> None:
-        summary["versions"] = {"python": platform.python_version()} | {name: version(name) for name in ("fastloop", "torch", "accelerate")}
+        summary["versions"] = self.versions
 
     @hookimpl
     def save_state(self) -> dict[str, Any]:

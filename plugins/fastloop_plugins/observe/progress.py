@@ -76,7 +76,7 @@ class Progress(Plugin):
         if self.bar is not None:
             self.bar.update(self.task, completed=run.state.step, description=text)
         else:
-            self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+            self.console.print(text, markup=False, emoji=False, highlight=False, soft_wrap=True)
         self.next = perf_counter() + self.period
 
     def describe(self, run: Run, loss: float) -> str:

@@ -169,6 +169,7 @@ def test_ctrl_c_saves_once_and_prints_resume_command():
     assert Path(f"run/checkpoints/step-{step:08d}/manifest.json").exists()
 
 
+@pytest.mark.slow
 def test_killed_launcher_leaves_no_process():
     done = do(*FASTLOOP, *TRAIN, "data.arguments={fault: launcher kill0}", "--nproc", "2")
     assert done.returncode == -signal.SIGKILL

@@ -208,6 +208,7 @@ def test_schema_reports_unwritable_file():
         command(Path("nowhere/made.json"))
 
 
+@pytest.mark.slow
 def test_schema_imports_no_torch():
     code = "import sys; from fastloop.cli.recipe_schema import recipe_schema; recipe_schema(); print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

@@ -11,6 +11,7 @@ import pytest
 from fastloop.cli import launch
 
 
+@pytest.mark.slow
 def test_two_processes_without_a_strategy_are_refused():
     pytest.importorskip("sklearn")
     ranks = [launch.member(rank, 2, "127.0.0.1", str(launch.free_port())) for rank in (0, 1)]

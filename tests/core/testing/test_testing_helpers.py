@@ -86,6 +86,7 @@ def kills_itself() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_processes_train_a_recipe_together(processes, tmp_path):
     recipe = VECTORS | {"train": {"epochs": 1, "batch_size": 8, "lr": 3e-3, "device": "cpu"}, "output": "run"}
     plain = processes(1, train, recipe, folder=tmp_path)[0].result

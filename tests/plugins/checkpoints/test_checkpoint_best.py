@@ -96,6 +96,7 @@ def test_a_run_resumed_after_a_newer_best_ends_with_the_same_best(tiny_run):
     assert sorted(path.name for path in Path("run/checkpoints").glob("*best*")) == ["best-00000018"]
 
 
+@pytest.mark.slow
 def test_killed_while_saving_the_best_before_it_is_whole(tiny_run):
     """SIGKILL at many moments of a run that saves a better best all the time: the newest named best is always whole."""
     found = 0

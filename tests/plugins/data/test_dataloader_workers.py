@@ -73,6 +73,7 @@ def test_any_number_of_workers_gives_the_same_numbers(tiny_run):
         assert all(torch.equal(result.weights[name], alone.weights[name]) for name in alone.weights)
 
 
+@pytest.mark.slow
 def test_random_augmentation_is_the_same_for_any_number_of_workers_from_one_on(tiny_run):
     one, three = tiny_run([workers(1)], data=Augmented()), tiny_run([workers(3)], data=Augmented())
     assert one.losses == three.losses
@@ -100,6 +101,7 @@ def test_a_dataset_that_says_it_shards_itself_is_taken_at_its_word(tiny_run):
     assert sorted(sample for step in ids.steps for sample in step) == list(range(45))
 
 
+@pytest.mark.slow
 def test_a_dataset_that_shards_itself_is_resumed_at_an_epochs_end_only(tiny_run):
     stream = Stream(shares=True)
     stream.shards_itself = True

@@ -49,6 +49,7 @@ def test_with_inductor_losses_stay_in_the_band_of_reassociated_numbers(tiny_run,
     assert any((tmp_path / "cache" / "fastloop" / "compiled").rglob("*.so")), "compiled code is kept for later runs"
 
 
+@pytest.mark.slow
 def test_weights_keep_their_names_in_checkpoints_and_export(tiny_run):
     result = tiny_run([eager()], epochs=1)
     names = set(tiny_model().state_dict())
@@ -105,6 +106,7 @@ class Breaks(nn.Module):
         return self.layer(inputs)
 
 
+@pytest.mark.slow
 def test_graph_breaks_are_counted_with_their_reasons(tiny_run):
     report = tiny_run([eager()], model=Breaks(), epochs=1).summary["compile"]
     assert report["graph_breaks"] > 0
@@ -127,6 +129,7 @@ class Reads(nn.Module):
         return inputs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("reads", "options", "breaks"), [(False, {}, False), (True, {}, True), (True, {"capture_scalars": True}, False)])
 def test_printing_cuts_no_graph_and_reading_a_number_need_not(tiny_run, reads, options, breaks):
     torch.manual_seed(1)
@@ -217,6 +220,7 @@ def test_it_asks_tasks_to_pad_to_a_multiple(tiny_run):
 # -- CUDA graphs -------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_unavailable_cuda_graphs_are_logged(tiny_run, caplog):
     report = tiny_run([eager(mode="reduce-overhead")], epochs=1).summary["compile"]
     assert "compile: mode reduce-overhead: CUDA graphs need the inductor backend and a CUDA device: none is recorded" in caplog.text

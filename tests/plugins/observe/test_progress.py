@@ -8,6 +8,7 @@ import re
 import threading
 import time
 
+import pytest
 import torch
 from torch import nn
 
@@ -62,6 +63,7 @@ def test_on_a_terminal_one_live_line_tells_step_loss_speed_and_time_left(monkeyp
     assert "evaluating validation" in text
 
 
+@pytest.mark.slow
 def test_elsewhere_plain_lines_come_at_intervals_without_control_characters():
     (ended,) = start(1, train_slowly)
     assert ended.code == 0, ended.output

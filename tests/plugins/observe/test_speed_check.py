@@ -64,6 +64,7 @@ def test_nothing_is_named_that_the_recipe_lists_or_turned_off(recipe, caplog):
     assert not [line for line in lines(caplog) if "packing" in line]
 
 
+@pytest.mark.slow
 def test_a_run_with_too_few_steps_or_too_little_left_is_not_examined(recipe, caplog, monkeypatch):
     fit(recipe(max_steps=24))
     monkeypatch.setattr(speed_check, "LEFT", 1e6)
@@ -80,6 +81,7 @@ def test_training_is_the_same_with_it(recipe):
     assert all(torch.equal(first, second) for first, second in zip(*losses, strict=True))
 
 
+@pytest.mark.slow
 def test_its_hook_is_not_called_after_the_window(recipe):
     run = build(recipe(max_steps=30), resolve(recipe(max_steps=30)))
     execute(run)

@@ -510,6 +510,7 @@ def test_missing_pillow_is_an_error_with_the_command(monkeypatch):
 # -- losses, metrics and other plugins ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_metrics_equal_scikit_learns_on_the_predictions(cli):
     from sklearn.metrics import accuracy_score, f1_score, recall_score, top_k_accuracy_score
 

@@ -40,7 +40,7 @@ def outputs(predicted: list[list[int]], actual: list[list[int]], tags: int) -> t
 
 
 @pytest.mark.parametrize("scheme", [None, "IOB1", "IOB2", "IOE1", "IOE2", "IOBES", "BILOU"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_scores_equal_seqeval(scheme, data):
     names = names_of(scheme)

@@ -246,6 +246,7 @@ def test_predictions_equal_a_forward_pass_and_the_pipeline(folder, cli):
         assert [firsts[place]["entity"] for place in places.tolist()] == row["tags"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plugins", ["packing", "length-bucketing", "dataloader-workers"])
 def test_plugins_keep_predictions(folder, cli, plugins):
     options = ["plugins.dataloader-workers.num_workers=1"] if "workers" in plugins else []

@@ -77,6 +77,7 @@ def backward_losses() -> tuple[list[float], list[float], list[dict[str, Any]]]:
     return found, train(VECTORS | sections, records, summaries(seen)).losses, seen
 
 
+@pytest.mark.slow
 def test_with_several_processes_shares_average_to_the_loss_of_the_step(tmp_path):
     (first, losses, seen), (second, _, others) = (ended.result for ended in start(2, backward_losses, folder=tmp_path))
     assert (first[0] + second[0]) / 2 == pytest.approx(losses[0])

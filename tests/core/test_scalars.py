@@ -208,6 +208,7 @@ def test_values_are_reduced_over_processes_and_steps_also_after_a_resume(process
     }
 
 
+@pytest.mark.slow
 def test_names_that_differ_between_processes_are_an_error_on_all(tmp_path):
     ended = start(2, on_processes, 4, None, 1, folder=tmp_path)
     for process in ended:

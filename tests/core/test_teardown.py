@@ -164,6 +164,7 @@ def trained() -> None:
     train({**VECTORS, "train": {"epochs": 1, "batch_size": 8, "device": "cpu"}, "plugins": [LOSS, "ddp"], "output": "run"}, Leaves())
 
 
+@pytest.mark.slow
 def test_it_fires_on_every_process(processes, tmp_path):
     processes(2, trained, folder=tmp_path)
     assert {path.name: path.read_text() for path in tmp_path.glob("rank*")} == {"rank0": "1", "rank1": "1"}

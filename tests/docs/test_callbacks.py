@@ -63,6 +63,7 @@ class Model(nn.Module):
         return {"loss": nn.functional.cross_entropy(scores, labels), "logits": scores}
 
 
+@pytest.mark.slow
 def test_that_of_transformers_logs_and_stops(tmp_path):
     from transformers import Trainer, TrainingArguments
 

@@ -63,6 +63,7 @@ def test_no_amp_without_matrix_units_for_bf16():
     assert "amp" not in select(OLD_CPU, "auto")
 
 
+@pytest.mark.slow
 def test_several_processes_get_ddp_unless_a_strategy_is_listed():
     two = dataclasses.replace(CPU, processes=2)
     assert "ddp" in select(two, "auto")

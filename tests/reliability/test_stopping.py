@@ -85,6 +85,7 @@ def test_a_signal_saves_and_stops(moment, name):
     assert record() == record("whole")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("whole")
 def test_a_signal_in_the_background_of_a_save():
     """a signal while a checkpoint is written in the background: the run waits for it and saves once more"""
@@ -131,6 +132,7 @@ def test_a_signal_to_a_whole_group_of_processes_spares_data_workers():
         assert record() == record("whole")
 
 
+@pytest.mark.slow
 def test_failed_save_at_stop_is_reported():
     """a signal, and a disk quota that is used up: exit code 75, and it is said which checkpoint is the newest"""
     write_recipe(model={"module": "code.py:Net", "arguments": {"hidden": 4000}})
@@ -313,6 +315,7 @@ def test_resume_in_a_loop_completes_after_random_kills(count, short, options, re
 # -- what --resume means where there is nothing ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_resume_begins_where_the_runs_own_folder_holds_no_checkpoint_yet():
     """--resume on a folder that does not exist, or whose run was killed before its first save: the run begins, and that is said"""
     write_recipe()

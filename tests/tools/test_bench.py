@@ -223,6 +223,7 @@ def test_bench_measures_each_variant_in_new_processes_and_writes_results(recipe)
     assert not Path("runs").exists()
 
 
+@pytest.mark.slow
 def test_bench_window_has_minimum_duration(recipe, bench):
     code, out, record = bench(recipe("honest"), *SHORT, "--seconds", "0.2", "--repeats", "1", "--no-numerics")
     assert code == 0, out
@@ -311,6 +312,7 @@ def test_variants_add_plugins_in_recipe_order_then_leave_each_out(recipe):
     assert len(found.measured()) == 6  # "all but fails" is the variant "+ lies", measured once
 
 
+@pytest.mark.slow
 def test_bench_reports_impossible_variant_and_continues(recipe, bench):
     code, out, record = bench(recipe("asks", "honest", "needy"), *SHORT)
     assert code == 0, out
@@ -382,6 +384,7 @@ def test_bench_stops_if_baseline_fails(recipe, bench):
     assert "net.py has no 'nothing'" in out
 
 
+@pytest.mark.slow
 def test_bench_keeps_other_files_and_moves_earlier_results(recipe, bench):
     Path("ablation").mkdir()
     Path("ablation/thesis.txt").write_text("years")
@@ -446,6 +449,7 @@ def test_dropout_is_off_in_modules_and_in_attributes():
 # -- quality -----------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_quality_compares_first_and_last_variant_over_three_seeds(recipe, bench):
     code, out, record = bench(recipe("lies"), *SHORT, "--no-numerics", "--quality-steps", "4")
     assert code == 0, out

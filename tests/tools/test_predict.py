@@ -67,6 +67,7 @@ def read(path: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in content.splitlines()] if path.endswith(".jsonl") else list(csv.DictReader(io.StringIO(content)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [7, 4096])
 @pytest.mark.parametrize("out", ["out.csv", "out.jsonl", "out.parquet"])
 def test_predictions_equal_those_of_transformers(trained, expected, cli, out, chunk):
@@ -322,6 +323,7 @@ def language_model(tmp_path_factory):
     return folder / "run"
 
 
+@pytest.mark.slow
 def test_a_language_model_continues_texts_like_transformers(language_model, cli):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

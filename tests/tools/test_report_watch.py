@@ -135,6 +135,7 @@ def test_the_page_follows_a_run_that_trains(watch):
     assert not Path("report.html").exists()
 
 
+@pytest.mark.slow
 def test_the_version_changes_with_the_files_only(run, watch):
     served = watch("run")
     version = served.get("version")
@@ -188,6 +189,7 @@ def test_only_this_machine_reads_the_page(run, watch):
             served.get(path)
 
 
+@pytest.mark.slow
 def test_the_page_needs_nothing_else_and_permits_its_own_script_only(run, watch):
     append(run / "metrics.jsonl", json.dumps({"step": 1, "<script>alert(1)</script>": 1.0}) + "\n")
     page = watch("run").get()

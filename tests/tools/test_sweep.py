@@ -196,6 +196,7 @@ def test_a_sweep_cross_validates_and_resumes_with_a_new_point():
     assert "--folds sets the options" in fastloop(*command, "plugins.folds.of=3").stderr
 
 
+@pytest.mark.slow
 def test_a_sweep_trains_the_grid_and_continues_after_a_failure():
     done = fastloop("sweep", "recipe.yaml", "model.arguments.width=4,13", "--seeds", "2", "--monitor", "accuracy", "--without", "progress")
     assert done.returncode == 1, done.stdout + done.stderr

@@ -115,6 +115,7 @@ def test_what_is_kept_grows_by_the_inputs_of_a_block_only(pair):
     assert plain > 10 * ours
 
 
+@pytest.mark.slow
 def test_every_second_block(pair):
     (plain, half), (_, every) = pair(options={"every": 2}), pair()
     assert equal(plain, half)
@@ -178,6 +179,7 @@ def test_blocks_that_change_themselves_as_they_compute_are_left_alone(pair, capl
     assert ours.kept < plain.kept
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_and_without_it(tiny_run):
     whole = tiny_run(model=Deep())
     tiny_run([ActivationCheckpointing()], model=Deep(), epochs=1, output="run")
@@ -258,6 +260,7 @@ def test_a_language_model_trains_the_same_and_is_exported(text):
     assert exported.generate(ids, max_new_tokens=3, do_sample=False).equal(run.model.generate(ids, max_new_tokens=3, do_sample=False))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt2", "t5"])
 def test_a_model_of_transformers_keeps_no_cache_while_it_trains(kind):
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM

@@ -59,6 +59,7 @@ def test_padding_is_named_once_with_the_plugin_that_removes_it(recipe, caplog):
     assert line.endswith("x (fastloop profile shows more)")
 
 
+@pytest.mark.slow
 def test_nothing_is_named_that_the_recipe_lists_or_turned_off(recipe, caplog):
     fit(recipe({"packing": False}, max_steps=28))
     assert not [line for line in lines(caplog) if "packing" in line]
@@ -110,6 +111,7 @@ def test_weights_of_linear_layers_are_multiplied_three_times():
     assert multiplications(model) == 4 * 32 + 6 * 16
 
 
+@pytest.mark.slow
 def test_the_line_is_a_warning_of_the_fastloop_log(recipe, caplog):
     fit(recipe(max_steps=28))
     assert [record.levelno for record in caplog.records if record.getMessage().startswith("speed-check")] == [logging.WARNING]

@@ -543,6 +543,7 @@ def test_class_weights_do_not_depend_on_micro_batches():
     assert whole.losses != pytest.approx(watched(task={})[0].losses, rel=1e-2)
 
 
+@pytest.mark.slow
 def test_channels_last_gives_the_same_losses():
     settings: dict[str, Any] = {"model": RESNET, "data": {"image_size": 32}}
     plain, _ = watched("train.lr=1e-3", **settings)

@@ -123,6 +123,7 @@ def test_accumulation_gives_the_gradient_of_the_whole_batch():
     assert metrics[0] == pytest.approx(metrics[1], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_run_in_its_vocabulary_and_losses():
     summaries = [execute(make_run(TASK, {"config": TINY}, DATA)) for _ in range(2)]
     vocabularies = [json.loads(Path(folder, "model/tokenizer.json").read_text()) for folder in ("run", "run.1")]

@@ -65,6 +65,7 @@ PLUGINS: list[Any] = [
     "packing",
     "fused-optimizer",
     "fast-dropout",
+    "cpu-attention",
     "cls-last-layer",
     "attention",
     "allocator",

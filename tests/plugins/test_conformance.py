@@ -70,11 +70,18 @@ TAGGED: dict[str, Any] = {
 }
 """Sentences with tagged names, and the BERT of ``TEXTS``."""
 
+WIDE: dict[str, Any] = TEXTS | {
+    "model": TEXTS["model"] | {"config": TEXTS["model"]["config"] | {"hidden_size": 64}},
+    "plugins": [*TEXTS.get("plugins", []), {"amp": {"dtype": "bf16"}}, "packing"],
+}
+"""``TEXTS`` with heads of 32 features, in bf16 and packed."""
+
 TRIED_ON: dict[str, dict[str, Any]] = {
     "activation-checkpointing": {"task": TEXTS},
     "attention": {"task": TEXTS, "options": {"implementation": "eager"}},
     "causal-lm": {"task": LANGUAGE},
     "channels-last": {"task": IMAGES},
+    "cpu-attention": {"task": WIDE},
     "compile": {"options": {"backend": "eager", "cache": False}},
     "dataloader-workers": {"options": {"num_workers": 1}},
     "ema": {"options": {"decay": 0.9}},

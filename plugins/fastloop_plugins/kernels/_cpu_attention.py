@@ -1,0 +1,158 @@
+"""Attention over rows of sequences on a CPU, by the kernel in ``cpu_attention.c``."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastloop_plugins.kernels._native import KernelUnavailable, load, processor_flags
+
+SOURCE = Path(__file__).with_name("cpu_attention.c")
+INSTRUCTIONS = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"})
+"""Instruction sets that the kernel uses."""
+HEAD_SIZES = (32, 64, 128)
+"""Features of a head that the kernel is compiled for."""
+
+
+class View(ctypes.Structure):
+    """A tensor of shape (tokens, heads, head size) with contiguous features: its address, and two strides in elements."""
+
+    _fields_ = (("data", ctypes.c_void_p), ("token", ctypes.c_int64), ("head", ctypes.c_int64))
+
+
+class Row(ctypes.Structure):
+    """Arguments of the kernel: ``struct row`` in the C file."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("sequences", "heads", "key_heads")),
+        *((name, ctypes.c_void_p) for name in ("query_ends", "key_ends")),
+        *((name, View) for name in ("query", "key", "value", "output", "output_grad", "query_grad", "key_grad", "value_grad")),
+        ("log_sums", ctypes.c_void_p),
+        ("scale", ctypes.c_float),
+        ("drop", ctypes.c_uint32),
+        ("seed", ctypes.c_uint64),
+        *((name, ctypes.c_int32) for name in ("causal", "threads")),
+    )
+
+
+def unavailable() -> str | None:
+    """Why the kernel cannot run on this machine; None: it can, and is compiled."""
+    absent = sorted(INSTRUCTIONS - processor_flags())
+    if absent:
+        return f"this processor has no {', '.join(absent)}"
+    try:
+        load(SOURCE)
+    except KernelUnavailable as error:
+        return str(error)
+    return None
+
+
+def call(name: str, ends: tuple[Tensor, Tensor], tensors: dict[str, Tensor], log_sums: Tensor, options: dict[str, Any]) -> None:
+    """Call a function of the kernel with tensors of shape (tokens, heads, head size), and the ends of sequences of queries and keys."""
+    query, key = tensors["query"], tensors["key"]
+    views = {name: View(tensor.data_ptr(), tensor.stride(0), tensor.stride(1)) for name, tensor in tensors.items()}
+    row = Row(
+        sequences=len(ends[0]) - 1,
+        heads=query.shape[1],
+        key_heads=key.shape[1],
+        query_ends=ends[0].data_ptr(),
+        key_ends=ends[1].data_ptr(),
+        log_sums=log_sums.data_ptr(),
+        threads=torch.get_num_threads(),
+        **views,
+        **options,
+    )
+    if getattr(load(SOURCE), name)(ctypes.byref(row), query.shape[2]):
+        raise MemoryError(f"cpu-attention: no memory for sequences of {int(ends[1].diff().max())} tokens")
+
+
+class RowAttention(torch.autograd.Function):
+    """softmax(q k^T scale), dropout, times v, inside each sequence of a row.
+
+    Shapes: query (queries, heads, head size), key and value (keys, key heads, head size), bf16; returns query's shape. ``ends`` are two
+    int32 tensors of shape (sequences + 1,), for queries and for keys: 0, then the end of each sequence. Backward keeps the output and
+    one float32 for each query and head.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, ends: tuple[Tensor, Tensor], scale: float, p: float, causal: bool
+    ) -> Tensor:
+        """Draw a seed for the dropout masks from torch's default generator, and compute."""
+        query, key, value = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (query, key, value))
+        drop = min(round(p * 2**16), 2**16 - 1)
+        seed = int(torch.randint(2**63 - 1, ())) if drop else 0
+        output, log_sums = torch.empty(query.shape, dtype=query.dtype), torch.empty(query.shape[:2])
+        ctx.ends, ctx.options = ends, {"scale": scale, "drop": drop, "seed": seed, "causal": causal}
+        call("attention_forward", ends, {"query": query, "key": key, "value": value, "output": output}, log_sums, ctx.options)
+        ctx.save_for_backward(query, key, value, output, log_sums)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, output_grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of query, key and value, with the same masks."""
+        query, key, value, output, log_sums = ctx.saved_tensors
+        tensors = {"query": query, "key": key, "value": value, "output": output, "output_grad": output_grad.contiguous()}
+        grads = {f"{name}_grad": torch.empty(tensors[name].shape, dtype=torch.bfloat16) for name in ("query", "key", "value")}
+        call("attention_backward", ctx.ends, tensors | grads, log_sums, ctx.options)
+        return *grads.values(), None, None, None, None
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator] # a compiler cannot follow a call through ctypes
+def attention(
+    previous: str,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    packed: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention in the form of transformers' attention functions: from (B, H, T, D) to (B, T, H, D).
+
+    Calls the implementation ``previous`` for batches that the kernel does not compute: with a mask, in another precision, or on a device.
+    """
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    if torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    queries, keys = query.shape[2], key.shape[2]
+    computes = query.dtype == key.dtype == value.dtype == torch.bfloat16 and query.device.type == "cpu" and query.shape[3] in HEAD_SIZES
+    regular = attention_mask is None and (packed is not None or queries in (1, keys)) and kwargs.get("sliding_window") is None
+    if not (computes and regular) or "position_bias" in kwargs:
+        if packed is not None:
+            kwargs["packed"] = packed
+        other: tuple[Tensor, None] = ALL_ATTENTION_FUNCTIONS[previous](
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+        return other
+    causal = queries == keys and queries > 1 and bool(kwargs.get("is_causal") or getattr(module, "is_causal", False))
+    lengths = [keys] * len(key) if packed is None else packed.lengths
+    of_keys = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    of_queries = of_keys
+    if queries != keys:  # one query for each sequence, and none for the padding at a row's end
+        of_queries = torch.arange(len(lengths) + 1, dtype=torch.int32).clamp_(max=len(query) * queries)
+    rows = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    output: Tensor = RowAttention.apply(*rows, (of_queries, of_keys), scale, dropout, causal)  # type: ignore[no-untyped-call]
+    return output.view(len(query), queries, *output.shape[1:]), None
+
+
+def use(model: Any, name: str) -> None:
+    """Set the kernel as the attention of a transformers model, with the model's current implementation for other batches."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+
+    previous = model.config._attn_implementation
+    AttentionInterface.register(name, partial(attention, previous))
+    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[previous])
+    model.set_attn_implementation(name)

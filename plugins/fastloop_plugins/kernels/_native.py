@@ -1,0 +1,83 @@
+"""Kernels in C, compiled on this machine when they are first needed, and kept in the user's cache.
+
+A kernel is plain C behind ctypes. It includes none of torch's headers, so it compiles in a second and does not depend on torch's version.
+OpenMP's functions stay undefined in the library: they are those of the runtime that torch has loaded. A second runtime would start threads
+of its own, which compete with torch's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+from fastloop_plugins._cache import digest, private_cache
+
+FLAGS = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-std=c11")
+TIMEOUT = 120
+"""Seconds that a compiler may take. A kernel takes one or two."""
+
+
+class KernelUnavailable(Exception):
+    """A kernel cannot be compiled or loaded here; the message is the reason."""
+
+
+def compiler() -> str | None:
+    """The path of a C compiler: ``$CC``, gcc, cc or clang; None if there is none."""
+    return next((found for name in (os.environ.get("CC"), "gcc", "cc", "clang") if name and (found := shutil.which(name))), None)
+
+
+@cache
+def processor_flags() -> frozenset[str]:
+    """The instruction sets of this processor, as Linux names them; empty on other systems."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(next((line.partition(":")[2] for line in lines if line.startswith("flags")), "").split())
+
+
+@cache
+def load(source: Path) -> ctypes.CDLL:
+    """The library of a C file. Compiles it if the cache has no library of this source, processor and compiler.
+
+    Raises:
+        KernelUnavailable: There is no compiler, it fails, or its library cannot be loaded.
+    """
+    import torch  # noqa: F401 # loads its OpenMP runtime, which the library calls
+
+    program = compiler()
+    if program is None:
+        raise KernelUnavailable("no C compiler was found. Install one (Debian: apt install gcc), or set CC to its path")
+    facts = (source.read_bytes(), " ".join(sorted(processor_flags())), platform.machine(), program, *FLAGS)
+    library = private_cache("kernels") / f"{source.stem}-{digest(facts)}.so"
+    if not library.is_file():
+        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+            made = Path(folder, "kernel")
+            run_compiler(program, *FLAGS, "-c", str(source), "-o", f"{made}.o")
+            run_compiler(program, "-shared", f"{made}.o", "-o", f"{made}.so", "-lm")
+            Path(f"{made}.so").replace(library)
+    try:
+        return ctypes.CDLL(str(library))
+    except OSError as error:
+        raise KernelUnavailable(f"its library cannot be loaded: {error}") from None
+
+
+def run_compiler(program: str, *arguments: str) -> None:
+    """Run the compiler.
+
+    Raises:
+        KernelUnavailable: It fails; the message has its first error.
+    """
+    try:
+        done = subprocess.run([program, *arguments], capture_output=True, text=True, errors="replace", timeout=TIMEOUT, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise KernelUnavailable(f"{program} failed: {error}") from None
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        raise KernelUnavailable(f"{program} failed: {next((line for line in lines if 'error' in line), lines[0])}")

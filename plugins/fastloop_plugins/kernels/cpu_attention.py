@@ -1,0 +1,101 @@
+"""Computes attention on a CPU in one kernel: scores, softmax, dropout and sums stay in the core's cache.
+
+    plugins:
+      - amp: {dtype: bf16}
+      - packing
+      - cpu-attention
+
+Torch has no fast attention with dropout on a CPU, and ``packing`` calls attention once for each sequence. This kernel computes all
+sequences of a row in one call, with dropout and without padding, and keeps no probabilities for backward. It also computes batches of
+sequences of equal length, such as those of a language model. Batches with a padding mask keep the attention that the model has.
+
+The kernel is written in C and is compiled once, in about a second, into the user's cache. It needs a processor with AVX512-BF16, a C
+compiler, bf16 precision, and heads of 32, 64 or 128 features. Without one of them, the plugin logs the reason and changes nothing. For
+transformers models with selectable attention. Scores and sums are kept in fp32, where torch's operations round them to bf16. Rate and
+independence of dropout match ``nn.Dropout``; the random numbers differ.
+Method: Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning", 2023.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from fastloop import Plugin, Recommendation, SpeedupEstimate, hookimpl
+from fastloop_plugins._models import model_type, transformers_model
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from fastloop import Run
+    from fastloop.estimates import StepProfile
+    from fastloop.recipe import Recipe
+    from fastloop.runtime.hardware import Machine
+
+logger = logging.getLogger("fastloop")
+
+REPLACED = ("sdpa", "fast_dropout", "fastloop_blocked", "packed_sdpa", "packed_fast_dropout", "packed_fastloop_blocked")
+"""Implementations that the kernel replaces. Each computes the same attention."""
+
+
+class CpuAttention(Plugin):
+    """Replaces the attention of a transformers model."""
+
+    name = "cpu-attention"
+    numerics = "reduced-precision"
+    runs_after = ("attention", "fast-dropout", "cls-last-layer", "packing", "lora")
+    runs_before = ("activation-checkpointing", "slot:strategy", "compile")
+    for_inference = True
+    description = "computes attention on a CPU in one kernel"
+
+    @classmethod
+    def recommend(cls, recipe: Recipe, machine: Machine) -> Recommendation | None:
+        """On a CPU with bf16 matrix units, for transformers models in bf16 that are not compiled."""
+        fits = machine.device == "cpu" and "bf16" in machine.fast_dtypes
+        if not fits or "amp" not in recipe.plugins or recipe.plugins.get("compile", False) is not False or model_type(recipe) is None:
+            return None
+        return Recommendation(why="one kernel computes attention with dropout")
+
+    @classmethod
+    def estimate_speedup(cls, profile: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:
+        if cls.name in recipe.plugins or profile.device != "cpu" or "amp" not in recipe.plugins or model_type(recipe) is None:
+            return None
+        seconds = profile.spent(("aten::bmm", "aten::_softmax", "aten::_softmax_backward_data"))
+        return SpeedupEstimate(
+            seconds=0.6 * seconds,
+            why=f"Products and softmax of attention are {seconds / profile.seconds:.0%} of a step; one kernel does both.",
+        )
+
+    @hookimpl
+    def before_prepare(self, run: Run, model: nn.Module) -> None:
+        reason = self.reason_against(run, model)
+        if reason is not None:
+            logger.warning("cpu-attention: %s: attention stays as it is", reason)
+            return
+        from fastloop_plugins.kernels._cpu_attention import use
+
+        found = transformers_model(model)
+        use(found, f"cpu_{found.config._attn_implementation}")
+
+    @staticmethod
+    def reason_against(run: Run, model: nn.Module) -> str | None:
+        """Why the kernel cannot compute this model's attention; None: it can."""
+        from torch import bfloat16
+
+        from fastloop_plugins.data._varlen import computing_dtype, head_size
+        from fastloop_plugins.kernels._cpu_attention import HEAD_SIZES, unavailable
+
+        found = transformers_model(model)
+        if run.device.type != "cpu":
+            return f"this run is on {run.device.type}"
+        if found is None or not getattr(found, "_supports_sdpa", False):
+            return f"{type(model).__name__} has no selectable attention"
+        if (current := found.config._attn_implementation) not in REPLACED:
+            return f"the model's attention is {current!r}"
+        if "compile" in run.plugins.names():
+            return "the kernel would break compile's graph"
+        if (dtype := computing_dtype(run, model)) != bfloat16:
+            return f"the run computes in {dtype}, not in bf16 (add amp: {{dtype: bf16}})"
+        if (size := head_size(found.config)) not in HEAD_SIZES:
+            return f"heads have {size} features, not {', '.join(map(str, HEAD_SIZES))}"
+        return unavailable()

@@ -1,0 +1,245 @@
+"""cpu-attention: the kernel against float64, and models with it against the same models without it."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import stat
+import subprocess
+import sys
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from text_helpers import make_run
+
+from fastloop.lifecycle import execute
+from fastloop_plugins.data.packing import Packing
+from fastloop_plugins.kernels import _native
+from fastloop_plugins.kernels._cpu_attention import HEAD_SIZES, SOURCE, RowAttention, unavailable
+from fastloop_plugins.kernels.cls_last_layer import ClsLastLayer
+from fastloop_plugins.kernels.compile import Compile
+from fastloop_plugins.kernels.cpu_attention import CpuAttention
+from fastloop_plugins.memory.activation_checkpointing import ActivationCheckpointing
+from fastloop_plugins.precision.amp import Amp
+
+REASON = unavailable()
+needs_kernel = pytest.mark.skipif(REASON is not None, reason=f"cpu-attention: {REASON}")
+
+SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "max_position_embeddings": 48}
+STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+BERT = {"model_type": "bert", **SIZES, **STILL}
+GPT2 = {"model_type": "gpt2", "n_layer": 2, "n_head": 2, "n_embd": 64, "n_positions": 48}
+GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+GROUPED = {"model_type": "llama", **SIZES, "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def ends_of(lengths: list[int]) -> torch.Tensor:
+    """0, then the end of each sequence."""
+    return torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32)
+
+
+def kept(ends: tuple[torch.Tensor, torch.Tensor], heads: int, key_heads: int, size: int, p: float, seed: int) -> list[torch.Tensor]:
+    """The dropout mask of each sequence. Equal scores give equal weights, and values that are one-hot show which of them are kept."""
+    queries, keys = int(ends[0][-1]), int(ends[1][-1])
+    spans = [(int(first), int(last)) for first, last in zip(ends[1], ends[1][1:], strict=False)]
+    rows = [(int(first), int(last)) for first, last in zip(ends[0], ends[0][1:], strict=False)]
+    masks = [torch.zeros(heads, last - first, stop - start) for (first, last), (start, stop) in zip(rows, spans, strict=True)]
+    for window in range(0, max(stop - start for start, stop in spans), size):
+        value = torch.zeros(keys, key_heads, size, dtype=torch.bfloat16)
+        for start, stop in spans:
+            count = max(min(size, stop - start - window), 0)
+            value[start + window : start + window + count] = torch.eye(count, size)[:, None]
+        torch.manual_seed(seed)
+        zeros = torch.zeros(queries, heads, size, dtype=torch.bfloat16), torch.zeros(keys, key_heads, size, dtype=torch.bfloat16)
+        output = RowAttention.apply(*zeros, value, ends, 1.0, p, False)
+        for mask, (first, last) in zip(masks, rows, strict=True):
+            part = mask[:, :, window : window + size]
+            part.copy_((output[first:last] != 0).transpose(0, 1)[:, :, : part.shape[2]])
+    return masks
+
+
+def expected(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ends: Any, scale: float, p: float, causal: bool, masks: Any
+) -> torch.Tensor:
+    """The same in plain operations of the inputs' dtype."""
+    outputs, group = [], query.shape[1] // key.shape[1]
+    for index, mask in enumerate(masks):
+        rows, columns = slice(int(ends[0][index]), int(ends[0][index + 1])), slice(int(ends[1][index]), int(ends[1][index + 1]))
+        keys, values = (tensor[columns].transpose(0, 1).repeat_interleave(group, 0) for tensor in (key, value))
+        scores = query[rows].transpose(0, 1) @ keys.transpose(1, 2) * scale
+        if causal:
+            scores = scores.masked_fill(~torch.ones(scores.shape[1:], dtype=torch.bool).tril(), -math.inf)
+        outputs.append((scores.softmax(-1) * mask / (1 - p) @ values).transpose(0, 1))
+    return torch.cat(outputs)
+
+
+@needs_kernel
+@pytest.mark.parametrize("p", [0.0, 0.1])
+@pytest.mark.parametrize("form", ["all", "causal", "one query"])
+@pytest.mark.parametrize("lengths", [[1, 2], [5, 64, 33], [100, 7, 130]], ids=str)
+@pytest.mark.parametrize("key_heads", [4, 2])
+@pytest.mark.parametrize("size", HEAD_SIZES)
+def test_output_and_gradients_are_those_of_float64(size, key_heads, lengths, form, p):
+    torch.manual_seed(size + len(form))
+    keys = ends_of(lengths)
+    ends = (ends_of([1] * len(lengths)) if form == "one query" else keys, keys)
+    shapes = [(int(ends[0][-1]), 4), (int(keys[-1]), key_heads), (int(keys[-1]), key_heads)]
+    inputs = [torch.randn(*shape, size).bfloat16().requires_grad_() for shape in shapes]
+    exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    gradient, causal = torch.randn(shapes[0][0], 4, size).bfloat16(), form == "causal"
+    masks = kept(ends, 4, key_heads, size, p, seed=9) if p else [torch.ones(())] * len(lengths)
+    torch.manual_seed(9)
+    output = RowAttention.apply(*inputs, ends, size**-0.5, p, causal)
+    wanted = expected(*exact, ends, size**-0.5, p, causal, masks)
+    output.backward(gradient)
+    wanted.backward(gradient.double())
+    gradients = [(one.grad, other.grad) for one, other in zip(inputs, exact, strict=True)]
+    for found, right in [(output.detach(), wanted.detach()), *gradients]:
+        size_of, difference = right.square().mean().sqrt(), (found - right).square().mean().sqrt()
+        assert difference < 0.008 * max(1.0, size_of), "bf16 keeps eight bits"
+
+
+@needs_kernel
+def test_dropout_has_the_rate_and_its_elements_are_independent():
+    ends = (ends_of([256, 256]), ends_of([256, 256]))
+    first, second = torch.stack(kept(ends, 4, 4, 64, 0.3, seed=1)), torch.stack(kept(ends, 4, 4, 64, 0.3, seed=2))
+    total = first.numel()
+
+    def near(count: torch.Tensor, probability: float) -> bool:
+        return abs(float(count.sum()) - total * probability) < 5 * math.sqrt(total * probability * (1 - probability))
+
+    assert near(first, 0.7)
+    assert torch.equal(first, torch.stack(kept(ends, 4, 4, 64, 0.3, seed=1)))
+    assert near(first * second, 0.49), "steps are independent"
+    for shift, dimension in ((1, 0), (1, 1), (1, 2), (1, 3), (2, 3), (16, 3), (32, 3), (128, 3), (32, 2)):
+        assert near(first * first.roll(shift, dimension), 0.49), (shift, dimension)
+
+
+@needs_kernel
+def test_numbers_that_are_not_finite_are_not_hidden():
+    tensors = [torch.randn(40, 2, 32).bfloat16() for _ in range(3)]
+    tensors[1][3, 0, 5] = math.nan
+    output = RowAttention.apply(*tensors, (ends_of([20, 20]), ends_of([20, 20])), 0.2, 0.0, False)
+    assert output[:20, 0].isnan().all()
+    assert output[20:].isfinite().all()
+    assert output[:, 1].isfinite().all()
+
+
+@needs_kernel
+def test_the_number_of_threads_changes_no_bit(monkeypatch):
+    torch.manual_seed(0)
+    inputs = [torch.randn(300, 4, 32).bfloat16().requires_grad_() for _ in range(3)]
+    ends = ends_of([150, 90, 60])
+    found = []
+    for threads in (1, 2, 3):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        torch.manual_seed(4)
+        output = RowAttention.apply(*inputs, (ends, ends), 0.2, 0.1, True)
+        found.append([output, *torch.autograd.grad(output.float().square().sum(), inputs)])
+    assert all(torch.equal(one, other) for results in found[1:] for one, other in zip(found[0], results, strict=True))
+
+
+def run(config: dict[str, Any], *objects: Any, task: str | None = None, **train: Any) -> Any:
+    """A run on texts of 1 to 25 words."""
+    lines = [f"{('bad', 'good')[i % 2]} {' '.join(f'w{(i * k) % 7}' for k in range(i * 5 % 25))},{i % 2}\n" for i in range(40)]
+    Path("a.csv").write_text("text,label\n" + "".join(lines))
+    task = task or ("text-classification" if config["model_type"] == "bert" else "causal-lm")
+    data = {"files": {"train": "a.csv", "validation": "a.csv"}, "max_length": 32} | ({"label": "label"} if "class" in task else {})
+    return make_run(task, {"config": config, "tokenizer": {"kind": "word"}}, data, objects, **train)
+
+
+def results(config: dict[str, Any], *objects: Any) -> list[float]:
+    """The loss of an evaluation after training, and the norms of all weights. Biases of keys have no gradient but rounding."""
+    made = run(config, *objects)
+    summary = execute(made)
+    weights = [weight for name, weight in made.unwrap_model().named_parameters() if not name.endswith(("key.bias", "c_attn.bias"))]
+    return [summary["validation"]["loss"], *(float(weight.detach().norm()) for weight in weights)]
+
+
+@needs_kernel
+@pytest.mark.parametrize(
+    ("config", "others"),
+    [
+        (BERT, [Packing]),
+        (BERT, [Packing, ClsLastLayer]),
+        (BERT, [Packing, ActivationCheckpointing]),
+        (GPT2, []),
+        (GROUPED, []),
+        (GROUPED, [Packing]),
+    ],
+    ids=["bert", "bert, last layer", "bert, recomputed", "gpt2", "grouped", "grouped, packed"],
+)
+def test_a_model_trains_to_the_numbers_that_it_has_without_the_kernel(config, others, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    calls = []
+    monkeypatch.setattr(RowAttention, "apply", lambda *given, apply=RowAttention.apply: calls.append(given) or apply(*given))
+    plain = results(config, Amp(dtype="bf16"), *(other() for other in others))
+    assert not calls
+    fast = results(config, Amp(dtype="bf16"), CpuAttention(), *(other() for other in others))
+    assert calls
+    assert fast == pytest.approx(plain, rel=0.01)
+    assert fast != plain
+
+
+@needs_kernel
+def test_batches_with_padding_keep_the_models_attention(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(RowAttention, "apply", lambda *given: pytest.fail("the kernel has no mask for padding"))
+    assert results(BERT, Amp(dtype="bf16"), CpuAttention()) == results(BERT, Amp(dtype="bf16"))
+
+
+@pytest.mark.parametrize(
+    ("config", "others", "reason"),
+    [
+        (BERT, [], "not in bf16"),
+        (BERT | {"num_attention_heads": 4}, [Amp], "heads have 16 features"),
+        (BERT, [Amp, lambda **_: Compile(backend="eager")], "compile's graph"),
+    ],
+    ids=["fp32", "small heads", "compiled"],
+)
+def test_what_it_cannot_compute_stays_as_it_is(config, others, reason, tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        made = run(config, CpuAttention(), *(other(dtype="bf16") for other in others))
+    assert reason in caplog.text
+    assert made.unwrap_model().config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        (None, "no C compiler was found"),
+        ("echo 'x.c:1: error: no such option' >&2; exit 1", "error: no such option"),
+        ("exit 3", "exit status 3"),
+    ],
+    ids=["none", "failing", "silent"],
+)
+def test_a_compiler_that_is_absent_or_fails_is_a_reason(script, reason, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if script:
+        program = tmp_path / "gcc"
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        program.chmod(program.stat().st_mode | stat.S_IEXEC)
+    with pytest.raises(_native.KernelUnavailable, match=reason):
+        _native.load.__wrapped__(SOURCE)
+    assert not list(tmp_path.glob("fastloop/kernels/*"))
+
+
+@pytest.mark.slow
+@needs_kernel
+def test_several_processes_compile_at_once_and_the_library_is_kept(tmp_path):
+    code = "from fastloop_plugins.kernels._cpu_attention import unavailable; print(unavailable())"
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    processes = [subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    assert [process.communicate()[0].strip() for process in processes] == ["None"] * 3
+    kept_files = list(tmp_path.glob("fastloop/kernels/*"))
+    assert [file.suffix for file in kept_files] == [".so"]
+    changed = kept_files[0].stat().st_mtime_ns
+    subprocess.run([sys.executable, "-c", code], env=environment | {"PATH": os.environ["PATH"]}, check=True, stdout=subprocess.DEVNULL)
+    assert kept_files[0].stat().st_mtime_ns == changed

@@ -6,7 +6,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastloop import Batch, RecipeError, UsageError, option
@@ -18,7 +18,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fastloop")
 
-HELP = "cross_entropy or focal, or with options: {name: cross_entropy, label_smoothing: 0.1, class_weights: balanced}."
+
+@dataclass(kw_only=True)
+class ClassifierOptions:
+    """Options that all tasks with classes have."""
+
+    loss: Annotated[
+        str | dict[str, Any],
+        option("cross_entropy or focal, or with options: {name: cross_entropy, label_smoothing: 0.1, class_weights: balanced}."),
+    ] = "cross_entropy"
+    metrics: Annotated[
+        dict[str, dict[str, Any]], option("More metrics: name -> {type: a class of torchmetrics, or file.py:name, and its arguments}.")
+    ] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)

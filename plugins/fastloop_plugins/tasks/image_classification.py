@@ -26,13 +26,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastloop import Output, Package, Plugin, RecipeError, hookimpl, option
 from fastloop_plugins.tasks._image_data import Data, ImageData
 from fastloop_plugins.tasks._image_model import ImageModel, Model
-from fastloop_plugins.tasks._losses import HELP, ClassLoss
+from fastloop_plugins.tasks._losses import ClassifierOptions, ClassLoss
 from fastloop_plugins.tasks._metrics import classifier_metrics, find_metrics
 
 if TYPE_CHECKING:
@@ -62,13 +62,9 @@ class ImageClassification(Plugin):
     description = "model, data, loss and metrics of image classification"
 
     @dataclass(kw_only=True)
-    class Config:
+    class Config(ClassifierOptions):
         """Options."""
 
-        loss: Annotated[str | dict[str, Any], option(HELP)] = "cross_entropy"
-        metrics: Annotated[
-            dict[str, dict[str, Any]], option("More metrics: name -> {type: a class of torchmetrics, or file.py:name, and its arguments}.")
-        ] = field(default_factory=dict)
         threshold: Annotated[
             float | None, option("Predict class 1 of two if its probability is above this; null: the likelier.", gt=0, lt=1)
         ] = None

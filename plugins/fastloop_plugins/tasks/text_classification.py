@@ -33,12 +33,12 @@ The task sets the metrics' ``num_classes``, ``task`` and ``threshold``, and give
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastloop import Output, Plugin, SpeedupEstimate, hookimpl, option
 from fastloop_plugins.tasks._classification_batches import Collator
-from fastloop_plugins.tasks._losses import HELP, ClassLoss
+from fastloop_plugins.tasks._losses import ClassifierOptions, ClassLoss
 from fastloop_plugins.tasks._metrics import classifier_metrics, find_metrics
 from fastloop_plugins.tasks._model_checks import PROBE, check_classifies
 from fastloop_plugins.tasks._text_data import Data, TextData
@@ -67,13 +67,9 @@ class TextClassification(Plugin):
     description = "model, data, loss and metrics of text classification"
 
     @dataclass(kw_only=True)
-    class Config:
+    class Config(ClassifierOptions):
         """Options."""
 
-        loss: Annotated[str | dict[str, Any], option(HELP)] = "cross_entropy"
-        metrics: Annotated[
-            dict[str, dict[str, Any]], option("More metrics: name -> {type: a class of torchmetrics, or file.py:name, and its arguments}.")
-        ] = field(default_factory=dict)
         threshold: Annotated[
             float | None,
             option(

@@ -32,12 +32,12 @@ It needs seqeval: ``pip install 'fastloop[token-classification]'``.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastloop import Output, Plugin, hookimpl, option
 from fastloop.plugin import Package
-from fastloop_plugins.tasks._losses import HELP, ClassLoss
+from fastloop_plugins.tasks._losses import ClassifierOptions, ClassLoss
 from fastloop_plugins.tasks._metrics import find_metrics
 from fastloop_plugins.tasks._model_checks import check_classifies
 from fastloop_plugins.tasks._tag_data import TagData, TagTextData, has_tags
@@ -67,14 +67,9 @@ class TokenClassification(Plugin):
     description = "model, data, loss and metrics of token classification"
 
     @dataclass(kw_only=True)
-    class Config:
+    class Config(ClassifierOptions):
         """Options."""
 
-        loss: Annotated[str | dict[str, Any], option(HELP)] = "cross_entropy"
-        metrics: Annotated[
-            dict[str, dict[str, Any]],
-            option("More metrics of words: name -> {type: a class of torchmetrics, or file.py:name, and its arguments}."),
-        ] = field(default_factory=dict)
         scheme: Annotated[
             Literal["IOB1", "IOB2", "IOE1", "IOE2", "IOBES", "BILOU"] | None,
             option("How tags describe entities, by seqeval's name; IOB2 is also called BIO, IOBES BIOES. null: seqeval's default mode."),

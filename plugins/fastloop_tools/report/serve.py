@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import secrets
@@ -125,9 +126,6 @@ def serve(folders: Sequence[Path], title: str, port: int, started: Callable[[str
     for folder in folders:
         if not folder.is_dir():
             raise UsageError(f"{folder}: no such folder. Expected an output folder of `fastloop train`, `sweep`, `bench` or `profile`.")
-    with Server(LivePage(folders, title), port) as server:
-        try:
-            started(f"http://{HOST}:{server.server_address[1]}/")
-            server.serve_forever()
-        except KeyboardInterrupt:
-            pass
+    with Server(LivePage(folders, title), port) as server, contextlib.suppress(KeyboardInterrupt):  # Ctrl-C ends the server
+        started(f"http://{HOST}:{server.server_address[1]}/")
+        server.serve_forever()

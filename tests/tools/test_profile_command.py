@@ -230,6 +230,26 @@ def test_estimate_for_cpu_bound_reading_is_below_waiting():
     assert reads.seconds == pytest.approx(0.25)
 
 
+@pytest.mark.parametrize(
+    ("seconds", "products", "calls", "flops", "measured"),
+    [
+        (0.5308, 0.3125, 31, 98.8e9, 1.92),
+        (0.0290, 0.0130, 80, 3.9e9, 0.34),
+        (0.0250, 0.0015, 23, 0.3e9, 0.95),
+        (0.1442, 0.0109, 31, 0.9e9, 0.99),
+    ],
+    ids=["precision", "padding, packed", "graph break", "lagging process"],
+)
+def test_estimate_of_amp_has_the_sign_of_what_was_measured(seconds, products, calls, flops, measured):
+    """Profiles and speedups are those of benchmarks/results/planted.json, on a processor with AMX."""
+    from fastloop_plugins.precision.amp import Amp
+
+    figures: dict[str, Any] = {"operations": {"aten::addmm": products}, "counts": {"aten::addmm": calls}, "flops": flops}
+    profile = StepProfile(device="cpu", seconds=seconds, peaks={"fp32": 3.6e11, "bf16": 2.3e12}, **figures)
+    estimate = Amp.estimate_speedup(profile, make_recipe({}))
+    assert (estimate.seconds > 0) == (measured > 1)
+
+
 def test_no_suggestion_if_startup_cost_exceeds_savings():
     figures = {"operations": {"aten::gelu": 0.8}, "counts": {"aten::gelu": 1000}}
     assert "compile" not in [plugin for plugin, _ in told(figures | {"total_steps": 10})]

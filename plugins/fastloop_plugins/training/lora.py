@@ -5,6 +5,17 @@
 
 The exported model has the adapters merged in, and loads like any other. With ``merge: false``, only the adapters are written.
 Needs the extra: ``pip install 'fastloop[lora]'``. Method: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021.
+
+``quantize: nf4`` (QLoRA) keeps the frozen linear layers of a pretrained model in 4 bits, an eighth of float32:
+
+    model: {name: FOLDER}
+    plugins:
+      - lora: {r: 8, quantize: nf4, target_modules: all-linear}
+
+Adapters, embeddings, norms and the head stay in float32, and so do layers whose number of inputs is not a multiple of 64. The layers are
+quantized one by one, after the model is loaded: the host needs memory for the model in float32 in each process, and again for the export,
+which merges the adapters into dequantized weights in float32. A checkpoint holds the 4-bit weights. On several processes, use ``ddp``.
+Needs the extra: ``pip install 'fastloop[qlora]'``. Method: Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs", 2023.
 """
 
 from __future__ import annotations
@@ -14,16 +25,22 @@ import warnings
 from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
-from fastloop import Package, Plugin, PluginError, hookimpl, option
+from fastloop import Device, Package, Plugin, PluginError, RecipeError, When, hookimpl, option
 
 if TYPE_CHECKING:
     from torch import nn
 
     from fastloop import Run
+    from fastloop.recipe import Recipe
 
 logger = logging.getLogger("fastloop")
+
+
+def quantizes(config: Any) -> bool:
+    """A condition for ``When``: whether frozen weights are kept in 4 bits."""
+    return config.quantize is not None
 
 
 class LoRA(Plugin):
@@ -31,7 +48,11 @@ class LoRA(Plugin):
 
     name = "lora"
     numerics = "changes-training"
-    requirements = (Package("peft", ">=0.18", extra="lora"),)
+    requirements = (
+        Package("peft", ">=0.18", extra="lora"),
+        When(quantizes, Device("cpu", "cuda", "xpu")),
+        When(quantizes, Package("bitsandbytes", ">=0.50", extra="qlora")),
+    )
     description = "trains low-rank adapters only"
 
     @dataclass(kw_only=True)
@@ -47,12 +68,34 @@ class LoRA(Plugin):
         ] = None
         modules_to_save: Annotated[list[str] | None, option("Layers trained in full; null: the head of a classifier.")] = None
         merge: Annotated[bool, option("Export the model with the adapters merged in.")] = True
+        quantize: Annotated[Literal["nf4"] | None, option("Keep frozen linear layers in 4 bits (QLoRA); null: as they are.")] = None
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        if quantizes(self.config):
+            self.conflicts = {  # type: ignore[misc]
+                "fsdp": "4-bit weights with their scales cannot be sharded. Use ddp, or leave quantize out.",
+                "deepspeed": "DeepSpeed shards and casts weights, which would damage those in 4 bits. Use ddp, or leave quantize out.",
+            }
+
+    @hookimpl
+    def check_recipe(self, recipe: Recipe) -> None:
+        if quantizes(self.config) and recipe.model.get("config") is not None and recipe.model.get("weights") is None:
+            raise RecipeError(
+                f"{recipe.where}: plugins.lora.quantize: found model.config, which trains from scratch, and 4-bit weights are frozen. "
+                "Set model.name or model.weights to pretrained weights, or leave quantize out."
+            )
 
     @hookimpl
     def before_prepare(self, run: Run, model: nn.Module) -> nn.Module:
+        logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # peft imports it: it recommends a package for inference
         from peft import LoraConfig, TaskType, get_peft_model
 
         config = self.config
+        if quantizes(config):
+            from fastloop_plugins.training import _four_bit
+
+            _four_bit.quantize(run, model, config.modules_to_save or ())
         classifies = type(model).__name__.endswith("ForSequenceClassification")
         kind = TaskType.SEQ_CLS if classifies else None
         options = LoraConfig(
@@ -66,10 +109,11 @@ class LoRA(Plugin):
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing")  # peft uses a deprecated name of transformers
-                warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")  # peft sets it as the layer needs it
+                warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")  # peft sets it as the layer needs it
                 wrapped: nn.Module = get_peft_model(model, options)
         except (ValueError, TypeError) as error:  # TypeError: a layer is in both target_modules and modules_to_save
-            linear = {name.rpartition(".")[2] for name, module in model.named_modules() if type(module).__name__ in ("Linear", "Conv1D")}
+            kinds = ("Linear", "Conv1D", "FourBitLinear")
+            linear = {name.rpartition(".")[2] for name, module in model.named_modules() if type(module).__name__ in kinds}
             raise PluginError(
                 f"plugin 'lora': target_modules: {config.target_modules}: {str(error).partition('. ')[0]}. "
                 f"Layers of this model: {', '.join(sorted(linear))}."
@@ -84,6 +128,10 @@ class LoRA(Plugin):
         if not self.config.merge:
             result = yield
             return result
+        if quantizes(self.config):
+            from fastloop_plugins.training import _four_bit
+
+            _four_bit.dequantize(adapted)
         merged = adapted.merge_and_unload()  # training has ended
         with run.substitute_model(merged):
             return (yield)

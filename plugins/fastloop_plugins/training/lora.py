@@ -21,8 +21,10 @@ Needs the extra: ``pip install 'fastloop[qlora]'``. Method: Dettmers et al., "QL
 from __future__ import annotations
 
 import logging
+import os
 import warnings
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
@@ -41,6 +43,20 @@ logger = logging.getLogger("fastloop")
 def quantizes(config: Any) -> bool:
     """A condition for ``When``: whether frozen weights are kept in 4 bits."""
     return config.quantize is not None
+
+
+@contextmanager
+def importing_bitsandbytes() -> Iterator[None]:
+    """Import peft inside this context. It imports bitsandbytes, if that is installed, which logs advice for inference. It also calls
+    ``torch.compile``, so torch sets the folder of compiled code, which the plugin ``compile`` chooses later."""
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    variable = "TORCHINDUCTOR_CACHE_DIR"
+    was_set = variable in os.environ
+    try:
+        yield
+    finally:
+        if not was_set:
+            os.environ.pop(variable, None)
 
 
 class LoRA(Plugin):
@@ -88,8 +104,8 @@ class LoRA(Plugin):
 
     @hookimpl
     def before_prepare(self, run: Run, model: nn.Module) -> nn.Module:
-        logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # peft imports it: it recommends a package for inference
-        from peft import LoraConfig, TaskType, get_peft_model
+        with importing_bitsandbytes():
+            from peft import LoraConfig, TaskType, get_peft_model
 
         config = self.config
         if quantizes(config):

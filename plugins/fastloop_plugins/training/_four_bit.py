@@ -53,10 +53,10 @@ class FourBitLinear(Linear4bit):  # type: ignore[misc] # mypy skips bitsandbytes
         self.train(layer.training)
 
     def forward(self, x: Tensor) -> Tensor:
-        """As a layer under autocast, return ``dtype``. bitsandbytes' own forward would round the bias for good, and repack weights."""
+        """The output has ``dtype`` under autocast, else that of ``x``. bitsandbytes' own forward would round the bias for good."""
         bias = None if self.bias is None else self.bias.to(self.compute_dtype)
         result: Tensor = bitsandbytes.matmul_4bit(x.to(self.compute_dtype), self.weight, self.weight.quant_state, bias=bias)
-        return result
+        return result if torch.is_autocast_enabled(x.device.type) else result.to(x.dtype)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
         """Load the packed weights together with their scales, which ``state_dict`` of bitsandbytes has under ``weight.``."""
@@ -124,7 +124,7 @@ def _layers(model: nn.Module, kept: Collection[str]) -> Iterator[tuple[str, Any]
     for name, module in model.named_modules():
         if type(module) not in (nn.Linear, Conv1D) or id(module) not in body or module is output:
             continue
-        if uses[id(module.weight)] == 1 and not {*kept, *wide} & set(name.split(".")):
+        if uses[id(module.weight)] == 1 and not any(f".{part}." in f".{name}." for part in (*kept, *wide)):
             yield name, module
 
 

@@ -227,6 +227,16 @@ def test_a_killed_run_resumes_from_its_own_weights(tuned, folder):
     assert any(name.endswith("absmax") for name in whole.weights)
 
 
+def test_layers_that_are_trained_in_full_stay_in_float32(tuned):
+    run = built(tuned({"r": 4, "quantize": "nf4", "modules_to_save": ["1.mlp.c_proj"]}))
+    layers = {name: module for name, module in run.unwrap_model().named_modules() if type(module).__name__ == "FourBitLinear"}
+    assert len(layers) == 7
+    assert "1.mlp.c_proj" not in " ".join(layers)
+    trained = [name for name, parameter in run.model.named_parameters() if parameter.requires_grad and "lora" not in name]
+    assert [name.partition("modules_to_save.")[2] for name in trained] == ["default.weight", "default.bias"]
+    assert {layer.compute_dtype for layer in layers.values()} == {torch.float32}
+
+
 def test_a_checkpoint_without_scales_is_not_loaded(tuned):
     run = built(tuned())
     state = run.unwrap_model().state_dict()

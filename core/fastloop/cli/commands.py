@@ -2,6 +2,8 @@
 
 ``warm`` is a function for typer, or a ``typer.Typer``. fastloop's own tools are registered this way. Calling a command imports it; the help
 only reads the package's metadata. If fastloop or several packages use the name, call the command as ``package:name``.
+
+fastloop's tools may also add options to a command of the core: see ``extended``.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from fastloop.errors import UsageError, did_you_mean
 from fastloop.plugin import name_and_version
 
 GROUP = "fastloop.commands"
+OPTIONS = "fastloop.options"
 
 
 class Commands(TyperGroup):
@@ -34,7 +37,7 @@ class Commands(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """A command for the help. Does not import other packages."""
         if cmd_name in self.commands:
-            return self.commands[cmd_name]
+            return extended(self.commands[cmd_name])
         if point := tools().get(cmd_name):
             return load(cmd_name, point)
         point = third_party(self.reserved()).get(cmd_name)
@@ -64,6 +67,32 @@ def tools() -> dict[str, EntryPoint]:
     """Name -> entry point of the commands of fastloop's own distribution."""
     points = sorted(entry_points(group=GROUP), key=lambda point: point.name)
     return {point.name: point for point in points if point.dist is not None and name_and_version(point.dist)[0] == "fastloop"}
+
+
+@cache
+def extended(command: Any) -> Any:
+    """A command of the core with the options of fastloop's tools: ``[project.entry-points."fastloop.options"]  plan = "module:function"``.
+
+    The function's options are added to those of the command of that name. Parameters with equal names share one value. The function is
+    called first; if it returns True, it has done the command's work, and the command's own function is not called.
+    """
+    calls: list[tuple[Any, set[str]]] = []
+    own = command.callback, {parameter.name for parameter in command.params}
+    for point in sorted(entry_points(group=OPTIONS, name=command.name), key=lambda point: point.value):
+        if point.dist is not None and name_and_version(point.dist)[0] == "fastloop":
+            part = load(command.name, point)
+            known = {parameter.name for parameter in command.params}
+            command.params += [parameter for parameter in part.params if parameter.name not in known]
+            calls.append((part.callback, {parameter.name for parameter in part.params}))
+
+    def call(**values: Any) -> None:
+        for function, names in (*calls, own):
+            if function(**{name: value for name, value in values.items() if name in names}):
+                return
+
+    if calls:
+        command.callback = call
+    return command
 
 
 def third_party(reserved: Iterable[str]) -> dict[str, EntryPoint]:

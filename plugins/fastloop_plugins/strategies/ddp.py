@@ -10,7 +10,7 @@ the total over all processes. Gradients are averaged only at the last micro-step
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from fastloop import Run
     from fastloop.recipe import Recipe
     from fastloop.runtime.hardware import Machine
+    from fastloop_plugins.strategies._memory_layout import Layout
 
 logger = logging.getLogger("fastloop")
 
@@ -50,6 +51,13 @@ class DDP(Plugin):
     def recommend(cls, recipe: Recipe, machine: Machine) -> Recommendation | None:
         """For several processes. A model that does not fit needs another strategy, which the recipe lists."""
         return Recommendation(why=f"{machine.processes} processes train together") if machine.processes > 1 else None
+
+    @classmethod
+    def estimate_memory(cls, layout: Layout) -> Iterator[dict[str, Any]]:
+        """For `fastloop plan`: bytes of a process, and bytes that it sends in a step; see ``_memory_layout``."""
+        from fastloop_plugins.strategies import _memory_ddp
+
+        return _memory_ddp.estimate(layout)
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

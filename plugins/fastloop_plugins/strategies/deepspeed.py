@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from fastloop import Run
     from fastloop.recipe import Recipe
+    from fastloop_plugins.strategies._memory_layout import Layout
 
 logger = logging.getLogger("fastloop")
 
@@ -55,6 +56,13 @@ class DeepSpeed(Plugin):
         overlap_comm: Annotated[bool | None, option("Overlap the reduction of gradients with backward; null: DeepSpeed's default.")] = None
         bucket_size: Annotated[int | None, option("Gradient elements reduced at once; null: DeepSpeed's default.", ge=1)] = None
         config: Annotated[str | None, option("A JSON file of DeepSpeed's own options.")] = None
+
+    @classmethod
+    def estimate_memory(cls, layout: Layout) -> Iterator[dict[str, Any]]:
+        """For `fastloop plan`: bytes of a process, and bytes that it sends in a step; see ``_memory_layout``."""
+        from fastloop_plugins.strategies import _memory_zero
+
+        return _memory_zero.estimate(layout)
 
     @hookimpl
     def check_recipe(self, recipe: Recipe) -> None:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from fastloop import Run
+    from fastloop_plugins.strategies._memory_layout import Layout
 
 logger = logging.getLogger("fastloop")
 
@@ -49,6 +50,13 @@ class FSDP(Plugin):
         hold_gradients: Annotated[bool, option("Reduce gradients only in the last micro-step; keeps full gradients until then.")] = False
         cpu_offload: Annotated[bool, option("Keep the shards in the host's memory, and step there.")] = False
         meta_device: Annotated[bool, option("Only the main process builds the model; the others receive their shards from it.")] = False
+
+    @classmethod
+    def estimate_memory(cls, layout: Layout) -> Iterator[dict[str, Any]]:
+        """For `fastloop plan`: bytes of a process, and bytes that it sends in a step; see ``_memory_layout``."""
+        from fastloop_plugins.strategies import _memory_fsdp
+
+        return _memory_fsdp.estimate(layout)
 
     @hookimpl
     def configure_accelerator(self, draft: AcceleratorDraft) -> None:

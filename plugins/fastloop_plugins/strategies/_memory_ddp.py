@@ -1,0 +1,29 @@
+"""Memory and traffic of ``ddp``. Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", 2020."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from fastloop_plugins.strategies._memory_layout import Layout, total
+
+
+def estimate(layout: Layout) -> Iterator[dict[str, Any]]:
+    """Every process holds everything. Gradients are averaged once a step: 2 (n - 1) / n of their bytes in a ring."""
+    gradients = total(layout.trained)
+    exchanged = gradients / 2 if layout.options.get("compress") == "bf16" else gradients
+    several = layout.processes > 1
+    buckets = 0.0
+    if several and not layout.options.get("gradient_as_bucket_view", True):
+        buckets += gradients
+    if several and exchanged < gradients:  # the bf16 copy of a bucket; one is reduced while the next is filled
+        buckets += min(exchanged, 2 * layout.options.get("bucket_cap_mb", 25) * 2**20 / 2)
+    yield {
+        "name": "ddp",
+        "options": {},
+        "weights": total(layout.weights) + layout.buffers,
+        "gradients": gradients,
+        "optimizer": total(layout.trained, lambda weight: weight.state),
+        "buckets": buckets,
+        "wire": 2 * layout.share * exchanged + layout.share * layout.buffers * layout.micro_steps,
+    }

@@ -1,0 +1,77 @@
+"""Memory and traffic of ``fsdp``. Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023.
+
+Torch splits each parameter along its first dimension, and pads the shards to equal sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from fastloop_plugins.strategies._memory_layout import Layout, Weight, total
+
+
+def shard(weight: Weight, processes: int) -> float:
+    """Bytes of one process's shard of a parameter, with padding."""
+    rows = weight.shape[0] if weight.shape else 1
+    return -(-rows // processes) * weight.bytes / max(rows, 1)
+
+
+def estimate(layout: Layout) -> Iterator[dict[str, Any]]:
+    """The plain form, and the one with shards in the host's memory."""
+    plain = sharded(layout, layout.processes)
+    offloads = bool(layout.options.get("cpu_offload"))
+    yield {"name": "fsdp", "options": {}, "listed": not offloads} | plain
+    if layout.device == "cpu" or layout.processes == 1:
+        return
+    host = plain["weights"] + plain["gradients"] + plain["optimizer"] - layout.buffers
+    held = {"weights": layout.buffers, "gradients": 0.0, "optimizer": 0.0, "host": host}
+    yield {"name": "fsdp offload", "options": {"cpu_offload": True}, "listed": offloads} | plain | held
+
+
+def sharded(layout: Layout, group: int) -> dict[str, Any]:
+    """The bytes with shards over ``group`` processes, and copies of the shards in each of the ``processes / group`` groups.
+
+    In each micro-step, the blocks are gathered in forward and in backward, and the rest of the model once. Gradients are reduce-scattered
+    once, which gloo does by an all-reduce of twice the bytes. Between groups, the shards of gradients are all-reduced.
+    """
+    if layout.processes == 1:
+        return {"weights": total(layout.weights) + layout.buffers} | {
+            "gradients": total(layout.trained),
+            "optimizer": total(layout.trained, lambda weight: weight.state),
+            "buckets": 0.0,
+            "wire": 0.0,
+        }
+    options, blocks = layout.options, layout.blocks()
+    half = layout.precision == "bf16"
+    reduced = 2 if half and options.get("reduce_dtype", "fp32") == "bf16" else 4
+
+    def gathered(weight: Weight) -> float:
+        return 2 * weight.elements if half else weight.bytes
+
+    def sent(weight: Weight) -> float:
+        return gathered(weight) * group * shard(weight, group) / max(weight.bytes, 1)  # with padding
+
+    root = total(blocks.pop(None), gathered)
+    sizes = [total(block, gathered) for block in blocks.values()]
+    reductions = [total((weight for weight in block if weight.trained), lambda weight: weight.elements * reduced) for block in blocks.values()]
+    again = options.get("reshard_after_forward", True)
+    # Two blocks at once: one in use and the next one, which is gathered ahead.
+    kept = root + (2 * max(sizes, default=0.0) if again else sum(sizes)) + 2 * max(reductions, default=0.0)
+    held = bool(options.get("hold_gradients")) and layout.micro_steps > 1
+    if held:
+        kept += total(layout.trained, gathered)
+    gathers, in_blocks = total(layout.weights, sent), sum(total(block, sent) for block in blocks.values())
+    share, groups = (group - 1) / group, layout.processes // group
+    gradients = total(layout.trained, lambda weight: sent(weight) * reduced / (2 if half else weight.itemsize))
+    scatter = 2 * share * gradients if layout.device == "cpu" else share * gradients
+    across = 2 * (groups - 1) / groups * gradients / group
+    reductions_per_step = 1 if held else layout.micro_steps
+    return {
+        "weights": total(layout.weights, lambda weight: shard(weight, group)) + layout.buffers,
+        "gradients": total(layout.trained, lambda weight: shard(weight, group)),
+        "optimizer": total(layout.trained, lambda weight: weight.state * shard(weight, group) / max(weight.bytes, 1)),
+        "buckets": kept,
+        "wire": layout.micro_steps * share * (gathers + again * in_blocks) + reductions_per_step * (scatter + across),
+        "weights_cast": half,
+    }

@@ -1,0 +1,1 @@
+"""``fastloop plan --device-memory``: estimates the memory and the traffic of each strategy."""

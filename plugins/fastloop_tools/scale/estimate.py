@@ -1,0 +1,289 @@
+"""The estimates of a recipe: every variant of every strategy, with and without activation checkpointing."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from fastloop import PluginError, RecipeError
+from fastloop_plugins.kernels._blocks import transformer_blocks
+from fastloop_plugins.strategies._memory_layout import Layout, Weight
+from fastloop_tools.scale.activations import Activations, micro_step, state_bytes
+from fastloop_tools.scale.model import FakeRun, build_fake, explain, make_fake
+
+if TYPE_CHECKING:
+    from fastloop.recipe import Recipe
+
+logger = logging.getLogger("fastloop")
+
+CHECKPOINTING = "activation-checkpointing"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """A strategy with its options. Sizes are bytes of one process.
+
+    Attributes:
+        name: In the table.
+        plugin: The strategy plugin.
+        options: Its options.
+        checkpointing: Whether activations are recomputed.
+        listed: Whether the recipe selects this variant.
+        weights: Weights and buffers.
+        gradients: Gradients.
+        optimizer: Optimizer state, with a strategy's own copy of weights.
+        activations: The most that forward and backward hold beside all others.
+        saved: The part of ``activations`` that forward keeps for backward.
+        buckets: Gathered weights and buffers of communication.
+        total: The sum, without ``saved``.
+        host: Bytes in the host's memory.
+        wire: Bytes that the process sends in an optimizer step.
+        flops: Floating-point operations in an optimizer step.
+        fits: Whether ``total`` fits; None without ``--device-memory``.
+        seconds: Time of an optimizer step if communication hides behind computation, or the reverse; None if unknown.
+    """
+
+    name: str
+    plugin: str
+    options: Mapping[str, Any]
+    checkpointing: bool
+    listed: bool
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    saved: float
+    buckets: float
+    total: float
+    host: float
+    wire: float
+    flops: float
+    fits: bool | None
+    seconds: float | None
+
+
+@dataclass(kw_only=True)
+class Estimate:
+    """What `fastloop plan` shows.
+
+    Attributes:
+        recipe: The recipe's name.
+        processes: Number of processes.
+        parameters: Number of parameters.
+        precision: ``no``, ``bf16`` or ``fp16``.
+        batch: Shapes of the measured micro-batch's tensors, which has ``micro_batch_size`` samples.
+        micro_steps: Micro-batches of an optimizer step on one process.
+        device_memory: Bytes of a device; None: not given.
+        variants: All variants.
+        smallest_change: The variant that fits with the fewest changes of the recipe; None: none fits, or no change is needed.
+    """
+
+    recipe: str
+    processes: int
+    parameters: int
+    precision: str
+    batch: list[list[int]]
+    micro_batch_size: int
+    micro_steps: int
+    device_memory: float | None
+    variants: list[Variant] = field(default_factory=list)
+    smallest_change: Variant | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as JSON values."""
+        return asdict(self)
+
+
+def estimate(
+    recipe: Recipe, nproc: int, nnodes: int = 1, memory: float | None = None, flops: float | None = None, bandwidth: float | None = None
+) -> Estimate:
+    """Estimate every variant of every strategy for a recipe.
+
+    Args:
+        nproc: Processes of one machine.
+        nnodes: Machines.
+        memory: Bytes of a device.
+        flops: Floating-point operations that a device does in a second.
+        bandwidth: Bytes that a process sends in a second.
+
+    Raises:
+        RecipeError: The model cannot be built or trained with fake tensors.
+    """
+    import torch
+    from torch.utils._pytree import tree_leaves
+
+    processes = nproc * nnodes
+    listed = {name: dict(options) for name, options in recipe.plugins.items() if isinstance(options, dict)}
+    fake = build_fake(recipe, processes)
+    weights = weights_of(fake, None)
+    measured = measure(fake, listed.get(CHECKPOINTING, {}))
+    result = Estimate(
+        recipe=recipe.where,
+        processes=processes,
+        parameters=sum(weight.elements for weight in weights),
+        precision=fake.precision,
+        batch=[list(leaf.shape) for leaf in tree_leaves(fake.batch) if isinstance(leaf, torch.Tensor)],
+        micro_batch_size=fake.micro_batch_size,
+        micro_steps=fake.micro_steps,
+        device_memory=memory,
+    )
+    model = fake.run.unwrap_model()
+    buffers = sum(buffer.nbytes for buffer in model.buffers())
+    for name, cls in strategies(recipe):
+        options = listed.get(name, {})
+        layout = Layout(
+            weights=weights_of(fake, options.get("blocks"), weights),
+            buffers=buffers,
+            processes=processes,
+            per_node=nproc,
+            micro_steps=fake.micro_steps,
+            precision=fake.precision,
+            device="cpu" if recipe.train.device == "cpu" else "cuda",
+            options=options,
+        )
+        for row in cls.estimate_memory(layout):
+            for checkpointing in (False, True):
+                if (checkpointing, bool(row.get("weights_cast"))) not in measured:
+                    continue
+                found = measured[checkpointing, bool(row.get("weights_cast"))]
+                chosen = name in listed and row.get("listed", True) and checkpointing == (CHECKPOINTING in listed)
+                result.variants.append(_variant(row, name, found, checkpointing, chosen, layout, memory, flops, bandwidth))
+    result.smallest_change = smallest_change(result.variants)
+    return result
+
+
+def _variant(
+    row: Mapping[str, Any],
+    plugin: str,
+    found: Activations,
+    checkpointing: bool,
+    listed: bool,
+    layout: Layout,
+    memory: float | None,
+    flops: float | None,
+    bandwidth: float | None,
+) -> Variant:
+    parts = {name: float(row[name]) for name in ("weights", "gradients", "optimizer", "buckets")}
+    total, work = sum(parts.values()) + found.peak, found.flops * layout.micro_steps
+    known = flops is not None and bandwidth is not None
+    return Variant(
+        name=row["name"],
+        plugin=plugin,
+        options=row["options"],
+        checkpointing=checkpointing,
+        listed=listed,
+        **parts,
+        activations=found.peak,
+        saved=found.saved,
+        total=total,
+        host=float(row.get("host", 0)),
+        wire=float(row["wire"]),
+        flops=work,
+        fits=None if memory is None else total <= memory,
+        seconds=max(work / flops, row["wire"] / bandwidth) if known else None,  # type: ignore[operator]
+    )
+
+
+def strategies(recipe: Recipe) -> Iterator[tuple[str, Any]]:
+    """The strategies that declare ``estimate_memory``: fastloop's own, and those that the recipe lists."""
+    from fastloop.registry import load, load_listed, own_plugins
+
+    found = {name: load(name) for name in own_plugins()}
+    found |= {name: load_listed(recipe, name) for name, options in recipe.plugins.items() if options is not False}
+    for name, cls in found.items():
+        if cls.slot == "strategy" and hasattr(cls, "estimate_memory"):
+            yield name, cls
+
+
+def weights_of(fake: FakeRun, blocks: list[str] | None, known: tuple[Weight, ...] = ()) -> tuple[Weight, ...]:
+    """The parameters of a model, with the state that the optimizer has for each.
+
+    Args:
+        blocks: Classes of the repeated blocks; None: found automatically.
+        known: The weights of an earlier call, whose optimizer state is used.
+    """
+    model, optimizer = fake.run.unwrap_model(), fake.run.optimizer
+    part = {id(weight): index for index, block in enumerate(transformer_blocks(model, blocks)) for weight in block.parameters()}
+    parameters = list(model.parameters())
+    if known:
+        from dataclasses import replace
+
+        return tuple(replace(weight, block=part.get(id(parameter))) for weight, parameter in zip(known, parameters, strict=True))
+    try:
+        state = state_bytes(optimizer, fake.mode)
+    except Exception as error:
+        raise RecipeError(
+            f"{fake.run.recipe.where}: train.optimizer: {type(optimizer).__name__} cannot step without memory for weights: "
+            f"{str(error).splitlines()[0]}. Plan with another optimizer, such as train.optimizer=AdamW."
+        ) from error
+    stepped = [(number, weight) for number, group in enumerate(optimizer.param_groups) for weight in group["params"]]
+    places = {id(weight): (number, state[index]) for index, (number, weight) in enumerate(stepped)}
+    found = []
+    for parameter in parameters:
+        group, size = places.get(id(parameter), (0, 0))
+        trained = parameter.requires_grad
+        shape = tuple(parameter.shape)
+        found.append(
+            Weight(shape=shape, itemsize=parameter.itemsize, state=size, trained=trained, block=part.get(id(parameter)), group=group)
+        )
+    return tuple(found)
+
+
+def measure(fake: FakeRun, options: Mapping[str, Any]) -> dict[tuple[bool, bool], Activations]:
+    """(checkpointing, whether weights have the dtype of autocast) -> the activations of a fake step.
+
+    Args:
+        options: The options of the plugin for activation checkpointing.
+
+    Raises:
+        RecipeError: The model reads values of tensors.
+    """
+    import torch
+
+    from fastloop.registry import load
+
+    run, model = fake.run, fake.run.unwrap_model()
+    dtypes = {False: torch.float32} | ({True: torch.bfloat16 if fake.precision == "bf16" else torch.float16} if fake.precision != "no" else {})
+    found: dict[tuple[bool, bool], Activations] = {}
+
+    def loss(called: Any) -> torch.Tensor:
+        value: torch.Tensor = run.hooks.compute_loss(run=run, model=called, batch=fake.batch).loss
+        return value
+
+    for checkpointing in (False, True):
+        if checkpointing:
+            try:
+                if not transformer_blocks(model, options.get("blocks")):
+                    break
+            except PluginError:
+                break
+            load(CHECKPOINTING)(**options).before_prepare(run=run, model=model)  # type: ignore[attr-defined]
+        for cast, dtype in dtypes.items():
+            if dtype is not torch.float32 or cast != (next(model.parameters()).dtype != torch.float32):
+                make_fake(model, fake.mode, dtype)
+            try:
+                found[checkpointing, cast] = micro_step(model, loss, fake.batch, fake.precision, fake.mode)
+            except Exception as error:
+                raise RecipeError(f"{run.recipe.where}: {explain(error)}") from error
+    if fake.precision == "no":
+        found |= {(checkpointing, True): value for (checkpointing, _), value in list(found.items())}
+    return found
+
+
+def smallest_change(variants: list[Variant]) -> Variant | None:
+    """The variant that fits with the fewest changes of the recipe, and among those with the least traffic."""
+    current = next((variant for variant in variants if variant.listed), None)
+    if current is not None and current.fits is not False:
+        return None
+
+    def changes(variant: Variant) -> tuple[float, ...]:
+        if current is None:
+            return (1 + variant.checkpointing + bool(variant.host), variant.wire)
+        different = variant.plugin != current.plugin
+        options = sum(current.options.get(key) != value for key, value in variant.options.items()) if not different else bool(variant.host)
+        return (different + options + (variant.checkpointing != current.checkpointing), variant.host > 0, variant.wire)
+
+    fitting = [variant for variant in variants if variant.fits]
+    return min(fitting, key=changes, default=None)

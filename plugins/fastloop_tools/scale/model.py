@@ -1,0 +1,157 @@
+"""A recipe's model, optimizer and batch without memory for weights: the model is built on the meta device, then made of fake tensors."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fastloop import FastloopError, Plugin, RecipeError, hookimpl
+
+if TYPE_CHECKING:
+    from fastloop.recipe import Recipe
+    from fastloop.run import Run
+
+BUILDING = (
+    "configure_dataloader", "configure_optimizer", "build_datasets", "build_sampler", "build_collator", "build_model", "before_prepare",
+    "build_optimizer",
+)  # fmt: skip
+"""A plugin takes part in the estimate if it implements one of these hooks."""
+LEFT_OUT = ("activation-checkpointing", "compile")
+"""Plugins that do not take part: the first is estimated separately, and the second would compile the fake step."""
+BATCHES = 16
+"""Batches of which the largest is measured."""
+
+
+class FakeModel(Plugin):
+    """Builds the model on the meta device, and makes its parameters fake tensors before the optimizer is built."""
+
+    name = "fake-model"
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        super().__init__()
+        self.mode = mode
+
+    @hookimpl(wrapper=True)
+    def build_model(self) -> Generator[None, Any, Any]:
+        with torch.device("meta"):
+            return (yield)
+
+    @hookimpl
+    def before_prepare(self, model: nn.Module) -> None:
+        make_fake(model, self.mode)
+
+    @hookimpl
+    def prepare(self, model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
+        return model, optimizer
+
+
+def make_fake(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None = None) -> None:
+    """Replace parameters and buffers, in place, by fake tensors of the CPU. Tied weights stay tied.
+
+    Args:
+        dtype: The dtype of the new floating-point parameters; None: their own.
+    """
+    made: dict[int, Any] = {}
+    for module in model.modules():
+        for table in (module._parameters, module._buffers):
+            for name, tensor in table.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in made:
+                    wanted = dtype if dtype is not None and isinstance(tensor, nn.Parameter) and tensor.is_floating_point() else tensor.dtype
+                    with mode:
+                        fake: Tensor = torch.empty_strided(tensor.shape, tensor.stride(), dtype=wanted, device="cpu")
+                    made[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake, tensor
+                table[name] = made[id(tensor)][0]
+
+
+@dataclass(frozen=True)
+class FakeRun:
+    """A built run whose model consists of fake tensors.
+
+    Attributes:
+        run: The run; ``unwrap_model()`` is the model, and ``optimizer`` steps its parameters.
+        batch: The inputs of one micro-batch of one process, as fake tensors.
+        mode: The mode that the tensors belong to.
+        precision: ``no``, ``bf16`` or ``fp16``.
+        micro_batch_size: Samples of the batch.
+        micro_steps: Micro-batches of an optimizer step on one process.
+    """
+
+    run: Run
+    batch: Any
+    mode: FakeTensorMode
+    precision: str
+    micro_batch_size: int
+    micro_steps: int
+
+
+def build_fake(recipe: Recipe, processes: int) -> FakeRun:
+    """Build a recipe's model and optimizer, and read a batch. It reads the data as a run does.
+
+    Raises:
+        RecipeError: The model cannot be built on the meta device; or the batch size is no multiple of the processes.
+    """
+    from fastloop.data.loaders import micro_batches
+    from fastloop.hooks import PluginSet
+    from fastloop.lifecycle import build
+    from fastloop.recipe import make_recipe
+    from fastloop.registry import select
+    from fastloop.state import AcceleratorDraft
+
+    size, micro_steps = micro_batches(recipe, processes)
+    resolution = select(recipe)
+    resolution.hooks.check_recipe(recipe=recipe)
+    precision = resolution.draft("configure_accelerator", AcceleratorDraft()).mixed_precision
+    building = {plugin.name for hook in BUILDING for plugin, _ in resolution.each(hook)}
+    kept = [
+        plugin.name
+        for plugin in resolution.plugins
+        if plugin.slot == "task" or (plugin.name in building and plugin.slot not in ("strategy", "precision") and not plugin.read_only)
+    ]
+    kept = [name for name in kept if name not in LEFT_OUT]
+    tree = recipe.to_dict()
+    tree["train"] |= {"batch_size": size, "micro_batch_size": size, "device": "cpu"}
+    with tempfile.TemporaryDirectory(prefix="fastloop-plan-") as scratch:
+        single = make_recipe(tree | {"output": f"{scratch}/run"}, recipe.source)
+        again = select(single)
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        plugins = [plugin for plugin in again.plugins if plugin.name in kept]
+        try:
+            run = build(single, PluginSet([*plugins, FakeModel(mode)], again.reasons))
+        except FastloopError as error:
+            if not _is_of_meta(error):
+                raise
+            raise RecipeError(f"{recipe.where}: {explain(error)}") from error
+        batches = [batch for _, batch in zip(range(BATCHES), run.train_loader.batches(), strict=False)]
+        run.loaders.close()
+    inputs = max((batch.inputs for batch in batches), key=_elements)
+    fake = torch.utils._pytree.tree_map(lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, inputs)
+    return FakeRun(run, fake, mode, precision, size, micro_steps)
+
+
+def explain(error: BaseException) -> str:
+    """The message for a model that has no fake step."""
+    return (
+        f"the model cannot be built and trained without memory for its weights: {str(error).splitlines()[0]} `fastloop plan` builds it on "
+        "torch's meta device, where tensors have no values. Do not read values of tensors while the model is built or in its forward, or "
+        "leave a plugin out with --without."
+    )
+
+
+def _is_of_meta(error: BaseException | None) -> bool:
+    while error is not None:
+        if any(word in str(error) for word in ("meta tensor", "Meta tensor", "meta device", "device meta", "FakeTensor", "fake tensor")):
+            return True
+        error = error.__cause__
+    return False
+
+
+def _elements(inputs: Any) -> int:
+    return sum(leaf.numel() for leaf in torch.utils._pytree.tree_leaves(inputs) if isinstance(leaf, Tensor))

@@ -13,9 +13,8 @@ def estimate(layout: Layout) -> Iterator[dict[str, Any]]:
     gradients = total(layout.trained)
     exchanged = gradients / 2 if layout.options.get("compress") == "bf16" else gradients
     several = layout.processes > 1
-    buckets = 0.0
-    if several and not layout.options.get("gradient_as_bucket_view", True):
-        buckets += gradients
+    kept = gradients if several and not layout.options.get("gradient_as_bucket_view", True) else 0.0
+    buckets = kept
     if several and exchanged < gradients:  # the bf16 copy of a bucket; one is reduced while the next is filled
         buckets += min(exchanged, 2 * layout.options.get("bucket_cap_mb", 25) * 2**20 / 2)
     yield {
@@ -25,5 +24,6 @@ def estimate(layout: Layout) -> Iterator[dict[str, Any]]:
         "gradients": gradients,
         "optimizer": total(layout.trained, lambda weight: weight.state),
         "buckets": buckets,
+        "kept": kept,
         "wire": 2 * layout.share * exchanged + layout.share * layout.buffers * layout.micro_steps,
     }

@@ -54,7 +54,9 @@ def sharded(layout: Layout, group: int) -> dict[str, Any]:
 
     root = total(blocks.pop(None), gathered)
     sizes = [total(block, gathered) for block in blocks.values()]
-    reductions = [total((weight for weight in block if weight.trained), lambda weight: weight.elements * reduced) for block in blocks.values()]
+    reductions = [
+        total((weight for weight in block if weight.trained), lambda weight: weight.elements * reduced) for block in blocks.values()
+    ]
     again = options.get("reshard_after_forward", True)
     # Two blocks at once: one in use and the next one, which is gathered ahead.
     kept = root + (2 * max(sizes, default=0.0) if again else sum(sizes)) + 2 * max(reductions, default=0.0)

@@ -6,6 +6,7 @@ A strategy plugin declares a class method ``estimate_memory(layout)``. It yields
 * ``listed``: whether ``layout.options`` already select it; default True;
 * ``weights``, ``gradients``, ``optimizer``: bytes that a process holds when the optimizer is about to step;
 * ``buckets``: bytes that it holds beside them during forward and backward, such as gathered weights;
+* ``kept``: the part of ``buckets`` that it also holds when the optimizer is about to step; default 0;
 * ``wire``: bytes that it sends in an optimizer step;
 * ``host``: of the above, bytes in the host's memory, which ``weights``, ``gradients`` and ``optimizer`` leave out; default 0;
 * ``weights_cast``: whether it stores the forward pass's copy of the weights, so that autocast makes none; default False.

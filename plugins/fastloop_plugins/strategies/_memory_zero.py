@@ -79,6 +79,7 @@ def stage(layout: Layout, number: int, half: bool) -> dict[str, Any]:
         "gradients": total(trained, lambda weight: part(weight) * item),
         "optimizer": total(trained, lambda weight: part(weight) * (4 + weight.state / max(weight.elements, 1))),
         "buckets": bucket + gathered,
+        "kept": bucket,
         "wire": layout.share * (steps * (2 * total(sharded, size) + grads) + total(small, size)),
         "weights_cast": half,
     }

@@ -37,7 +37,8 @@ class Variant:
         activations: The most that forward and backward hold beside all others.
         saved: The part of ``activations`` that forward keeps for backward.
         buckets: Gathered weights and buffers of communication.
-        total: The sum, without ``saved``.
+        kept: The part of ``buckets`` that is also held when the optimizer is about to step.
+        total: The sum, without ``kept`` and ``saved``.
         host: Bytes in the host's memory.
         wire: Bytes that the process sends in an optimizer step.
         flops: Floating-point operations in an optimizer step.
@@ -56,6 +57,7 @@ class Variant:
     activations: float
     saved: float
     buckets: float
+    kept: float
     total: float
     host: float
     wire: float
@@ -177,6 +179,7 @@ def _variant(
         **parts,
         activations=found.peak,
         saved=found.saved,
+        kept=float(row.get("kept", 0)),
         total=total,
         host=float(row.get("host", 0)),
         wire=float(row["wire"]),
@@ -245,7 +248,9 @@ def measure(fake: FakeRun, options: Mapping[str, Any]) -> dict[tuple[bool, bool]
     from fastloop.registry import load
 
     run, model = fake.run, fake.run.unwrap_model()
-    dtypes = {False: torch.float32} | ({True: torch.bfloat16 if fake.precision == "bf16" else torch.float16} if fake.precision != "no" else {})
+    dtypes = {False: torch.float32} | (
+        {True: torch.bfloat16 if fake.precision == "bf16" else torch.float16} if fake.precision != "no" else {}
+    )
     found: dict[tuple[bool, bool], Activations] = {}
 
     def loss(called: Any) -> torch.Tensor:

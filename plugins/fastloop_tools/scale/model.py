@@ -64,7 +64,9 @@ def make_fake(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None 
                 if tensor is None:
                     continue
                 if id(tensor) not in made:
-                    wanted = dtype if dtype is not None and isinstance(tensor, nn.Parameter) and tensor.is_floating_point() else tensor.dtype
+                    wanted = (
+                        dtype if dtype is not None and isinstance(tensor, nn.Parameter) and tensor.is_floating_point() else tensor.dtype
+                    )
                     with mode:
                         fake: Tensor = torch.empty_strided(tensor.shape, tensor.stride(), dtype=wanted, device="cpu")
                     made[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake, tensor

@@ -40,7 +40,7 @@ def unit_for(largest: float) -> tuple[str, float]:
 
 
 def format_size(value: float) -> str:
-    """A number of up to six characters."""
+    """A number of four characters, or of five above 9,999."""
     if value == 0:
         return "0"
-    return f"{value:.0f}" if value >= 1000 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"

@@ -11,9 +11,11 @@ import typer
 from fastloop_tools.scale.estimate import CHECKPOINTING, Estimate, Variant
 from fastloop_tools.scale.sizes import format_size, unit_for
 
-SIZES = ("weights", "gradients", "optimizer", "activations", "buckets", "total", "wire")
-NOTES = "Sizes of one process; wire: bytes that it sends in a step. *: the recipe's. Not counted: the device's own libraries (often 1 GiB),\n\
-fragmentation, and temporary tensors of the optimizer."
+COLUMNS = {
+    "weight": "weights", "grad": "gradients", "optim": "optimizer", "activ": "activations", "bucket": "buckets", "total": "total",
+    "wire": "wire",
+}  # fmt: skip
+"""Head of a column -> the field of ``Variant``."""
 
 
 def write_json(found: Estimate, file: str) -> None:
@@ -41,13 +43,14 @@ def lines(found: Estimate, recipe: str) -> Iterator[str]:
     shapes = ", ".join("x".join(map(str, shape)) or "1" for shape in found.batch)
     yield f"micro-batch of {found.micro_batch_size} samples ({shapes}), {found.micro_steps} a step"
     yield ""
-    head = f"{'strategy':<15} {'ckpt':<4} {'weight':>6} {'grad':>6} {'optim':>6} {'activ':>6} {'bucket':>6} {'total':>6} {'wire':>6}"
-    yield head + (" fits" if found.device_memory else "") + (" seconds" if timed else "")
+    widths = {head: max(len(head), 5) for head in COLUMNS}
+    heads = " ".join(f"{head:>{width}}" for head, width in widths.items())
+    yield f"{'strategy':<15} ckpt {heads}" + (" fits" if found.device_memory else "") + (" seconds" if timed else "")
     for variant in found.variants:
-        sizes = " ".join(f"{format_size(getattr(variant, name) / size):>6}" for name in SIZES)
+        sizes = " ".join(f"{format_size(getattr(variant, name) / size):>{widths[head]}}" for head, name in COLUMNS.items())
         line = f"{'*' * variant.listed + variant.name:<15} {'yes' if variant.checkpointing else '':<4} {sizes}"
         line += f" {'yes' if variant.fits else 'no':<4}" if found.device_memory else ""
-        line += f" {variant.seconds:>6.3g}" if variant.seconds is not None else ""
+        line += f" {variant.seconds:>7.2g}" if variant.seconds is not None else ""
         yield line.rstrip()
     yield ""
     yield from notes(found, recipe, unit, size)
@@ -68,8 +71,8 @@ def notes(found: Estimate, recipe: str, unit: str, size: float) -> Iterator[str]
         return
     if (best := found.smallest_change) is None:
         least = min(found.variants, key=lambda variant: variant.total)
-        yield f"Nothing fits. {label(least)} needs the least: {format_size(least.total / size)} {unit}. Use more processes, or a"
-        yield f"smaller train.micro_batch_size (now {found.micro_batch_size})."
+        yield f"Nothing fits. {label(least)} needs {format_size(least.total / size)} {unit}."
+        yield f"Use more processes, or a smaller train.micro_batch_size (now {found.micro_batch_size})."
         return
     yield f"Smallest change that fits: {label(best)}, {format_size(best.total / size)} {unit}:"
     yield f"  {command(best, current, recipe)}"

@@ -1,0 +1,407 @@
+"""`fastloop plan --device-memory`: its estimates are those of real tensors, of the papers' formulas, and of torch's own sharding."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from checkpoint_helpers import BERT, save_checkpoint, text_recipe, write_rows
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForSequenceClassification
+from typer.testing import CliRunner
+
+from fastloop.cli import app
+from fastloop.errors import RecipeError, UsageError
+from fastloop.lifecycle import build
+from fastloop.recipe import Recipe
+from fastloop.registry import resolve
+from fastloop_plugins.strategies import _memory_ddp, _memory_fsdp, _memory_zero
+from fastloop_plugins.strategies._memory_layout import Layout, Weight
+from fastloop_tools.scale.activations import LiveBytes
+from fastloop_tools.scale.estimate import Variant, estimate, smallest_change
+from fastloop_tools.scale.sizes import format_size, parse_bytes, unit_for
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+ENCODER = BERT | {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3}
+MODELS = {"encoder": ("text-classification", ENCODER, {"label": "label"}), "decoder": ("causal-lm", LLAMA, {})}
+FULL = {"padding": "max_length"}
+CHECKPOINTING = "activation-checkpointing"
+
+
+@pytest.fixture(autouse=True)
+def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_rows(("A", "B"))
+
+
+def tiny(kind: str, *plugins: Any, **train: Any) -> Recipe:
+    task, config, data = MODELS[kind]
+    return text_recipe(task, {"config": config}, data | FULL, plugins=plugins, **train)
+
+
+def variant(recipe: Recipe, name: str = "ddp", checkpointing: bool = False, processes: int = 1, **options: Any) -> Variant:
+    found = estimate(recipe, processes, **options)
+    return next(row for row in found.variants if row.name == name and row.checkpointing == checkpointing)
+
+
+# -- activations -------------------------------------------------------------------------------------------------------
+
+
+def saved_by_a_real_step(recipe: Recipe) -> int:
+    """Bytes of the distinct storages that autograd saves in a real forward, by their addresses, without weights and inputs."""
+    run = build(recipe, resolve(recipe))
+    inputs = next(iter(run.train_loader.batches())).inputs
+    known = [*run.model.parameters(), *run.model.buffers(), *(leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))]
+    skipped = {tensor.untyped_storage().data_ptr() for tensor in known}
+    saved: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = run.hooks.compute_loss(run=run, model=run.model, batch=inputs).loss
+    sizes = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in saved}
+    loss.backward()
+    return sum(size for address, size in sizes.items() if address not in skipped)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
+@pytest.mark.parametrize("precision", [[], [{"amp": {"dtype": "bf16"}}]], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_fake_forward_saves_the_bytes_of_a_real_one(kind, precision, checkpointing):
+    plugins = [*precision, *[CHECKPOINTING] * checkpointing]
+    real = saved_by_a_real_step(tiny(kind, *plugins))
+    assert variant(tiny(kind, *plugins), checkpointing=checkpointing).saved == pytest.approx(real, rel=0.05)
+
+
+@pytest.mark.slow
+def test_activation_checkpointing_saves_less_and_computes_more():
+    plain, less = (variant(tiny("decoder"), checkpointing=value) for value in (False, True))
+    assert less.saved < 0.5 * plain.saved
+    assert less.activations < plain.activations
+    assert 1.1 < less.flops / plain.flops < 1.4  # a third forward for all but the head
+
+
+@pytest.mark.parametrize("fake", [False, True], ids=["real", "fake"])
+def test_the_peak_of_a_step_is_that_of_the_allocator(fake):
+    """Torch's profiler records each allocation. Both count the gradients of weights here."""
+    from contextlib import nullcontext
+
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(256, 512), torch.nn.GELU(), torch.nn.Linear(512, 256), torch.nn.LayerNorm(256)]
+    model, inputs = torch.nn.Sequential(*layers), torch.randn(64, 256)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        model(inputs).pow(2).mean().backward()
+    changes = [event.nbytes() for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    live = peak = 0
+    for change in changes:
+        live += change
+        peak = max(peak, live)
+    mode = FakeTensorMode() if fake else nullcontext()
+    with mode:
+        if fake:
+            model = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.GELU(), torch.nn.Linear(512, 256), torch.nn.LayerNorm(256))
+            inputs = torch.randn(64, 256)
+        model.zero_grad()
+        with LiveBytes([*model.parameters(), inputs]) as counted:
+            model(inputs).pow(2).mean().backward()
+    assert counted.peak == pytest.approx(peak, rel=0.05)
+
+
+# -- formulas ----------------------------------------------------------------------------------------------------------
+
+
+def large(count: int = 512, rows: int = 8192, columns: int = 1024, **fields: Any) -> Layout:
+    """A model of equal weights in 64 blocks, with 8 bytes of Adam's state an element: 4.3e9 parameters by default."""
+    weights = [Weight(shape=(rows, columns), state=8 * rows * columns, block=index // (count // 64)) for index in range(count)]
+    return Layout(weights=tuple(weights), **fields)
+
+
+def held(row: Any) -> float:
+    return sum(row[name] for name in ("weights", "gradients", "optimizer"))
+
+
+@pytest.mark.parametrize("processes", [64, 1024])
+def test_zero_holds_what_its_paper_says(processes):
+    """Rajbhandari et al. 2020, section 5, for mixed precision with Adam: 2 + 2 + 12 bytes a parameter; sections 7.2: 2 and 3 volumes."""
+    layout = large(4096, 1024, 1024, processes=processes, per_node=8, micro_steps=2, precision="fp16")
+    count = sum(weight.elements for weight in layout.weights)
+    paper = {1: 4 + 12 / processes, 2: 2 + 14 / processes, 3: 16 / processes}
+    for stage, bytes_each in paper.items():
+        assert held(_memory_zero.stage(layout, stage, half=True)) == pytest.approx(bytes_each * count, rel=0.01), stage
+    once = large(4096, 1024, 1024, processes=processes, precision="fp16")
+    volumes = {1: 2, 2: 2, 3: 3}
+    for stage, volume in volumes.items():
+        assert _memory_zero.stage(once, stage, half=True)["wire"] == pytest.approx(volume * 2 * count, rel=0.02), stage
+
+
+@pytest.mark.parametrize("processes", [64, 1024])
+def test_ddp_and_fsdp_hold_and_send_what_their_papers_say(processes):
+    """16 bytes a parameter, whole or sharded. All-reduce: 2 volumes (Li et al. 2020); fsdp: 3 (Zhao et al. 2023, section 3.2)."""
+    layout = large(processes=processes)
+    count = sum(weight.elements for weight in layout.weights)
+    (ddp,), (fsdp, offload) = _memory_ddp.estimate(layout), _memory_fsdp.estimate(layout)
+    assert held(ddp) == 16 * count
+    assert ddp["wire"] == pytest.approx(2 * 4 * count, rel=0.02)
+    assert held(fsdp) == pytest.approx(16 * count / processes)
+    assert fsdp["wire"] == pytest.approx(3 * 4 * count, rel=0.02)
+    assert held(offload) == 0
+    assert offload["host"] == held(fsdp)
+
+
+def test_fsdp_within_machines_holds_more_and_sends_the_gradients_shards_between_them():
+    """Hybrid sharding (Zhao et al. 2023, section 3.2.2): shards over 8 processes; their gradients are all-reduced between 4 machines."""
+    layout = large(processes=32, per_node=8)
+    count = sum(weight.elements for weight in layout.weights)
+    hybrid = _memory_fsdp.sharded(layout, 8)
+    assert held(hybrid) == pytest.approx(16 * count / 8)
+    assert hybrid["wire"] == pytest.approx(3 * 4 * count * 7 / 8 + 2 * 3 / 4 * 4 * count / 8)
+
+
+def test_bf16_gathers_half_the_bytes_and_reduces_in_the_dtype_of_the_option():
+    layout = large(processes=64, precision="bf16")
+    volume = 4 * sum(weight.elements for weight in layout.weights) * layout.share
+    assert _memory_fsdp.sharded(layout, 64)["wire"] == pytest.approx(2 * volume)
+    half = large(processes=64, precision="bf16", options={"reduce_dtype": "bf16"})
+    assert _memory_fsdp.sharded(half, 64)["wire"] == pytest.approx(1.5 * volume)
+    held_back = large(processes=64, micro_steps=4, options={"hold_gradients": True})
+    assert _memory_fsdp.sharded(held_back, 64)["wire"] == pytest.approx(9 * volume)
+
+
+def test_options_of_ddp_change_its_buckets_and_traffic():
+    (plain,), (copies,), (half,) = (
+        _memory_ddp.estimate(large(processes=8, options=options))
+        for options in ({}, {"gradient_as_bucket_view": False}, {"compress": "bf16"})
+    )
+    assert plain["buckets"] == 0
+    assert copies["buckets"] == copies["kept"] == plain["gradients"]
+    assert half["wire"] == plain["wire"] / 2
+    assert half["buckets"] == 25 * 2**20
+
+
+def distinct_bytes(tensors: Iterable[Any]) -> int:
+    """Bytes of the distinct storages of local shards. The gradients of a block are parts of one storage."""
+    storages = [tensor.to_local().untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}.values())
+
+
+def sharding_of_torch(world_size: int) -> dict[str, float]:
+    """The bytes of rank 0 of ``world_size`` in one process: the plugin's own code, on torch's process group that exchanges nothing."""
+    from types import SimpleNamespace
+
+    import scale_runs
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from fastloop_plugins.strategies.fsdp import FSDP
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        model: Any = scale_runs.Encoder()
+        accelerator = SimpleNamespace(mixed_precision="no", prepare_model=lambda model, evaluation_mode: model)
+        run: Any = SimpleNamespace(
+            recipe=SimpleNamespace(where="recipe"), accelerator=accelerator, device=torch.device("cpu"), world_size=world_size, is_main=True
+        )
+        plugin = FSDP()
+        plugin.before_prepare(run=run, model=model)
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+        plugin.prepare(run=run, model=model, optimizer=optimizer)
+        ids = torch.zeros(2, scale_runs.LENGTH, dtype=torch.int64)
+        with Collectives(world_size) as sent:
+            model(ids).sum().backward()
+        gradients = distinct_bytes(parameter.grad for parameter in model.parameters())
+        optimizer.step()
+        state = distinct_bytes(value for values in optimizer.state.values() for value in values.values() if value.dim())
+        return {"weights": distinct_bytes(model.parameters()), "gradients": gradients, "optimizer": state, "wire": sent.bytes}
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+class Collectives(TorchDispatchMode):
+    """Adds up the bytes that a process sends in ring all-gathers and reduce-scatters: each sends n - 1 shards."""
+
+    def __init__(self, processes: int) -> None:
+        super().__init__()
+        self.processes, self.bytes = processes, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name()
+        if name.startswith("c10d::"):
+            assert "_allgather_base_" in name or "_reduce_scatter_base_" in name, name
+            self.bytes += min(args[0].nbytes, args[1].nbytes) * (self.processes - 1)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [64, 1024])
+def test_fsdp_at_large_world_sizes_has_the_shards_and_traffic_of_the_plugin(processes, world_size):
+    import scale_runs
+
+    (ended,) = processes(1, sharding_of_torch, world_size)
+    assert ended.code == 0, ended.output
+    loaded = scale_runs.recipe(device="auto", batch_size=world_size)
+    row = variant(loaded, "fsdp", processes=world_size)
+    for name, found in ended.result.items():
+        assert getattr(row, name) == pytest.approx(found, rel=0.01), name
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def plan(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["plan", *arguments])
+
+
+@pytest.fixture
+def file() -> str:
+    Path("recipe.yaml").write_text(yaml.safe_dump(tiny("decoder", "ddp").to_dict()))
+    return "recipe.yaml"
+
+
+def test_the_table_fits_80_columns_and_names_the_smallest_change(file):
+    found = plan(file, "--nproc", "2", "--nnodes", "2", "--device-memory", "1200KiB", "--device-flops", "1e12", "--bandwidth", "1GB/s")
+    assert found.exit_code == 0, found.output
+    lines = found.stdout.splitlines()
+    assert [line for line in lines if len(line) > 80] == []
+    names = [line.split()[0] for line in lines if line]
+    assert {"*ddp", "fsdp", "zero-0", "zero-1", "zero-2", "zero-3"} <= set(names)
+    assert "fits seconds" in found.stdout
+    row = next(line.split() for line in lines if line.startswith("*ddp"))
+    assert row[-2] == "no"
+
+
+@pytest.mark.parametrize("command", [[], ["--nproc", "2"]])
+def test_without_its_options_plan_shows_the_plugins(file, command):
+    found = plan(file, *command)
+    assert found.exit_code == 0
+    assert "numerics" in found.stdout
+    assert "bucket" not in found.stdout
+
+
+@pytest.mark.slow
+def test_json_has_every_variant_with_all_parts(file):
+    found = plan(file, "--nproc", "4", "--device-memory", "1GiB", "--json", "-")
+    result = json.loads(found.stdout)
+    assert result["processes"] == 4
+    assert result["smallest_change"] is None  # the recipe fits
+    for row in result["variants"]:
+        parts = sum(row[name] for name in ("weights", "gradients", "optimizer", "activations", "buckets"))
+        assert row["total"] == pytest.approx(parts)
+        assert row["fits"] is True
+    assert [row["name"] for row in result["variants"] if row["listed"]] == ["ddp"]
+    assert {row["checkpointing"] for row in result["variants"]} == {True, False}
+
+
+@pytest.mark.slow
+def test_the_smallest_change_fits_and_changes_the_least():
+    variants = estimate(tiny("decoder", "ddp"), 4).variants
+    totals = {(row.name, row.checkpointing): row.total for row in variants}
+    plain, less = totals["ddp", False], totals["ddp", True]
+    assert less < plain
+
+    def change(memory: float) -> Variant | None:
+        return smallest_change([replace(row, fits=row.total <= memory) for row in variants])
+
+    one = change((less + plain) / 2)
+    assert one is not None
+    assert one.fits
+    assert (one.plugin == "ddp") + (not one.checkpointing) == 1  # one change, not both
+    assert change(plain) is None
+    assert change(1000.0) is None
+
+
+@pytest.mark.slow
+def test_nothing_fits_is_reported_with_the_least(file):
+    found = plan(file, "--device-memory", "1KiB")
+    assert "Nothing fits." in found.stdout
+    assert "smaller train.micro_batch_size (now 8)" in found.stdout
+
+
+@pytest.mark.slow
+def test_step_times_are_the_larger_of_computation_and_communication():
+    rows = estimate(tiny("decoder"), 2, flops=1e12, bandwidth=1e6).variants
+    assert all(row.seconds == max(row.flops / 1e12, row.wire / 1e6) for row in rows)
+    assert {row.seconds == row.wire / 1e6 for row in rows} == {True}  # such a link is slower than such a device
+
+
+@pytest.mark.slow
+def test_a_checkpoint_folder_gives_the_sizes_of_its_model():
+    model = save_checkpoint(AutoModelForSequenceClassification, ENCODER, num_labels=2)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    row = variant(text_recipe("text-classification", "checkpoint", {"label": "label"}))
+    assert row.gradients == 4 * count
+    assert row.optimizer == 8 * count
+
+
+@pytest.mark.slow
+def test_frozen_weights_have_no_gradients_and_no_state():
+    whole, frozen = variant(tiny("encoder")), variant(tiny("encoder", {"freeze": {"match": "bert.encoder.*"}}))
+    assert frozen.weights == whole.weights
+    assert frozen.gradients < whole.gradients
+    assert frozen.optimizer == 2 * frozen.gradients
+
+
+@pytest.mark.slow
+def test_the_state_of_the_optimizer_is_that_of_the_recipe():
+    assert variant(tiny("encoder", optimizer="SGD")).optimizer == 0
+    momentum = variant(tiny("encoder", optimizer={"name": "SGD", "momentum": 0.9}))
+    assert momentum.optimizer == momentum.gradients
+
+
+@pytest.mark.slow
+def test_a_model_that_reads_values_is_refused_with_the_reason():
+    Path("mine.py").write_text(
+        "import torch\nfrom torch import nn\n\n"
+        "class Reads(nn.Linear):\n    def __init__(self):\n        super().__init__(4, 2)\n\n"
+        "    def forward(self, x):\n        return super().forward(x) * (1.0 if x.sum().item() > 0 else 2.0)\n\n\n"
+        "class Builds(nn.Linear):\n    def __init__(self):\n        super().__init__(4, 2)\n        print(self.weight.sum().item())\n\n"
+        "def data():\n    return {'train': [(torch.ones(4), 0)] * 8}\n"
+    )
+    tree = {"data": {"module": "mine.py:data"}, "plugins": [{"module": {"loss": "cross_entropy"}}], "train": {"device": "cpu"}}
+    for name in ("Reads", "Builds"):
+        Path("recipe.yaml").write_text(yaml.safe_dump(tree | {"model": {"module": f"mine.py:{name}"}, "train": {"batch_size": 8}}))
+        found = plan("recipe.yaml", "--device-memory", "1GiB")
+        assert isinstance(found.exception, RecipeError), found.output
+        assert "cannot be built and trained without memory for its weights" in str(found.exception)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--device-memory", "much"], "--device-memory much: expected a size above 0, such as 80GiB"),
+        (["--device-flops", "1e12"], "step times need both"),
+        (["--device-flops", "-1", "--bandwidth", "1GB/s"], "expected a number above 0"),
+    ],
+)
+def test_wrong_options_are_refused(file, arguments, message):
+    found = plan(file, *arguments)
+    assert isinstance(found.exception, UsageError)
+    assert message in str(found.exception)
+
+
+def test_sizes_are_read_and_written():
+    assert parse_bytes("80GiB", "x") == 80 * 2**30
+    assert parse_bytes("50GB", "x") == 50e9
+    assert parse_bytes("400Gbit", "x") == 50e9
+    assert parse_bytes("8e9", "x") == 8e9
+    assert unit_for(3 * 2**30) == ("GiB", 2.0**30)
+    assert [format_size(value) for value in (0, 0.123, 12.34, 1234.5)] == ["0", "0.12", "12.3", "1234"]

@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN     = $(VENV)/bin
 
-.PHONY: quickstart test test-all lint docs docs-sources api-snapshot matrix conformance reliability audit clean
+.PHONY: quickstart test test-all lint docs docs-sources api-snapshot matrix conformance reliability scale audit clean
 
 quickstart: $(VENV)/ready
 	$(BIN)/fastloop train recipes/quickstart.yaml
@@ -50,6 +50,10 @@ conformance: $(VENV)/ready
 # Every fault, the random ones eight times as often as in `make test-all`, into docs/reliability.md; ARGS='--times 20' for more of them.
 reliability: $(VENV)/ready
 	$(BIN)/python benchmarks/reliability.py $(ARGS)
+
+# The estimates of `fastloop plan --device-memory` beside measured bytes, into docs/scale.md.
+scale: $(VENV)/ready
+	$(BIN)/python benchmarks/scale.py
 
 # Known weaknesses of the pinned versions. Advice: it needs a network, and what it finds does not fail a build.
 audit: $(VENV)/ready

@@ -9,12 +9,17 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from checkpoint_helpers import BERT, text_recipe
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import TensorDataset
 
 from fastloop import Plugin, hookimpl
@@ -26,11 +31,24 @@ from fastloop.registry import resolve
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
-from strategies import BATCH, BLOCKS, COUNTED, LENGTH, WIDTH, WORDS, held_bytes, loopback_bytes  # noqa: E402
+from strategies import BATCH, BLOCKS, COUNTED, LENGTH, WIDTH, WORDS, held_bytes, loopback_bytes
 
 ARMS: dict[str, dict[str, Any]] = {"ddp": {"ddp": {}}, "fsdp": {"fsdp": {}}} | {
     f"zero-{stage}": {"deepspeed": {"stage": stage}} for stage in range(4)
 }
+
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+ENCODER = BERT | {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3}
+MODELS = {"encoder": ("text-classification", ENCODER, {"label": "label"}), "decoder": ("causal-lm", LLAMA, {})}
 
 
 class Block(nn.Module):
@@ -131,3 +149,76 @@ def predicted(processes: int) -> dict[str, dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         found = estimate(recipe(output=f"{folder}/run"), processes)
     return {variant.name: json.loads(json.dumps(vars(variant))) for variant in found.variants if not variant.checkpointing}
+
+
+def tiny(kind: str, *plugins: Any, **train: Any) -> Recipe:
+    task, config, data = MODELS[kind]
+    return text_recipe(task, {"config": config}, data | {"padding": "max_length"}, plugins=plugins, **train)
+
+
+def saved_by_a_real_step(recipe: Recipe) -> int:
+    """Bytes of the distinct storages that autograd saves in a real forward, by their addresses, without weights and inputs."""
+    run = build(recipe, resolve(recipe))
+    inputs = next(iter(run.train_loader.batches())).inputs
+    known = [*run.model.parameters(), *run.model.buffers(), *(leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))]
+    skipped = {tensor.untyped_storage().data_ptr() for tensor in known}
+    saved: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = run.hooks.compute_loss(run=run, model=run.model, batch=inputs).loss
+    sizes = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in saved}
+    loss.backward()
+    return sum(size for address, size in sizes.items() if address not in skipped)
+
+
+def distinct_bytes(tensors: Iterable[Any]) -> int:
+    """Bytes of the distinct storages of local shards. The gradients of a block are parts of one storage."""
+    storages = [tensor.to_local().untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}.values())
+
+
+def sharding_of_torch(world_size: int) -> dict[str, float]:
+    """The bytes of rank 0 of ``world_size`` in one process: the plugin's own code, on torch's process group that exchanges nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from fastloop_plugins.strategies.fsdp import FSDP
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        model: Any = Encoder()
+        accelerator = SimpleNamespace(mixed_precision="no", prepare_model=lambda model, evaluation_mode: model)
+        run: Any = SimpleNamespace(
+            recipe=SimpleNamespace(where="recipe"), accelerator=accelerator, device=torch.device("cpu"), world_size=world_size, is_main=True
+        )
+        plugin = FSDP()
+        plugin.before_prepare(run=run, model=model)
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+        plugin.prepare(run=run, model=model, optimizer=optimizer)
+        ids = torch.zeros(2, LENGTH, dtype=torch.int64)
+        with Collectives(world_size) as sent:
+            model(ids).sum().backward()
+        gradients = distinct_bytes(parameter.grad for parameter in model.parameters())
+        optimizer.step()
+        state = distinct_bytes(value for values in optimizer.state.values() for value in values.values() if value.dim())
+        return {"weights": distinct_bytes(model.parameters()), "gradients": gradients, "optimizer": state, "wire": sent.bytes}
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+class Collectives(TorchDispatchMode):
+    """Adds up the bytes that a process sends in ring all-gathers and reduce-scatters: each sends n - 1 shards."""
+
+    def __init__(self, processes: int) -> None:
+        super().__init__()
+        self.processes, self.bytes = processes, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name()
+        if name.startswith("c10d::"):
+            assert "_allgather_base_" in name or "_reduce_scatter_base_" in name, name
+            self.bytes += min(args[0].nbytes, args[1].nbytes) * (self.processes - 1)
+        return func(*args, **(kwargs or {}))

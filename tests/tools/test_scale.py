@@ -3,44 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import scale_runs
 import torch
 import yaml
-from checkpoint_helpers import BERT, save_checkpoint, text_recipe, write_rows
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
-from torch.utils._python_dispatch import TorchDispatchMode
+from checkpoint_helpers import save_checkpoint, text_recipe, write_rows
+from scale_runs import ENCODER, MODELS, saved_by_a_real_step, sharding_of_torch, tiny
 from transformers import AutoModelForSequenceClassification
 from typer.testing import CliRunner
 
 from fastloop.cli import app
 from fastloop.errors import RecipeError, UsageError
-from fastloop.lifecycle import build
 from fastloop.recipe import Recipe
-from fastloop.registry import resolve
 from fastloop_plugins.strategies import _memory_ddp, _memory_fsdp, _memory_zero
 from fastloop_plugins.strategies._memory_layout import Layout, Weight
 from fastloop_tools.scale.activations import LiveBytes
 from fastloop_tools.scale.estimate import Variant, estimate, smallest_change
 from fastloop_tools.scale.sizes import format_size, parse_bytes, unit_for
 
-LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 160,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
-ENCODER = BERT | {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3}
-MODELS = {"encoder": ("text-classification", ENCODER, {"label": "label"}), "decoder": ("causal-lm", LLAMA, {})}
-FULL = {"padding": "max_length"}
 CHECKPOINTING = "activation-checkpointing"
 
 
@@ -50,36 +34,12 @@ def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_rows(("A", "B"))
 
 
-def tiny(kind: str, *plugins: Any, **train: Any) -> Recipe:
-    task, config, data = MODELS[kind]
-    return text_recipe(task, {"config": config}, data | FULL, plugins=plugins, **train)
-
-
 def variant(recipe: Recipe, name: str = "ddp", checkpointing: bool = False, processes: int = 1, **options: Any) -> Variant:
     found = estimate(recipe, processes, **options)
     return next(row for row in found.variants if row.name == name and row.checkpointing == checkpointing)
 
 
 # -- activations -------------------------------------------------------------------------------------------------------
-
-
-def saved_by_a_real_step(recipe: Recipe) -> int:
-    """Bytes of the distinct storages that autograd saves in a real forward, by their addresses, without weights and inputs."""
-    run = build(recipe, resolve(recipe))
-    inputs = next(iter(run.train_loader.batches())).inputs
-    known = [*run.model.parameters(), *run.model.buffers(), *(leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))]
-    skipped = {tensor.untyped_storage().data_ptr() for tensor in known}
-    saved: list[Tensor] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        saved.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = run.hooks.compute_loss(run=run, model=run.model, batch=inputs).loss
-    sizes = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in saved}
-    loss.backward()
-    return sum(size for address, size in sizes.items() if address not in skipped)
 
 
 @pytest.mark.slow
@@ -199,63 +159,9 @@ def test_options_of_ddp_change_its_buckets_and_traffic():
     assert half["buckets"] == 25 * 2**20
 
 
-def distinct_bytes(tensors: Iterable[Any]) -> int:
-    """Bytes of the distinct storages of local shards. The gradients of a block are parts of one storage."""
-    storages = [tensor.to_local().untyped_storage() for tensor in tensors]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}.values())
-
-
-def sharding_of_torch(world_size: int) -> dict[str, float]:
-    """The bytes of rank 0 of ``world_size`` in one process: the plugin's own code, on torch's process group that exchanges nothing."""
-    from types import SimpleNamespace
-
-    import scale_runs
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    from fastloop_plugins.strategies.fsdp import FSDP
-
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
-    try:
-        model: Any = scale_runs.Encoder()
-        accelerator = SimpleNamespace(mixed_precision="no", prepare_model=lambda model, evaluation_mode: model)
-        run: Any = SimpleNamespace(
-            recipe=SimpleNamespace(where="recipe"), accelerator=accelerator, device=torch.device("cpu"), world_size=world_size, is_main=True
-        )
-        plugin = FSDP()
-        plugin.before_prepare(run=run, model=model)
-        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-        plugin.prepare(run=run, model=model, optimizer=optimizer)
-        ids = torch.zeros(2, scale_runs.LENGTH, dtype=torch.int64)
-        with Collectives(world_size) as sent:
-            model(ids).sum().backward()
-        gradients = distinct_bytes(parameter.grad for parameter in model.parameters())
-        optimizer.step()
-        state = distinct_bytes(value for values in optimizer.state.values() for value in values.values() if value.dim())
-        return {"weights": distinct_bytes(model.parameters()), "gradients": gradients, "optimizer": state, "wire": sent.bytes}
-    finally:
-        torch.distributed.destroy_process_group()
-
-
-class Collectives(TorchDispatchMode):
-    """Adds up the bytes that a process sends in ring all-gathers and reduce-scatters: each sends n - 1 shards."""
-
-    def __init__(self, processes: int) -> None:
-        super().__init__()
-        self.processes, self.bytes = processes, 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.name()
-        if name.startswith("c10d::"):
-            assert "_allgather_base_" in name or "_reduce_scatter_base_" in name, name
-            self.bytes += min(args[0].nbytes, args[1].nbytes) * (self.processes - 1)
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [64, 1024])
 def test_fsdp_at_large_world_sizes_has_the_shards_and_traffic_of_the_plugin(processes, world_size):
-    import scale_runs
-
     (ended,) = processes(1, sharding_of_torch, world_size)
     assert ended.code == 0, ended.output
     loaded = scale_runs.recipe(device="auto", batch_size=world_size)

@@ -110,17 +110,17 @@ def micro_step(model: nn.Module, loss: Callable[[nn.Module], Tensor], inputs: An
         with saved_bytes(known) as count, FlopCounterMode(display=False) as counter:
             value = loss(model)
             saved = count()
-            value.backward()
+            value.backward()  # type: ignore[no-untyped-call]
         del value
         model.zero_grad()
         live = LiveBytes(known)
         handles = [
-            parameter.register_post_accumulate_grad_hook(lambda parameter: live.leave_out(parameter.grad))
+            parameter.register_post_accumulate_grad_hook(lambda parameter: live.leave_out(parameter.grad))  # type: ignore[no-untyped-call]
             for parameter in parameters
             if parameter.requires_grad
         ]
         with live:
-            loss(model).backward()
+            loss(model).backward()  # type: ignore[no-untyped-call]
         for handle in handles:
             handle.remove()
         model.zero_grad()

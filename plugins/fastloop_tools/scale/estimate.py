@@ -68,7 +68,7 @@ class Variant:
 
 @dataclass(kw_only=True)
 class Estimate:
-    """What `fastloop plan` shows.
+    """The memory and the traffic of a recipe under each strategy.
 
     Attributes:
         recipe: The recipe's name.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -74,13 +75,14 @@ def notes(found: Estimate, recipe: str, unit: str, size: float) -> Iterator[str]
         yield f"Nothing fits. {label(least)} needs {format_size(least.total / size)} {unit}."
         yield f"Use more processes, or a smaller train.micro_batch_size (now {found.micro_batch_size})."
         return
-    yield f"Smallest change that fits: {label(best)}, {format_size(best.total / size)} {unit}:"
-    yield f"  {command(best, current, recipe)}"
+    yield f"Smallest change that fits ({format_size(best.total / size)} {unit}): {label(best)}"
+    wrapped = textwrap.wrap(command(best, current, recipe), 74, break_long_words=False, break_on_hyphens=False)
+    yield from ("  " + line + " \\" * (line != wrapped[-1]) for line in wrapped)
 
 
 def label(variant: Variant) -> str:
     """A variant's name, with activation checkpointing."""
-    return variant.name + " with activation checkpointing" * variant.checkpointing
+    return variant.name + " + activation checkpointing" * variant.checkpointing
 
 
 def command(variant: Variant, current: Variant | None, recipe: str) -> str:

@@ -3,8 +3,8 @@
     python benchmarks/scale.py        # minutes on two cores; writes results/scale.json and a section of docs/scale.md
 
 * Processes: bytes of the live tensors just before the optimizer steps, the most of any process, and bytes that the loopback interface
-  carried in a step, over the processes: see benchmarks/strategies.py, whose model this is. Run it where nothing else uses loopback, as under
-  ``unshare --net sh -c 'ip link set lo up; make scale'``.
+  carried in a step, over the processes. benchmarks/strategies.py describes both, and its model is used here. Run it where nothing else uses
+  loopback, as under ``unshare --net sh -c 'ip link set lo up; make scale'``.
 * Activations: bytes that autograd saves in a real forward on a CPU.
 * Large world sizes are simulated: one process runs the code of `fsdp` on torch's process group ``fake``, which exchanges nothing.
 """
@@ -65,7 +65,8 @@ def activations() -> list[dict[str, Any]]:
                 variants = estimate(scale_runs.tiny(kind, *plugins), 1).variants
                 estimated = next(row.saved for row in variants if row.name == "ddp" and row.checkpointing == checkpointing)
                 real = scale_runs.saved_by_a_real_step(scale_runs.tiny(kind, *plugins))
-                rows.append({"model": kind, "precision": precision, "checkpointing": checkpointing, "estimated": estimated, "measured": real})
+                row = {"model": kind, "precision": precision, "checkpointing": checkpointing}
+                rows.append(row | {"estimated": estimated, "measured": real})
                 print(rows[-1], flush=True)
     return rows
 
@@ -83,14 +84,16 @@ def simulated() -> list[dict[str, Any]]:
         if ended.code:
             sys.exit(f"the simulation of {count} processes failed:\n{ended.output[-3000:]}")
         row = next(row for row in estimate(scale_runs.recipe(device="auto", batch_size=count), count).variants if row.name == "fsdp")
-        rows += [{"processes": count, "part": part, "estimated": getattr(row, part), "measured": size} for part, size in ended.result.items()]
+        for part, size in ended.result.items():
+            rows.append({"processes": count, "part": part, "estimated": getattr(row, part), "measured": size})
         print(rows[-4:], flush=True)
     return rows
 
 
 def report(found: dict[str, list[dict[str, Any]]]) -> str:
     """The results in markdown."""
-    lines = ["Written by `make scale`: gloo on a CPU, fp32, the 6.8M parameters of [strategies.md](strategies.md). Sizes in MiB a process.", ""]
+    lines = ["Written by `make scale`: gloo on a CPU, fp32, the 6.8M parameters of [strategies.md](strategies.md)."]
+    lines += ["Sizes are MiB of a process.", ""]
     lines += ["| strategy | processes | held, estimated | held, measured | ratio | wire, estimated | wire, measured | ratio |"]
     lines += ["|---|---:|---:|---:|---:|---:|---:|---:|"]
     for row in found["processes"]:

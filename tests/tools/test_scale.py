@@ -21,6 +21,7 @@ from fastloop.errors import RecipeError, UsageError
 from fastloop.recipe import Recipe
 from fastloop_plugins.strategies import _memory_ddp, _memory_fsdp, _memory_zero
 from fastloop_plugins.strategies._memory_layout import Layout, Weight
+from fastloop_plugins.strategies.fsdp import FSDP
 from fastloop_tools.scale.activations import LiveBytes
 from fastloop_tools.scale.estimate import Variant, estimate, smallest_change
 from fastloop_tools.scale.sizes import format_size, parse_bytes, unit_for
@@ -120,7 +121,7 @@ def test_ddp_and_fsdp_hold_and_send_what_their_papers_say(processes):
     """16 bytes a parameter, whole or sharded. All-reduce: 2 volumes (Li et al. 2020); fsdp: 3 (Zhao et al. 2023, section 3.2)."""
     layout = large(processes=processes)
     count = sum(weight.elements for weight in layout.weights)
-    (ddp,), (fsdp, offload) = _memory_ddp.estimate(layout), _memory_fsdp.estimate(layout)
+    (ddp,), (fsdp, *_, offload) = _memory_ddp.estimate(layout), _memory_fsdp.estimate(layout)
     assert held(ddp) == 16 * count
     assert ddp["wire"] == pytest.approx(2 * 4 * count, rel=0.02)
     assert held(fsdp) == pytest.approx(16 * count / processes)
@@ -133,6 +134,7 @@ def test_fsdp_within_machines_holds_more_and_sends_the_gradients_shards_between_
     """Hybrid sharding (Zhao et al. 2023, section 3.2.2): shards over 8 processes; their gradients are all-reduced between 4 machines."""
     layout = large(processes=32, per_node=8)
     count = sum(weight.elements for weight in layout.weights)
+    assert ("hsdp" in [row["name"] for row in _memory_fsdp.estimate(layout)]) == ("shard_within" in FSDP.Config.__dataclass_fields__)
     hybrid = _memory_fsdp.sharded(layout, 8)
     assert held(hybrid) == pytest.approx(16 * count / 8)
     assert hybrid["wire"] == pytest.approx(3 * 4 * count * 7 / 8 + 2 * 3 / 4 * 4 * count / 8)

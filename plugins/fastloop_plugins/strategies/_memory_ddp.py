@@ -11,11 +11,11 @@ from fastloop_plugins.strategies._memory_layout import Layout, total
 def estimate(layout: Layout) -> Iterator[dict[str, Any]]:
     """Every process holds everything. Gradients are averaged once a step: 2 (n - 1) / n of their bytes in a ring."""
     gradients = total(layout.trained)
-    exchanged = gradients / 2 if layout.options.get("compress") == "bf16" else gradients
+    exchanged = gradients / 2 if layout.options.get("compress") else gradients
     several = layout.processes > 1
     kept = gradients if several and not layout.options.get("gradient_as_bucket_view", True) else 0.0
     buckets = kept
-    if several and exchanged < gradients:  # the bf16 copy of a bucket; one is reduced while the next is filled
+    if several and exchanged < gradients:  # the smaller copy of a bucket; one is reduced while the next is filled
         buckets += min(exchanged, 2 * layout.options.get("bucket_cap_mb", 25) * 2**20 / 2)
     yield {
         "name": "ddp",

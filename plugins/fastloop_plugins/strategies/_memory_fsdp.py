@@ -18,10 +18,16 @@ def shard(weight: Weight, processes: int) -> float:
 
 
 def estimate(layout: Layout) -> Iterator[dict[str, Any]]:
-    """The plain form, and the one with shards in the host's memory."""
+    """The plain form, the one with shards within each machine (``hsdp``), and the one with shards in the host's memory."""
+    from fastloop_plugins.strategies.fsdp import FSDP
+
     plain = sharded(layout, layout.processes)
-    offloads = bool(layout.options.get("cpu_offload"))
-    yield {"name": "fsdp", "options": {}, "listed": not offloads} | plain
+    offloads, within = bool(layout.options.get("cpu_offload")), layout.options.get("shard_within")
+    yield {"name": "fsdp", "options": {}, "listed": not offloads and not within} | plain
+    size = within or layout.per_node
+    if "shard_within" in FSDP.Config.__dataclass_fields__ and 1 < size < layout.processes and layout.processes % size == 0:
+        listed = bool(within) and not offloads
+        yield {"name": "hsdp", "options": {"shard_within": size}, "listed": listed} | sharded(layout, size)
     if layout.device == "cpu" or layout.processes == 1:
         return
     host = plain["weights"] + plain["gradients"] + plain["optimizer"] - layout.buffers
@@ -33,7 +39,7 @@ def sharded(layout: Layout, group: int) -> dict[str, Any]:
     """The bytes with shards over ``group`` processes, and copies of the shards in each of the ``processes / group`` groups.
 
     In each micro-step, the blocks are gathered in forward and in backward, and the rest of the model once. Gradients are reduce-scattered
-    once, which gloo does by an all-reduce of twice the bytes. Between groups, the shards of gradients are all-reduced.
+    once, which gloo does by an all-reduce of twice the bytes. Between groups, their shards are all-reduced once a step.
     """
     if layout.processes == 1:
         return {"weights": total(layout.weights) + layout.buffers} | {
@@ -43,8 +49,8 @@ def sharded(layout: Layout, group: int) -> dict[str, Any]:
             "wire": 0.0,
         }
     options, blocks = layout.options, layout.blocks()
-    half = layout.precision == "bf16"
-    reduced = 2 if half and options.get("reduce_dtype", "fp32") == "bf16" else 4
+    half = (options.get("param_dtype") or layout.precision) == "bf16"
+    reduced = 2 if options.get("reduce_dtype") == "bf16" else 4
 
     def gathered(weight: Weight) -> float:
         return 2 * weight.elements if half else weight.bytes
@@ -74,6 +80,6 @@ def sharded(layout: Layout, group: int) -> dict[str, Any]:
         "gradients": total(layout.trained, lambda weight: shard(weight, group)),
         "optimizer": total(layout.trained, lambda weight: weight.state * shard(weight, group) / max(weight.bytes, 1)),
         "buckets": kept,
-        "wire": layout.micro_steps * share * (gathers + again * in_blocks) + reductions_per_step * (scatter + across),
-        "weights_cast": half,
+        "wire": layout.micro_steps * share * (gathers + again * in_blocks) + reductions_per_step * scatter + across,
+        "weights_cast": half and layout.precision == "bf16",
     }

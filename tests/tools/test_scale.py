@@ -261,6 +261,22 @@ def test_a_checkpoint_folder_gives_the_sizes_of_its_model():
 
 
 @pytest.mark.slow
+def test_a_strategy_of_a_file_shows_its_own_estimate():
+    Path("halves.py").write_text(
+        "from fastloop import Plugin\n\n\n"
+        "class Halves(Plugin):\n    name = 'halves'\n    slot = 'strategy'\n\n"
+        "    @classmethod\n    def estimate_memory(cls, layout):\n"
+        "        full = sum(weight.bytes for weight in layout.weights)\n"
+        "        parts = {'weights': full / 2, 'gradients': full / 2, 'optimizer': full, 'buckets': 0, 'wire': layout.processes}\n"
+        "        yield {'name': 'halves', 'options': {}} | parts\n"
+    )
+    found = estimate(tiny("decoder", "./halves.py"), 4)
+    (row,) = [row for row in found.variants if row.listed]
+    assert (row.name, row.wire, row.weights) == ("halves", 4, row.optimizer / 2)
+    assert {"ddp", "fsdp"} <= {row.name for row in found.variants}
+
+
+@pytest.mark.slow
 def test_frozen_weights_have_no_gradients_and_no_state():
     whole, frozen = variant(tiny("encoder")), variant(tiny("encoder", {"freeze": {"match": "bert.encoder.*"}}))
     assert frozen.weights == whole.weights

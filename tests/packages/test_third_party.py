@@ -14,7 +14,7 @@ from torch import nn
 
 import fastloop
 from fastloop import Plugin, PluginCrash, PluginError, RecipeError, Trainer, UsageError, hookimpl, hookspec
-from fastloop.hook_timing import HookTimer
+from fastloop.cli.hook_timing import HookTimer
 from fastloop.hooks import PluginSet
 from fastloop.lifecycle import build, execute
 from fastloop.recipe import load_recipe, make_recipe
@@ -571,7 +571,7 @@ def test_seconds_are_a_plugins_own_and_calls_are_counted_in_the_order_of_the_fir
         sleep(1e-6)  # no two readings are equal
         return now[0]
 
-    monkeypatch.setattr("fastloop.hook_timing.perf_counter", clock)
+    monkeypatch.setattr("fastloop.cli.hook_timing.perf_counter", clock)
 
     class Inner(Plugin):
         name = "inner"

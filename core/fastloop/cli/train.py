@@ -13,7 +13,7 @@ from fastloop.distributed import ranks, signals
 from fastloop.recipe import secrets
 
 if TYPE_CHECKING:
-    from fastloop.hook_timing import HookTimer
+    from fastloop.cli.hook_timing import HookTimer
 
 
 def with_resume_value(arguments: list[str]) -> list[str]:
@@ -66,8 +66,8 @@ def train(
     2 usage error; 75 stopped by SIGTERM or SIGUSR1, continue with --resume; 130 stopped by Ctrl-C.
     """
     from fastloop.cli import quick_checks
+    from fastloop.cli.hook_timing import HookTimer
     from fastloop.cli.messages import show_messages
-    from fastloop.hook_timing import HookTimer
     from fastloop.recipe import load_recipe
     from fastloop.recipe.importing import reduced_gc
     from fastloop.registry import resolve, select

@@ -16,7 +16,6 @@ from torch import nn
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
 
 from fastloop import Plugin, PluginCrash, Run, UsageError, lifecycle
-from fastloop.data.user_loader import UserLoader
 from fastloop.distributed import signals
 from fastloop.errors import UserCodeError
 from fastloop.hooks import PluginSet
@@ -25,6 +24,7 @@ from fastloop.registry import resolve
 from fastloop.runtime.random_states import preserve_random_states
 from fastloop.runtime.step_folders import checkpoints
 from fastloop_tools.trainer.task import TrainerTask
+from fastloop_tools.trainer.user_loader import UserLoader
 
 log = logging.getLogger("fastloop")
 

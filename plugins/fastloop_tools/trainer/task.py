@@ -13,9 +13,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import BatchSampler, default_collate
 
 from fastloop import DataLoaderDraft, Output, Plugin, Run, UsageError, hookimpl
-from fastloop.data.user_loader import UserLoader
 from fastloop_plugins.tasks._forward import forward, outputs
 from fastloop_tools.trainer.optimizers import UserOptimizer
+from fastloop_tools.trainer.user_loader import UserLoader
 
 if TYPE_CHECKING:
     from torchmetrics import Metric

@@ -18,7 +18,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import IterableDataset
 
 from fastloop import Plugin, Run, UsageError, loop
-from fastloop.data.user_loader import read_loader
 from fastloop.hooks import PluginSet
 from fastloop.recipe import Recipe, make_recipe
 from fastloop.registry import resolve
@@ -26,6 +25,7 @@ from fastloop_tools.inference.chunks import predict_dataset
 from fastloop_tools.trainer import runs
 from fastloop_tools.trainer.optimizers import UserOptimizer
 from fastloop_tools.trainer.task import TrainerTask
+from fastloop_tools.trainer.user_loader import read_loader
 
 if TYPE_CHECKING:
     from torchmetrics import Metric

@@ -86,10 +86,11 @@ class SpeedCheck(Plugin):
     def profile(self, run: Run, seconds: float, faults: float) -> StepProfile:
         """The figures of a step. All of its time counts as computing, and fp32's matrix products as running at the peak."""
         from fastloop.estimates import StepProfile
-        from fastloop.runtime import costs, platform_support
+        from fastloop.runtime import platform_support
+        from fastloop_plugins.observe import _machine_speed
 
         precision = {"no": "fp32"}.get(run.accelerator.mixed_precision, run.accelerator.mixed_precision)
-        peaks = costs.peaks(run.device, ("fp32", "bf16"), PEAK_SIZE) if precision == "fp32" and self.padded else {}
+        peaks = _machine_speed.peaks(run.device, ("fp32", "bf16"), PEAK_SIZE) if precision == "fp32" and self.padded else {}
         flops = multiplications(run.model) * self.padded / STEPS
         return StepProfile(
             device=run.device.type,
@@ -106,7 +107,7 @@ class SpeedCheck(Plugin):
             operations={"aten::mm": min(flops / peaks["fp32"], seconds)} if peaks else {},
             peaks=peaks,
             page_faults=faults,
-            fault_seconds=costs.fault_seconds(1024) if run.device.type == "cpu" else 0.0,
+            fault_seconds=_machine_speed.fault_seconds(1024) if run.device.type == "cpu" else 0.0,
         )
 
     def show(self, run: Run, profile: StepProfile) -> None:

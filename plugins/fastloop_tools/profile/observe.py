@@ -18,9 +18,9 @@ from fastloop.errors import UsageError
 from fastloop.estimates import StepProfile
 from fastloop.plugin import hookimpl
 from fastloop.runtime import platform_support
-from fastloop.runtime.costs import DTYPES, fault_seconds, peaks
 from fastloop.runtime.platform_support import page_faults
 from fastloop.runtime.regions import PREFIX, region
+from fastloop_plugins.observe._machine_speed import DTYPES, fault_seconds, peaks
 from fastloop_tools.measure.worker import Spec, StepMeter, WarningCollector
 from fastloop_tools.profile.timeline import DeviceTimeline, read_timeline
 

@@ -160,28 +160,6 @@ def load(run: Run, path: Path, skipped: list[str]) -> None:
         set_seed(run.recipe.train.seed + run.state.step * run.world_size + run.rank)
 
 
-def roll_back(run: Run, skip: list[int]) -> bool:
-    """Load the newest checkpoint during training, and skip the step that begins at ``skip`` (``[epoch, epoch_samples]``).
-
-    Returns False if the run has no checkpoint.
-    """
-    wait_for_save(run)
-    newest: Any = None
-    if run.is_main:  # the main process may have just written one, and all processes must load the same
-        try:
-            newest = checkpoint.find(run.folder)
-        except CheckpointError as error:
-            log.warning("there is nothing to roll back to: %s", error)
-    newest = run.processes.all_gather_object(newest)[0]
-    if newest is None:
-        return False
-    left_out = [*run.state.left_out, skip]
-    load(run, *newest)
-    run.state.left_out = left_out
-    log.warning("rolled back to step %d: training continues without the step that failed", run.state.step)
-    return True
-
-
 def check_data(run: Run, path: Path, saved: dict[str, str]) -> None:
     """Compare the data with the checkpoint's. If they differ, raise or log, according to ``train.on_data_change``.
 

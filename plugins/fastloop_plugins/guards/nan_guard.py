@@ -20,7 +20,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from fastloop import Plugin, PluginError, hookimpl, option
+from fastloop import CheckpointError, Plugin, PluginError, hookimpl, option
 from fastloop_plugins.guards._numbers import MIN_WINDOW, NotFinite, Spikes, discard_step, loss_and_norm, read, write
 
 if TYPE_CHECKING:
@@ -136,11 +136,9 @@ class NanGuard(Plugin):
     def recover(self, run: Run, error: Exception) -> bool | None:
         if not isinstance(error, NotFinite) or self.config.action != "rollback" or self.counts["acted"] == self.config.limit:
             return None
-        from fastloop.checkpoint import resume
-
         logger.warning("%s", error)
         counts = self.counts
-        if not resume.roll_back(run, skip=error.place):
+        if not roll_back(run, skip=error.place):
             return None
         self.counts = counts | {"acted": counts["acted"] + 1}
         self.pending.clear()
@@ -149,3 +147,28 @@ class NanGuard(Plugin):
     @hookimpl
     def write_summary(self, summary: dict[str, Any]) -> None:
         summary["nan-guard"] = self.counts
+
+
+def roll_back(run: Run, skip: list[int]) -> bool:
+    """Load the newest checkpoint during training, and skip the step that begins at ``skip`` (``[epoch, epoch_samples]``).
+
+    Returns False if the run has no checkpoint.
+    """
+    from fastloop import checkpoint
+    from fastloop.checkpoint import resume
+
+    resume.wait_for_save(run)
+    newest: Any = None
+    if run.is_main:  # the main process may have just written one, and all processes must load the same
+        try:
+            newest = checkpoint.find(run.folder)
+        except CheckpointError as error:
+            logger.warning("there is nothing to roll back to: %s", error)
+    newest = run.processes.all_gather_object(newest)[0]
+    if newest is None:
+        return False
+    left_out = [*run.state.left_out, skip]
+    resume.load(run, *newest)
+    run.state.left_out = left_out
+    logger.warning("rolled back to step %d: training continues without the step that failed", run.state.step)
+    return True

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import fastloop
-from fastloop.recipe.importing import GC_THRESHOLD, reduced_gc
+from fastloop.cli.startup import GC_THRESHOLD, reduced_gc
 from fastloop.registry import installed
 
 CORE = Path(fastloop.__file__).parent

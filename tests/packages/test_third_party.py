@@ -14,11 +14,11 @@ from torch import nn
 
 import fastloop
 from fastloop import Plugin, PluginCrash, PluginError, RecipeError, Trainer, UsageError, hookimpl, hookspec
+from fastloop.cli.code_files import code_files
 from fastloop.cli.hook_timing import HookTimer
 from fastloop.hooks import PluginSet
 from fastloop.lifecycle import build, execute
 from fastloop.recipe import load_recipe, make_recipe
-from fastloop.recipe.importing import files
 from fastloop.registry import load, resolve, select
 from fastloop.testing import tiny_data, tiny_model
 from fastloop_tools.profile.suggestions import candidates
@@ -205,7 +205,7 @@ def test_a_file_beside_the_recipe_is_a_plugin_and_runs_when_it_is_resolved(caplo
     assert not [name for name in set(sys.modules) - before if name.startswith("fastloop_file_warm_")], (
         "a recipe is read without running code"
     )
-    assert [path.name for path in files(recipe)] == ["warm.py", "code_of_test.py"]
+    assert [path.name for path in code_files(recipe)] == ["warm.py", "code_of_test.py"]
     assert train("deep/r.yaml")["warmth"] == [30.0, 3]
     assert train("deep/r.yaml", "plugins.warmth.degrees=31.0")["warmth"] == [31.0, 3]
     assert train("deep/r.yaml", "plugins../warm.py.degrees=32.0")["warmth"] == [32.0, 3]

@@ -27,17 +27,17 @@ def plan(
 
     It shows the files whose code runs, the plugins in call order, the device and the effective batch.
     """
+    from fastloop.cli.code_files import code_files
     from fastloop.cli.messages import show_messages
     from fastloop.options import describe
     from fastloop.recipe import load_recipe
-    from fastloop.recipe.importing import files
     from fastloop.registry import resolve
     from fastloop.runtime.hardware import this_machine
     from fastloop.state import AcceleratorDraft, DataLoaderDraft, OptimizerDraft
 
     loaded = load_recipe(recipe, overrides or (), names(with_), names(without))
     show_messages()
-    for file in files(loaded):
+    for file in code_files(loaded):
         typer.echo(f"runs the code of {file}")
     resolution = resolve(loaded)
     resolution.hooks.check_recipe(recipe=loaded)

@@ -204,8 +204,8 @@ def remove(folder: Path) -> None:
 
 def _execute(recipe: Recipe, plugin: Plugin, resume_from: Path | None) -> tuple[Run, int]:
     """Run a recipe with one more plugin. Returns the run and its exit code, which is not 0 after a signal."""
+    from fastloop.cli.startup import reduced_gc
     from fastloop.hooks import PluginSet
-    from fastloop.recipe.importing import reduced_gc
     from fastloop.registry import resolve
 
     with reduced_gc():

@@ -68,8 +68,8 @@ def train(
     from fastloop.cli import quick_checks
     from fastloop.cli.hook_timing import HookTimer
     from fastloop.cli.messages import show_messages
+    from fastloop.cli.startup import reduced_gc
     from fastloop.recipe import load_recipe
-    from fastloop.recipe.importing import reduced_gc
     from fastloop.registry import resolve, select
 
     loaded = load_recipe(recipe, overrides or (), names(with_), names(without))

@@ -2,42 +2,21 @@
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import importlib
 import importlib.util
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from fastloop.errors import RecipeError, did_you_mean
 from fastloop.recipe import Recipe
-from fastloop.recipe.plugin_references import split_file
 
 PREFIX = "fastloop_file_"
 """Start of the module names of imported files."""
-GC_THRESHOLD = 50_000
-"""New objects between two garbage collections while libraries are imported."""
-
-
-@contextmanager
-def reduced_gc() -> Iterator[None]:
-    """Collect garbage less often while torch is imported and a run is built, which saves an eighth of the startup time.
-
-    Then freeze the objects: later collections ignore them, and workers do not copy their pages."""
-    original = gc.get_threshold()
-    reduced = (GC_THRESHOLD, *original[1:])
-    gc.set_threshold(*reduced)
-    try:
-        yield
-        gc.freeze()
-    finally:
-        if gc.get_threshold() == reduced:  # otherwise a plugin has set it
-            gc.set_threshold(*original)
 
 
 def check_reference(reference: str, recipe: Recipe, key: str) -> tuple[str, str]:
@@ -84,20 +63,6 @@ def import_file(file: str, recipe: Recipe, key: str) -> ModuleType:
         RecipeError: The code fails; names the line.
     """
     return _import(file, _load_file, recipe.find(file).resolve(), recipe, key)
-
-
-def files(recipe: Recipe) -> list[Path]:
-    """The Python files that a run of the recipe executes: plugins, and references in ``model``, ``data`` or an option."""
-
-    def references(value: Any) -> Iterator[Path]:
-        if isinstance(value, Mapping | list):
-            for item in value.values() if isinstance(value, Mapping) else value:
-                yield from references(item)
-        elif isinstance(value, str) and (parts := split_file(value)) is not None and recipe.find(parts[0]).is_file():
-            yield recipe.find(parts[0]).resolve()
-
-    listed = {recipe.references.get(name, name): options for name, options in recipe.plugins.items() if options is not False}
-    return list(dict.fromkeys(references([*listed, *listed.values(), recipe.model, recipe.data, recipe.train.optimizer])))
 
 
 def _import(label: str, load: Callable[[Any], ModuleType], home: Any, recipe: Recipe, key: str) -> ModuleType:

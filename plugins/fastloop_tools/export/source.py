@@ -105,7 +105,7 @@ def make_model(recipe: Recipe, weights: Path, adapter: bool, scratch: Path) -> P
         return weights
     from fastloop import checkpoint, lifecycle
     from fastloop.cli.messages import show_messages
-    from fastloop.recipe.importing import reduced_gc
+    from fastloop.cli.startup import reduced_gc
     from fastloop.registry import resolve
 
     show_messages()

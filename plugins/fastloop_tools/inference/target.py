@@ -88,7 +88,7 @@ def build_run(recipe: Recipe, objects: Iterable[Plugin] = (), file: Path | None 
         UsageError: The recipe or the data is wrong, or the task cannot read ``file``.
     """
     from fastloop.cli.messages import show_messages
-    from fastloop.recipe.importing import reduced_gc
+    from fastloop.cli.startup import reduced_gc
     from fastloop.registry import resolve, select
 
     show_messages()

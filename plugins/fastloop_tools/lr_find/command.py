@@ -82,11 +82,11 @@ def range_test(recipe: Recipe, finder: LRFinder) -> Run:
     Raises:
         KeyboardInterrupt: A signal stopped it.
     """
+    from fastloop.cli.startup import reduced_gc
     from fastloop.hooks import PluginSet
     from fastloop.lifecycle import build, execute
     from fastloop.plugin import defaults
     from fastloop.recipe import make_recipe
-    from fastloop.recipe.importing import reduced_gc
     from fastloop.registry import load_listed, resolve
 
     listed = [name for name, options in recipe.plugins.items() if options is not False and load_listed(recipe, name).read_only]

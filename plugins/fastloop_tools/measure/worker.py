@@ -219,10 +219,10 @@ def start(spec: Spec, meter: StepMeter, own: bool) -> Run:
     Args:
         own: Whether this process exists only for the measurement, and may restart itself with environment variables that plugins need.
     """
+    from fastloop.cli.startup import reduced_gc
     from fastloop.hooks import PluginSet
     from fastloop.lifecycle import build
     from fastloop.recipe import make_recipe
-    from fastloop.recipe.importing import reduced_gc
     from fastloop.registry import resolve, select
 
     recipe = make_recipe(spec.recipe, Path(spec.source) if spec.source else None)

@@ -23,10 +23,10 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).parent))
 from _api import api_reference
-from _stub import STUB, hook_types
+from _stub import STUB, hook_types, is_implemented
 from _tables import table
 
-from fastloop import defaults, hookspecs
+from fastloop import hookspecs
 from fastloop.cli import app
 from fastloop.cli.commands import Commands
 from fastloop.cli.plugins import hooks_of, is_wrapper, requirement
@@ -80,7 +80,7 @@ def annotated_loop() -> str:
 def kind(name: str, spec: Any) -> str:
     """How the results of several plugins are combined."""
     if spec.fastloop_spec["firstresult"]:
-        return "first result wins" + (", the core's own last" if hasattr(defaults, name) else "")
+        return "first result wins" + (", fastloop's own last" if is_implemented(name) else "")
     return {"Draft": "draft", "Chain": "chain"}.get((spec.__doc__ or "").partition(".")[0], "every plugin, in order")
 
 

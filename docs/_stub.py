@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fastloop import defaults, hookspecs
+from fastloop import hookspecs
+from fastloop.hooks import own_implementations
 
 STUB = Path(hookspecs.__file__).with_name("hook_types.pyi")
 WIDTH = 140
@@ -28,15 +29,21 @@ def specs() -> dict[str, Any]:
     return {name: spec for name, spec in vars(hookspecs).items() if hasattr(spec, "fastloop_spec")}
 
 
+def is_implemented(name: str) -> bool:
+    """Whether fastloop itself implements a hook, beside its plugins."""
+    marks = [getattr(getattr(module, name, None), "fastloop_impl", None) for module in own_implementations()]
+    return any(found and not found["wrapper"] for found in marks)
+
+
 def result(name: str, spec: Any) -> str:
     """The type that a call of a hook returns.
 
-    A *first* hook returns None only if the core does not implement it. Other hooks return the results that are not None.
+    A *first* hook returns None only if fastloop does not implement it. Other hooks return the results that are not None.
     """
     annotation = str(inspect.signature(spec).return_annotation)
     present = annotation.removesuffix(" | None")
     if spec.fastloop_spec["firstresult"]:
-        return present if hasattr(defaults, name) else annotation
+        return present if is_implemented(name) else annotation
     return "None" if annotation == "None" else f"list[{present}]"
 
 

@@ -1,10 +1,11 @@
-"""The core's implementations of *first* hooks. They run last, so any plugin's result takes precedence."""
+"""The core's implementations of *first* hooks. They run last, so any plugin's result takes precedence.
+
+The entry points of the group ``fastloop.implementations`` name further modules, such as that of ``train.optimizer``.
+"""
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,66 +17,14 @@ from fastloop import loop
 from fastloop.checkpoint import resume
 from fastloop.checkpoint.export import save_model
 from fastloop.distributed.tensors import gather_full, shard_like, total_norm
-from fastloop.errors import PluginError, RecipeError, SaveError, did_you_mean
-from fastloop.optimizers import Optimizers, ScaledOptimizers
+from fastloop.errors import PluginError, SaveError
 from fastloop.plugin import hookimpl
-from fastloop.recipe.importing import import_object
 
 if TYPE_CHECKING:
-    from fastloop.recipe import Recipe
     from fastloop.run import Run
     from fastloop.state import Batch
 
 core_default = hookimpl(trylast=True)
-
-
-def optimizer_function(recipe: Recipe) -> Callable[..., torch.optim.Optimizer]:
-    """The class or function that ``train.optimizer`` names: in torch.optim, or ``package.module:name`` or ``file.py:name``.
-
-    Raises:
-        RecipeError: It does not exist, or is not an optimizer.
-    """
-    name, where = recipe.train.optimizer_name, f"{recipe.where}: train.optimizer"
-    if ":" in name:
-        found: Callable[..., torch.optim.Optimizer] = import_object(name, recipe, "train.optimizer")
-        if not callable(found) or (isinstance(found, type) and not issubclass(found, torch.optim.Optimizer)):
-            raise RecipeError(f"{where}: {name} is no subclass of torch.optim.Optimizer, and no function that returns one.")
-        return found
-    known = {name: cls for name, cls in vars(torch.optim).items() if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)}
-    del known["Optimizer"]
-    if name not in known:
-        raise RecipeError(f"{where}: torch.optim has no {name!r}.{did_you_mean(name, known)} Another one is package.module:name.")
-    return known[name]
-
-
-def optimizer_keywords(recipe: Recipe) -> dict[str, Any]:
-    """The keyword arguments of ``optimizer_function`` that the recipe sets: ``lr``, ``weight_decay`` and those in ``train.optimizer``.
-
-    Without a parameter ``weight_decay``, the optimizer gets none, if it is 0.
-
-    Raises:
-        RecipeError: The optimizer has no such argument, or another key of ``train`` sets it.
-    """
-    train, function, where = recipe.train, optimizer_function(recipe), f"{recipe.where}: train.optimizer"
-    parameters = inspect.signature(function).parameters.values()
-    taken = [parameter.name for parameter in parameters][1:]
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    own = {"lr": train.lr, "weight_decay": train.weight_decay}
-    if not takes_any and "weight_decay" not in taken and not train.weight_decay:
-        del own["weight_decay"]
-    for key in [*own, *train.optimizer_arguments]:
-        if key in own and key in train.optimizer_arguments:
-            raise RecipeError(f"{where}.{key}: train.{key} sets it. Remove it here.")
-        if key not in taken and not takes_any:
-            listed = inspect.Signature([parameter.replace(annotation=parameter.empty) for parameter in parameters])
-            raise RecipeError(f"{where}.{key}: no such argument.{did_you_mean(key, taken)} The signature: {train.optimizer_name}{listed}")
-    return own | train.optimizer_arguments
-
-
-@core_default
-def check_recipe(recipe: Recipe) -> None:
-    """Check that ``train.optimizer`` names an optimizer and arguments of it."""
-    optimizer_keywords(recipe)
 
 
 @core_default
@@ -85,32 +34,12 @@ def build_collator(run: Run) -> Any:
 
 
 @core_default
-def build_optimizer(run: Run, model: torch.nn.Module) -> torch.optim.Optimizer:
-    """The recipe's ``train.optimizer`` for the trainable parameters.
-
-    Raises:
-        RecipeError: The optimizer does not take these arguments.
-    """
-    where = f"{run.recipe.where}: train.optimizer: {run.recipe.train.optimizer_name}"
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    arguments = {**optimizer_keywords(run.recipe), **run.optimizer_arguments}
-    try:
-        optimizer = optimizer_function(run.recipe)(parameters, **arguments)
-    except (TypeError, ValueError) as error:
-        raise RecipeError(f"{where} was called with {arguments}: {error}.") from error
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise RecipeError(f"{where} returned a {type(optimizer).__name__}, expected a torch.optim.Optimizer.")
-    return optimizer
-
-
-@core_default
 def prepare(run: Run, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[torch.nn.Module, Any]:
     """Prepare with Accelerate: device, autocast, loss scaling, and DDP for several processes."""
     model, prepared = run.accelerator.prepare(model, optimizer)
-    scaler = run.accelerator.scaler
-    if type(prepared) is AcceleratedOptimizer and scaler is None:
-        return model, prepared.optimizer  # the wrapper only adds loss scaling, and looks up a package in each step
-    return model, ScaledOptimizers(optimizer, scaler) if isinstance(optimizer, Optimizers) else prepared
+    if type(prepared) is AcceleratedOptimizer and run.accelerator.scaler is None:
+        prepared = prepared.optimizer  # the wrapper only adds loss scaling, and looks up a package in each step
+    return model, prepared
 
 
 @core_default

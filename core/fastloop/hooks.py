@@ -14,6 +14,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import ModuleType
 from typing import Any
 
 import pluggy
@@ -21,7 +22,7 @@ import pluggy
 from fastloop import hookspecs, plugin_checks
 from fastloop.errors import FastloopError, PluginCrash, PluginError, UsageError, UserCodeError
 from fastloop.hook_callers import HookCallers, make_caller
-from fastloop.plugin import GROUP, Plugin, distributions_of, entry_points
+from fastloop.plugin import GROUP, IMPLEMENTATIONS, Plugin, distributions_of, entry_points, own_entry_points
 from fastloop.recipe import Recipe, importing
 from fastloop.runtime.tracebacks import user_line
 from fastloop.state import Draft
@@ -59,16 +60,17 @@ class Hooks(pluggy.PluginManager):
                 self.register(plugin, plugin.name)
             except pluggy.PluginValidationError as error:
                 raise PluginError(f"plugin {plugin.name!r}: {error}") from None
-        wrapped = {hook for plugin in plugins for impl, hook in self.implementations(plugin) if impl.wrapper}
-        for plugin in plugins:
-            for impl, hook in self.implementations(plugin):
-                if hook in wrapped:  # pluggy calls these itself, and does not report which implementation failed
-                    impl.function = self._guard(plugin, hook, impl.function, impl.wrapper)
 
     def register_core(self) -> None:
-        """Register the core's implementations. This imports torch, so it is done only before hooks of a run are called."""
-        defaults = importlib.import_module("fastloop.defaults")  # by name: it imports the loop, which is above this module
-        self.register(defaults, "fastloop")  # its implementations are trylast, so they run after plugins' fallback_hooks
+        """Register fastloop's own implementations. This imports torch, so it is done only before hooks of a run are called."""
+        plugins = self.get_plugins()
+        for module in own_implementations():
+            self.register(module, module.__name__)
+        for plugin in plugins:
+            for impl, hook in self.implementations(plugin):
+                if any(other.wrapper for other in getattr(self.hook, hook).get_hookimpls()):
+                    # pluggy calls these itself, and does not report which implementation failed
+                    impl.function = self._guard(plugin, hook, impl.function, impl.wrapper)
 
     # -- declarations --------------------------------------------------------------------------------------------------
 
@@ -182,6 +184,13 @@ class Hooks(pluggy.PluginManager):
             impl.function = lambda *arguments: None
         log.warning("%s. The plugin is disabled, and the run continues", reason)
         return True
+
+
+def own_implementations() -> list[ModuleType]:
+    """fastloop's modules of hook implementations, which are part of every run. They are imported by name: one imports the loop, which is
+    above this module, and the others belong to no part of the core."""
+    points = own_entry_points(IMPLEMENTATIONS).values()
+    return [importlib.import_module("fastloop.defaults"), *(importlib.import_module(point.value) for point in points)]
 
 
 def make_crash(plugin: Plugin, hook: str, error: BaseException) -> PluginCrash:

@@ -151,7 +151,7 @@ def before_prepare(run: Run, model: nn.Module) -> nn.Module | None:
 
 @first
 def build_optimizer(run: Run, model: nn.Module) -> Optimizer | Mapping[str, Optimizer] | None:
-    """First. The core builds the recipe's ``train.optimizer``. ``run.optimizer_arguments`` holds the arguments that plugins set.
+    """First. fastloop builds the recipe's ``train.optimizer``. ``run.optimizer_arguments`` holds the arguments that plugins set.
     A dict of name -> optimizer becomes one optimizer of all their groups. ``run.optimizer["generator"]`` is one of the dict."""
 
 

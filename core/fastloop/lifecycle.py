@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -25,12 +25,10 @@ from fastloop.distributed.processes import Processes
 from fastloop.distributed.skipped_steps import SkippedSteps
 from fastloop.errors import PluginError, RecipeError, SaveError
 from fastloop.hooks import PluginSet, make_crash
-from fastloop.optimizers import Optimizers
 from fastloop.recipe import Inference, Recipe
 from fastloop.run import Run
 from fastloop.runtime.clock import Clock
 from fastloop.schedule import Schedule
-from fastloop.schedulers import Schedulers
 from fastloop.state import DataLoaderDraft, OptimizerDraft
 
 log = logging.getLogger("fastloop")
@@ -194,11 +192,10 @@ def _build_model(run: Run) -> None:
     model = run.plugins.chain("before_prepare", model, run=run)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise PluginError(f"{run.recipe.where}: the model has no parameter that is trained.")
-    optimizer = run.hooks.build_optimizer(run=run, model=model)
-    if isinstance(optimizer, Mapping):
-        optimizer = Optimizers(optimizer, run.recipe.where)
-    scheduler = run.hooks.build_scheduler(run=run, optimizer=optimizer)
-    run.scheduler = Schedulers(optimizer, scheduler, run.recipe.where) if isinstance(scheduler, Mapping) else scheduler
+    optimizer: Any = run.hooks.build_optimizer(run=run, model=model)  # one optimizer: fastloop wraps a dict
+    if optimizer is None:
+        raise PluginError(f"{run.recipe.where}: no plugin built an optimizer.")
+    run.scheduler = run.hooks.build_scheduler(run=run, optimizer=optimizer)
     run.built_model = model
     model, run.optimizer = run.hooks.prepare(run=run, model=model, optimizer=optimizer)
     run.model = run.plugins.chain("after_prepare", model, run=run)

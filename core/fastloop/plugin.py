@@ -45,6 +45,9 @@ DEFAULTS = "fastloop.defaults"
 """Entry-point group of plugins that fastloop enables by default. Entries of other distributions are ignored: an installed plugin is not
 active until a recipe names it."""
 
+IMPLEMENTATIONS = "fastloop.implementations"
+"""Entry-point group of fastloop's modules that implement hooks for every run, as ``fastloop.defaults`` does."""
+
 _place: ContextVar[str] = ContextVar("_place", default="")
 
 hookimpl = pluggy.HookimplMarker("fastloop")
@@ -271,7 +274,12 @@ def listed_at(where: str) -> Iterator[None]:
 
 def defaults() -> dict[str, importlib.metadata.EntryPoint]:
     """Name -> entry point of the plugins that are enabled by default if their ``auto_enable`` returns a reason."""
-    points = sorted(entry_points(DEFAULTS), key=lambda point: point.name)
+    return own_entry_points(DEFAULTS)
+
+
+def own_entry_points(group: str) -> dict[str, importlib.metadata.EntryPoint]:
+    """Name -> entry point of a group, by name, without those of other distributions than fastloop."""
+    points = sorted(entry_points(group), key=lambda point: point.name)
     return {point.name: point for point in points if point.dist is not None and name_and_version(point.dist)[0] == "fastloop"}
 
 

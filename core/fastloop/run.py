@@ -21,7 +21,6 @@ from fastloop.distributed.skipped_steps import SkippedSteps
 from fastloop.distributed.tensors import gather_full
 from fastloop.errors import PluginError, SaveError
 from fastloop.hooks import PluginSet
-from fastloop.optimizers import Optimizers
 from fastloop.recipe import Recipe
 from fastloop.runtime.clock import Clock
 from fastloop.runtime.regions import NO_CONTEXT, each, region
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from torchmetrics import MetricCollection
 
-    from fastloop.optimizers import RunOptimizer
+    from fastloop.state import RunOptimizer
 
 log = logging.getLogger("fastloop")
 
@@ -239,7 +238,7 @@ class Run:
         """
         if optimizer is not None:
             several = getattr(self.optimizer, "optimizer", self.optimizer)  # without the wrapper that scales losses
-            if not isinstance(several, Optimizers):
+            if not hasattr(several, "select"):
                 raise PluginError(
                     f"run.apply_gradients: found the name {optimizer!r}, but the run has one optimizer. Let build_optimizer return a dict "
                     "of name -> optimizer."

@@ -9,6 +9,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor
+    from torch.optim import Optimizer
+
+    class RunOptimizer(Optimizer):
+        """The type of ``run.optimizer``. Take one by its name only where ``build_optimizer`` returned a dict."""
+
+        def __getitem__(self, name: str) -> Optimizer: ...
+
 
 INTERRUPTED = "interrupted"
 """Start of the ``stop_reason`` of a run that a signal stopped; the signal's name follows."""

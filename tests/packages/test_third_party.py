@@ -16,7 +16,7 @@ import fastloop
 from fastloop import Plugin, PluginCrash, PluginError, RecipeError, Trainer, UsageError, hookimpl, hookspec
 from fastloop.cli.code_files import code_files
 from fastloop.cli.hook_timing import HookTimer
-from fastloop.hooks import PluginSet
+from fastloop.hooks import PluginSet, own_implementations
 from fastloop.lifecycle import build, execute
 from fastloop.recipe import load_recipe, make_recipe
 from fastloop.registry import load, resolve, select
@@ -148,6 +148,17 @@ def test_messages_name_a_plugin_as_the_recipe_does():
         make_recipe({"plugins": ["hot.pack:warmth", "warm-pack:warmth"]})
     with pytest.raises(PluginError, match="no plugin 'cold-pack:warmth' is installed"):
         load("cold-pack:warmth")
+
+
+def test_a_package_cannot_add_implementations_to_every_run(install, tiny_run):
+    install("rogue", "raise SystemExit", group="fastloop.implementations", rogue="rogue")
+    assert [module.__name__ for module in own_implementations()] == [
+        "fastloop.defaults",
+        "fastloop_plugins.training._named_optimizer",
+        "fastloop_plugins.training._several_optimizers",
+    ]
+    assert tiny_run(epochs=1).summary["steps"] == 9
+    assert "rogue" not in sys.modules
 
 
 def test_a_package_that_takes_a_name_of_ours_leaves_what_is_on_by_default_alone(install, caplog):

@@ -60,7 +60,7 @@ class FusedOptimizer(Plugin):
     @classmethod
     def recommend(cls, recipe: Recipe, machine: Machine) -> Recommendation | None:
         """For the optimizers of torch that have a fused kernel, on devices that have it."""
-        from fastloop.defaults import optimizer_function
+        from fastloop_plugins.training._named_optimizer import optimizer_function
 
         if machine.device not in ("cpu", "cuda") or "fused" not in inspect.signature(optimizer_function(recipe)).parameters:
             return None
@@ -68,7 +68,7 @@ class FusedOptimizer(Plugin):
 
     @classmethod
     def estimate_speedup(cls, profile: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:
-        from fastloop.defaults import optimizer_function
+        from fastloop_plugins.training._named_optimizer import optimizer_function
 
         if cls.name in recipe.plugins or "fused" not in inspect.signature(optimizer_function(recipe)).parameters:
             return None
@@ -84,7 +84,7 @@ class FusedOptimizer(Plugin):
 
     @hookimpl
     def check_recipe(self, recipe: Recipe) -> None:
-        from fastloop.defaults import optimizer_function
+        from fastloop_plugins.training._named_optimizer import optimizer_function
 
         wanted, name = self.config.implementation, recipe.train.optimizer_name
         cls = optimizer_function(recipe)

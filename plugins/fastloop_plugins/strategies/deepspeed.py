@@ -72,8 +72,8 @@ class DeepSpeed(Plugin):
     def prepare(self, run: Run, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Any]:
         import torch
 
-        from fastloop.optimizers import Optimizers
         from fastloop_plugins.strategies._deepspeed_state import LossScale, Sharded, Stepper, cast_around, imported
+        from fastloop_plugins.training._optimizers import Optimizers
 
         if isinstance(optimizer, Optimizers):
             names = ", ".join(map(repr, optimizer.members))

@@ -1,4 +1,4 @@
-"""The schedulers of several optimizers: the dict that ``build_scheduler`` may return."""
+"""The schedulers of several optimizers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from torch.optim.lr_scheduler import LRScheduler
 
 from fastloop.errors import PluginError, did_you_mean
-from fastloop.optimizers import Optimizers
+from fastloop_plugins.training._optimizers import Optimizers
 
 
 class Schedulers:

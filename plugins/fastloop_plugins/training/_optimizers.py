@@ -1,9 +1,9 @@
-"""Several optimizers that a run uses as one: the dict that ``build_optimizer`` may return."""
+"""Several optimizers that a run uses as one."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accelerate.optimizer import AcceleratedOptimizer
 from torch.optim import Optimizer
@@ -136,14 +136,6 @@ class Optimizers(Optimizer):
                 }
             )
             first = end
-
-
-if TYPE_CHECKING:
-
-    class RunOptimizer(Optimizer):
-        """The type of ``run.optimizer``. Take one by its name only where ``build_optimizer`` returned a dict."""
-
-        def __getitem__(self, name: str) -> Optimizer: ...
 
 
 class ScaledOptimizers(AcceleratedOptimizer):  # type: ignore[misc] # Accelerate has no types

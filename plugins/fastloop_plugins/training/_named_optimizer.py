@@ -1,0 +1,88 @@
+"""Builds the optimizer that ``train.optimizer`` names, unless a plugin builds one.
+
+Part of every run, like the core's own implementations of hooks; no recipe names it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fastloop import RecipeError, hookimpl
+from fastloop.errors import did_you_mean
+from fastloop.recipe.importing import import_object
+
+if TYPE_CHECKING:
+    from fastloop import Run
+    from fastloop.recipe import Recipe
+
+
+def optimizer_function(recipe: Recipe) -> Callable[..., torch.optim.Optimizer]:
+    """The class or function that ``train.optimizer`` names: in torch.optim, or ``package.module:name`` or ``file.py:name``.
+
+    Raises:
+        RecipeError: It does not exist, or is not an optimizer.
+    """
+    name, where = recipe.train.optimizer_name, f"{recipe.where}: train.optimizer"
+    if ":" in name:
+        found: Callable[..., torch.optim.Optimizer] = import_object(name, recipe, "train.optimizer")
+        if not callable(found) or (isinstance(found, type) and not issubclass(found, torch.optim.Optimizer)):
+            raise RecipeError(f"{where}: {name} is no subclass of torch.optim.Optimizer, and no function that returns one.")
+        return found
+    known = {name: cls for name, cls in vars(torch.optim).items() if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)}
+    del known["Optimizer"]
+    if name not in known:
+        raise RecipeError(f"{where}: torch.optim has no {name!r}.{did_you_mean(name, known)} Another one is package.module:name.")
+    return known[name]
+
+
+def optimizer_keywords(recipe: Recipe) -> dict[str, Any]:
+    """The keyword arguments of ``optimizer_function`` that the recipe sets: ``lr``, ``weight_decay`` and those in ``train.optimizer``.
+
+    Without a parameter ``weight_decay``, the optimizer gets none, if it is 0.
+
+    Raises:
+        RecipeError: The optimizer has no such argument, or another key of ``train`` sets it.
+    """
+    train, function, where = recipe.train, optimizer_function(recipe), f"{recipe.where}: train.optimizer"
+    parameters = inspect.signature(function).parameters.values()
+    taken = [parameter.name for parameter in parameters][1:]
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    own = {"lr": train.lr, "weight_decay": train.weight_decay}
+    if not takes_any and "weight_decay" not in taken and not train.weight_decay:
+        del own["weight_decay"]
+    for key in [*own, *train.optimizer_arguments]:
+        if key in own and key in train.optimizer_arguments:
+            raise RecipeError(f"{where}.{key}: train.{key} sets it. Remove it here.")
+        if key not in taken and not takes_any:
+            listed = inspect.Signature([parameter.replace(annotation=parameter.empty) for parameter in parameters])
+            raise RecipeError(f"{where}.{key}: no such argument.{did_you_mean(key, taken)} The signature: {train.optimizer_name}{listed}")
+    return own | train.optimizer_arguments
+
+
+@hookimpl(trylast=True)
+def check_recipe(recipe: Recipe) -> None:
+    """Check that ``train.optimizer`` names an optimizer and arguments of it."""
+    optimizer_keywords(recipe)
+
+
+@hookimpl(trylast=True)
+def build_optimizer(run: Run, model: torch.nn.Module) -> torch.optim.Optimizer:
+    """The recipe's ``train.optimizer`` for the trainable parameters.
+
+    Raises:
+        RecipeError: The optimizer does not take these arguments.
+    """
+    where = f"{run.recipe.where}: train.optimizer: {run.recipe.train.optimizer_name}"
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    arguments = {**optimizer_keywords(run.recipe), **run.optimizer_arguments}
+    try:
+        optimizer = optimizer_function(run.recipe)(parameters, **arguments)
+    except (TypeError, ValueError) as error:
+        raise RecipeError(f"{where} was called with {arguments}: {error}.") from error
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise RecipeError(f"{where} returned a {type(optimizer).__name__}, expected a torch.optim.Optimizer.")
+    return optimizer

@@ -1,0 +1,49 @@
+"""Makes one optimizer of the dict that ``build_optimizer`` may return, and one scheduler of that of ``build_scheduler``.
+
+Part of every run, like the core's own implementations of hooks; no recipe names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from accelerate.optimizer import AcceleratedOptimizer
+
+from fastloop import hookimpl
+from fastloop_plugins.training._optimizers import Optimizers, ScaledOptimizers
+from fastloop_plugins.training._schedulers import Schedulers
+
+if TYPE_CHECKING:
+    from fastloop import Run
+
+
+@hookimpl(wrapper=True, tryfirst=True)  # around the wrappers of plugins, which change the members of a dict
+def build_optimizer(run: Run) -> Generator[None, Any, Any]:
+    """Make one optimizer of a dict.
+
+    Raises:
+        PluginError: See ``Optimizers``.
+    """
+    optimizer = yield
+    return Optimizers(optimizer, run.recipe.where) if isinstance(optimizer, Mapping) else optimizer
+
+
+@hookimpl(wrapper=True, tryfirst=True)
+def build_scheduler(run: Run, optimizer: Any) -> Generator[None, Any, Any]:
+    """Make one scheduler of a dict.
+
+    Raises:
+        PluginError: See ``Schedulers``.
+    """
+    scheduler = yield
+    return Schedulers(optimizer, scheduler, run.recipe.where) if isinstance(scheduler, Mapping) else scheduler
+
+
+@hookimpl(wrapper=True)
+def prepare(optimizer: Any) -> Generator[None, Any, Any]:
+    """Under loss scaling, let one scaler skip the steps of all optimizers together."""
+    model, prepared = yield
+    if isinstance(optimizer, Optimizers) and type(prepared) is AcceleratedOptimizer:
+        prepared = ScaledOptimizers(optimizer, prepared.scaler)
+    return model, prepared

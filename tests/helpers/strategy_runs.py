@@ -8,6 +8,7 @@ plugin. Its result: losses, learning rates and gradient norms of the steps, metr
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -179,7 +180,8 @@ class Exchanges(Plugin):
     @hookimpl
     def after_fit(self) -> None:
         self.profile.stop()
-        self.counts = {event.key: event.count for event in self.profile.key_averages() if event.key.startswith("gloo:")}
+        recorded = self.profile.profiler.kineto_results.events()  # key_averages() would build a tree of all operations, for seconds
+        self.counts = Counter(event.name() for event in recorded if event.name().startswith("gloo:"))
 
 
 def from_recipe(spec: dict[str, Any], plugins: list[Any]) -> dict[str, Any]:

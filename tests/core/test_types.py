@@ -15,6 +15,9 @@ from fastloop_tools.new.command import render
 
 pytestmark = pytest.mark.slow
 
+CACHE = Path(__file__).parents[2] / ".mypy_cache" / "new_package"
+"""mypy's results for torch and the like, which it checks by version and content. Without them, it reads torch for most of its time."""
+
 HEAD = """
 from __future__ import annotations
 
@@ -280,7 +283,8 @@ def messages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(text, encoding="utf-8")
     environment = os.environ | {"PYTHONPATH": str(folder / "site")}
-    done = subprocess.run([sys.executable, "-m", "mypy", "--strict"], cwd=folder, env=environment, capture_output=True, text=True)
+    command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(CACHE)]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 1, done.stderr
     found: dict[str, list[str]] = {}
     for file, message in re.findall(r"(?m)^(.*\.py):\d+: error: (.*)$", done.stdout):

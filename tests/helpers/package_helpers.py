@@ -9,10 +9,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import sysconfig
+from multiprocessing import connection
 from pathlib import Path
 
 from build import ProjectBuilder
@@ -20,6 +22,36 @@ from pyproject_hooks import quiet_subprocess_runner
 
 ROOT = Path(__file__).resolve().parents[2]
 """fastloop's own project."""
+
+
+FORKS = """
+import json, os, runpy, sys, traceback
+import accelerate, datasets, torchmetrics.classification
+import fastloop.defaults, fastloop.lifecycle
+for line in sys.stdin:
+    folder, arguments, streams = json.loads(line)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            os.chdir(folder)
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            for number, file in enumerate(streams, start=1):
+                os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), number)
+            sys.argv = ["fastloop", *arguments]
+            runpy.run_module("fastloop", run_name="__main__", alter_sys=True)
+            code = 0
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+"""Reads commands, and runs each in a process forked from this one, which has imported torch."""
 
 
 def build_wheel(project: Path, into: Path) -> Path:
@@ -53,8 +85,46 @@ class CleanVenv:
         # what is installed beside the venv under the same name, an editable fastloop first of all, is no reason to leave one out
         subprocess.run([*pip, "install", "--no-deps", "--no-index", "--ignore-installed", *wheels], check=True)
 
+    def environment(self) -> dict[str, str]:
+        """The environment variables of its commands."""
+        own = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PYTEST_"))}
+        return own | {"VIRTUAL_ENV": str(self.folder), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+
     def run(self, *arguments: str | Path, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
         """Run the venv's Python in a folder: ``run("-m", "fastloop", "plugins", cwd=folder)``. Its output is text; it may fail."""
-        own = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PYTEST_"))}
-        own |= {"VIRTUAL_ENV": str(self.folder), "OMP_NUM_THREADS": "1", "COLUMNS": "200"} | environment
+        own = self.environment() | environment
         return subprocess.run([self.python, *arguments], cwd=cwd, env=own, capture_output=True, text=True, timeout=300)
+
+
+class ForkingVenv:
+    """``fastloop`` commands of a venv, in processes forked from one of its Python that has imported torch. Use it in a ``with`` block.
+
+    Packages in the venv are found and imported by each command, as in a new Python.
+    """
+
+    def __init__(self, venv: CleanVenv) -> None:
+        self.venv = venv
+
+    def __enter__(self) -> ForkingVenv:
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self._server = subprocess.Popen(
+            [self.venv.python, "-c", FORKS], cwd=self.venv.folder, env=self.venv.environment(), text=True, **pipes
+        )
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._server.kill()
+        self._server.communicate()
+
+    def run(self, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+        """Run ``fastloop ARGUMENTS`` in a folder. Its output is text; it may fail."""
+        assert self._server.stdin is not None
+        assert self._server.stdout is not None
+        streams = [cwd / ".stdout", cwd / ".stderr"]
+        for stream in streams:
+            stream.unlink(missing_ok=True)
+        self._server.stdin.write(json.dumps([str(cwd), arguments, [str(stream) for stream in streams]]) + "\n")
+        self._server.stdin.flush()
+        assert connection.wait([self._server.stdout], 300), "the command takes longer than 300 seconds"
+        code = int(self._server.stdout.readline())
+        return subprocess.CompletedProcess(arguments, code, *(stream.read_text(encoding="utf-8") for stream in streams))

@@ -6,10 +6,11 @@ import contextlib
 import json
 import shutil
 import sqlite3
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from package_helpers import ROOT, CleanVenv, build_wheel
+from package_helpers import ROOT, CleanVenv, ForkingVenv, build_wheel
 
 pytestmark = pytest.mark.slow
 
@@ -35,9 +36,17 @@ def shelf(tmp_path_factory: pytest.TempPathFactory, fastloop_wheel: Path) -> tup
     return CleanVenv(folder / "venv", fastloop_wheel, *(build_wheel(projects / name, folder) for name in NAMES)), projects
 
 
-def train(venv: CleanVenv, folder: Path, recipe: str, *overrides: str) -> dict:
+@pytest.fixture(scope="module")
+def forking(shelf: tuple[CleanVenv, Path]) -> Iterator[ForkingVenv]:
+    """The venv, for trainings that need no new Python."""
+    with ForkingVenv(shelf[0]) as venv:
+        yield venv
+
+
+def train(venv: CleanVenv | ForkingVenv, folder: Path, recipe: str, *overrides: str) -> dict:
     """Train a recipe in a folder with the command line; returns the summary."""
-    done = venv.run("-m", "fastloop", "train", recipe, "output=run", "train.device=cpu", *overrides, cwd=folder)
+    python = ("-m", "fastloop") if isinstance(venv, CleanVenv) else ()
+    done = venv.run(*python, "train", recipe, "output=run", "train.device=cpu", *overrides, cwd=folder)
     assert done.returncode == 0, done.stderr
     return json.loads((folder / "run" / "summary.json").read_text())
 
@@ -66,9 +75,9 @@ def test_they_are_listed_with_distribution_and_version_and_not_imported(shelf, t
     assert not imported & {"torch", "fastloop_plugins", *(name.replace("-", "_") for name in NAMES)}
 
 
-def test_the_speedup_leaves_fewer_weights_to_train(shelf):
-    venv, projects = shelf
-    summary = train(venv, projects / "layer-freezing", "recipe.yaml", "train.epochs=4")
+def test_the_speedup_leaves_fewer_weights_to_train(shelf, forking):
+    _, projects = shelf
+    summary = train(forking, projects / "layer-freezing", "recipe.yaml", "train.epochs=4")
     assert "layer-freezing" in summary["plugins"]
     found = summary["layer-freezing"]
     assert (found["layers"], found["frozen"]) == (6, 3)
@@ -76,45 +85,45 @@ def test_the_speedup_leaves_fewer_weights_to_train(shelf):
     assert last < 0.7 * first
 
 
-def test_example_observer_logs_duration(shelf):
-    venv, projects = shelf
-    summary = train(venv, projects / "energy-use", "recipe.yaml")
+def test_example_observer_logs_duration(shelf, forking):
+    _, projects = shelf
+    summary = train(forking, projects / "energy-use", "recipe.yaml")
     assert "energy-use" in summary["plugins"]
     assert 0 < summary["energy-use"]["cpu_seconds"] < 300
     assert "energy-use: " in (projects / "energy-use/run/log.txt").read_text()
 
 
-def test_the_task_learns(shelf):
-    venv, projects = shelf
-    summary = train(venv, projects / "drawn-shapes", "recipe.yaml")
+def test_the_task_learns(shelf, forking):
+    _, projects = shelf
+    summary = train(forking, projects / "drawn-shapes", "recipe.yaml")
     assert "drawn-shapes" in summary["plugins"]
     assert summary["test"]["accuracy"] > 0.9
 
 
-def test_a_gan_trains_two_networks(shelf):
-    venv, projects = shelf
-    summary = train(venv, projects / "digits-gan", "recipe.yaml", "train.epochs=2")
+def test_a_gan_trains_two_networks(shelf, forking):
+    _, projects = shelf
+    summary = train(forking, projects / "digits-gan", "recipe.yaml", "train.epochs=2")
     assert "gan" in summary["plugins"]
     assert summary["steps"] == 2 * 24
 
 
-def test_two_passes_and_two_optimizers_learn(shelf):
-    venv, projects = shelf
-    summary = train(venv, projects / "step-variants", "recipe.yaml")
+def test_two_passes_and_two_optimizers_learn(shelf, forking):
+    _, projects = shelf
+    summary = train(forking, projects / "step-variants", "recipe.yaml")
     assert {"sam", "muon"} <= {*summary["plugins"]}
     assert summary["test"]["accuracy"] > 0.85
 
 
-def test_a_collator_mixes_training_samples_only(shelf):
-    venv, projects = shelf
-    summary = train(venv, projects / "mixup", "recipe.yaml", "train.epochs=10")
+def test_a_collator_mixes_training_samples_only(shelf, forking):
+    _, projects = shelf
+    summary = train(forking, projects / "mixup", "recipe.yaml", "train.epochs=10")
     assert "mixup" in summary["plugins"]
     assert summary["test"]["accuracy"] > 0.7
 
 
-def test_a_logger_writes_a_database(shelf):
-    venv, projects = shelf
-    summary = train(venv, projects / "sqlite-log", "recipe.yaml", "train.log_every=1")
+def test_a_logger_writes_a_database(shelf, forking):
+    _, projects = shelf
+    summary = train(forking, projects / "sqlite-log", "recipe.yaml", "train.log_every=1")
     with contextlib.closing(sqlite3.connect(projects / "sqlite-log/runs.sqlite")) as database:
         ((count,),) = database.execute("SELECT COUNT(*) FROM scalars WHERE name = 'train/loss'")
     assert count == summary["steps"]

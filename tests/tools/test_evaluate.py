@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import forked
 import pytest
 import yaml
 from inference_runs import CLASSES, texts, train, write_csv, write_recipe
@@ -254,8 +253,7 @@ def test_metrics_equal_those_of_training_on_two_processes(tmp_path):
     recipe = write_recipe(tmp_path, ["ddp"])
 
     def call(*arguments: str) -> None:
-        command = [sys.executable, "-m", "fastloop", *arguments, "--nproc", "2"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        done = forked.run("-m", "fastloop", *arguments, "--nproc", "2", env=os.environ | {"OMP_NUM_THREADS": "1"})
         assert done.returncode == 0, done.stdout + done.stderr
 
     call("train", str(recipe))

@@ -7,12 +7,12 @@ import csv
 import io
 import json
 import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import yaml
 from inference_runs import CLASSES, texts, train, write_csv, write_recipe
@@ -173,12 +173,11 @@ def test_a_file_is_read_in_chunks(trained, cli):
 def test_a_killed_job_continues(trained, cli):
     rows = write_csv(Path("rows.csv"), texts(4000))
     command = [str(trained / "run"), str(rows), "--chunk", "20", "--out"]
-    process = subprocess.Popen([sys.executable, "-m", "fastloop", "predict", *command, "out.csv"])
-    deadline = time.monotonic() + 300
-    while len(list(Path("out.csv.parts").glob("0*"))) < 3 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    process.kill()
-    process.wait()
+    with forked.Command("-m", "fastloop", "predict", *command, "out.csv") as process:
+        deadline = time.monotonic() + 300
+        while len(list(Path("out.csv.parts").glob("0*"))) < 3 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        process.kill()
     assert not Path("out.csv").exists()
     assert "rows of an interrupted job" in predict(cli, *command, "out.csv")
     predict(cli, *command, "whole.csv")

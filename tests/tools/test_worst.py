@@ -7,11 +7,10 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 import yaml
@@ -249,8 +248,7 @@ def test_worst_samples_of_two_processes_equal_those_of_one(tmp_path):
     recipe = write_recipe(tmp_path, ["ddp"])
 
     def call(*arguments: str) -> None:
-        command = [sys.executable, "-m", "fastloop", *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        done = forked.run("-m", "fastloop", *arguments, env=os.environ | {"OMP_NUM_THREADS": "1"})
         assert done.returncode == 0, done.stdout + done.stderr
 
     call("train", str(recipe), "--nproc", "2")

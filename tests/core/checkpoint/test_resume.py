@@ -11,8 +11,6 @@ import random
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -523,17 +521,16 @@ def test_fastloop_train_killed_from_outside_and_resumed_by_the_command_line():
     Path("net.py").write_text(NET)
     for name in ("whole", "run"):
         Path(f"{name}.yaml").write_text(RECIPE.replace("OUTPUT", name))
-    command = [sys.executable, "-m", "fastloop", "train"]
-    subprocess.run([*command, "whole.yaml"], check=True, capture_output=True)
+    train = ("-m", "fastloop", "train")
+    assert forked.run(*train, "whole.yaml").returncode == 0
     for resume, delay in (([], 0.05), (["--resume"], 0.2)):
         seen = checkpoint_names("run")
-        process = subprocess.Popen([*command, "run.yaml", *resume], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-        wait_for(lambda seen=seen: not checkpoint_names("run") <= seen)
-        time.sleep(delay)
-        process.kill()
-        _, errors = process.communicate()
-        assert process.returncode == -signal.SIGKILL, errors.decode()
-    done = subprocess.run([*command, "run.yaml", "--resume"], capture_output=True, text=True)
+        with forked.Command(*train, "run.yaml", *resume) as command:
+            wait_for(lambda seen=seen: not checkpoint_names("run") <= seen)
+            time.sleep(delay)
+            command.kill()
+            assert command.poll() == -signal.SIGKILL, command.stderr
+    done = forked.run(*train, "run.yaml", "--resume")
     assert done.returncode == 0, done.stderr
     assert re.search(r"resumed from run/checkpoints/(\.step-\d+\.partial|step-\d+) ", done.stdout)  # written whole, and not yet renamed
     for name in ("model/model.safetensors", "checkpoints/step-00000540/model.safetensors"):

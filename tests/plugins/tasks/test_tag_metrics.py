@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 from hypothesis import given, settings
@@ -132,8 +131,7 @@ def test_two_processes_have_the_metrics_of_one(cli):
     assert cli("evaluate", "run", "--json", "one.json")[0] == 0
     make(write_splits(), plugins=["ddp"], output="two", **settings)
     for command in (["train", "recipe.yaml"], ["evaluate", "two", "--json", "two.json"]):
-        command = [sys.executable, "-m", "fastloop", *command, "--nproc", "2"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        done = forked.run("-m", "fastloop", *command, "--nproc", "2", env=os.environ | {"OMP_NUM_THREADS": "1"})
         assert done.returncode == 0, done.stdout + done.stderr
     found, expected = (json.loads(Path(f"{name}.json").read_text()) for name in ("two", "one"))
     assert found["world_size"] == 2

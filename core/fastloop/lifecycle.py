@@ -28,6 +28,7 @@ from fastloop.hooks import PluginSet, make_crash
 from fastloop.recipe import Inference, Recipe
 from fastloop.run import Run
 from fastloop.runtime.clock import Clock
+from fastloop.runtime.files import sync_folder
 from fastloop.schedule import Schedule
 from fastloop.state import DataLoaderDraft, OptimizerDraft
 
@@ -253,5 +254,7 @@ def _share_disabled(run: Run) -> None:
 def _export(run: Run) -> None:
     try:
         run.hooks.export_model(run=run, folder=run.folder / "model")
+        if run.is_main and (run.folder / "model").is_dir():
+            sync_folder(run.folder / "model")  # before the summary says that the run is complete
     except (OSError, SafetensorError) as error:
         raise SaveError(f"{run.folder / 'model'} was not written: {error}. Free disk space, then continue with --resume.") from error

@@ -114,7 +114,7 @@ def make(run: Run) -> Lock | None:
         recipe = dataclasses.replace(recipe, references=anchored(recipe.references, recipe.source.parent))
     resumes = run.resume_point is not None and run.resume_point[0].resolve().is_relative_to(run.folder.resolve())
     try:
-        run.folder.mkdir(parents=True, exist_ok=True)
+        files.make_folder(run.folder)
         lock = Lock(run.folder, run.recipe.where)
         if not resumes and _files(run.folder):
             if not platform_support.RENAMES_OPEN_FOLDERS:
@@ -122,9 +122,9 @@ def make(run: Run) -> Lock | None:
             log.info("an earlier run was in %s: moved to %s", run.folder, files.move_aside(run.folder))
             if platform_support.RENAMES_OPEN_FOLDERS:
                 lock.release()
-            run.folder.mkdir()
+            files.make_folder(run.folder)
             lock = Lock(run.folder, run.recipe.where)
-        OmegaConf.save(OmegaConf.create(secrets.hidden(recipe.to_dict())), run.folder / "recipe.yaml")
+        files.write(run.folder / "recipe.yaml", OmegaConf.to_yaml(OmegaConf.create(secrets.hidden(recipe.to_dict()))))
     except OSError as error:
         raise RecipeError(f"{run.recipe.where}: output: {run.folder} cannot be written: {error}.") from error
     return lock
@@ -183,8 +183,8 @@ def write_summary(run: Run, summary: dict[str, Any]) -> None:
 
 
 def _files(folder: Path) -> list[Path]:
-    """The entries of a folder, except a lock."""
-    return [path for path in folder.iterdir() if path.name != ".lock"]
+    """The entries of a folder, except a lock and a recipe that was not written completely."""
+    return [path for path in folder.iterdir() if path.name != ".lock" and not path.match(".recipe.yaml.*.partial")]
 
 
 def _writable(folder: Path) -> bool:

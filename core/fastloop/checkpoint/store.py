@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from fastloop.errors import CheckpointError, NoCheckpoint, SaveError
+from fastloop.runtime.files import sync_folder
 from fastloop.runtime.platform_support import sync
 from fastloop.runtime.step_folders import checkpoints, leftovers, step_of
 
@@ -169,18 +170,15 @@ def _finish(aside: Path, folder: Path) -> None:
     written = sorted(path for path in aside.rglob("*") if path.is_file())
     files = {str(path.relative_to(aside)): {"bytes": path.stat().st_size, "sha256": _digest(path)} for path in written}
     (aside / MANIFEST).write_text(json.dumps({"format": 1, "files": files}, indent=1))
-    for path in (*aside.rglob("*"), aside):
-        sync(path)
+    sync_folder(aside)
+    old = folder.with_name(f".{folder.name}.old.partial")
     if folder.exists():  # the step is saved again after a resume: replace the old checkpoint
-        old = folder.with_name(f".{folder.name}.old.partial")
         shutil.rmtree(old, ignore_errors=True)
         folder.rename(old)
-        aside.rename(folder)
-        shutil.rmtree(old)
-    else:
-        aside.rename(folder)
+    aside.rename(folder)
     for parent in (folder.parent, folder.parent.parent):
         sync(parent)
+    shutil.rmtree(old, ignore_errors=True)  # after the sync: a loss of power must not undo the renames alone
 
 
 def _digest(path: Path) -> str:
@@ -292,3 +290,5 @@ def rotate(folder: Path, keep: int, step: int) -> None:
     kept = [path for path, at in found.items() if at <= step][-keep:]
     for path in [*(path for path in found if path not in kept), *leftovers(folder)]:
         shutil.rmtree(path, ignore_errors=True)
+    if max(found.values(), default=step) > step:  # a later step must not return after a loss of power
+        sync(folder / "checkpoints")

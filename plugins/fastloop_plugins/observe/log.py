@@ -87,10 +87,12 @@ class Log(Plugin):
 
     @hookimpl
     def write_summary(self, summary: dict[str, Any]) -> None:
+        self.sync()
         summary["versions"] = self.versions
 
     @hookimpl
     def save_state(self) -> dict[str, Any]:
+        self.sync()  # a checkpoint must not be ahead of the log after a loss of power
         return {"offset": self.offset}
 
     @hookimpl
@@ -107,6 +109,12 @@ class Log(Plugin):
             logger.removeHandler(self.handler)
             self.handler.close()
             self.handler = None
+
+    def sync(self) -> None:
+        """Flush ``metrics.jsonl`` to disk. A later checkpoint or summary tries again if this fails."""
+        if self.metrics is not None:
+            with contextlib.suppress(OSError):
+                os.fsync(self.metrics.fileno())
 
     def write(self, run: Run, values: Mapping[str, Any]) -> None:
         """Append one line to ``metrics.jsonl`` (main process only)."""

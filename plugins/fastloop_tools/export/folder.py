@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from fastloop.errors import SaveError, UsageError
+from fastloop.runtime.files import sync_folder
 from fastloop.runtime.platform_support import sync
 
 
@@ -44,11 +45,11 @@ def written(folder: Path) -> Iterator[Path]:
             shutil.rmtree(leftover, ignore_errors=True)
         aside.mkdir(parents=True)
         yield aside
-        for path in (*aside.rglob("*"), aside):
-            sync(path)
+        sync_folder(aside)
         if folder.exists():
             folder.rename(old)
         aside.rename(folder)
+        sync(folder.parent)  # before the old files are removed: a loss of power must not undo the rename
         shutil.rmtree(old, ignore_errors=True)
     except BaseException as error:
         if old.exists() and not folder.exists():

@@ -254,7 +254,7 @@ def test_kill_during_second_save_of_a_step_loses_neither(when, monkeypatch):
         return rename(self, target)
 
     def cut_remove(path: Path, ignore_errors: bool = False) -> None:
-        if not ignore_errors:
+        if path.name.endswith(".old.partial") and path.exists():
             raise KeyboardInterrupt
         remove(path, ignore_errors)
 

@@ -45,9 +45,7 @@ def build(folder: Path, source: Path = SOURCE) -> Path:
     if compiler is None:
         pytest.skip("there is no C compiler (cc or gcc)")
     library = folder / f"{source.stem}.so"
-    done = subprocess.run(
-        [compiler, "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"], capture_output=True, text=True, check=False)
     if done.returncode:
         pytest.skip(f"{source.name} does not compile here: {done.stderr.strip().splitlines()[-1]}")
     return library
@@ -65,6 +63,7 @@ def record(
         AssertionError: A command fails.
     """
     trace = root.with_name(f"{root.name}.trace")
+    trace.touch()
     added = {"LD_PRELOAD": str(library), "FILE_TRACE": str(trace), "FILE_TRACE_ROOT": str(root), "OMP_NUM_THREADS": "1"}
     running = [
         subprocess.Popen(command, env={**os.environ, **added, **more}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

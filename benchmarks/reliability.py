@@ -22,11 +22,13 @@ SUITE = ROOT / "tests" / "reliability"
 TABLE = ROOT / "docs" / "reliability.md"
 GROUPS = {
     "test_saving": "Saving",
+    "test_power_loss": "Loss of power",
     "test_stopping": "Stopping",
     "test_numbers": "Numbers",
     "test_memory_limits": "Memory",
     "test_data_faults": "Data",
     "test_lost_processes": "Processes",
+    "test_machine_faults": "Machine",
     "test_security": "Security",
     "test_fuzz": "Fuzzing",
     "test_soak": "Load",
@@ -47,8 +49,13 @@ the 12,500 steps of the soak test.
 A case of a test counts as one fault, or as the number that it tries. A test that fails counts as lost with all of them. A row whose fault
 is *control* injects none: it shows that its neighbours could fail, or that nothing else changes.
 
-Limits: the list may be incomplete, and random faults cannot meet every moment. A loss of power is not tested (files are fsynced), nor are
-disks that lie, network file systems, more than two processes on one machine, or accelerators: all tests ran on CPUs.
+A loss of power is replayed: a library records the writes, renames and fsyncs of real saves. The tests create the states that POSIX permits
+after a crash, as ALICE (Pillai et al., OSDI 2014) and CrashMonkey (Mohan et al., OSDI 2018) do. Data without an fsync is missing, zeros,
+a first part or a last part. A name without an fsync of its folder is missing, in any order.
+Small traces are enumerated. Of larger ones the regular states and a random choice are tried at each position.
+
+Limits: the list may be incomplete, and random faults cannot meet every moment. Not tested are disks that lie about an fsync, real network
+file systems, more than two processes on one machine, and accelerators: all tests ran on CPUs.
 Checksums find damage, not forgery ([decision 20](decisions/0020-recipes-and-checkpoints-are-data.md)).
 """
 

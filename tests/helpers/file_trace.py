@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import struct
@@ -83,6 +84,6 @@ def read(trace: Path) -> Iterator[Record]:
         ends = [position + HEADER.size]
         for length in (first, second, size):
             ends.append(ends[-1] + length)
-        texts = [data[begin:end] for begin, end in zip(ends, ends[1:], strict=False)]
+        texts = [data[begin:end] for begin, end in itertools.pairwise(ends)]
         yield Record(position, chr(kind), inode, value, texts[0].decode(), texts[1].decode(), texts[2])
         position = ends[-1]

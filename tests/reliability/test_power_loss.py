@@ -6,22 +6,19 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import shutil
-import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import file_trace
 import pytest
-from crash_states import Crash, History
+from crash_states import History
 from saving_helpers import FASTLOOP, RECIPE, ranks, record, said, times, train, write_recipe
 
 from fastloop.checkpoint import read, resume, step_of
-from fastloop.errors import CheckpointError
 
 LIMIT = times(40)
 """States for each position of a trace, if there are more."""
@@ -351,7 +348,7 @@ RUNS = {"plain": ([], 1), "async": (["--with", "async-save"], 1), "fsdp": (["--w
 
 
 @pytest.fixture(params=RUNS)
-def run(request: pytest.FixtureRequest, library: Path, tmp_path: Path) -> Iterator[History]:
+def run(request: pytest.FixtureRequest, library: Path, tmp_path: Path) -> History:
     """A traced run of `fastloop train`, complete and undisturbed."""
     arguments, count = RUNS[request.param]
     Path("marks.py").write_text(MARKS)
@@ -359,7 +356,7 @@ def run(request: pytest.FixtureRequest, library: Path, tmp_path: Path) -> Iterat
     root = tmp_path.resolve() / "traced"
     root.mkdir()
     command = [sys.executable, *FASTLOOP, "recipe.yaml", f"output={root / 'run'}", *arguments]
-    yield History(file_trace.record(library, root, [command] * count, ranks(count)), root)
+    return History(file_trace.record(library, root, [command] * count, ranks(count)), root)
 
 
 def below(files: dict[str, bytes | None], folder: str) -> dict[str, bytes | None]:

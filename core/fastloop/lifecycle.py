@@ -165,8 +165,7 @@ def _build_loaders(run: Run) -> None:
         loaders.samplers[split] = run.hooks.build_sampler(run=run, split=split)
         loaders.collators[split] = run.hooks.build_collator(run=run, split=split)
     loaders.build()
-    sampler = loaders.train.sampler if trains else None
-    steps, epoch_samples = loaders.train.steps_per_epoch() if trains else None, sampler.size if sampler is not None else None
+    steps, epoch_samples = (loaders.train.steps_per_epoch(), loaders.train.epoch_samples) if trains else (None, None)
     run.schedule = Schedule(run.recipe.train, run.state, steps, epoch_samples, loaders.evaluation)
 
 

@@ -6,7 +6,7 @@ The number of workers does not change the samples.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import count, islice
 from typing import Any, Protocol
@@ -38,6 +38,14 @@ class DatasetProtocol(Protocol):
 
     def set_epoch(self, epoch: int) -> None:
         """Iterable: called with the epoch's index, from 0, in each process and worker before ``__iter__``, to shuffle by it."""
+
+    def read_ranges(self, epoch: int, ranges: Iterable[range]) -> Iterator[Sequence[tuple[int, Any]]]:
+        """Iterable with a length: for each range of positions in the order of ``epoch``, ``(sample id, sample)`` of each position.
+
+        Replaces ``__iter__``. Each process and worker passes the positions of its own micro-batches, increasing. A resumed run passes
+        only later positions, so nothing else has to be read. The order must depend on nothing but the epoch.
+        """
+        ...
 
     def fingerprint(self) -> str:
         """A short string that changes when the samples do, such as a hash. A checkpoint contains it and the number of samples.
@@ -125,6 +133,12 @@ class Stream(IterableDataset[Any]):
         # epoch and start, in shared memory so that persistent workers see changes
         self.position: Tensor = torch.zeros(2, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
 
+    @property
+    def size(self) -> int:
+        """Samples per epoch of a dataset with a length, without an incomplete last step if that is dropped."""
+        step = self.batch * self.batches_per_step
+        return len(self.dataset) // step * step if step else len(self.dataset)
+
     def __iter__(self) -> Iterator[Any]:
         epoch, start = self.position.tolist()
         info = get_worker_info()
@@ -138,6 +152,9 @@ class Stream(IterableDataset[Any]):
         reader, readers = self.rank, self.world_size
         if info is not None:
             reader, readers = self.rank + self.world_size * info.id, self.world_size * info.num_workers
+        if hasattr(self.dataset, "read_ranges"):
+            yield from self._read_ranges(epoch, start, reader, readers)
+            return
         isolated = IsolatedRandomState(hash((self.seed, epoch)) % 2**32)  # the same for all readers, which must agree on the order
         with isolated:
             samples = iter(self.dataset)
@@ -160,6 +177,19 @@ class Stream(IterableDataset[Any]):
             pending.clear()
         if not self.batches_per_step and any(filler % readers == reader for filler in range(number, number + -number % self.world_size)):
             yield Filler([last])
+
+    def _read_ranges(self, epoch: int, start: int, reader: int, readers: int) -> Iterator[Any]:
+        """The samples of this reader's micro-batches, from a dataset that reads them by position."""
+        end = self.size
+        own = range(start, end, self.batch)[reader::readers]
+        ranges = (range(first, min(first + self.batch, end)) for first in own)
+        for position, samples in zip(own, self.dataset.read_ranges(epoch, ranges), strict=True):
+            if get_worker_info() is not None:  # make the collator's random numbers independent of the worker
+                seed_all(hash((self.seed, epoch, position)) % 2**32)
+            yield from map(Numbered, samples)
+        number = -(-(end - start) // self.batch)
+        if any(filler % readers == reader for filler in range(number, number + -number % self.world_size)):
+            yield from (Filler([sample]) for ((_, sample),) in self.dataset.read_ranges(epoch, [range(start, start + 1)]))
 
 
 class Collate:

@@ -121,9 +121,16 @@ class Loader:
             )
         self.loader = DataLoader(MapReader(dataset, draft.skip_unreadable), batch_sampler=self.sampler, **arguments)
 
+    @property
+    def epoch_samples(self) -> int | None:
+        """Samples per epoch; None for a dataset of unknown length."""
+        if self.stream is not None and hasattr(self.dataset, "read_ranges"):
+            return self.stream.size
+        return None if self.sampler is None else self.sampler.size
+
     def steps_per_epoch(self) -> int | None:
         """Optimizer steps per epoch; None for a dataset of unknown length."""
-        return None if self.sampler is None else -(-self.sampler.size // self.batch_size)
+        return None if self.epoch_samples is None else -(-self.epoch_samples // self.batch_size)
 
     def batches(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
         """Micro-batches of an epoch, without its first ``start`` samples.

@@ -52,7 +52,7 @@ class LengthBucketing(Plugin):
 
     @classmethod
     def recommend(cls, recipe: Recipe, machine: hardware.Machine) -> Recommendation | None:
-        pays = machine.device == "cuda" and reads_padded_texts(recipe)  # on a CPU, packing leaves no padding
+        pays = machine.device == "cuda" and reads_padded_texts(recipe) and not recipe.data.get("streaming")
         return Recommendation(why="little padding, and few shapes") if pays else None
 
     @classmethod

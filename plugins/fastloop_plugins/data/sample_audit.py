@@ -4,8 +4,8 @@
       - sample-audit: {on_violation: error}
 
 ``sample-audit/rank-R.jsonl`` in the run folder has one line for each optimizer step of process R: ``step`` and ``epoch`` (both from 0), and
-for each micro-batch its data-loader ``worker`` (-1: the process itself) and sample ``ids``: indices in a map-style dataset, positions in an
-iterable one. The main process checks all ids at the end of an epoch. With several machines, the run folder must be shared.
+for each micro-batch its data-loader ``worker`` (-1: the process itself) and sample ``ids``: indices of samples, row numbers in a stream,
+or positions in another iterable dataset. The main process checks an epoch's ids at its end. Machines must share the run folder.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class SampleAudit(Plugin):
 
     def _check(self, run: Run, epoch: int, samples: int, done: bool) -> str:
         """Describe the problems of an epoch in which ``samples`` samples were trained on; empty if there are none."""
-        stream = run.train_loader.stream is not None
+        stream = run.train_loader.epoch_samples is None  # ids are positions
         size = length_hint(run.datasets["train"], samples) if done or not stream else samples
 
         def ids() -> Iterator[list[int]]:

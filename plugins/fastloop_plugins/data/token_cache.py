@@ -40,7 +40,7 @@ class TokenCache(Plugin):
     @classmethod
     def recommend(cls, recipe: Recipe, machine: Machine) -> Recommendation | None:
         """Beside a device that computes faster than texts are tokenized."""
-        if machine.device == "cpu" or "text" not in recipe.data:
+        if machine.device == "cpu" or "text" not in recipe.data or recipe.data.get("streaming"):
             return None
         return Recommendation(why="texts are tokenized once")
 

@@ -18,7 +18,9 @@ from fastloop_plugins.tasks._text_data import Data, TextData
 from fastloop_plugins.tasks._text_files import Part, format_of, show
 
 if TYPE_CHECKING:
+    from fastloop import Run
     from fastloop.recipe import Recipe
+    from fastloop_plugins.tasks._text_model import TextModel
 
 EXAMPLE = '[{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]'
 """A conversation for messages."""
@@ -70,12 +72,25 @@ class LanguageTextData(TextData):
             if format_of(path)[0] in (".csv", ".tsv", ".txt"):
                 raise RecipeError(f"{path}: data.{self.keys[0]} needs a file of type .jsonl, .json or .parquet.")
 
+    def streamed(self, run: Run, datasets: Mapping[str, Any], model: TextModel) -> Mapping[str, Any]:
+        if self.stream is None:
+            return datasets
+        from fastloop_plugins.tasks._streaming_samples import LanguageRows
+
+        encode = LanguageRows(self, model, datasets["train"][0])
+        if not self.masked:
+            encode.warn_about_length(self.stream.head.columns[self.columns[0]])
+        return self.stream.datasets(run, datasets, lambda _: encode)
+
     def name_of(self, row: str) -> str:
         """The name of a row in messages, given its JSON."""
         where, number = self.names[row]
         return f"{where}, row {number}"
 
-    def _problem(self, values: tuple[Any, ...]) -> str | None:
+    def text_columns(self) -> dict[str, str]:
+        return {getattr(self.options, key): key for key in self.keys} if self.masked else super().text_columns()
+
+    def problem(self, values: tuple[Any, ...]) -> str | None:
         """Why these values of ``keys`` are not a row; None if they are."""
         for key, value in zip(self.keys, values, strict=True):
             problem = problem_of_messages(value) if key == "messages" else problem_of_text(value)
@@ -90,7 +105,7 @@ class LanguageTextData(TextData):
         if not self.masked:
             return super()._readable(part)
         rows = self._values(part)
-        good = [values for values in rows if self._problem(values) is None]
+        good = [values for values in rows if self.problem(values) is None]
         if count := part.unreadable + len(rows) - len(good):
             self.messages.append((logging.WARNING, f"{part.where}: {count} rows cannot be read, and are skipped"))
             self.unreadable += count
@@ -103,7 +118,7 @@ class LanguageTextData(TextData):
         rows: list[Text] = []
         for part in parts:
             for number, values in enumerate(self._values(part), 1):
-                if problem := self._problem(values):
+                if problem := self.problem(values):
                     raise RecipeError(f"{part.row(number)}: {problem}")
                 rows.append(row := json.dumps(values[0] if len(values) == 1 else values, ensure_ascii=False))
                 self.names.setdefault(row, (part.where, number))

@@ -50,6 +50,7 @@ class PairTextData(TextData):
     """
 
     section = PairData
+    streams = False
     options: PairData
 
     def __init__(self, recipe: Recipe) -> None:

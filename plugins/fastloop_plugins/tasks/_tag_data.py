@@ -66,6 +66,7 @@ class TagTextData(TextData):
     """
 
     section = TagData
+    streams = False
     options: TagData
     text_key = "words"
     formats = (*FORMATS, CONLL)

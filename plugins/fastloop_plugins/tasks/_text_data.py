@@ -21,6 +21,7 @@ from fastloop.options import parse
 from fastloop.recipe.importing import check_reference, import_object
 from fastloop_plugins._cache import digest
 from fastloop_plugins.tasks._hub import explain, is_hub_name, offline, quiet
+from fastloop_plugins.tasks._streaming_options import StreamedData, StreamingOptions, check_streaming
 from fastloop_plugins.tasks._text_columns import Text, column_names, read_columns
 from fastloop_plugins.tasks._text_files import FORMATS, Part, Read, format_of, make_part, read_file
 from fastloop_plugins.tasks._text_paths import find_files, refuse_options_without_files, refuse_url
@@ -38,7 +39,7 @@ READER = 2
 
 
 @dataclass(kw_only=True)
-class Data:
+class Data(StreamingOptions):
     """The ``data`` section."""
 
     name: Annotated[str | None, option("Dataset: hub id or local folder.")] = None
@@ -104,7 +105,7 @@ class Rows:
         return Rows([self.texts[index] for index in ids], None if self.labels is None else [self.labels[index] for index in ids])
 
 
-class TextData:
+class TextData(StreamedData):
     """The ``data`` section of a recipe. The constructor checks it, ``load`` reads it.
 
     Raises:
@@ -150,6 +151,7 @@ class TextData:
                 )
             )
         self.files: dict[str, list[Path]] = {}
+        check_streaming(self, recipe.data)
         if self.inference is not None and self.inference.source is not None:
             return  # the rows come from there
         if self.options.name is not None and self.options.files is not None:  # as when a user adds files to a shipped recipe
@@ -164,7 +166,7 @@ class TextData:
         if self.options.files is not None:
             files = vars(parse(Files, self.options.files, f"{self.where}.files"))
             given = {split: paths for split, paths in files.items() if paths is not None}
-            needed = given if self.inference is None else self._needed(given).values()
+            needed = self.open_stream(given, given if self.inference is None else self._needed(given).values())
             self.files = {
                 split: find_files(recipe, paths, split, f"{self.where}.files.{split}", self.formats) if split in needed else []
                 for split, paths in given.items()
@@ -230,10 +232,11 @@ class TextData:
         for role, count in (("train", self.limit.train), ("validation", self.limit.validation), ("test", self.limit.test)):
             if count is not None and role in rows and count < len(rows[role].texts):
                 rows[role] = rows[role].keep(sorted(random.Random(DRAW).sample(range(len(rows[role].texts)), count)))
-        if "train" in rows and rows["train"].labels is not None:
+        if "train" in rows and rows["train"].labels is not None and self.stream is None:
             suffix += f"; {summarize(rows['train'].labels, self)}"
         rows = {role: split for role, split in rows.items() if self.inference is None or role == self.inference.split}
-        self.messages.append((logging.INFO, f"data: {', '.join(f'{role} {len(split.texts)}' for role, split in rows.items())}{suffix}"))
+        sizes = {role: f"{role} {len(split.texts)}" for role, split in rows.items()} | (self.stream.size() if self.stream else {})
+        self.messages.append((logging.INFO, f"data: {', '.join(sizes.values())}{suffix}"))
         self.log_messages()
         return rows
 
@@ -280,7 +283,8 @@ class TextData:
             return self._call(self.options.module)
         if self.options.name is not None:
             return self._dataset(self.options.name)
-        return {split: self._read_files(paths) if split in vars(self.splits).values() else [] for split, paths in self.files.items()}
+        found = {split: self._read_files(paths) if split in vars(self.splits).values() else [] for split, paths in self.files.items()}
+        return found if self.stream is None else found | {"train": [self.stream.read_head()]}
 
     def _read_files(self, paths: Sequence[str | Path]) -> list[Part]:
         return [read_file(Path(path), self.how, self.text_columns(), self.labels, self.skip_unreadable) for path in paths]

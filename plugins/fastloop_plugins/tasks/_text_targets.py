@@ -38,7 +38,7 @@ def read_labels(parts: Mapping[str, list[Part]], data: TextData) -> Labels:
 def is_readable(value: Any, data: TextData) -> bool:
     """Whether a cell can be a label of ``data.label_type``."""
     if data.label_type == "number":
-        return _number(value) is not None
+        return read_number(value) is not None
     if data.label_type == "classes":
         return _switch(value) is not None if data.several else isinstance(value, list | tuple)
     return is_label(value)
@@ -54,7 +54,8 @@ def summarize(labels: Sequence[Any], data: TextData) -> str:
     return f"rows of each class in train: {count_classes(ids, data.classes)}"
 
 
-def _number(value: Any) -> float | None:
+def read_number(value: Any) -> float | None:
+    """A finite number, or a text that is one; None for anything else."""
     if isinstance(value, str):
         value = float(value) if NUMBER.fullmatch(value.strip()) else None
     if not isinstance(value, Real) or isinstance(value, bool) or not math.isfinite(value):
@@ -65,7 +66,7 @@ def _number(value: Any) -> float | None:
 def _numbers(part: Part, data: TextData) -> list[float]:
     found = []
     for row, value in enumerate(part.column("label", data.labels[0]), 1):
-        number = _number(value)
+        number = read_number(value)
         if number is None or (isinstance(value, str) and not part.untyped):
             raise RecipeError(
                 f"{part.row(row)}: column {data.labels[0]!r} (data.label) holds {show(value)}, expected a finite number "

@@ -73,7 +73,7 @@ def read(
     arguments |= types
     folder = None if model.options.trust_remote_code else _cache.TOKENS.get()  # the hash does not cover such code
     source, how = None, json.dumps([documents, arguments], sort_keys=True)
-    if folder is not None and model.trained is None and data.files:
+    if folder is not None and model.trained is None and data.files and data.stream is None:
         source = folder / _cache.digest(["data", version("fastloop"), model.fingerprint(), how, data.identity()])
         if (found := _read_entry(source, data, bool(types))) is not None:
             return found

@@ -95,8 +95,9 @@ class CausalLM(Plugin):
         run.state.unreadable += self.data.unreadable
         if self.data.masked:
             where, size = self.data.where, self.data.options.max_length
-            return {name: masked_sequences(where, name, split.ids, split.lengths, size) for name, split in splits.items()}
-        return {name: self._blocks(name, split.ids) for name, split in splits.items()}
+            datasets = {name: masked_sequences(where, name, split.ids, split.lengths, size) for name, split in splits.items()}
+            return self.data.streamed(run, datasets, self.text_model)
+        return self.data.streamed(run, {name: self._blocks(name, split.ids) for name, split in splits.items()}, self.text_model)
 
     def _blocks(self, split: str, ids: NDArray[np.int32]) -> Sequences:
         """Concatenate texts, each followed by the end token, and cut them into blocks; the last one may be shorter."""

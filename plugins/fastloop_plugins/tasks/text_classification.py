@@ -121,7 +121,7 @@ class TextClassification(Plugin):
             labels = {name: split.labels[:, ids.argsort()] for name, split in splits.items() if split.labels is not None}
         datasets = {name: Sequences(split.ids, split.lengths, labels[name], split.typed) for name, split in splits.items()}
         self.loss.set_weights((lambda: datasets["train"].labels) if "train" in datasets else None, self.labels.names)
-        return datasets
+        return self.data.streamed(run, datasets, self.text_model)
 
     @hookimpl
     def build_prediction_data(self, source: Any, start: int, size: int) -> Iterator[Sequences] | None:

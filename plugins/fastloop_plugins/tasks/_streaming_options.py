@@ -1,0 +1,117 @@
+"""The options of ``data.streaming``, and the settings that cannot hold with it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+from fastloop import RecipeError, option
+
+if TYPE_CHECKING:
+    from fastloop import Run
+    from fastloop_plugins.tasks._streaming import Streaming
+    from fastloop_plugins.tasks._text_data import TextData
+    from fastloop_plugins.tasks._text_model import TextModel
+
+PLUGINS = {
+    "folds": "it divides rows in memory. Remove it",
+    "length-bucketing": "it sorts by the lengths of all rows. Remove it; packing computes no padding either",
+    "skip-unreadable": "rows of a stream cannot be left out. Remove it, and correct the rows",
+}
+"""Plugins that need the whole training split, and why."""
+
+
+@dataclass(kw_only=True)
+class StreamingOptions:
+    """Options of the ``data`` section for training data larger than memory."""
+
+    streaming: Annotated[bool, option("Read data.files.train while training (.parquet, .jsonl); other splits stay in memory.")] = False
+    shuffle_buffer: Annotated[int, option("With streaming: rows in memory to shuffle in, for each process that reads.", ge=1)] = 10_000
+    lanes: Annotated[
+        int, option("With streaming: row groups read side by side. Processes times workers up to this number share no row.", ge=1)
+    ] = 16
+    mix: Annotated[list[float] | None, option("With streaming: the share of each entry of data.files.train in the samples.")] = None
+
+
+class StreamedData:
+    """The part of ``TextData`` that streams.
+
+    Attributes:
+        streams: Whether the task supports ``data.streaming``.
+        stream: The training split, if it is streamed.
+    """
+
+    streams = True
+    stream: Streaming | None = None
+
+    def open_stream(self: Any, files: Mapping[str, Any], needed: Collection[str]) -> set[str]:
+        """Find the files of a streamed training split. Returns the splits of ``needed`` to read into memory."""
+        if not self.options.streaming or "train" not in needed:
+            return set(needed)
+        from fastloop_plugins.tasks._streaming import Streaming
+
+        if self.inference is not None:
+            raise RecipeError(f"{self.where}.streaming: the training split is only streamed, and not evaluated. Choose another split.")
+        self.stream = Streaming(self, files["train"])
+        return set(needed) - {"train"}
+
+    def streamed(self: Any, run: Run, datasets: Mapping[str, Any], model: TextModel) -> Mapping[str, Any]:
+        """The datasets of a run: those in memory, except a streamed training split."""
+        if self.stream is None:
+            return datasets
+        from fastloop_plugins.tasks._streaming_samples import LabelledRows
+
+        return cast("Mapping[str, Any]", self.stream.datasets(run, datasets, lambda table: LabelledRows(self, model, table)))
+
+
+def check_streaming(data: TextData, given: dict[str, Any]) -> None:
+    """Refuse what cannot hold for a stream.
+
+    Args:
+        given: The recipe's ``data`` section.
+
+    Raises:
+        RecipeError: Names the key, and what to do.
+    """
+    options, where, plugins = data.options, data.where, data.recipe.plugins
+    if not options.streaming:
+        for key in ("shuffle_buffer", "lanes", "mix"):
+            if given.get(key) is not None:
+                raise RecipeError(f"{where}.{key}: it is for data.streaming, which is not on. Remove it, or set data.streaming=true.")
+        return
+
+    def refuse(key: str, reason: str) -> RecipeError:
+        return RecipeError(f"{where}.{key}: cannot hold with data.streaming: {reason}.")
+
+    if not data.streams:
+        raise RecipeError(f"{where}.streaming: this task reads its data into memory. Remove it. text-classification and causal-lm stream.")
+    if options.files is None:
+        raise RecipeError(f"{where}.streaming: it reads data.files.train, which is not there. Give files of type .parquet or .jsonl.")
+    if data.limit.train is not None:
+        raise refuse("limit.train", "rows are not drawn from a stream. Set train.max_steps, or name fewer files")
+    if options.validation_fraction and options.files.get("validation") is None:
+        raise refuse("validation_fraction", "no rows are held out of a stream. Give data.files.validation, or set validation_fraction: 0")
+    if options.read is not None:
+        raise refuse("read", "it is for text files. Remove it; streamed .jsonl files are UTF-8")
+    if data.splits.train != "train":
+        raise refuse("splits.train", "data.files.train is streamed. Remove it")
+    if data.label_type == "classes" and options.label is not None:
+        raise refuse("label_type=classes", "expected one class or one number a row. Remove data.streaming, or train on one label")
+    if options.mix is not None:
+        entries = options.files["train"] if isinstance(options.files.get("train"), list) else [""]
+        if len(options.mix) != len(entries) or len(entries) < 2 or min(options.mix) <= 0:
+            raise RecipeError(
+                f"{where}.mix: found {options.mix} for {len(entries)} entries of data.files.train. Expected two entries or more, and a "
+                "positive number for each, such as files.train: [a/*.parquet, b/*.parquet] with mix: [0.7, 0.3]."
+            )
+    for name, reason in PLUGINS.items():
+        if isinstance(plugins.get(name), dict):
+            raise RecipeError(f"{data.recipe.where}: plugins.{name}: cannot hold with data.streaming: {reason}.")
+    for name, chosen in plugins.items():
+        loss = chosen.get("loss") if isinstance(chosen, dict) else None
+        if isinstance(loss, dict) and loss.get("class_weights") == "balanced":
+            raise RecipeError(
+                f"{data.recipe.where}: plugins.{name}.loss.class_weights: balanced cannot hold with data.streaming: it counts rows in "
+                "memory. Give a list of weights, or a mapping of the classes' names."
+            )

@@ -1,0 +1,126 @@
+"""The order of streamed rows as a function of seed, epoch and position. Nothing has to be saved or repeated to resume in it.
+
+An epoch shuffles the row groups and puts their rows end to end. This sequence is cut into ``lanes`` equal parts, which are read side by
+side. Each lane shuffles its rows in windows, which all lanes together hold in memory. Blocks of consecutive positions take turns on the
+lanes. So a process or worker reads only the lanes of its own micro-batches, and any number of them gives the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+CYCLE = 1000
+"""Samples of a lane after which the sources of a mix have their exact shares: weights count in thousandths."""
+LANES_PER_STEP = 4
+"""Lanes that one optimizer step reads at least. With ``lanes``, it determines how many readers share no row: see ``Order.block``."""
+
+
+class Place(NamedTuple):
+    """Where a sample is: in a pass over a source, in the window of ``size`` slots from ``start`` on, at ``offset`` in it."""
+
+    lane: int
+    source: int
+    turn: int  # pass over the source, from 0
+    start: int
+    size: int
+    offset: int
+
+
+class Order:
+    """The order of the rows of one or several sources.
+
+    Args:
+        groups: Rows of every row group, one array (row groups,) a source.
+        weights: Share of each source; None: one source, whose rows come once an epoch each.
+        buffer: Rows of the windows of all lanes together.
+        batch_size: Samples of an optimizer step.
+
+    Attributes:
+        size: Samples of an epoch: the rows of all sources.
+        block: Consecutive positions of one lane. Up to ``lanes / LANES_PER_STEP`` processes have lanes of their own.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[NDArray[np.int64]],
+        weights: Sequence[float] | None,
+        seed: int,
+        lanes: int,
+        buffer: int,
+        batch_size: int,
+    ) -> None:
+        self.groups, self.seed, self.lanes = groups, seed, lanes
+        self.rows = [int(rows.sum()) for rows in groups]
+        self.size = sum(self.rows)
+        self.block = max(1, batch_size * LANES_PER_STEP // lanes)
+        self.window = max(1, buffer // (lanes * len(groups)))
+        self.rounds = self.size // (lanes * self.block)
+        self.counts = None if weights is None else _counts(weights)
+        self.permutation = lru_cache(lanes * len(groups) + 1)(self._permutation)  # the current window of each lane
+        self.stream = lru_cache(2 * len(groups))(self._stream)
+        self.pattern = lru_cache(lanes)(self._pattern)
+
+    def locate(self, epoch: int, position: int) -> Place:
+        """The place of a position of an epoch."""
+        if self.counts is not None:
+            lane, index = self._lane(epoch * self.size + position)
+            source, index = self._source(lane, index)
+            first, last = (self.rows[source] * part // self.lanes for part in (lane, lane + 1))
+            turn, index = divmod(index, last - first)
+            return self._place(lane, source, turn, first, last - first, index)
+        per_lane = self.rounds * self.block
+        if position < self.lanes * per_lane:
+            lane, index = self._lane(position)
+            return self._place(lane, 0, epoch, lane * per_lane, per_lane, index)
+        first = self.lanes * per_lane  # the rest, which does not fill a block of each lane
+        return self._place(self.lanes, 0, epoch, first, self.size - first, position - first)
+
+    def _lane(self, position: int) -> tuple[int, int]:
+        """The lane of a position, and the position in it."""
+        block, rest = divmod(position, self.block)
+        return block % self.lanes, block // self.lanes * self.block + rest
+
+    def _source(self, lane: int, index: int) -> tuple[int, int]:
+        """The source of a lane's sample, and its index among the lane's samples of that source."""
+        cycle, rest = divmod(index, CYCLE)
+        pattern, before = self.pattern(lane)
+        source = int(pattern[rest])
+        return source, cycle * int(self.counts[source]) + int(before[rest])  # type: ignore[index]
+
+    def _pattern(self, lane: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The source of each sample of a cycle, and the number of earlier samples of the same source."""
+        pattern = np.random.default_rng([self.seed, lane]).permutation(np.repeat(np.arange(len(self.groups)), np.array(self.counts)))
+        before = np.empty(CYCLE, np.int64)
+        for source in range(len(self.groups)):
+            (there,) = np.nonzero(pattern == source)
+            before[there] = np.arange(len(there))
+        return pattern, before
+
+    def _place(self, lane: int, source: int, turn: int, first: int, length: int, index: int) -> Place:
+        number, index = divmod(index, self.window)
+        start = number * self.window
+        count = min(self.window, length - start)
+        return Place(lane, source, turn, first + start, count, int(self.permutation(lane, source, turn, number, count)[index]))
+
+    def _permutation(self, lane: int, source: int, turn: int, number: int, count: int) -> NDArray[np.int64]:
+        return np.random.default_rng([self.seed, turn, source, lane, number]).permutation(count)
+
+    def _stream(self, source: int, turn: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The row groups of a pass over a source in their order, and the slot at which each ends."""
+        order = np.random.default_rng([self.seed, turn, source]).permutation(len(self.groups[source]))
+        return order, np.cumsum(self.groups[source][order])
+
+
+def _counts(weights: Sequence[float]) -> NDArray[np.int64]:
+    """Samples of each source in a cycle, by largest remainders."""
+    shares = np.array(weights, float) / sum(weights) * CYCLE
+    counts = np.floor(shares).astype(np.int64)
+    counts[np.argsort(counts - shares, kind="stable")[: CYCLE - counts.sum()]] += 1
+    return counts

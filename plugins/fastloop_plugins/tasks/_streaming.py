@@ -9,13 +9,15 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 
 from fastloop_plugins.tasks._streaming_files import NamedPart, Reader, find_shards, read_index
 from fastloop_plugins.tasks._streaming_order import Order, Place
@@ -92,8 +94,8 @@ class Streamed(IterableDataset[Any]):
     def __getitem__(self, row: int) -> dict[str, Any]:
         """The sample of a row, which is read from its file: for checks of single samples."""
         group = self.index.group_of(row)
-        reader = Reader(self.index, self.columns)
-        values = next(reader.read(group, row - int(self.index.firsts[group])))
+        with closing(Reader(self.index, self.columns)) as reader:
+            values = next(reader.read(group, row - int(self.index.firsts[group])))
         return self.encode([values], [self.index.name(row)])[0]
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -103,13 +105,16 @@ class Streamed(IterableDataset[Any]):
 
     def read_ranges(self, epoch: int, ranges: Iterable[range]) -> Iterator[list[tuple[int, Any]]]:
         """See ``fastloop.data.DatasetProtocol``. Without a mix, a sample's id is its row's number, counted over all files."""
+        if get_worker_info() is not None:
+            os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the tokenizer's threads did not survive the fork: it would wait for them
         order = self.make_order()
-        windows = Windows(order, Reader(self.index, self.columns), self.sources)
-        for positions in ranges:
-            found = [windows.row(order.locate(epoch, position)) for position in positions]
-            ids = [row for row, _ in found] if order.counts is None else list(positions)
-            samples = self.encode([values for _, values in found], [self.index.name(row) for row, _ in found])
-            yield list(zip(ids, samples, strict=True))
+        with closing(Reader(self.index, self.columns)) as reader:
+            windows = Windows(order, reader, self.sources)
+            for positions in ranges:
+                found = [windows.row(order.locate(epoch, position)) for position in positions]
+                ids = [row for row, _ in found] if order.counts is None else list(positions)
+                samples = self.encode([values for _, values in found], [self.index.name(row) for row, _ in found])
+                yield list(zip(ids, samples, strict=True))
 
     def fingerprint(self) -> str:
         """A hash of the sizes and checksums of the files' row groups."""
@@ -146,8 +151,9 @@ class Streaming:
         self.groups = np.split(index.rows, self.sources[1:])
         self.check_mix()
         order = self.order(0, 1)()
-        windows = Windows(order, Reader(index, self.columns), self.sources)
-        found = [windows.row(order.locate(0, position)) for position in range(min(HEAD, order.size))]
+        with closing(Reader(index, self.columns)) as reader:
+            windows = Windows(order, reader, self.sources)
+            found = [windows.row(order.locate(0, position)) for position in range(min(HEAD, order.size))]
         rows, names = [values for _, values in found], [index.name(row) for row, _ in found]
         for value, (count, first) in index.labels.items():
             rows += [(*rows[0][:-1], value)] * min(count, COPIES)

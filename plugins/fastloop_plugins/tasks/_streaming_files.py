@@ -246,12 +246,20 @@ class Reader:
         if count != rows:
             raise DataError(f"{path}: its row group at {key} has {count} rows, and had {rows} when the run started. Start it again.")
 
+    def close(self) -> None:
+        """Close the files."""
+        for file in self.open.values():
+            file.close()
+        self.open.clear()
+
     def _file(self, number: int) -> Any:
         if number not in self.open:
             path = self.index.paths[number]
             self.open[number] = _parquet(path) if path.endswith(".parquet") else open_file(path)
             if len(self.open) > OPEN:
-                self.open.popitem(last=False)
+                evicted, file = self.open.popitem(last=False)
+                if not self.index.paths[evicted].endswith(".parquet"):  # which another lane may still read
+                    file.close()
         self.open.move_to_end(number)
         return self.open[number]
 

@@ -29,7 +29,7 @@ class StreamingOptions:
     streaming: Annotated[bool, option("Read data.files.train while training (.parquet, .jsonl); other splits stay in memory.")] = False
     shuffle_buffer: Annotated[int, option("With streaming: rows in memory to shuffle in, for each process that reads.", ge=1)] = 10_000
     lanes: Annotated[
-        int, option("With streaming: row groups read side by side. Processes times workers up to this number share no row.", ge=1)
+        int, option("With streaming: row groups read side by side. Half as many processes with two workers each share no row.", ge=1)
     ] = 16
     mix: Annotated[list[float] | None, option("With streaming: the share of each entry of data.files.train in the samples.")] = None
 

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 CYCLE = 1000
 """Samples of a lane after which the sources of a mix have their exact shares: weights count in thousandths."""
-LANES_PER_STEP = 4
-"""Lanes that one optimizer step reads at least. With ``lanes``, it determines how many readers share no row: see ``Order.block``."""
+WORKERS = 2
+"""Data workers of a process that share no lane. More of them would leave fewer lanes to mix in a step: ``lanes / WORKERS``."""
 
 
 class Place(NamedTuple):
@@ -44,7 +44,7 @@ class Order:
 
     Attributes:
         size: Samples of an epoch: the rows of all sources.
-        block: Consecutive positions of one lane. Up to ``lanes / LANES_PER_STEP`` processes have lanes of their own.
+        block: Consecutive positions of one lane. Up to ``lanes / WORKERS`` processes have lanes of their own.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Order:
         self.groups, self.seed, self.lanes = groups, seed, lanes
         self.rows = [int(rows.sum()) for rows in groups]
         self.size = sum(self.rows)
-        self.block = max(1, batch_size * LANES_PER_STEP // lanes)
+        self.block = max(1, batch_size * WORKERS // lanes)
         self.window = max(1, buffer // (lanes * len(groups)))
         self.rounds = self.size // (lanes * self.block)
         self.counts = None if weights is None else _counts(weights)

@@ -151,7 +151,7 @@ def test_each_pass_over_a_source_of_a_mix_has_all_its_rows():
     places = [order.locate(epoch, position) for epoch in range(4) for position in range(order.size)]
     slots = [place.start + place.offset for place in places if place.source == 0 and place.turn == 1]
     assert sorted(slots) == list(range(300))
-    assert CYCLE == sum(order.counts)
+    assert sum(order.counts) == CYCLE
 
 
 def test_files_at_a_url_of_fsspec():

@@ -1,0 +1,160 @@
+"""Whole runs with ``data.streaming``: audited on several processes and workers, killed and resumed, and in flat memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+from collections.abc import Mapping
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pytest
+import yaml
+from pyarrow import parquet
+from saving_helpers import record, said, steps, summary, times, together, train
+from streaming_helpers import LANGUAGE, MODEL, NAMES, classify, write_lines, write_shards
+from text_helpers import rows
+
+pytestmark = pytest.mark.slow
+
+ROWS = 403
+MIB = 2**20
+FLAT = 48 * MIB
+"""Growth of the peak memory that ten times as many rows may cause. The rows themselves are 270 MB more."""
+KILL = """
+import os, signal
+from fastloop import Plugin, hookimpl
+
+class Kill(Plugin):
+    name = "kill"
+
+    @hookimpl
+    def after_backward(self, run):
+        if run.state.step == int(os.environ.get("KILL_AT", "-1")):
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def write_recipe(*plugins: Any, model: Mapping[str, Any] = MODEL, data: Mapping[str, Any] | None = None, **train: Any) -> None:
+    """``recipe.yaml``, which streams three files of 403 rows, and a plugin that kills its process at the step KILL_AT."""
+    Path("kill.py").write_text(KILL)
+    files = {"train": write_shards(ROWS), "validation": write_lines("validation.jsonl", rows(24, NAMES))}
+    section = {"files": files, "label": "label", "streaming": True, "max_length": 16, "shuffle_buffer": 100, "lanes": 4}
+    section = {name: value for name, value in (section | dict(data or {})).items() if value is not None}
+    recipe = {
+        "model": dict(model),
+        "data": section,
+        "train": {"epochs": 2, "batch_size": 16, "lr": 1e-3, "device": "cpu", "save_every": 10, "log_every": 3} | train,
+        "plugins": ["./kill.py:Kill", "sample-audit", *plugins, {"progress": False}],
+        "output": "run",
+    }
+    Path("recipe.yaml").write_text(yaml.safe_dump(recipe))
+
+
+def recorded(folder: str = "run") -> list[int]:
+    """The ids of all samples of the last epoch, over all processes."""
+    lines = [json.loads(line) for path in Path(folder, "sample-audit").iterdir() for line in path.read_text().splitlines()]
+    return sorted(chain.from_iterable(batch["ids"] for line in lines if line["epoch"] == 1 for batch in line["batches"]))
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_the_audit_finds_every_row_once_an_epoch(processes, workers, monkeypatch):
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)  # the main process may use threads, which do not survive a fork
+    write_recipe("ddp", {"dataloader-workers": {"num_workers": workers}})
+    assert [run.wait() for run in together(count=processes)] == [0] * processes, said()
+    audit = summary()["sample-audit"]
+    assert {name: audit[name] for name in ("samples", "epochs", "missing", "repeated", "unknown")} == {
+        "samples": 2 * ROWS, "epochs": 2, "missing": 0, "repeated": 0, "unknown": 0
+    }  # fmt: skip
+    assert len(audit["by_rank"]) == processes
+    assert all(len(of) == max(workers, 1) for of in audit["by_worker"])
+    assert recorded() == list(range(ROWS))
+
+
+@pytest.mark.parametrize("plugins", [[], ["packing"]], ids=["padded", "packed"])
+@pytest.mark.parametrize("task", ["classify", "generate"])
+def test_a_killed_run_resumes_to_the_same_bits(task, plugins):
+    changes: dict[str, Any] = {} if task == "classify" else {"model": LANGUAGE, "data": {"label": None}}
+    monitor = {"monitor": "loss"}
+    write_recipe(
+        {"dataloader-workers": {"num_workers": 2}}, {"checkpoint-best": monitor}, {"early-stopping": monitor | {"patience": 9}}, *plugins,
+        evaluate_every=8, **changes,
+    )  # fmt: skip
+    assert train("output=whole") == 0, said()
+    assert train(environment={"KILL_AT": "37"}) == -9
+    assert steps()[-1] == 30
+    assert train("--resume") == 0, said()
+    assert record() == record("whole")
+
+
+def test_a_run_resumes_exactly_on_other_processes_and_workers():
+    write_recipe("ddp", {"dataloader-workers": {"num_workers": 0}})
+    assert train(environment={"KILL_AT": "33"}) == -9
+    more = together("--resume", "plugins.dataloader-workers.num_workers=1")
+    assert [run.wait() for run in more] == [0, 0], said()
+    assert recorded() == list(range(ROWS))
+    assert summary()["sample-audit"]["missing"] == summary()["sample-audit"]["repeated"] == 0
+
+
+def test_changed_files_stop_a_resumed_run():
+    write_recipe()
+    assert train(environment={"KILL_AT": "33"}) == -9
+    write_lines("c.jsonl", rows(137, ("worse", "better")))
+    assert train("--resume") != 0
+    assert "was saved with other data" in said()
+
+
+def test_amp_trains_on_streamed_rows():
+    write_recipe({"amp": {"dtype": "bf16"}}, "packing", data={"mix": [2, 1, 1], "shuffle_buffer": 20}, max_steps=30)
+    assert train("--without", "sample-audit") == 0, said()
+    assert summary()["steps"] == 30
+
+
+def peak_memory(path: str) -> int:
+    """Peak memory of a process that streams a file once, in bytes."""
+    reading, writing = os.pipe()
+    if (child := os.fork()) == 0:
+        code = 1
+        try:
+            run = classify(path, shuffle_buffer=500, lanes=8)
+            for _ in run.train_loader.batches():
+                pass
+            os.write(writing, str(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024).encode())
+            code = 0
+        finally:
+            os._exit(code)
+    os.close(writing)
+    with os.fdopen(reading) as file:
+        found = file.read()
+    assert os.waitpid(child, 0)[1] == 0
+    return int(found)
+
+
+def write_long_rows(path: str, count: int) -> None:
+    """Rows of 10,000 characters, most of them different."""
+    generator = np.random.default_rng(0)
+    words = np.array(["fine", "dull", "film", "bore", "lovely", "number", "indeed", "a", "and", "of"])
+    base = " ".join(generator.choice(words, 400_000))
+    schema = pyarrow.schema({"text": pyarrow.string(), "label": pyarrow.string()})
+    with parquet.ParquetWriter(path, schema, use_dictionary=False, compression="none") as file:
+        for first in range(0, count, 1000):
+            starts = generator.integers(0, len(base) - 10_000, min(1000, count - first))
+            table = {"text": [base[start : start + 10_000] for start in starts], "label": [NAMES[start % 2] for start in starts]}
+            file.write_table(pyarrow.table(table, schema), row_group_size=1000)
+
+
+def test_memory_stays_flat(record_property):
+    """30 MB and 300 MB of text; FASTLOOP_RELIABILITY=70 streams 20 GB."""
+    small, large = 3000, 3000 * times(10)
+    for name, count in (("small", small), ("large", large)):
+        write_long_rows(f"{name}.parquet", count)
+    classify("small.parquet")  # imports
+    peaks = [peak_memory(f"{name}.parquet") for name in ("small", "large")]
+    record_property("peaks", peaks)
+    assert Path("large.parquet").stat().st_size > 9.9 * large * 1000
+    assert peaks[1] - peaks[0] < FLAT, f"peaks: {[f'{peak / MIB:.0f} MiB' for peak in peaks]}"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import IterableDataset, TensorDataset, get_worker_info
+from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler, TensorDataset, get_worker_info
 
 from fastloop import Batch, DataLoaderDraft, RecipeError
 from fastloop.data import Loader, StepSampler
@@ -104,6 +104,26 @@ class Sharded(Stream):
     shards_itself = True
 
 
+class Positions(IterableDataset[Any]):
+    """Reads the positions that it is asked for, and records them. The sample at a position is ``epoch * 1000 + position``; its id, the
+    same backwards."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.asked: list[range] = []
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __iter__(self) -> Iterator[Any]:
+        raise AssertionError("read_ranges replaces it")
+
+    def read_ranges(self, epoch: int, ranges: Iterable[range]) -> Iterator[list[tuple[int, Any]]]:
+        for positions in ranges:
+            self.asked.append(positions)
+            yield [(self.size - 1 - position, torch.tensor(epoch * 1000 + position)) for position in positions]
+
+
 class Noisy(TensorDataset):
     """Each sample with a random number, as an augmentation draws them."""
 
@@ -150,6 +170,32 @@ def test_stream_is_divided_between_processes_in_step(size, workers):
     rounds = [micro_step for steps in zip(*shares, strict=True) for micro_step in zip(*steps, strict=True)]
     counted = [sample for micro_step in rounds for batch in micro_step if batch.samples for sample in batch.inputs.tolist()]
     assert counted == list(range(size))
+
+
+@pytest.mark.parametrize("size", [1, 9, 16, 17, 24])
+def test_ranges_are_divided_between_processes_in_step(size):
+    for workers in (0, 2) if size == 17 else (0,):
+        shares = [list(loader(Positions(size), batch=16, device=2, rank=rank, world=4, num_workers=workers).steps(1)) for rank in range(4)]
+        assert len({tuple(len(step) for step in share) for share in shares}) == 1
+        rounds = [micro_step for steps in zip(*shares, strict=True) for micro_step in zip(*steps, strict=True)]
+        counted = [batch for micro_step in rounds for batch in micro_step if batch.samples]
+        assert [sample for batch in counted for sample in batch.inputs.tolist()] == list(range(1000, 1000 + size))
+        assert [number for batch in counted for number in batch.ids] == list(reversed(range(size)))
+
+
+def test_a_start_reads_later_ranges_only():
+    found = loader(data := Positions(23))
+    assert contents(found.batches(start=8)) == [list(range(begin, min(begin + 4, 23))) for begin in range(8, 23, 4)]
+    assert data.asked == [range(8, 12), range(12, 16), range(16, 20), range(20, 23)]
+    assert (found.steps_per_epoch(), found.epoch_samples) == (3, 23)
+
+
+def test_ranges_of_an_incomplete_step_are_dropped_on_request():
+    sampler = BatchSampler(SequentialSampler(range(23)), 8, drop_last=True)
+    settings: Any = {"batch_size": 8, "micro_batch_size": 4, "rank": 0, "world_size": 1, "seed": 5, "shuffle": True}
+    found = Loader(Positions(23), torch.stack, DataLoaderDraft(), sampler=sampler, **settings)
+    assert (found.steps_per_epoch(), found.epoch_samples) == (2, 16)
+    assert [sample for batch in contents(found.batches()) for sample in batch] == list(range(16))
 
 
 def test_a_stream_that_shards_itself_is_left_to_it():

@@ -15,9 +15,12 @@ from streaming_helpers import NAMES, classify, generate, ids_by_step, loader, wr
 from text_helpers import rows
 
 from fastloop.errors import DataError, RecipeError, UsageError
+from fastloop.recipe import Inference, make_recipe
 from fastloop_plugins.tasks import _streaming
+from fastloop_plugins.tasks._seq2seq_data import PairTextData
 from fastloop_plugins.tasks._streaming_files import Reader
 from fastloop_plugins.tasks._streaming_order import CYCLE, Order
+from fastloop_plugins.tasks._text_data import TextData
 
 ROWS = 403
 
@@ -240,6 +243,35 @@ def test_settings_that_cannot_hold_are_refused_by_name(case):
     Path("rows.csv").write_text("text,label\na,b\n")
     with pytest.raises(RecipeError, match=message):
         classify("rows.jsonl", **changes)
+
+
+@pytest.mark.parametrize(
+    ("plugins", "message"),
+    [
+        (["length-bucketing"], "plugins.length-bucketing: cannot hold with data.streaming"),
+        ([{"folds": {"number": 0, "of": 3}}], "plugins.folds: cannot hold with data.streaming"),
+        ([{"text-classification": {"loss": {"name": "focal", "class_weights": "balanced"}}}], "class_weights: balanced cannot hold"),
+    ],
+    ids=["length-bucketing", "folds", "class-weights"],
+)
+def test_plugins_that_need_all_rows_are_refused(plugins, message):
+    data = {"files": {"train": write_lines("rows.jsonl", rows(8, NAMES))}, "streaming": True, "validation_fraction": 0, "label": "label"}
+    with pytest.raises(RecipeError, match=message):
+        TextData(make_recipe({"data": data, "plugins": plugins}, Path("recipe.yaml")), labelled=True)
+
+
+def test_tasks_that_do_not_stream_say_so():
+    data = {"files": {"train": write_lines("rows.jsonl", rows(8, NAMES))}, "streaming": True, "text": "text", "target": "label"}
+    with pytest.raises(RecipeError, match=r"data.streaming: this task reads its data into memory"):
+        PairTextData(make_recipe({"data": data}, Path("recipe.yaml")))
+
+
+def test_the_training_split_is_not_evaluated():
+    data = {"files": {"train": write_lines("rows.jsonl", rows(8, NAMES))}, "streaming": True, "validation_fraction": 0}
+    recipe = make_recipe({"data": data}, Path("recipe.yaml"))
+    recipe.inference = Inference(None, "train")
+    with pytest.raises(RecipeError, match=r"data.streaming: the training split is only streamed"):
+        TextData(recipe, labelled=False)
 
 
 def test_a_row_without_text_names_its_file_and_row():

@@ -42,8 +42,8 @@ class DatasetProtocol(Protocol):
     def read_ranges(self, epoch: int, ranges: Iterable[range]) -> Iterator[Sequence[tuple[int, Any]]]:
         """Iterable with a length: for each range of positions in the order of ``epoch``, ``(sample id, sample)`` of each position.
 
-        Called instead of ``__iter__``. Each process and worker passes the positions of its own micro-batches, increasing. A resumed run passes
-        only later positions, so nothing else has to be read. The order must depend on nothing but the epoch.
+        Called instead of ``__iter__``. Each process and worker passes the positions of its own micro-batches, increasing. A resumed run
+        passes only later positions, so nothing else has to be read. The order must depend on nothing but the epoch.
         """
         ...
 

@@ -257,4 +257,4 @@ def restart_for_fastloop(work: Work) -> None:
     from fastloop.registry import select
 
     recipe, task = prepare_fastloop(work, {})
-    launch.start_again(select(recipe, objects=[task]).environment(recipe))
+    launch.start_again(select(recipe, objects=[task]), recipe)

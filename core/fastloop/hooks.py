@@ -23,7 +23,7 @@ from fastloop import hookspecs, plugin_checks
 from fastloop.errors import FastloopError, PluginCrash, PluginError, UsageError, UserCodeError
 from fastloop.hook_callers import HookCallers, make_caller
 from fastloop.plugin import GROUP, IMPLEMENTATIONS, Plugin, distributions_of, entry_points, own_entry_points
-from fastloop.recipe import Recipe, importing
+from fastloop.recipe import importing
 from fastloop.runtime.tracebacks import user_line
 from fastloop.state import Draft
 
@@ -278,23 +278,6 @@ class PluginSet:
             replacement = call(model=model, **arguments)
             model = model if replacement is None else replacement
         return model
-
-    def environment(self, recipe: Recipe) -> dict[str, str]:
-        """The environment variables that plugins need at process start.
-
-        Raises:
-            PluginError: Two plugins need different values.
-        """
-        values: dict[str, tuple[str, str]] = {}
-        for plugin, call in self.each("environment"):
-            for name, value in (call(recipe=recipe) or {}).items():
-                other, first = values.setdefault(name, (plugin.name, value))
-                if first != value:
-                    raise PluginError(
-                        f"{recipe.where}: plugins {plugin.name!r} and {other!r} want different values of {name}: {value!r} and {first!r}. "
-                        "Remove one of them."
-                    )
-        return {name: value for name, (_, value) in values.items()}
 
     @contextmanager
     def around(self, span: Span) -> Iterator[None]:

@@ -17,16 +17,20 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from fastloop.distributed.ranks import restarts, world_size
 from fastloop.distributed.signals import EXIT_INTERRUPTED, EXIT_STOPPED, STOP_TIMEOUT, on_signals
-from fastloop.errors import UsageError
+from fastloop.errors import PluginError, UsageError
 from fastloop.recipe import secrets
 from fastloop.runtime import platform_support
 from fastloop.runtime.step_folders import checkpoints
+
+if TYPE_CHECKING:
+    from fastloop.hooks import PluginSet
+    from fastloop.recipe import Recipe
 
 LAUNCHER = "FASTLOOP_LAUNCHER"
 """Environment variable with the pid and the options of the launcher."""
@@ -169,13 +173,32 @@ def _is_from_this_job(output: Path) -> bool:
         return False
 
 
-def start_again(environment: Mapping[str, str]) -> None:
-    """Restart this process if variables of ``environment`` are not set. Variables that are set keep their values."""
+def environment(plugins: PluginSet, recipe: Recipe) -> dict[str, str]:
+    """The environment variables that a recipe's plugins need at process start.
+
+    Raises:
+        PluginError: Two plugins need different values.
+    """
+    values: dict[str, tuple[str, str]] = {}
+    for plugin, call in plugins.each("environment"):
+        for name, value in (call(recipe=recipe) or {}).items():
+            other, first = values.setdefault(name, (plugin.name, value))
+            if first != value:
+                raise PluginError(
+                    f"{recipe.where}: plugins {plugin.name!r} and {other!r} want different values of {name}: {value!r} and {first!r}. "
+                    "Remove one of them."
+                )
+    return {name: value for name, (_, value) in values.items()}
+
+
+def start_again(plugins: PluginSet, recipe: Recipe) -> None:
+    """Restart this process if variables that the plugins need are not set. Variables that are set keep their values."""
+    needed = environment(plugins, recipe)
     is_command = sys.orig_argv[len(sys.orig_argv) - len(sys.argv) + 1 :] == sys.argv[1:]  # False if a program calls the command line
-    if is_command and environment.keys() - os.environ.keys():
+    if is_command and needed.keys() - os.environ.keys():
         sys.stdout.flush()
         sys.stderr.flush()
-        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**environment, **os.environ})
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**needed, **os.environ})
 
 
 def end_with_launcher() -> None:

@@ -88,7 +88,7 @@ def train(
     with signals.on_signals(signals.stop_now):
         show_messages()
         with reduced_gc():
-            launch.start_again(select(loaded).environment(loaded))
+            launch.start_again(select(loaded), loaded)
         if fast_dev_run or overfit:
             code = quick_checks.run_overfit(loaded, overfit) if overfit else quick_checks.run_fast_dev_run(loaded)
             if ranks.world_size() > 1:

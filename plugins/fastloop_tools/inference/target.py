@@ -93,7 +93,7 @@ def build_run(recipe: Recipe, objects: Iterable[Plugin] = (), file: Path | None 
 
     show_messages()
     with reduced_gc():
-        launch.start_again(select(recipe).environment(recipe))
+        launch.start_again(select(recipe), recipe)
         plugins = resolve(recipe, objects=objects)
         task: Any = next((plugin for plugin in plugins if plugin.slot == "task"), None)
         section = getattr(task, "sections", {}).get("data")

@@ -63,7 +63,7 @@ def lr_find(
 
         rich.reconfigure(stderr=True)  # log messages must not mix with JSON
     show_messages()
-    launch.start_again(select(loaded).environment(loaded))
+    launch.start_again(select(loaded), loaded)
     from fastloop_tools.lr_find.finder import LRFinder
 
     finder = LRFinder(low, high, steps)

@@ -228,7 +228,7 @@ def start(spec: Spec, meter: StepMeter, own: bool) -> Run:
     recipe = make_recipe(spec.recipe, Path(spec.source) if spec.source else None)
     with reduced_gc():
         if own:
-            launch.start_again(select(recipe).environment(recipe))
+            launch.start_again(select(recipe), recipe)
         resolution = resolve(recipe)
 
         return build(recipe, PluginSet([meter, *resolution.plugins], resolution.reasons))

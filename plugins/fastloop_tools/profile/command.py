@@ -54,7 +54,7 @@ def profile(
         return
     launch.end_with_launcher()
     show_messages()
-    launch.start_again(select(loaded).environment(loaded))
+    launch.start_again(select(loaded), loaded)
     if look(loaded, folder, window, names(without)):
         typer.echo(f"to measure these edits: {tune_command(given)}")
 

@@ -14,6 +14,7 @@ The work: a transformer of 6.8M parameters (six blocks of width 256, 8,000 words
   the loop's own exchange of requests. Beside it is the least that the method needs with ring algorithms: 2(n-1)/n of the gradients to
   average them, 3(n-1)/n where weights are gathered twice and gradients reduced once. Run it where nothing else uses loopback, as under
   ``unshare --net sh -c 'ip link set lo up; python benchmarks/strategies.py'``.
+* `ddp-bf16` is `ddp` with `compress: bf16`, and `hsdp` is `fsdp` with `shard_within: 2`: two groups, each with a sharded copy of the model.
 """
 
 from __future__ import annotations
@@ -34,10 +35,16 @@ STEPS, BATCH, LENGTH, WORDS, WIDTH, BLOCKS = 30, 16, 32, 8000, 256, 6
 COUNTED = (10, 20)
 """Bytes on the wire are counted between these steps."""
 ZERO = {f"zero-{stage}": {"deepspeed": {"stage": stage}} for stage in range(4)}
-ARMS: dict[str, Any] = {"ddp": "ddp", "fsdp": "fsdp", **ZERO}
-SHARDED = {"plain": 0, "ddp": 0, "fsdp": 16, "zero-0": 0, "zero-1": 8, "zero-2": 12, "zero-3": 16}
-"""Bytes for each parameter, out of 16, that are divided by the number of processes."""
-TRIPS = {"plain": 0, "ddp": 2, "fsdp": 3, "zero-0": 2, "zero-1": 2, "zero-2": 2, "zero-3": 3}
+ARMS: dict[str, Any] = {
+    "ddp": "ddp",
+    "ddp-bf16": {"ddp": {"compress": "bf16"}},
+    "fsdp": "fsdp",
+    "hsdp": {"fsdp": {"shard_within": 2}},
+    **ZERO,
+}
+SHARDED = {"plain": 0, "ddp": 0, "ddp-bf16": 0, "fsdp": 16, "hsdp": 16, "zero-0": 0, "zero-1": 8, "zero-2": 12, "zero-3": 16}
+"""Bytes for each parameter, out of 16, that are divided by the number of processes; with hsdp, by 2."""
+TRIPS = {"plain": 0, "ddp": 2, "ddp-bf16": 1, "fsdp": 3, "zero-0": 2, "zero-1": 2, "zero-2": 2, "zero-3": 3}
 """Minimum traffic of a process in a step, in units of (n-1)/n of the parameters' bytes."""
 
 
@@ -168,6 +175,9 @@ READING = """
 Reading it:
 
 * `fsdp` holds what the arithmetic says. Its wire is above the least because gloo has no reduce-scatter, so torch all-reduces; NCCL has.
+* `hsdp` shards over two processes instead of four, so it holds twice as much. Only its shards of gradients pass between the groups: with
+  a group for each machine, one process sends (r-1)/r of the gradients over the network for r machines, instead of weights and gradients.
+* `ddp-bf16` all-reduces half the bytes, and its losses differ by rounding in bf16.
 * `ddp` keeps its gradients between steps: they are views of the buckets that are exchanged (`gradient_as_bucket_view`).
 * `deepspeed` on gloo sums gradients by all-reduce in stages 1 and 2 and then gathers the weights: 3(n-1)/n instead of 2(n-1)/n. In fp32
   it keeps a flat copy of the process's weights beside them, and in stage 3 a gradient bucket, which is as large as this small model.
@@ -194,9 +204,11 @@ def report(rows: list[dict[str, Any]], parameters: int) -> str:
     for row in rows:
         arm, n = row["arm"], row["processes"]
         difference = max(abs(ours - theirs) / abs(theirs) for ours, theirs in zip(row["losses"], plain["losses"], strict=True))
-        gradients = 4 / n if SHARDED[arm] >= 12 else 4
-        everything = (16 - SHARDED[arm] + SHARDED[arm] / n) * parameters / mega
-        least = TRIPS[arm] * (n - 1) / n * 4 * parameters / mega
+        shards = 2 if arm == "hsdp" else n
+        gradients = 4 / shards if SHARDED[arm] >= 12 else 4
+        everything = (16 - SHARDED[arm] + SHARDED[arm] / shards) * parameters / mega
+        trips = 3 / 2 + 2 * (n / 2 - 1) / (n / 2) / 2 if arm == "hsdp" else TRIPS[arm] * (n - 1) / n  # within a group, and between groups
+        least = trips * 4 * parameters / mega
         wire = row["wire"] / mega
         facts = [arm, n, f"{difference:.1e}", f"{row['between'] / mega:.1f}", f"{everything - gradients * parameters / mega:.1f}"]
         facts += [
@@ -221,7 +233,7 @@ def main() -> None:
         return
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        for name, processes in [("plain", 1), *((name, count) for count in (2, 4) for name in ARMS)]:
+        for name, processes in [("plain", 1), *((name, count) for count in (2, 4) for name in ARMS if (name, count) != ("hsdp", 2))]:
             rows.append(start(name, processes, Path(folder)))
             print(name, processes, {key: value for key, value in rows[-1].items() if key != "losses"}, flush=True)
     block = 2 * 2 * WIDTH + 4 * (WIDTH * WIDTH + WIDTH) + 2 * 4 * WIDTH * WIDTH + 5 * WIDTH

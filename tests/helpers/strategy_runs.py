@@ -76,6 +76,15 @@ class Deep(nn.Module):
         return self.head(self.tied(hidden.tanh()) + self.last(hidden) * self.scale)
 
 
+class Uniform(Deep):
+    """The same numbers without the buffer in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.scale
+        self.scale = 1.5
+
+
 class Normed(nn.Sequential):
     """With batch norm."""
 
@@ -108,7 +117,7 @@ def weighted(samples: list[Any]) -> Batch:
     return Batch((inputs, targets), loss_weight=int((targets + 1).sum()))
 
 
-MODELS = {"net": Net, "deep": Deep, "normed": Normed, "unused": Unused}
+MODELS = {"net": Net, "deep": Deep, "uniform": Uniform, "normed": Normed, "unused": Unused}
 DATA = {"even": lambda: data(64, 0), "uneven": lambda: data(59, 0), "stream": lambda: Stream(59)}
 DATA["weighted"] = lambda: DataLoader(data(59, 0), batch_size=8, collate_fn=weighted)
 LOSSES = {"weighted": nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 3.0]))}  # torch's is the mean weighted by class

@@ -45,7 +45,7 @@ class DDP(Plugin):
         find_unused_parameters: Annotated[bool, option("For a model whose forward does not use all weights in each step.")] = False
         static_graph: Annotated[bool, option("Every step uses the same weights in the same order, so torch can plan ahead.")] = False
         sync_batch_norm: Annotated[bool, option("Compute batch norm over the samples of all processes (CUDA).")] = False
-        compress: Annotated[Literal["bf16"] | None, option("All-reduce gradients in this dtype: half the bytes.")] = None
+        compress: Annotated[Literal["bf16", "fp16"] | None, option("All-reduce gradients in this dtype: half the bytes.")] = None
 
     @classmethod
     def recommend(cls, recipe: Recipe, machine: Machine) -> Recommendation | None:
@@ -91,10 +91,12 @@ class DDP(Plugin):
     def after_prepare(self, run: Run, model: nn.Module) -> None:
         if self.config.compress is None or run.world_size == 1:
             return
-        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
+
+        hook = {"bf16": bf16_compress_hook, "fp16": fp16_compress_hook}[self.config.compress]
 
         def compress(group, bucket):  # type: ignore[no-untyped-def] # torch checks annotations, and rejects its own hook by name on a CPU
-            return bf16_compress_hook(group, bucket)
+            return hook(group, bucket)
 
         model.register_comm_hook(None, compress)  # type: ignore[operator]
 

@@ -4,16 +4,22 @@
       - fsdp
 
 Each block's weights are gathered just before they are used. With ``amp`` in bf16, weights are gathered in bf16 and gradients are reduced in
-fp32. All processes write their shards of a checkpoint; any number of processes can read it, with or without this plugin. ``model/`` holds
-the full weights. With one process, the plugin does nothing. Method: Zhao et al., "PyTorch FSDP", 2023.
+fp32. ``param_dtype: bf16`` without ``amp`` computes all of the forward pass in bf16, so the model must not mix in tensors of another dtype,
+such as fp32 buffers. The weights that the optimizer steps stay in fp32.
+
+``shard_within: 8`` shards within groups of 8 consecutive processes, such as those of a machine, and keeps a copy of the model in each group
+(hybrid sharding). Weights are then gathered within a group only, and groups average their gradients once a step.
+
+All processes write their shards of a checkpoint; any number of processes can read it, with or without this plugin. ``model/`` holds the
+full weights. With one process, the plugin does nothing. Method: Zhao et al., "PyTorch FSDP", 2023.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastloop import AcceleratorDraft, Device, Plugin, PluginError, When, hookimpl, option
@@ -22,6 +28,7 @@ from fastloop_plugins.strategies._meta_init import MetaInit
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
     from fastloop import Run
@@ -46,7 +53,11 @@ class FSDP(Plugin):
 
         blocks: Annotated[list[str] | None, option("Classes of modules to shard one by one; null: the repeated blocks.")] = None
         reshard_after_forward: Annotated[bool, option("Free a block's gathered weights between forward and backward.")] = True
-        reduce_dtype: Annotated[Literal["fp32", "bf16"], option("Dtype of the gradient reduction, with amp.")] = "fp32"
+        shard_within: Annotated[int | None, option("Processes that share one copy of the model; null: all.", ge=2)] = None
+        param_dtype: Annotated[
+            Literal["fp32", "bf16"] | None, option("Dtype of gathered weights and of the forward pass; null: bf16 with amp, else fp32.")
+        ] = None
+        reduce_dtype: Annotated[Literal["fp32", "bf16"], option("Dtype of the gradient reduction.")] = "fp32"
         hold_gradients: Annotated[bool, option("Reduce gradients only in the last micro-step; keeps full gradients until then.")] = False
         cpu_offload: Annotated[bool, option("Keep the shards in the host's memory, and step there.")] = False
         meta_device: Annotated[bool, option("Only the main process builds the model; the others receive their shards from it.")] = False
@@ -57,6 +68,11 @@ class FSDP(Plugin):
         from fastloop_plugins.strategies import _memory_fsdp
 
         return _memory_fsdp.estimate(layout)
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        if "bf16" in (self.config.param_dtype, self.config.reduce_dtype):
+            self.numerics = "reduced-precision"  # type: ignore[misc, assignment]
 
     @hookimpl
     def configure_accelerator(self, draft: AcceleratorDraft) -> None:
@@ -75,7 +91,6 @@ class FSDP(Plugin):
     @hookimpl
     def before_prepare(self, run: Run, model: nn.Module) -> None:
         import torch
-        from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
         config, precision = self.config, run.accelerator.mixed_precision
@@ -85,25 +100,38 @@ class FSDP(Plugin):
             logger.info("fsdp: one process, so there is nothing to shard")
             return
         dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
-        options: dict[str, Any] = {
-            "mesh": init_device_mesh(run.device.type, (run.world_size,)),
-            "mp_policy": MixedPrecisionPolicy(torch.bfloat16, dtypes[config.reduce_dtype], torch.float32)
-            if precision == "bf16"
-            else MixedPrecisionPolicy(),
-            "offload_policy": CPUOffloadPolicy() if config.cpu_offload else OffloadPolicy(),
-        }
+        given = config.param_dtype or ("bf16" if precision == "bf16" else "fp32")
+        policy = MixedPrecisionPolicy()
+        if "bf16" in (given, config.reduce_dtype):
+            policy = MixedPrecisionPolicy(dtypes[given], dtypes[config.reduce_dtype], torch.float32)
+        options: dict[str, Any] = {"mesh": self._mesh(run), "offload_policy": CPUOffloadPolicy() if config.cpu_offload else OffloadPolicy()}
         blocks = transformer_blocks(model, config.blocks, f"{run.recipe.where}: plugins.fsdp.blocks")
         if not blocks:
             logger.warning("fsdp: %s has no list of repeated blocks: it is gathered all at once. Set blocks.", type(model).__name__)
         self._check_tied(run, model, blocks)
         meta = MetaInit(run, model) if config.meta_device else None
+        inner = policy if precision == "bf16" else replace(policy, output_dtype=None)  # without autocast, dtypes must match between blocks
         for block in reversed(blocks):  # inner blocks first
-            fully_shard(block, reshard_after_forward=config.reshard_after_forward, **options)
-        fully_shard(model, **options)
+            fully_shard(block, reshard_after_forward=config.reshard_after_forward, mp_policy=inner, **options)
+        fully_shard(model, mp_policy=policy, **options)
         if meta is not None:
             meta.share("cpu" if config.cpu_offload else run.device)
-        if config.hold_gradients:
-            model.no_sync = lambda: held_back(model)  # type: ignore[assignment] # Accelerate calls it
+        if config.hold_gradients or config.shard_within is not None:
+            name = "set_requires_gradient_sync" if config.hold_gradients else "set_requires_all_reduce"
+            model.no_sync = lambda: held_back(getattr(model, name))  # type: ignore[assignment] # Accelerate calls it
+
+    def _mesh(self, run: Run) -> DeviceMesh:
+        """The processes in one dimension to shard over, or with ``shard_within`` in two: (copies of the model, shards of one)."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        size, world_size = self.config.shard_within or run.world_size, run.world_size
+        if world_size % size:
+            fits = ", ".join(str(part) for part in range(2, world_size + 1) if world_size % part == 0)
+            problem = f"{world_size} processes are not a multiple of {size}. Expected one of: {fits}."
+            raise PluginError(f"{run.recipe.where}: plugins.fsdp.shard_within: {problem}")
+        if size == world_size:
+            return init_device_mesh(run.device.type, (size,))
+        return init_device_mesh(run.device.type, (world_size // size, size), mesh_dim_names=("replicate", "shard"))
 
     @staticmethod
     def _check_tied(run: Run, model: nn.Module, blocks: list[nn.Module]) -> None:
@@ -139,10 +167,10 @@ class FSDP(Plugin):
 
 
 @contextmanager
-def held_back(model: Any) -> Iterator[None]:
-    """Suppress the reduction of gradients in all micro-steps but the last."""
-    model.set_requires_gradient_sync(False)
+def held_back(switch: Callable[[bool], None]) -> Iterator[None]:
+    """Suppress the reduction of gradients that ``switch`` controls, in all micro-steps but the last."""
+    switch(False)
     try:
         yield
     finally:
-        model.set_requires_gradient_sync(True)
+        switch(True)

@@ -19,6 +19,7 @@ pytestmark = [pytest.mark.slow, *COMPILER]
 
 MICRO = {"micro_batch_size": 2}
 UNCLIPPED: dict[str, Any] = {"train": MICRO | {"max_grad_norm": None, "log_every": 4}, "log": {}}
+HSDP = {"fsdp": {"shard_within": 2}}
 COMPILE = {"compile": {"backend": "aot_eager", "cache": False}}
 
 
@@ -55,10 +56,14 @@ TWO = [
     run("ddp static", {"ddp": {"static_graph": True}}),
     run("ddp static refused", {"ddp": {"static_graph": True}}, train=MICRO),
     run("ddp compressed", {"ddp": {"compress": "bf16"}}),
+    run("ddp compressed fp16", {"ddp": {"compress": "fp16"}}),
     run("ddp batch norm", "ddp", model="normed"),
     run("ddp unused refused", "ddp", model="unused"),
     run("ddp unused", {"ddp": {"find_unused_parameters": True}}, model="unused"),
     run("fsdp held", {"fsdp": {"hold_gradients": True}}, train=MICRO, exchanges=True),
+    run("fsdp bf16 weights", {"fsdp": {"param_dtype": "bf16"}}, model="uniform"),
+    run("fsdp bf16 gradients", {"fsdp": {"reduce_dtype": "bf16"}}),
+    run("fsdp fp32 weights", {"fsdp": {"param_dtype": "fp32"}}, {"amp": {"dtype": "bf16"}}),
     run("fsdp kept", {"fsdp": {"reshard_after_forward": False}}),
     run("fsdp classes", {"fsdp": {"blocks": ["LayerNorm", "Block"]}}),
     run("fsdp tied", {"fsdp": {"blocks": ["Linear"]}}),
@@ -76,15 +81,29 @@ FOUR = [
     *(run(f"{name} 4 uneven", name, train={"micro_batch_size": 1}, data="uneven") for name in ("ddp", "fsdp")),
     run("fsdp 2 to fsdp 4", "fsdp", resume="fsdp 2"),
     run("ddp 2 to ddp 4", "ddp", resume="ddp 2"),
+    run("hsdp 4", HSDP),
+    run("hsdp 4 uneven", HSDP, train={"micro_batch_size": 1}, data="uneven"),
+    run("hsdp 4 accumulated", HSDP, train={"micro_batch_size": 1}, exchanges=True),
+    run("hsdp 4 held", {"fsdp": {"shard_within": 2, "hold_gradients": True}}, train={"micro_batch_size": 1}, exchanges=True),
+    run("fsdp 4 of one group", {"fsdp": {"shard_within": 4}}),
+    run("hsdp 4 meta", {"fsdp": {"shard_within": 2, "meta_device": True}}),
+    run("hsdp 4 refused", {"fsdp": {"shard_within": 3}}),
+    run("hsdp 4 to hsdp 4", HSDP, resume="hsdp 4"),
+    run("fsdp 2 to hsdp 4", HSDP, resume="fsdp 2"),
     run("fsdp 2 uneven to ddp 4", "ddp", resume="fsdp 2 uneven", data="uneven"),
 ]
+TWO_AFTER_FOUR = [run("hsdp 4 to ddp 2", "ddp", resume="hsdp 4"), run("hsdp 4 to fsdp 2", "fsdp", resume="hsdp 4")]
 AFTER = [
-    *(run(f"{name} to plain", resume=name) for name in ("ddp 2", "fsdp 2", "ddp 4", "fsdp 4")),
+    run("hsdp 4 to ddp 2 to plain", resume="hsdp 4 to ddp 2", step=8),
+    *(run(f"{name} to plain", resume=name) for name in ("ddp 2", "fsdp 2", "ddp 4", "fsdp 4", "hsdp 4")),
     run("fsdp 2 stream to plain", resume="fsdp 2 stream", data="stream", train={"max_steps": 15}),
     run("fsdp 2 ema to plain", {"ema": {"decay": 0.5}}, resume="fsdp 2 ema"),
     run("one ddp", "ddp"),
     run("one fsdp", "fsdp"),
 ]
+
+STARTS = [(1, PLAIN), (2, TWO), (4, FOUR), (2, TWO_AFTER_FOUR), (1, AFTER)]
+"""Number of processes, and the runs of one start."""
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +115,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def ended(processes: Callable[..., list[Ended]], folder: Path) -> list[Ended]:
     """The first process of each start: one, then two, then four, then one again, which goes on from their runs."""
-    return [processes(count, all_of, runs, folder=folder)[0] for count, runs in ((1, PLAIN), (2, TWO), (4, FOUR), (1, AFTER))]
+    return [processes(count, all_of, runs, folder=folder)[0] for count, runs in STARTS]
 
 
 @pytest.fixture(scope="module")
@@ -105,13 +124,12 @@ def results(ended: list[Ended]) -> dict[str, dict[str, Any]]:
     return {name: result for process in ended for name, result in process.result.items()}
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("name", ["ddp", "fsdp"])
-def test_numbers_are_those_of_one_process(results, folder, name, size):
-    same(results[f"{name} {size}"], results["plain"], 1e-6)
+@pytest.mark.parametrize("name", ["ddp 2", "ddp 4", "fsdp 2", "fsdp 4", "hsdp 4"])
+def test_numbers_are_those_of_one_process(results, folder, name):
+    same(results[name], results["plain"], 1e-6)
     assert len(results["plain"]["losses"]) == 16
     assert sum(results["plain"]["losses"][-4:]) < 0.9 * sum(results["plain"]["losses"][:4])  # it learns
-    weights, plain = (load_file(folder / run / "model" / "model.safetensors") for run in (f"{name} {size}", "plain"))
+    weights, plain = (load_file(folder / run / "model" / "model.safetensors") for run in (name, "plain"))
     assert weights.keys() == plain.keys()
     assert all(torch.allclose(weights[key], plain[key], rtol=1e-5, atol=1e-6) for key in plain)
 
@@ -124,7 +142,8 @@ def test_numbers_are_those_of_one_process(results, folder, name, size):
             ("ema", "plain ema"), ("compiled", "plain"),
             ("eval", "plain"), ("best", "plain"),
         ]),
-        *((f"{name} 4 uneven", "plain uneven") for name in ("ddp", "fsdp")),
+        *((f"{name} 4 uneven", "plain uneven") for name in ("ddp", "fsdp", "hsdp")),
+        ("hsdp 4 accumulated", "plain"), ("hsdp 4 held", "plain"), ("hsdp 4 meta", "plain"), ("fsdp 4 of one group", "plain"),
         ("ddp options", "plain"), ("ddp static", "plain"),
         ("fsdp held", "plain"), ("fsdp kept", "plain"), ("fsdp classes", "plain"), ("fsdp meta", "plain"),
         ("fsdp regional", "plain"),
@@ -141,7 +160,10 @@ def test_the_gradient_norm_is_that_of_one_process_and_is_logged_without_clipping
         assert logged_norms(folder / run) == {step: results[run]["norms"][step - 1] for step in (4, 8, 12, 16)}
 
 
-@pytest.mark.parametrize("name", ["ddp 2 bf16", "fsdp 2 bf16", "ddp compressed"])
+@pytest.mark.parametrize(
+    "name",
+    ["ddp 2 bf16", "fsdp 2 bf16", "ddp compressed", "ddp compressed fp16", "fsdp bf16 weights", "fsdp bf16 gradients", "fsdp fp32 weights"],
+)
 def test_half_precision_is_near_fp32_and_is_not_it(results, name):
     same(results[name], results["plain"], 3e-2, keys=("losses", "metrics"))
     assert results[name]["losses"] != pytest.approx(results["plain"]["losses"], rel=1e-5)
@@ -150,7 +172,8 @@ def test_half_precision_is_near_fp32_and_is_not_it(results, name):
 @pytest.mark.parametrize(
     "name",
     [
-        *(f"{name} to plain" for name in ("ddp 2", "fsdp 2", "ddp 4", "fsdp 4")),
+        *(f"{name} to plain" for name in ("ddp 2", "fsdp 2", "ddp 4", "fsdp 4", "hsdp 4")),
+        *("hsdp 4 to hsdp 4", "hsdp 4 to fsdp 2", "fsdp 2 to hsdp 4", "hsdp 4 to ddp 2"),
         *("plain to fsdp 2", "fsdp 2 to fsdp 2", "fsdp 2 to ddp 2", "ddp 2 to fsdp 2", "fsdp 2 to fsdp 4", "ddp 2 to ddp 4"),
     ],
 )
@@ -172,8 +195,14 @@ def test_resume_under_another_strategy_restores_data_position_and_plugin_state(r
     same(results[name], results[plain], 1e-6)
 
 
-def test_resume_with_same_processes_is_bitwise(results):
-    assert results["fsdp 2 to fsdp 2"]["losses"] == results["fsdp 2"]["losses"][4:]
+def test_hybrid_shards_resume_with_ddp_and_then_in_one_process(results):
+    assert len(results["hsdp 4 to ddp 2 to plain"]["losses"]) == 8
+    same(results["hsdp 4 to ddp 2 to plain"], results["plain"], 1e-6)
+
+
+@pytest.mark.parametrize("name", ["fsdp 2", "hsdp 4"])
+def test_resume_with_same_processes_is_bitwise(results, name):
+    assert results[f"{name} to {name}"]["losses"] == results[name]["losses"][4:]
 
 
 @pytest.mark.parametrize("name", ["one ddp", "one fsdp"])
@@ -184,12 +213,15 @@ def test_in_one_process_a_strategy_changes_nothing(results, name):
 
 def test_gradients_are_exchanged_once_a_step(results):
     """16 steps of two micro-steps: ddp exchanges once a step, fsdp at each micro-step unless told (three blocks and the rest)."""
-    sums = {name: results[name]["exchanges"]["gloo:all_reduce"] for name in ("ddp 2 accumulated", "fsdp 2 accumulated", "fsdp held")}
+    names = ("ddp 2 accumulated", "fsdp 2 accumulated", "fsdp held", "hsdp 4 accumulated", "hsdp 4 held")
+    sums = {name: results[name]["exchanges"]["gloo:all_reduce"] for name in names}
     numbers = 3 * 16 + 3 * 2 + 2 * 5 + 1  # loss, weights and requests of each step; of evaluations; before and after saves; of the end
     assert sums["ddp 2 accumulated"] == 16 + numbers
     norms = 16
     assert sums["fsdp held"] == 16 * 4 + norms + numbers  # gloo has no reduce-scatter of its own
     assert sums["fsdp 2 accumulated"] == 2 * 16 * 4 + norms + numbers
+    assert sums["hsdp 4 accumulated"] == 2 * 16 * 4 + 16 * 4 + norms + numbers  # within a group each time, between groups once a step
+    assert sums["hsdp 4 held"] == 16 * 4 + 16 * 4 + norms + numbers
 
 
 def test_weights_that_are_not_used_are_named_or_found(results):
@@ -205,6 +237,11 @@ def test_a_class_that_the_model_lacks_is_refused(results):
     assert (
         "plugins.fsdp.blocks: the model has no module of class 'Linaer'. Did you mean 'Linear'?" in results["fsdp no such class"]["error"]
     )
+
+
+def test_processes_that_groups_cannot_share_are_refused(results):
+    message = "recipe: plugins.fsdp.shard_within: 4 processes are not a multiple of 3. Expected one of: 2, 4."
+    assert results["hsdp 4 refused"]["error"].endswith(message)
 
 
 def test_tied_weights_in_two_blocks_are_refused(results):

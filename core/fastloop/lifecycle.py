@@ -147,7 +147,8 @@ def _build_accelerator(run: Run) -> None:
     run.clock = Clock(torch.accelerator.synchronize if device.type != "cpu" else lambda: None)
     draft = DataLoaderDraft(pin_memory=device.type == "cuda", pad_to_multiple_of=recipe.data.get("pad_to_multiple_of"))
     settings: DataLoaderDraft = plugins.draft("configure_dataloader", draft)
-    run.loaders = Loaders(recipe, settings, run.processes, *micro_batches(recipe, run.world_size))
+    sharing = Processes() if settings.same_batches else run.processes
+    run.loaders = Loaders(recipe, settings, sharing, *micro_batches(recipe, sharing.world_size))
     run.optimizer_arguments = plugins.draft("configure_optimizer", OptimizerDraft(**recipe.train.optimizer_arguments)).arguments
 
 

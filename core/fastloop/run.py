@@ -182,7 +182,7 @@ class Run:
         if self._totals is not None and self._totals[0] is batches:
             return self._totals[1]
         totals = BatchTotals.of(batches)
-        if self.processes.world_size > 1:
+        if self.loaders.processes.world_size > 1:
             totals = BatchTotals.read(self.processes.all_reduce_sum(torch.tensor(totals, dtype=torch.float64)))
         self._totals = batches, totals
         return totals
@@ -210,7 +210,7 @@ class Run:
             The step's mean loss over all processes: 0-dim, detached, on the device, not multiplied by the loss scale.
         """
         hooks, totals = self.hooks, self.totals(batches)
-        total = (totals.weight or 1) / self.world_size  # processes average gradients, and their shares may differ
+        total = (totals.weight or 1) / self.loaders.processes.world_size  # processes average gradients, and their shares may differ
         step_loss: Tensor | None = None
         for index, batch in enumerate(batches):
             with self.gradient_sync(last=index == len(batches) - 1):

@@ -259,6 +259,9 @@ class DataLoaderDraft(Draft):
     return every id once, and the same result on all processes. In each micro-step, every process takes the next micro-batch. Also
     used for evaluation."""
 
+    same_batches: bool = False
+    """All processes train on all samples of a step, because each computes a part of one model."""
+
     READING = ("num_workers", "persistent_workers", "prefetch_factor", "pin_memory", "timeout", "multiprocessing_context", "worker_init_fn")
     """Fields that may differ between splits."""
 

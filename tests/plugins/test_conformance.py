@@ -98,6 +98,7 @@ TRIED_ON: dict[str, dict[str, Any]] = {
     "seq2seq": {"task": PAIRS},
     "token-cache": {"task": TEXTS, "options": {"folder": "tokens"}},
     "profile": {"options": {"wait": 1, "warmup": 1, "active": 1}},
+    "tensor-parallel": {"task": LANGUAGE},
     "text-classification": {"task": TEXTS},
     "token-classification": {"task": TAGGED},
     "torchao-fp8": {"device": "auto", "options": {"min_features": 16}},

@@ -51,7 +51,8 @@ def plan(
     ]
     world_size = nproc or ranks.world_size()
     check_launcher(loaded, resolution, drafts[0].mixed_precision, world_size)
-    device_batch, micro_steps = micro_batches(loaded, world_size)
+    sharing = 1 if drafts[1].same_batches else world_size
+    device_batch, micro_steps = micro_batches(loaded, sharing)
     machine = this_machine(loaded.train.device)
 
     if not verbose:
@@ -76,7 +77,7 @@ def plan(
     typer.echo()
     typer.echo(f"recipe   {loaded.where}")
     typer.echo(f"device   {machine.device} ({machine.name}), computes in {', '.join(machine.dtypes)}")
-    shares = f"= {device_batch} x {micro_steps} micro-steps x {world_size} processes"
+    shares = f"= {device_batch} x {micro_steps} micro-steps x {sharing} processes" if sharing == world_size else "on every process"
     if splitter := drafts[1].writers.get("split"):
         shares = f"over {world_size} processes, split by {splitter}"
     typer.echo(f"batch    {loaded.train.batch_size} samples a step {shares}")

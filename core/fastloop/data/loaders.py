@@ -51,6 +51,7 @@ class Loaders:
         datasets: Split -> dataset.
         samplers: Split -> its ``BatchSampler``, or None for fastloop's default order.
         collators: Split -> collator.
+        processes: The processes that share the samples of a step.
         train: Loader of the training split.
         evaluation: Split -> loader, for all other splits.
         chunks: Datasets of the samples to predict, in order.
@@ -60,7 +61,7 @@ class Loaders:
 
     def __init__(self, recipe: Recipe, settings: DataLoaderDraft, processes: Processes, micro_batch_size: int, micro_steps: int) -> None:
         self.settings, self.micro_batch_size, self.micro_steps = settings, micro_batch_size, micro_steps
-        self._recipe, self._processes = recipe, processes
+        self._recipe, self.processes = recipe, processes
         self.datasets: dict[str, Any] = {}
         self.samplers: dict[str, BatchSampler | None] = {}
         self.collators: dict[str, Any] = {}
@@ -96,7 +97,7 @@ class Loaders:
             sampler = self.samplers[split]
             default = self.micro_batch_size if sampler is None else sampler.batch_size
             self.evaluation[split] = self._build_loader(split, self._recipe.train.eval_batch_size or default)
-        orders = self._processes.all_gather_object(self._orders)
+        orders = self.processes.all_gather_object(self._orders)
         for split in self._orders:
             if len({order[split] for order in orders}) > 1:
                 raise UsageError(
@@ -146,7 +147,7 @@ class Loaders:
         return {split: loader.sampler.fingerprint() if loader.sampler is not None else "" for split, loader in self._all.items()}
 
     def _build_loader(self, split: str, size: int, pieces: int = 1) -> Loader:
-        train, processes, trains = self._recipe.train, self._processes, split == "train" and self._recipe.inference is None
+        train, processes, trains = self._recipe.train, self.processes, split == "train" and self._recipe.inference is None
         return Loader(
             self.datasets[split],
             self.collators[split],

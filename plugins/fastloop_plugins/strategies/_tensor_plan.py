@@ -1,0 +1,81 @@
+"""The plan of a transformers model for tensor parallelism, as torch's styles."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+
+from fastloop import PluginError
+
+HEADS = ("num_attention_heads", "num_key_value_heads")
+"""Keys of a model's configuration: each process computes a share of these heads."""
+GATHERED = ("colwise_rep", "colwise_gather_output")
+"""Styles of a linear layer that is divided by columns, and whose full output each process gets."""
+
+
+class SummedGradients(ParallelStyle):
+    """Keeps a module whole. Each process applies it to its share of the heads, so its gradients are summed over the processes."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def total(gradient: Tensor) -> Tensor:
+            gradient = gradient.clone()
+            torch.distributed.all_reduce(gradient, group=device_mesh.get_group())
+            return gradient
+
+        for weight in module.parameters():
+            if weight.requires_grad:
+                weight.register_hook(total)
+        return module
+
+
+def styles(model: Any, rules: Mapping[str, str], processes: int, where: str) -> dict[str, ParallelStyle]:
+    """Module name -> torch's style, for the rules that apply to the model.
+
+    Args:
+        rules: The model's ``tp_plan``: module name -> style. A ``*`` stands for the index of a layer.
+
+    Raises:
+        PluginError: A rule has another style, or the processes cannot divide a layer evenly.
+    """
+    config = model.config.get_text_config()
+    for key in HEADS:
+        if (heads := getattr(config, key, None)) is not None and heads % processes:
+            raise PluginError(f"{where}: {key} of the model is {heads}, not a multiple of the {processes} processes. Use fsdp or ddp.")
+    uses = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
+    found: dict[str, ParallelStyle] = {}
+    for name, module in model.named_modules():
+        rule = rules.get(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name))
+        if rule is None or rule == "replicate" or any(uses[id(weight)] > 1 for weight in module.parameters()):
+            continue
+        style, size = _style(rule, module)
+        if style is None:
+            raise PluginError(f"{where}: the plan of the model has {rule!r} for {name}, a {type(module).__name__}. Use fsdp or ddp.")
+        if size % processes and (rule in GATHERED or isinstance(module, nn.Embedding)):
+            continue  # its inputs and outputs are whole in any case
+        if size % processes:
+            raise PluginError(f"{where}: {name} has {size} features, not a multiple of the {processes} processes. Use fsdp or ddp.")
+        found[name] = style
+    return found
+
+
+def _style(rule: str, module: nn.Module) -> tuple[ParallelStyle | None, int]:
+    """Torch's style for a rule, or None, and the size of the dimension that it divides; 0: it divides none."""
+    if rule == "replicated_with_grad_allreduce":
+        return SummedGradients(), 0
+    if isinstance(module, nn.Embedding) and rule == "embedding_rowwise":
+        return RowwiseParallel(input_layouts=Replicate()), module.num_embeddings
+    if not isinstance(module, nn.Linear):
+        return None, 0
+    if rule == "colwise" or rule in GATHERED:
+        return ColwiseParallel(output_layouts=Replicate() if rule in GATHERED else None), module.out_features
+    if rule in ("rowwise", "rowwise_split_input"):
+        return RowwiseParallel(input_layouts=Replicate() if rule == "rowwise_split_input" else None), module.in_features
+    return None, 0

@@ -1,0 +1,117 @@
+"""Divides each layer of a transformers model over the processes, which train on the same samples (tensor parallelism).
+
+    plugins:
+      - tensor-parallel
+
+The model must have a plan: the layers to divide by columns and by rows (``tp_plan``). Llama, Qwen, Mistral and other language models of
+transformers have one. Layers without a rule, tied weights, and a vocabulary that the processes cannot divide evenly stay whole on each
+process. The processes exchange activations in each layer, so they need a fast connection, such as that of the devices of one machine.
+Experts and fused layers are refused. The plugin is not tested with ``compile``, and not on a GPU.
+
+All processes together form one copy of the model, and ``train.batch_size`` is not divided. Processes draw the same random numbers, so
+dropout of the attention weights repeats between the shares of the heads. All processes write their shards of a checkpoint; any number of
+processes can read it, with or without this plugin. ``model/`` holds the full weights. With one process, the plugin does nothing.
+Method: Shoeybi et al., "Megatron-LM", 2019.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fastloop import DataLoaderDraft, Plugin, PluginError, hookimpl
+from fastloop_plugins._models import transformers_model
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from fastloop import Run
+
+logger = logging.getLogger("fastloop")
+
+
+class TensorParallel(Plugin):
+    """Torch's ``parallelize_module`` with the plan of the model."""
+
+    name = "tensor-parallel"
+    slot = "strategy"
+    numerics = "reassociated"
+    runs_after = ("activation-checkpointing",)
+    conflicts = {
+        "auto-micro-batch": "it divides a step's samples over the processes, and here each process trains on all of them.",
+        "ema": "torch cannot average divided and whole weights together.",
+        "fused-optimizer": "torch's fused optimizers cannot step divided and whole weights together.",
+        "lora": "adapters wrap the layers that the plan names.",
+        "sample-audit": "it counts each sample once, and here every process trains on it.",
+        "torchao-fp8": "it replaces the layers that the plan names.",
+    }
+    description = "divides the layers of a transformers model over the processes"
+
+    @dataclass(kw_only=True)
+    class Config:
+        """No options."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.drew_together = False
+
+    @hookimpl
+    def configure_dataloader(self, draft: DataLoaderDraft) -> None:
+        draft.same_batches = True
+
+    @hookimpl
+    def before_prepare(self, run: Run, model: nn.Module) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor.parallel import parallelize_module
+
+        from fastloop_plugins.strategies._tensor_plan import styles
+
+        where = f"{run.recipe.where}: plugins.tensor-parallel"
+        if run.world_size == 1:
+            logger.info("tensor-parallel: one process, so there is nothing to divide")
+            return
+        if run.accelerator.mixed_precision == "fp16":
+            raise PluginError(f"{where}: works in fp32 and bf16; the recipe's precision is 'fp16'.")
+        found = transformers_model(model)
+        rules = getattr(found, "tp_plan", None)
+        if not rules:
+            name = type(found or model).__name__
+            raise PluginError(f"{where}: {name} has no plan (tp_plan of a transformers model). Use fsdp or ddp.")
+        mesh = init_device_mesh(run.device.type, (run.world_size,))
+        parallelize_module(found, mesh, styles(found, rules, run.world_size, where))
+
+    @hookimpl
+    def prepare(self, run: Run, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer] | None:
+        if run.world_size == 1:
+            return None
+        return run.accelerator.prepare_model(model, evaluation_mode=True), optimizer  # adds autocast, but no DDP
+
+    @hookimpl
+    def check_run(self, run: Run) -> None:
+        for metric in run.metrics.values(copy_state=False) if run.metrics is not None else ():
+            metric.sync_on_compute = False  # every process has all predictions
+
+    @hookimpl
+    def before_step(self, run: Run) -> None:
+        """Draw the same random numbers on all processes: activations between divided layers must be equal."""
+        from fastloop.runtime.random_states import random_states, restore_random_states
+
+        if not self.drew_together and run.world_size > 1:
+            restore_random_states(run.processes.all_gather_object(random_states())[0])
+        self.drew_together = True
+
+    @hookimpl
+    def clip_gradients(self, run: Run, max_norm: float) -> Tensor:
+        """Torch's own cannot clip divided and whole gradients together."""
+        from fastloop.distributed.tensors import total_norm
+
+        gradients = [parameter.grad for parameter in run.model.parameters() if parameter.grad is not None]
+        norm = total_norm(gradients)
+        if max_norm < math.inf:
+            scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch's clip_grad_norm_
+            for gradient in gradients:
+                gradient.mul_(scale)
+        return norm

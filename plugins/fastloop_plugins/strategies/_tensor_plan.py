@@ -32,7 +32,7 @@ class SummedGradients(ParallelStyle):
 
         for weight in module.parameters():
             if weight.requires_grad:
-                weight.register_hook(total)
+                weight.register_hook(total)  # type: ignore[no-untyped-call]
         return module
 
 

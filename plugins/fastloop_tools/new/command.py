@@ -1,10 +1,9 @@
-"""``fastloop new plugin``: creates a package with a plugin, tests, a recipe and all files needed to publish it."""
+"""``fastloop new``. ``new plugin`` creates a package with a plugin, tests, a recipe and all files needed to publish it."""
 
 from __future__ import annotations
 
 import datetime
 import importlib.util
-import json
 import keyword
 import re
 import sys
@@ -16,11 +15,14 @@ import typer
 
 from fastloop import __version__
 from fastloop.errors import UsageError, did_you_mean
+from fastloop_tools.new._files import templates, write
+from fastloop_tools.new.job import job
 
 if TYPE_CHECKING:
     from packaging.version import Version
 
-new = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Create a package from a template.")
+new = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Create files from a template.")
+new.command("job")(job)
 
 FILES = {
     "pyproject.toml": "pyproject.toml",
@@ -57,16 +59,7 @@ def plugin(
         raise UsageError("--author: expected one line of text.")
     folder = folder or Path(name)
     files = render(name, license, author)
-    if there := [path for path in files if (folder / path).exists()]:
-        raise UsageError(f"{folder} already contains {', '.join(there)}. Nothing was written; use another --folder.")
-    try:
-        for path, text in files.items():
-            (folder / path).parent.mkdir(parents=True, exist_ok=True)
-            (folder / path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"{folder}: cannot be written: {error}.") from None
-    for path in files:
-        typer.echo(str(folder / path))
+    write(folder, files)
     typer.echo(f"\nNext steps:\n  cd {folder}\n  pip install -e '.[test]'\n  pytest\n  fastloop train recipe.yaml")
 
 
@@ -115,7 +108,6 @@ def described(source: str, title: str) -> dict[str, Any]:
 
 def render(name: str, license: str = "MIT", author: str = "") -> dict[str, str]:
     """Path -> text of every file of the package."""
-    import jinja2
     from packaging.version import Version
 
     module, version = name.replace("-", "_"), Version(__version__)
@@ -131,15 +123,7 @@ def render(name: str, license: str = "MIT", author: str = "") -> dict[str, str]:
         "above": f"{version.public}",
         "below": first_unsupported(version),
     }
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("fastloop_tools.new", "template"),
-        autoescape=False,  # none of it is HTML
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    environment.filters["toml"] = lambda text: json.dumps(text, ensure_ascii=False)
+    environment = templates()
     words |= described(environment.get_template("plugin.py.jinja").render(words), words["title"])
     files = FILES | ({"LICENSE": f"licenses/{LICENSES[license]}"} if LICENSES[license] else {})
     return {path.format(module=module): environment.get_template(f"{template}.jinja").render(words) for path, template in files.items()}

@@ -1,0 +1,54 @@
+"""Templates of ``fastloop new``, and the files that are made from them."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from fastloop.errors import UsageError
+
+if TYPE_CHECKING:
+    import jinja2
+
+
+def templates() -> jinja2.Environment:
+    """The templates. Filters: ``toml`` and ``yaml`` write a quoted string, ``sh`` one word of a shell."""
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("fastloop_tools.new", "template"),
+        autoescape=False,  # none of it is HTML
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.filters["toml"] = environment.filters["yaml"] = lambda text: json.dumps(text, ensure_ascii=False)
+    environment.filters["sh"] = shlex.quote
+    return environment
+
+
+def write(folder: Path, files: Mapping[str, str]) -> None:
+    """Write new files, and print their paths.
+
+    Args:
+        files: Path in ``folder`` -> text.
+
+    Raises:
+        UsageError: A file exists already, or cannot be written.
+    """
+    if there := [path for path in files if (folder / path).exists()]:
+        raise UsageError(f"{folder} already contains {', '.join(there)}. Nothing was written; use another --folder.")
+    try:
+        for path, text in files.items():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{folder}: cannot be written: {error}.") from None
+    for path in files:
+        typer.echo(str(folder / path))

@@ -175,8 +175,8 @@ READING = """
 Reading it:
 
 * `fsdp` holds what the arithmetic says. Its wire is above the least because gloo has no reduce-scatter, so torch all-reduces; NCCL has.
-* `hsdp` shards over two processes instead of four, so it holds twice as much. Only its shards of gradients pass between the groups: with
-  a group for each machine, one process sends (r-1)/r of the gradients over the network for r machines, instead of weights and gradients.
+* `hsdp` shards over two processes instead of four, so it holds twice as much. Only gradients pass between
+  the groups. With a group for each of r machines, a process sends 2(r-1)/r of its shard of the gradients over the network.
 * `ddp-bf16` all-reduces half the bytes, and its losses differ by rounding in bf16.
 * `ddp` keeps its gradients between steps: they are views of the buckets that are exchanged (`gradient_as_bucket_view`).
 * `deepspeed` on gloo sums gradients by all-reduce in stages 1 and 2 and then gathers the weights: 3(n-1)/n instead of 2(n-1)/n. In fp32

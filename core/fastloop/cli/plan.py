@@ -77,7 +77,8 @@ def plan(
     typer.echo()
     typer.echo(f"recipe   {loaded.where}")
     typer.echo(f"device   {machine.device} ({machine.name}), computes in {', '.join(machine.dtypes)}")
-    shares = f"= {device_batch} x {micro_steps} micro-steps x {sharing} processes" if sharing == world_size else "on every process"
+    dealt = f"x {sharing} processes" if sharing == world_size else "on every process"
+    shares = f"= {device_batch} x {micro_steps} micro-steps {dealt}"
     if splitter := drafts[1].writers.get("split"):
         shares = f"over {world_size} processes, split by {splitter}"
     typer.echo(f"batch    {loaded.train.batch_size} samples a step {shares}")

@@ -286,6 +286,11 @@ def test_plan_counts_the_processes_that_a_launcher_started(cli, monkeypatch):
     assert "Nearest that are: batch_size 28 or 32" in err
 
 
+def test_plan_shows_that_all_processes_train_on_the_same_samples(cli):
+    _, out, _ = cli("plan", "quickstart", "train.batch_size=32", "train.device=cpu", "--with", "tensor-parallel", "--nproc", "4")
+    assert "32 samples a step = 32 x 1 micro-steps on every process" in out
+
+
 def test_plan_fits_80_columns_and_shows_moves(cli, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     _, out, _ = cli("plan", "quickstart", "train.device=cpu", "--with", "compile,lora")

@@ -244,6 +244,12 @@ def test_processes_that_groups_cannot_share_are_refused(results):
     assert results["hsdp 4 refused"]["error"].endswith(message)
 
 
+def test_offload_to_the_host_is_refused_on_a_cpu(cli):
+    code, _, err = cli("plan", "quickstart", "train.device=cpu", "plugins.fsdp.cpu_offload=true", "--with", "fsdp", "--nproc", "2")
+    assert code == 2
+    assert "plugin 'fsdp' needs a device of type cuda or xpu; this run is on cpu." in err
+
+
 def test_tied_weights_in_two_blocks_are_refused(results):
     assert "the weight 'tied.weight' is tied to one outside its block" in results["fsdp tied"]["error"]
 

@@ -11,7 +11,8 @@ such as fp32 buffers. The weights that the optimizer steps stay in fp32.
 (hybrid sharding). Weights are then gathered within a group only, and groups average their gradients once a step.
 
 With several micro-steps, each reduces its gradients to shards. ``hold_gradients`` reduces them once a step, and keeps full gradients until
-then. ``reshard_after_forward: false`` gathers weights once for forward and backward, and keeps them in between. ``cpu_offload`` needs a GPU.
+then. ``reshard_after_forward: false`` gathers weights once for forward and backward, and keeps them in between. ``cpu_offload`` needs a
+GPU.
 
 All processes write their shards of a checkpoint; any number of processes can read it, with or without this plugin. ``model/`` holds the
 full weights. With one process, the plugin does nothing. Method: Zhao et al., "PyTorch FSDP", 2023.

@@ -36,6 +36,11 @@ logger = logging.getLogger("fastloop")
 class _LogFile(logging.FileHandler):
     """Raises nothing when the disk is full: the console shows a warning."""
 
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record, unless the file is closed: another thread may log at that moment, and logging would open the file again."""
+        if self.stream is not None:
+            super().emit(record)
+
     def handleError(self, record: logging.LogRecord) -> None:
         pass
 

@@ -43,9 +43,9 @@ def job(
     gpu: Annotated[str, typer.Option(metavar="TYPE", help="Type of GPU for SkyPilot.")] = "H100",
     folder: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the files.")] = Path("job"),
 ) -> None:
-    """Write the files that start a recipe on a cluster, and resume it after an interruption.
+    """Write the files that start a recipe on a cluster.
 
-    Existing files are not overwritten.
+    The job resumes after an interruption. Existing files are not overwritten.
     """
     from fastloop.recipe import load_recipe
 

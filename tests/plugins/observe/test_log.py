@@ -15,6 +15,7 @@ import torch
 
 import fastloop
 from fastloop import Plugin, hookimpl
+from fastloop_plugins.observe.log import _LogFile
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
@@ -81,6 +82,17 @@ def test_what_is_logged_goes_to_log_txt_with_its_time(tiny_run):
     assert any("step 18, validation: loss" in line for line in text)
     assert all(line[:2] == "20" and " INFO " in line for line in text)
     assert not file_handlers(), "the run's handler is taken off at its end"
+
+
+def test_a_record_after_the_end_does_not_open_the_file_again(tmp_path):
+    """The thread that logs a signal may hold the handler while ``teardown`` closes it."""
+    handler = _LogFile(tmp_path / "log.txt")
+    record = logging.LogRecord("fastloop", logging.WARNING, "", 0, "interrupted", (), None)
+    handler.handle(record)
+    handler.close()
+    handler.handle(record)
+    assert handler.stream is None
+    assert (tmp_path / "log.txt").read_text() == "interrupted\n"
 
 
 def test_a_failed_run_leaves_its_record_whole_and_its_files_closed(tiny_run):

@@ -32,7 +32,7 @@ def test_the_wire_is_that_which_the_loopback_interface_counted(count, monkeypatc
     """benchmarks/strategies.py trained the same model, and counted the bytes with their headers."""
     monkeypatch.chdir(tmp_path)
     found = scale_runs.predicted(count)
-    rows = [row for row in COUNTS["rows"] if row["processes"] == count]
+    rows = [row for row in COUNTS["rows"] if row["processes"] == count and row["arm"] in scale_runs.ARMS]
     assert len(rows) == 6
     for row in rows:
         assert found[row["arm"]]["wire"] == pytest.approx(row["wire"], rel=0.05), row["arm"]

@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN     = $(VENV)/bin
 
-.PHONY: quickstart test test-all lint docs docs-sources api-snapshot matrix conformance reliability scale audit clean
+.PHONY: quickstart test test-all lint docs docs-sources api-snapshot matrix conformance reliability scale hashes sbom dist audit clean
 
 quickstart: $(VENV)/ready
 	$(BIN)/fastloop train recipes/quickstart.yaml
@@ -55,16 +55,34 @@ reliability: $(VENV)/ready
 scale: $(VENV)/ready
 	$(BIN)/python benchmarks/scale.py
 
-# Known weaknesses of the pinned versions. Advice: it needs a network, and what it finds does not fail a build.
-audit: $(VENV)/ready
-	-timeout 180 $(BIN)/pip-audit --requirement constraints.txt --no-deps --disable-pip --progress-spinner off --timeout 15 \
-	  || echo "audit: see above; or the database of weaknesses cannot be reached from here"
+# The SHA-256 sums of the pinned packages, into requirements.txt: run it after a change of constraints.txt, and commit the result.
+# Torch is left out: indexes serve different builds of the same version. It needs PyPI.
+hashes:
+	$(PYTHON) -m venv build/hashes
+	build/hashes/bin/pip install --quiet uv==0.13.9
+	build/hashes/bin/uv pip compile --quiet --no-deps --universal --python-version 3.11.5 --generate-hashes --no-emit-package torch \
+	  --no-annotate --custom-compile-command "make hashes" constraints.txt --output-file requirements.txt
 
-# The constraints pin every package, and torch's CPU build: nothing here pulls gigabytes of CUDA.
-$(VENV)/ready: pyproject.toml constraints.txt
+# The software bill of materials of a release, into sbom/.
+sbom: $(VENV)/ready
+	$(BIN)/python .ci/sbom.py sbom/fastloop.cdx.json
+
+# The wheel and the source distribution of a release, into dist/, with the pinned build tools.
+dist: $(VENV)/ready
+	$(BIN)/python -m build --no-isolation
+
+# Known vulnerabilities of the pinned versions. It needs a network. .github/workflows/audit.yml runs it every day.
+audit: $(VENV)/ready
+	$(BIN)/pip-audit --requirement constraints.txt --no-deps --disable-pip --progress-spinner off --timeout 15
+
+# Every package but torch is checked against its hashes, setuptools first: it builds those that are published as source only. The last command
+# adds torch, and packages that only other systems than Linux need. With an index of CPU builds of torch, nothing pulls gigabytes of CUDA.
+$(VENV)/ready: pyproject.toml constraints.txt requirements.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	sed -n '/^setuptools==/,/[^\\]$$/p' requirements.txt | $(BIN)/pip install --quiet --require-hashes --requirement /dev/stdin
+	$(BIN)/pip install --quiet --no-deps --no-build-isolation --require-hashes --requirement requirements.txt
+	$(BIN)/pip install --quiet --no-build-isolation --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
 clean:
-	rm -rf $(VENV) runs dist build site
+	rm -rf $(VENV) runs dist build site sbom

@@ -71,15 +71,15 @@ def tools() -> dict[str, EntryPoint]:
 
 @cache
 def extended(command: Any) -> Any:
-    """A command of the core with the options of fastloop's tools: ``[project.entry-points."fastloop.options"]  plan = "module:function"``.
+    """A command of the core with the options of fastloop's tools: ``[project.entry-points."fastloop.options"]  "plan.x" = "module:name"``.
 
-    The function's options are added to those of the command of that name. Parameters with equal names share one value. The function is
-    called first; if it returns True, it has done the command's work, and the command's own function is not called.
+    The function's options are added to those of the command ``plan``. Parameters with equal names share one value. Functions are called
+    before the command's own, in the order of their entry points' names. The first one that returns True has done the command's work.
     """
     calls: list[tuple[Any, set[str]]] = []
     own = command.callback, {parameter.name for parameter in command.params}
-    for point in sorted(entry_points(group=OPTIONS, name=command.name), key=lambda point: point.value):
-        if point.dist is not None and name_and_version(point.dist)[0] == "fastloop":
+    for point in sorted(entry_points(group=OPTIONS), key=lambda point: point.name):
+        if point.name.partition(".")[0] == command.name and point.dist is not None and name_and_version(point.dist)[0] == "fastloop":
             part = load(command.name, point)
             known = {parameter.name for parameter in command.params}
             command.params += [parameter for parameter in part.params if parameter.name not in known]

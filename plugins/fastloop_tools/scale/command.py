@@ -19,7 +19,10 @@ def plan_memory(
     device_memory: Annotated[str, typer.Option(metavar="SIZE", help="Estimate memory: does it fit into SIZE, such as 80GiB?")] = "",
     device_flops: Annotated[float | None, typer.Option(metavar="FLOPS", help="And step times: FLOP/s of a device, such as 400e12.")] = None,
     bandwidth: Annotated[str, typer.Option(metavar="RATE", help="And step times: what a process sends, such as 50GB/s.")] = "",
-    json_file: Annotated[str, typer.Option("--json", metavar="FILE", help="Estimate memory, and write it to this file; -: stdout.")] = "",
+    json_file: Annotated[
+        str,
+        typer.Option("--json", metavar="FILE", help="Estimate memory, and write it to this file; with --untrusted, the list. -: stdout."),
+    ] = "",
 ) -> bool:
     """Estimate memory and traffic. Returns whether one of the options was given."""
     if nnodes is None and device_flops is None and not (device_memory or bandwidth or json_file):

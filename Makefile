@@ -73,7 +73,7 @@ dist: $(VENV)/ready
 
 # Known vulnerabilities of the pinned versions. It needs a network. .github/workflows/audit.yml runs it every day.
 audit: $(VENV)/ready
-	$(BIN)/pip-audit --requirement constraints.txt --no-deps --disable-pip --progress-spinner off --timeout 15
+	$(BIN)/pip-audit --strict --requirement constraints.txt --no-deps --disable-pip --progress-spinner off --timeout 15
 
 # Every package but torch is checked against its hashes, setuptools first: it builds those that are published as source only. The last command
 # adds torch, and packages that only other systems than Linux need. With an index of CPU builds of torch, nothing pulls gigabytes of CUDA.

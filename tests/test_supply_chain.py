@@ -111,4 +111,6 @@ def test_audit_runs_every_day():
     audit = yaml.safe_load((ROOT / ".github/workflows/audit.yml").read_text())
     assert "schedule" in audit[True], "YAML reads the key `on` as true"
     (job,) = audit["jobs"].values()
-    assert "pip-audit --requirement constraints.txt" in job["steps"][-1]["run"]
+    command = "pip-audit --strict --requirement constraints.txt"
+    assert command in job["steps"][-1]["run"], "without --strict, packages that could not be audited count as safe"
+    assert command in (ROOT / "Makefile").read_text()

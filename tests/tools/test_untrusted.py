@@ -171,31 +171,34 @@ def test_untrusted_goes_before_estimates(cli):
 
 # -- code that is not installed ------------------------------------------------------------------------------------------------
 
-KEYS: dict[str, dict[str, Any]] = {
-    "model.module": {"model": {"module": "X"}},
-    "data.module": {"data": {"module": "X"}},
-    "data.arguments.deep": {"data": {"module": "fastloop_plugins.datasets.chats:chats", "arguments": {"deep": [{"deep": "X"}]}}},
-    "train.optimizer": {"train": {"optimizer": "X"}},
-    "train.optimizer.name": {"train": {"optimizer": {"name": "X", "momentum": 0.9}}},
-    "plugins.lr-scheduler.schedule": {"plugins": [{"lr-scheduler": {"schedule": "X"}}]},
-    "plugins.module.loss": {"plugins": [{"module": {"loss": "X"}}]},
-    "plugins.module.loss.name": {"plugins": [{"module": {"loss": {"name": "X"}}}]},
-    "plugins.module.collate": {"plugins": [{"module": {"collate": "X"}}]},
-    "plugins.text-classification.metrics.own.type": {"plugins": [{"text-classification": {"metrics": {"own": {"type": "X"}}}}]},
-    "plugins.ema.other": {"plugins": [{"ema": {"other": "X"}}]},
+EVERYWHERE: dict[str, Any] = {
+    "model": {"module": "X"},
+    "data": {"module": "X", "arguments": {"deep": [{"er": "X"}], "X": {"as": "a key"}}},
+    "train": {"optimizer": {"name": "X", "momentum": 0.9}},
+    "plugins": [
+        {"lr-scheduler": {"schedule": "X"}},
+        {"module": {"collate": "X", "loss": {"name": "X"}}},
+        {"text-classification": {"metrics": {"own": {"type": "X"}}}},
+        {"ema": {"other": "X"}},
+    ],
 }
+"""A recipe that names one object, X, under every key that fastloop imports, and under some that it does not know."""
+KEYS = (
+    *("model.module", "data.module", "data.arguments.deep.er", "data.arguments", "train.optimizer.name", "plugins.lr-scheduler.schedule"),
+    *("plugins.module.collate", "plugins.module.loss.name", "plugins.text-classification.metrics.own.type", "plugins.ema.other"),
+)
+SHORT = {"train": {"optimizer": "X"}, "plugins": [{"module": {"loss": "X"}}]}
 
 
 def filled(tree: Any, value: str) -> Any:
     """A tree with ``X`` replaced."""
     if isinstance(tree, dict):
-        return {key: filled(item, value) for key, item in tree.items()}
+        return {filled(key, value): filled(item, value) for key, item in tree.items()}
     if isinstance(tree, list):
         return [filled(item, value) for item in tree]
     return value if tree == "X" else tree
 
 
-@pytest.mark.parametrize("key", KEYS)
 @pytest.mark.parametrize(
     ("reference", "said"),
     [
@@ -206,17 +209,18 @@ def filled(tree: Any, value: str) -> Any:
     ],
     ids=["file", "folder on the path", "standard library", "taken from it"],
 )
-def test_import_of_code_that_is_not_installed_is_refused(key, reference, said, cli, site, hostile):
+def test_import_of_code_that_is_not_installed_is_refused(reference, said, cli, site, hostile):
     Path("evil.py").write_text(hostile)
     (site / "loose.py").write_text(hostile)
     install(site, "other-pack", "from subprocess import run\n")
-    code, out, err = cli("plan", recipe(**filled(KEYS[key], reference)), "--untrusted")
-    assert code == 2
-    assert err.startswith("error: r.yaml: it runs code that is not installed:\n")
-    (line,) = [line for line in err.splitlines() if line.startswith("  ")]
-    assert key in line
-    assert said in line
-    assert reference in out
+    for tree, keys in ((EVERYWHERE, KEYS), (SHORT, ("train.optimizer", "plugins.module.loss"))):
+        code, out, err = cli("plan", recipe(**filled(tree, reference)), "--untrusted")
+        assert code == 2
+        assert err.startswith("error: r.yaml: it runs code that is not installed:\n")
+        refused = {line.split(": ")[0].strip(): line for line in err.splitlines() if line.startswith("  ")}
+        assert set(refused) == set(keys)
+        assert all(said in line for line in refused.values()), err
+        assert all(f"  {key}: {reference}" in out for key in keys), out
     assert not {"evil", "loose", "other_pack"} & set(sys.modules)
 
 
@@ -283,6 +287,15 @@ def test_no_resolver_runs(text, cli, pwned, monkeypatch):
     assert (code, out) == (2, "")
     assert "r.yaml: output: found " in err
     assert "yellow-bird" not in err
+
+
+def test_listing_cannot_be_hidden_by_terminal_sequences(cli, hostile):
+    Path("evil.py").write_text(hostile)
+    name = recipe(data={"module": "evil.py:data", "files": {"train": "a://\x1b[2K\x1b[1A\u202e"}})
+    code, out, err = cli("plan", name, "--untrusted")
+    assert code == 2
+    assert not {"\x1b", "\u202e"} & set(out + err)
+    assert "a://\\x1b[2K\\x1b[1A\\u202e" in out
 
 
 # -- parts ---------------------------------------------------------------------------------------------------------------------

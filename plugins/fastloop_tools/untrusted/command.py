@@ -31,7 +31,7 @@ def plan_code(
     from fastloop.errors import RecipeError
     from fastloop.recipe import load_recipe, secrets
     from fastloop.runtime.files import write
-    from fastloop_tools.untrusted.listing import lines, list_recipe
+    from fastloop_tools.untrusted.listing import lines, list_recipe, visible
 
     found = list_recipe(load_recipe(recipe, overrides or (), names(with_), names(without)))
     if json_file:
@@ -42,9 +42,9 @@ def plan_code(
             write(Path(json_file), text + "\n")
     if json_file != "-":
         for line in lines(found):
-            typer.echo(secrets.hide(line))
+            typer.echo(visible(secrets.hide(line)))
     if found.refused:
-        reasons = "".join(f"\n  {reason}." for reason in found.refused)
+        reasons = "".join(f"\n  {visible(reason)}." for reason in found.refused)
         raise RecipeError(
             f"{found.recipe}: it runs code that is not installed:{reasons}\nRead that code first. If you trust it, leave out --untrusted."
         )

@@ -150,7 +150,7 @@ def _local(recipe: Recipe, file: str) -> str:
 def lines(found: Listing) -> Iterator[str]:
     """The listing as text."""
     yield f"recipe   {found.recipe}"
-    yield "\nCode that the recipe names"
+    yield from ("", "Code that the recipe names")
     for code in (code for code in found.code if code.kind != "default plugin"):
         package = f"  ({code.package} {code.version})" if code.package else ""
         yield f"  {code.key}: {code.name}{package}{'  (may be imported)' * (code.kind == 'possible import')}"
@@ -160,7 +160,12 @@ def lines(found: Listing) -> Iterator[str]:
         yield from (f"      {effect}: {file}" for effect, file in code.effects.items())
         if code.note:
             yield f"      {code.note}"
-    yield "\nPlugins of fastloop that are on by default, if they fit the recipe"
+    yield from ("", "Plugins of fastloop that are on by default, if they fit the recipe")
     yield "  " + ", ".join(code.name for code in found.code if code.kind == "default plugin")
-    yield "\nFiles and addresses"
+    yield from ("", "Files and addresses")
     yield from (f"  {item['key']}: {item['use']} {item['what']}" for item in found.files)
+
+
+def visible(text: str) -> str:
+    """A text without characters that change what a terminal shows, such as escape sequences: ``\\x1b`` instead of them."""
+    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)

@@ -38,7 +38,7 @@ class Value:
     Attributes:
         key: Its dotted key, such as ``data.module``.
         value: Text, a number or None.
-        arguments: For ``module``, ``name`` and ``type``: the values beside it, without secrets.
+        arguments: For ``module``, ``name`` and ``type``: the values beside it, without secrets. For a key of a mapping: its value.
     """
 
     key: str
@@ -82,6 +82,8 @@ def _walk(key: str, value: Any, arguments: Any = None) -> Iterator[Value]:
             beside = {other: secrets.hidden({other: given})[other] for other, given in value.items() if other != name}
             called = name in ("module", "name", "type", "schedule")
             yield from _walk(f"{key}.{name}", item, beside.get("arguments", beside) if called else None)
+            if ":" in str(name):
+                yield Value(key, name, secrets.hidden(item))
     elif isinstance(value, list):
         for item in value:
             yield from _walk(key, item)

@@ -334,3 +334,13 @@ def test_recipe_made_in_python_has_no_file():
 
     found = list_recipe(make_recipe({"plugins": ["ema"]}))
     assert [item["key"] for item in found.files] == ["output"]
+
+
+def test_processes_of_the_launcher_do_not_import_from_the_current_folder():
+    """A file beside the recipe must not replace an installed module in the processes of ``--nproc`` only."""
+    Path("typer.py").write_text("raise SystemExit('the local typer')\n")
+    code = "from pathlib import Path; from fastloop.cli.launch import launch; exit(launch(['recipes'], 1, 1, 0, None, Path('run')))"
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "the local typer" in done.stderr, "control: the launcher itself imports from there, if Python does"

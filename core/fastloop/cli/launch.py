@@ -70,9 +70,10 @@ def launch(arguments: Sequence[str], nproc: int, nnodes: int, node_rank: int, ma
     launch_options = f"--nproc {nproc}"
     if nnodes > 1:
         launch_options += f" --nnodes {nnodes} --node-rank {node_rank} --master {master}"
+    shared = Path.cwd() in (Path(entry).absolute() for entry in sys.path)
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "fastloop", *arguments],
+            [sys.executable, *([] if shared else ["-P"]), "-m", "fastloop", *arguments],  # -m alone adds the current folder to sys.path
             env=os.environ | member(local, nproc, host, port, nnodes, node_rank) | {LAUNCHER: f"{os.getpid()} {launch_options}"},
         )
         for local in range(nproc)

@@ -31,8 +31,8 @@ class Code:
         package: Name of the installed package that has the file; empty if none has.
         version: Version of the package.
         arguments: The arguments or options that the recipe gives, without secrets.
-        effects: What the text of the code shows, beyond computation -> the file that shows it.
-        note: What a reader should check.
+        effects: Effect that the text of the code shows, beyond computation -> the file that shows it.
+        note: A remark for the reader.
     """
 
     key: str

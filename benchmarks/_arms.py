@@ -254,7 +254,6 @@ NEEDS = {"hf-trainer": "accelerate", "hf-trainer-compile": "accelerate", "lightn
 def restart_for_fastloop(work: Work) -> None:
     """Restart this process with the environment variables that plugins need, as ``fastloop train`` does."""
     from fastloop.cli import launch
-    from fastloop.registry import select
 
     recipe, task = prepare_fastloop(work, {})
-    launch.start_again(select(recipe, objects=[task]), recipe)
+    launch.start_again(recipe, [task])

@@ -6,7 +6,6 @@ pluggy registers the implementations. ``Hooks`` adds hooks that plugins declare.
 from __future__ import annotations
 
 import functools
-import importlib
 import importlib.metadata
 import logging
 import sys

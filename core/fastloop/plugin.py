@@ -292,7 +292,7 @@ def name_and_version(distribution: importlib.metadata.Distribution) -> tuple[str
 
 def entry_points(group: str) -> importlib.metadata.EntryPoints:
     """The entry points of a group."""
-    return _entry_points(group, _metadata_folders())
+    return _entry_points(_metadata_folders()).get(group, importlib.metadata.EntryPoints())
 
 
 def distributions_of(package: str) -> list[str]:
@@ -310,9 +310,10 @@ def _metadata_folders() -> tuple[tuple[str, int], ...]:
     return tuple(folders)
 
 
-@lru_cache(maxsize=8)
-def _entry_points(group: str, folders: tuple[tuple[str, int], ...]) -> importlib.metadata.EntryPoints:
-    return importlib.metadata.entry_points(group=group)
+@lru_cache(maxsize=2)
+def _entry_points(folders: tuple[tuple[str, int], ...]) -> dict[str, importlib.metadata.EntryPoints]:
+    points = importlib.metadata.entry_points()
+    return {group: points.select(group=group) for group in points.groups if group.startswith(("fastloop.", "torch.backends"))}
 
 
 @lru_cache(maxsize=2)

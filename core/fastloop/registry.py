@@ -200,9 +200,9 @@ def expand(recipe: Recipe, machine: Machine | None = None) -> None:
         recipe.selected |= {key: f"{name}: {found.why}" for key, found in chosen.items()}
 
 
-def select(recipe: Recipe, objects: Iterable[Plugin] = ()) -> PluginSet:
-    """``resolve`` without checking the requirements on the machine. Imports torch only for a recipe with ``auto``."""
-    expand(recipe)
+def select(recipe: Recipe, objects: Iterable[Plugin] = (), machine: Machine | None = None) -> PluginSet:
+    """``resolve`` without checking the requirements on the machine. Imports torch only for a recipe with ``auto``, without ``machine``."""
+    expand(recipe, machine)
     return _collect(recipe, objects)
 
 

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from typing import Any
 
 import typer
 from typer.core import TyperGroup
 
 from fastloop.errors import UsageError, did_you_mean
-from fastloop.plugin import name_and_version
+from fastloop.plugin import entry_points, name_and_version, own_entry_points
 
 GROUP = "fastloop.commands"
 OPTIONS = "fastloop.options"
@@ -65,8 +65,7 @@ class Commands(TyperGroup):
 @cache
 def tools() -> dict[str, EntryPoint]:
     """Name -> entry point of the commands of fastloop's own distribution."""
-    points = sorted(entry_points(group=GROUP), key=lambda point: point.name)
-    return {point.name: point for point in points if point.dist is not None and name_and_version(point.dist)[0] == "fastloop"}
+    return own_entry_points(GROUP)
 
 
 @cache
@@ -78,8 +77,8 @@ def extended(command: Any) -> Any:
     """
     calls: list[tuple[Any, set[str]]] = []
     own = command.callback, {parameter.name for parameter in command.params}
-    for point in sorted(entry_points(group=OPTIONS), key=lambda point: point.name):
-        if point.name.partition(".")[0] == command.name and point.dist is not None and name_and_version(point.dist)[0] == "fastloop":
+    for point in sorted(entry_points(OPTIONS), key=lambda point: point.name):
+        if point.name.partition(".")[0] == command.name and _is_own(point):
             part = load(command.name, point)
             known = {parameter.name for parameter in command.params}
             command.params += [parameter for parameter in part.params if parameter.name not in known]
@@ -97,7 +96,9 @@ def extended(command: Any) -> Any:
 
 def third_party(reserved: Iterable[str]) -> dict[str, EntryPoint]:
     """Name -> entry point of other packages' commands."""
-    from fastloop.registry import installed
+    if all(point in tools().values() for point in entry_points(GROUP)):
+        return {}
+    from fastloop.registry import installed  # only here: importing it takes longer than the help
 
     return {name: point for name, point in installed(GROUP, taken=set(reserved)).items() if point not in tools().values()}
 
@@ -108,12 +109,13 @@ def load(name: str, point: EntryPoint) -> Any:
     Raises:
         UsageError: The import fails, or typer does not accept the function; names the package and the reference.
     """
-    from fastloop.registry import unsupported
-
-    origin = f"{point.value} of {point.dist.name} {point.dist.version}" if point.dist else point.value
+    origin = f"{point.value} of {' '.join(name_and_version(point.dist))}" if point.dist else point.value
     label = f"command {name!r} ({origin})"
-    if problem := unsupported(point):
-        raise UsageError(f"{label} {problem}")
+    if not _is_own(point):
+        from fastloop.registry import unsupported
+
+        if problem := unsupported(point):
+            raise UsageError(f"{label} {problem}")
     try:
         function = point.load()
         if isinstance(function, typer.Typer):
@@ -126,6 +128,10 @@ def load(name: str, point: EntryPoint) -> Any:
     except (Exception, SystemExit) as error:
         raise UsageError(f"{label} cannot be imported: {type(error).__name__}: {error}") from error
     return command
+
+
+def _is_own(point: EntryPoint) -> bool:
+    return point.dist is not None and name_and_version(point.dist)[0] == "fastloop"
 
 
 def _app(name: str, function: Any, help_text: str | None = None) -> typer.Typer:

@@ -17,7 +17,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -30,6 +30,7 @@ from fastloop.runtime.step_folders import checkpoints
 
 if TYPE_CHECKING:
     from fastloop.hooks import PluginSet
+    from fastloop.plugin import Plugin
     from fastloop.recipe import Recipe
 
 LAUNCHER = "FASTLOOP_LAUNCHER"
@@ -192,9 +193,21 @@ def environment(plugins: PluginSet, recipe: Recipe) -> dict[str, str]:
     return {name: value for name, (_, value) in values.items()}
 
 
-def start_again(plugins: PluginSet, recipe: Recipe) -> None:
-    """Restart this process if variables that the plugins need are not set. Variables that are set keep their values."""
-    needed = environment(plugins, recipe)
+def selected(recipe: Recipe, objects: Iterable[Plugin] = ()) -> PluginSet:
+    """The plugins of a recipe, if possible without importing torch: a process that restarts would import it twice."""
+    from fastloop.cli.startup import cpu_machine
+    from fastloop.registry import select
+
+    return select(recipe, objects, cpu_machine(recipe.train.device))
+
+
+def start_again(recipe: Recipe, objects: Iterable[Plugin] = ()) -> None:
+    """Restart this process if variables that the recipe's plugins need are not set. Variables that are set keep their values.
+
+    Args:
+        objects: Plugin objects from Python.
+    """
+    needed = environment(selected(recipe, objects), recipe)
     is_command = sys.orig_argv[len(sys.orig_argv) - len(sys.argv) + 1 :] == sys.argv[1:]  # False if a program calls the command line
     if is_command and needed.keys() - os.environ.keys():
         sys.stdout.flush()

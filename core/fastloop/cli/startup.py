@@ -1,10 +1,16 @@
-"""The garbage collector of a command while it imports torch and builds a run."""
+"""The start of a command: the machine before torch is imported, and the garbage collector while libraries are."""
 
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+
+from fastloop.distributed.ranks import world_size
+from fastloop.plugin import entry_points
+from fastloop.runtime.hardware import Machine
 
 GC_THRESHOLD = 50_000
 """New objects between two garbage collections while libraries are imported."""
@@ -24,3 +30,25 @@ def reduced_gc() -> Iterator[None]:
     finally:
         if gc.get_threshold() == reduced:  # otherwise a plugin has set it
             gc.set_threshold(*original)
+
+
+ACCELERATORS = ("nvidiactl", "dxg", "kfd", "accel", "dri/renderD128", "davinci0", "hpu")
+"""Entries of /dev of which a Linux machine with an accelerator has one: CUDA, WSL, ROCm, XPU and others."""
+
+
+def cpu_machine(device: str) -> Machine | None:
+    """This machine, without torch and without a name, if it trains on the CPU; None: torch is imported anyway, or only torch knows.
+
+    A process that restarts itself for its environment decides with it, so that torch is imported only once.
+
+    Args:
+        device: ``train.device`` of the recipe.
+    """
+    devices, processor = Path("/dev"), Path("/proc/cpuinfo")
+    if "torch" in sys.modules or not processor.exists():
+        return None
+    if device != "cpu" and (entry_points("torch.backends") or any((devices / name).exists() for name in ACCELERATORS)):
+        return None
+    flags = next((line for line in processor.read_text().splitlines() if line.startswith("flags")), "").split()
+    fast = ("bf16",) if {"avx512_bf16", "amx_tile"} & {*flags} else ()
+    return Machine("cpu", "", ("fp32", "bf16"), fast, world_size())

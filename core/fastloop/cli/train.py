@@ -70,7 +70,7 @@ def train(
     from fastloop.cli.messages import show_messages
     from fastloop.cli.startup import reduced_gc
     from fastloop.recipe import load_recipe
-    from fastloop.registry import resolve, select
+    from fastloop.registry import resolve
 
     loaded = load_recipe(recipe, overrides or (), names(with_), names(without))
     command = ["train", recipe, *(overrides or ())]
@@ -88,7 +88,7 @@ def train(
     with signals.on_signals(signals.stop_now):
         show_messages()
         with reduced_gc():
-            launch.start_again(select(loaded), loaded)
+            launch.start_again(loaded)
         if fast_dev_run or overfit:
             code = quick_checks.run_overfit(loaded, overfit) if overfit else quick_checks.run_fast_dev_run(loaded)
             if ranks.world_size() > 1:

@@ -25,8 +25,6 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-import psutil
-
 fcntl: ModuleType | None
 resource: ModuleType | None
 msvcrt: ModuleType | None
@@ -83,6 +81,8 @@ def unlock(file: int) -> None:
 def peak_resident_memory() -> int:
     """Peak resident memory of this process, in bytes."""
     if resource is None:
+        import psutil
+
         facts = psutil.Process().memory_info()
         return int(getattr(facts, "peak_wset", facts.rss))
     peak = int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)

@@ -36,6 +36,17 @@ def eight_bits(config: Any) -> bool:
 
 EIGHT_BITS = ("AdamW", "Adam", "SGD", "RMSprop", "Adagrad")
 """Torch optimizers with a counterpart in bitsandbytes."""
+FUSED = ("Adagrad", "Adam", "AdamW", "SGD")
+"""Torch optimizers with a fused kernel, by name: `auto` selects plugins before torch is imported."""
+
+
+def has_fused_kernel(recipe: Recipe) -> bool:
+    """Whether the recipe's optimizer takes ``fused``. Imports torch only for an optimizer that is not one of torch.optim."""
+    if ":" not in recipe.train.optimizer_name:
+        return recipe.train.optimizer_name in FUSED
+    from fastloop_plugins.training._named_optimizer import optimizer_function
+
+    return "fused" in inspect.signature(optimizer_function(recipe)).parameters
 
 
 class FusedOptimizer(Plugin):
@@ -60,17 +71,13 @@ class FusedOptimizer(Plugin):
     @classmethod
     def recommend(cls, recipe: Recipe, machine: Machine) -> Recommendation | None:
         """For the optimizers of torch that have a fused kernel, on devices that have it."""
-        from fastloop_plugins.training._named_optimizer import optimizer_function
-
-        if machine.device not in ("cpu", "cuda") or "fused" not in inspect.signature(optimizer_function(recipe)).parameters:
+        if machine.device not in ("cpu", "cuda") or not has_fused_kernel(recipe):
             return None
         return Recommendation(why=f"{recipe.train.optimizer_name} steps in one kernel")
 
     @classmethod
     def estimate_speedup(cls, profile: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:
-        from fastloop_plugins.training._named_optimizer import optimizer_function
-
-        if cls.name in recipe.plugins or "fused" not in inspect.signature(optimizer_function(recipe)).parameters:
+        if cls.name in recipe.plugins or not has_fused_kernel(recipe):
             return None
         stepping = profile.region("optimizer")
         return SpeedupEstimate(seconds=0.7 * stepping, why=f"The optimizer's step is {stepping / profile.seconds:.0%} of a step.")

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from packaging.version import Version
 
 from fastloop.cli.arguments import With, Without, names
 from fastloop.distributed import ranks, signals
@@ -81,6 +80,8 @@ def check_packages() -> None:
     Raises:
         UsageError: One is missing or too old.
     """
+    from packaging.version import Version  # only here: the help imports this module
+
     for package, least in PACKAGES.items():
         try:
             installed = importlib.metadata.version(package)

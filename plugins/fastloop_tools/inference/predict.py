@@ -6,7 +6,6 @@ import dataclasses
 import logging
 import sys
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -131,6 +130,8 @@ def predict_chunks(run: Run, output: Output, threaded: bool) -> None:
     from fastloop_tools.inference.chunks import predict_dataset
 
     chunks, split = run.loaders.chunks, run.loaders.first
+    from concurrent.futures import ThreadPoolExecutor  # only here: the help imports this module
+
     with ThreadPoolExecutor(1) as pool:
         chunk = next(chunks)
         while chunk is not None:

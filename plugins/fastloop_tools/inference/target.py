@@ -89,11 +89,11 @@ def build_run(recipe: Recipe, objects: Iterable[Plugin] = (), file: Path | None 
     """
     from fastloop.cli.messages import show_messages
     from fastloop.cli.startup import reduced_gc
-    from fastloop.registry import resolve, select
+    from fastloop.registry import resolve
 
     show_messages()
     with reduced_gc():
-        launch.start_again(select(recipe), recipe)
+        launch.start_again(recipe)
         plugins = resolve(recipe, objects=objects)
         task: Any = next((plugin for plugin in plugins if plugin.slot == "task"), None)
         section = getattr(task, "sections", {}).get("data")

@@ -45,7 +45,6 @@ def lr_find(
     """
     from fastloop.cli.messages import show_messages
     from fastloop.recipe import load_recipe
-    from fastloop.registry import select
 
     if not 0 < low < high:
         raise UsageError(f"--min {low:g} --max {high:g}: expected two rates above 0, the lower one first.")
@@ -63,7 +62,7 @@ def lr_find(
 
         rich.reconfigure(stderr=True)  # log messages must not mix with JSON
     show_messages()
-    launch.start_again(select(loaded), loaded)
+    launch.start_again(loaded)
     from fastloop_tools.lr_find.finder import LRFinder
 
     finder = LRFinder(low, high, steps)

@@ -8,9 +8,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -26,8 +27,11 @@ from fastloop.runtime import files
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from fastloop.recipe import Recipe
     from fastloop.run import Run
     from fastloop.state import Batch
+
+    Prepare = Callable[[Recipe], None]
 
 
 @dataclass(kw_only=True)
@@ -213,47 +217,45 @@ def make_meter(spec: Spec, warnings: WarningCollector) -> StepMeter:
     return Observer(spec, warnings)
 
 
-def start(spec: Spec, meter: StepMeter, own: bool) -> Run:
-    """Build a run from a specification: all work of a measured process before training.
-
-    Args:
-        own: Whether this process exists only for the measurement, and may restart itself with environment variables that plugins need.
-    """
+def start(recipe: Recipe, meter: StepMeter) -> Run:
+    """Build a run: all work of a measured process before training."""
     from fastloop.cli.startup import reduced_gc
     from fastloop.hooks import PluginSet
     from fastloop.lifecycle import build
-    from fastloop.recipe import make_recipe
-    from fastloop.registry import resolve, select
+    from fastloop.registry import resolve
 
-    recipe = make_recipe(spec.recipe, Path(spec.source) if spec.source else None)
     with reduced_gc():
-        if own:
-            launch.start_again(select(recipe), recipe)
         resolution = resolve(recipe)
-
         return build(recipe, PluginSet([meter, *resolution.plugins], resolution.reasons))
 
 
-def measure(spec: Spec, length: Mapping[str, Any], own: bool = False) -> dict[str, Any]:
+def measure(spec: Spec, length: Mapping[str, Any], prepare: Prepare | None = None) -> dict[str, Any]:
     """Run one measurement. An error is returned as a result.
 
     Args:
         length: The recipe's own ``epochs`` and ``max_steps``.
-        own: See ``start``.
+        prepare: Called before torch is imported, to set the environment variables that plugins need; None: they stay as they are.
     """
+    from fastloop.recipe import make_recipe
+
     warnings, logger = WarningCollector(), logging.getLogger("fastloop")
     logger.addHandler(warnings)
     logger.propagate = False
     try:
-        from fastloop.lifecycle import execute
+        recipe = make_recipe(spec.recipe, Path(spec.source) if spec.source else None)
+        if prepare is not None:
+            prepare(recipe)
+        from fastloop.lifecycle import execute  # after a restart, which must not import torch twice
 
         meter = make_meter(spec, warnings)
-        run = start(spec, meter, own)
+        run = start(recipe, meter)
         summary = execute(run)
         found = meter.result(run) if not spec.evaluates else {"seconds": summary["train_seconds"], "steps": summary["steps"]}
         found |= {"total_steps": whole_length(run, **length), "summary": summary}
         if "profile" in found:
             found["profile"]["total_steps"] = found["total_steps"]
+    except VariablesMissing as missing:
+        return {"needs": missing.values}
     except Exception as error:
         kinds = {UsageError: "usage", ProcessLost: "lost", FastloopError: "run", Exception: "crash"}
         kind = next(name for cls, name in kinds.items() if isinstance(error, cls))
@@ -265,19 +267,46 @@ def measure(spec: Spec, length: Mapping[str, Any], own: bool = False) -> dict[st
     return found | {"warnings": warnings.lines}
 
 
-def main() -> None:
-    """Read the specification, run it, and write the result."""
+class VariablesMissing(Exception):
+    """Environment variables that the plugins of a recipe need when a process starts are not set.
+
+    Attributes:
+        values: Name -> value.
+    """
+
+    def __init__(self, values: dict[str, str]) -> None:
+        super().__init__(", ".join(values))
+        self.values = values
+
+
+def require_variables(recipe: Recipe) -> None:
+    """Check the environment variables of a process that cannot restart itself.
+
+    Raises:
+        VariablesMissing: Some are not set.
+    """
+    missing = {name: value for name, value in launch.environment(launch.selected(recipe), recipe).items() if name not in os.environ}
+    if missing:
+        raise VariablesMissing(missing)
+
+
+def run_specification(source: Path, target: Path, forked: bool = False) -> None:
+    """Read the specification in ``source``, run it, and write the result to ``target``.
+
+    Args:
+        forked: Whether a ``ForkServer`` started this process, which therefore cannot restart itself. If environment variables are missing,
+            nothing is measured, and the result has them as ``needs``.
+    """
     launch.end_with_launcher()
-    source, target = Path(sys.argv[1]), Path(sys.argv[2])
     given = json.loads(source.read_text(encoding="utf-8"))
     fields = {field.name for field in dataclasses.fields(Spec)}
     spec = Spec(**{name: value for name, value in given.items() if name in fields})
     spec.recipe["output"] = str(source.with_name("run"))  # deleted with the result
-    result = measure(spec, given["length"], own=True)
+    result = measure(spec, given["length"], require_variables if forked else launch.start_again)
     files.write(target, json.dumps(result))
     if ranks.world_size() > 1:
         launch.leave(0)
 
 
 if __name__ == "__main__":
-    main()
+    run_specification(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -39,7 +39,6 @@ def profile(
     """
     from fastloop.cli.messages import show_messages
     from fastloop.recipe import load_recipe
-    from fastloop.registry import select
     from fastloop_tools.measure.pairs import Window
 
     loaded = load_recipe(recipe, overrides or (), names(with_), names(without))
@@ -54,7 +53,7 @@ def profile(
         return
     launch.end_with_launcher()
     show_messages()
-    launch.start_again(select(loaded), loaded)
+    launch.start_again(loaded)
     if look(loaded, folder, window, names(without)):
         typer.echo(f"to measure these edits: {tune_command(given)}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import nn
 from fastloop import PluginError
 from fastloop.recipe import make_recipe
 from fastloop.runtime.hardware import Machine
-from fastloop_plugins.kernels.fused_optimizer import FusedOptimizer
+from fastloop_plugins.kernels.fused_optimizer import FUSED, FusedOptimizer, has_fused_kernel
 
 
 @pytest.mark.parametrize("implementation", ["fused", "foreach"])
@@ -92,3 +93,12 @@ def test_an_optimizer_that_has_no_8_bits_is_refused_with_those_that_have():
     recipe = make_recipe({"train": {"optimizer": "NAdam"}})
     with pytest.raises(PluginError, match=r"NAdam has no 8bit implementation\. Set train\.optimizer to one of: AdamW, Adam, SGD"):
         FusedOptimizer(implementation="8bit").check_recipe(recipe)
+
+
+def test_fused_names_are_torchs_optimizers_with_a_fused_kernel():
+    optimizers = {name: cls for name, cls in vars(torch.optim).items() if isinstance(cls, type) and cls is not torch.optim.Optimizer}
+    assert {name for name, cls in optimizers.items() if "fused" in inspect.signature(cls).parameters} == set(FUSED)
+    for name in optimizers:
+        assert has_fused_kernel(make_recipe({"train": {"optimizer": name}})) == (name in FUSED)
+    assert has_fused_kernel(make_recipe({"train": {"optimizer": "torch.optim:SGD"}}))
+    assert not has_fused_kernel(make_recipe({"train": {"optimizer": "torch.optim:RMSprop"}}))

@@ -12,6 +12,8 @@
 * lagging process: two processes, one of which reads slowly, so that the other waits for it.
 
 Everything is generated. An edit is kept if it is significantly faster in five pairs. Each estimate is made just before the edit is tried.
+Its error is the estimate divided by the measured factor, minus one. Its sign is right if both are above or both are below one; a difference
+within the measured range has no sign.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -175,6 +178,19 @@ def run(name: str, folder: Path) -> dict[str, Any]:
     }
 
 
+def error(trial: dict[str, Any]) -> float:
+    """The relative error of an estimate: 0.1 if it is 10% above the measured factor."""
+    return float(trial["estimate"] / statistics.median(trial["ratios"]) - 1)
+
+
+def sign(trial: dict[str, Any]) -> str:
+    """Whether an estimate has the sign of the measured effect: `right` or `wrong`; empty if the measured range contains 1."""
+    low, high = min(trial["ratios"]), max(trial["ratios"])
+    if low <= 1 <= high:
+        return ""
+    return "right" if (trial["estimate"] > 1) == (low > 1) else "wrong"
+
+
 def kept(results: Path) -> dict[str, dict[str, Any]]:
     """Results of earlier runs, by name."""
     file = results / "planted.json"
@@ -206,18 +222,25 @@ def main() -> None:
     lines = []
     for found in (rows[name] for name in PLANTED if name in rows):
         cause = ["yes" if found["named"] else "no", "cured" if found["cured"] else "not cured"]
-        lines.append([found["name"], (found["lag"] or found["first"]).strip("- "), cause[0], "", "", cause[1]])
+        lines.append([found["name"], (found["lag"] or found["first"]).strip("- "), cause[0], "", "", "", "", cause[1]])
         for trial in found["trials"]:
-            ratios = sorted(trial["ratios"])
-            measured = f"{ratios[len(ratios) // 2]:.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})" if ratios else trial["why"]
-            lines.append(["", f"`{trial['edit']}`", "", f"{trial['estimate']:.2f}", measured, "kept" if trial["kept"] else "not kept"])
-    shown = table(["planted", "first suggestion, then edits", "the cause", "x estimate", "x measured", ""], lines, 3)
-    print(shown)
+            ratios, measured = trial["ratios"], [trial["why"], "", ""]
+            if ratios:
+                spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+                measured = [spread, f"{error(trial):+.0%}", sign(trial)]
+            verdict = "kept" if trial["kept"] else "not kept"
+            lines.append(["", f"`{trial['edit']}`", "", f"{trial['estimate']:.2f}", *measured, verdict])
+    tried = [trial for found in rows.values() for trial in found["trials"] if trial["ratios"]]
+    signs = [sign(trial) for trial in tried]
+    errors = f"The median error of the estimates is {statistics.median(abs(error(trial)) for trial in tried):.0%}, without its sign. "
+    errors += f"{signs.count('right')} have the sign of the effect, {signs.count('wrong')} do not, {signs.count('')} effects have none."
+    shown = table(["planted", "first suggestion, then edits", "the cause", "x estimate", "x measured", "error", "sign", ""], lines, 3)
+    print(f"{shown}\n{errors}")
     if options.results == RESULTS and rows.keys() == PLANTED.keys():
         about = (__doc__ or "").partition("padding\n\n")[2].strip()
         pairs = "Factors: median of five pairs, with their range; of seven where one was slower, and of fewer where two were."
         raw = f"{pairs} Raw figures: `benchmarks/results/planted.json`."
-        write_section("Planted slow runs", "\n\n".join([show_machine(facts), about, shown, raw]))
+        write_section("Planted slow runs", "\n\n".join([show_machine(facts), about, shown, errors, raw]))
 
 
 if __name__ == "__main__":

@@ -104,7 +104,7 @@ class Stops(Plugin):
             raise KeyboardInterrupt
 
 class Early(Plugin):
-    "Wants a variable that counts only when a process has it from its start."
+    "Wants a variable from the start of the process."
     name = "early"
 
     @hookimpl
@@ -113,8 +113,7 @@ class Early(Plugin):
 
     @hookimpl
     def write_summary(self, summary):
-        with open("/proc/self/environ") as file:
-            summary["early"] = "FASTLOOP_EARLY=yes" in file.read()
+        summary["early"] = os.environ.get("FASTLOOP_EARLY") == "yes"
 """
 
 NAMES = ("honest", "lies", "fails", "dies", "hangs", "needy", "asks", "stops", "early")

@@ -1,4 +1,4 @@
-"""Runs an ablation: each variant in a fresh process, in alternating order, then the numerics check, then the quality check."""
+"""Runs an ablation: each variant in a process of its own, in alternating order, then the numerics check, then the quality check."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class Bench:
         )
         name = str(list(self.measured).index(variant.key))
         spec = Spec(recipe=tree, source=None, warmup=settings.warmup, steps=settings.steps, seconds=settings.seconds)
-        return self.runner.undisturbed(self.ablation.recipe, spec, name)
+        return self.runner.undisturbed(self.ablation.recipe, spec, name, fresh=repeat == 0)
 
     def _work(self, spec: Spec, name: str) -> dict[str, Any]:
         return self.runner.work(self.ablation.recipe, spec, name)

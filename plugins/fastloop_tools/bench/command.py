@@ -38,12 +38,13 @@ def bench(
 ) -> None:
     """Measure the speedup and numerics of each plugin of a recipe.
 
-    Memory and start-up time are measured, too. Plugins are added one by one in the recipe's order. Each variant runs in fresh processes:
-    --warmup steps, then a window of at least --steps and --seconds, in alternating order. Exit code 1: a measurement failed or a plugin
-    broke its numerics class; the other results are written.
+    Memory and start-up time are measured, too. Plugins are added one by one in the recipe's order. Each variant runs in processes of
+    its own: --warmup steps, then a window of at least --steps and --seconds, in alternating order. Exit code 1: a measurement failed or a
+    plugin broke its numerics class; the other results are written.
     """
     environment = dict(os.environ)  # before plugins are resolved, which may set variables
     import tempfile
+    from contextlib import closing
 
     from fastloop.cli.messages import show_messages
     from fastloop.errors import UsageError
@@ -54,6 +55,7 @@ def bench(
     from fastloop_tools.bench.plan import make_ablation
     from fastloop_tools.measure.measure import LOUD
     from fastloop_tools.measure.pairs import TrialRunner
+    from fastloop_tools.measure.server import libraries
 
     if ranks.world_size() > 1:
         raise UsageError("bench measures one process. Start it without a launcher.")
@@ -93,8 +95,10 @@ def bench(
             write(Path(json_file), dump(record))
         write(folder / "bench.md", report.markdown(record))
 
-    with tempfile.TemporaryDirectory(prefix="fastloop-bench-") as cache:
-        runner = TrialRunner(environment, Path(cache), typer.echo, timeout=timeout)
+    with (
+        tempfile.TemporaryDirectory(prefix="fastloop-bench-") as cache,
+        closing(TrialRunner(environment, Path(cache), typer.echo, timeout=timeout, modules=libraries(loaded))) as runner,
+    ):
         ablation_run = Bench(plan, settings, runner, facts, typer.echo, keep)
         try:
             complete = ablation_run.run()

@@ -176,7 +176,7 @@ def markdown(record: dict[str, Any]) -> str:
         lines.append("")
     lines += [f"- {note}" for note in notes(record)]
     window = f"Windows of at least {settings['steps']} steps and {settings['seconds']:g} s, after {settings['warmup']} steps"
-    lines += ["", f"{window}; {settings['repeats']} repeats in fresh processes, in alternating order. {READING}"]
+    lines += ["", f"{window}; {settings['repeats']} repeats in processes of their own, in alternating order. {READING}"]
     return "\n".join(lines) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""Runs measurements in fresh processes, and watches the load of other processes meanwhile."""
+"""Runs measurements in processes of their own, and watches the load of other processes meanwhile."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from typing import Any
 
 from fastloop.cli import launch
 from fastloop.runtime.platform_support import KILL, signal_group
+from fastloop_tools.measure.server import ForkedProcess, ForkServer, ServerEnded, Servers
 from fastloop_tools.measure.worker import Spec
 
 PATIENCE = 5.0
 """Seconds that a process gets to exit after a signal."""
 LOUD = 0.05
 """Share of the machine that other processes may use without a message."""
+Process = subprocess.Popen[bytes] | ForkedProcess
 
 
 class BackgroundLoad:
@@ -32,10 +34,14 @@ class BackgroundLoad:
     def __init__(self) -> None:
         self.since, self.busy, self.own = time.monotonic(), _busy(), _own()
 
-    def read(self) -> float:
-        """Share of all cores, 0 to 1. This process's ended children are not counted."""
+    def read(self, forked: float = 0.0) -> float:
+        """Share of all cores, 0 to 1. This process's ended children are not counted.
+
+        Args:
+            forked: Processor time of measured processes that are not children of this process.
+        """
         seconds = (time.monotonic() - self.since) * (os.cpu_count() or 1)
-        return min(1.0, max(0.0, (_busy() - self.busy - (_own() - self.own)) / seconds))
+        return min(1.0, max(0.0, (_busy() - self.busy - (_own() - self.own) - forked) / seconds))
 
 
 def _busy() -> float:
@@ -58,31 +64,51 @@ def foreign_load(seconds: float = 1.0) -> float:
 
 
 def run_worker(
-    spec: Spec, length: Mapping[str, Any], environment: Mapping[str, str], timeout: float | None, nproc: int = 1
+    spec: Spec,
+    length: Mapping[str, Any],
+    environment: Mapping[str, str],
+    timeout: float | None,
+    nproc: int = 1,
+    servers: Servers | None = None,
 ) -> dict[str, Any]:
-    """Run one training in ``nproc`` fresh processes; returns the result of the first.
+    """Run one training in ``nproc`` new processes; returns the result of the first.
+
+    Args:
+        servers: Fork the process from one of these; several processes are always fresh ones. None: start fresh processes.
 
     On failure, the result has ``error`` with a message and ``kind``: ``usage``, ``run``, ``crash``, ``killed`` or ``timeout``.
     """
+    if servers is None or nproc > 1:
+        return _run(spec, length, environment, timeout, nproc, None)
+    needed: dict[str, str] = {}
+    while True:
+        try:
+            server = servers.get(environment, needed)
+            found = _run(spec, length, {**environment, **needed}, timeout, 1, server)
+        except ServerEnded as error:
+            return {"error": f"{error}.", "kind": "killed", "process_seconds": 0.0, "foreign_load": 0.0}
+        if "needs" not in found:
+            return found
+        needed |= found["needs"]
+
+
+def _run(
+    spec: Spec, length: Mapping[str, Any], environment: Mapping[str, str], timeout: float | None, nproc: int, server: ForkServer | None
+) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="fastloop-bench-") as folder:
         source = Path(folder) / "spec.json"
         source.write_text(json.dumps({**dataclasses.asdict(spec), "length": dict(length)}), encoding="utf-8")
         background, started = BackgroundLoad(), time.monotonic()
         ranks = [Path(folder) / str(rank) for rank in range(nproc)]
-        processes = []
+        processes: list[Process] = []
         try:
             for member, place in zip(launch.local_group(nproc), ranks, strict=True):
                 place.mkdir()
-                with (place / "stderr.txt").open("w") as stderr:
-                    process = subprocess.Popen(
-                        [sys.executable, "-m", "fastloop_tools.measure.worker", str(source), str(place / "result.json")],
-                        env={**environment, launch.LAUNCHER: f"{os.getpid()} ", **member},
-                        stdin=subprocess.DEVNULL,
-                        stdout=subprocess.DEVNULL,
-                        stderr=stderr,
-                        start_new_session=True,  # Ctrl-C reaches only this process, which ends the whole group
-                    )
-                processes.append(process)
+                (place / "stderr.txt").touch()
+                if server is not None:
+                    processes.append(server.start(environment, source, place))
+                else:
+                    processes.append(_start({**environment, **member}, source, place))
             found = _wait(processes, ranks, timeout)
         finally:
             for process in processes:
@@ -92,10 +118,24 @@ def run_worker(
         result = failed[0] if failed else found[0]
         if result is None:
             result = {"error": f"took more than {timeout:g} seconds and was ended.", "kind": "timeout"}
-        return result | {"process_seconds": time.monotonic() - started, "foreign_load": background.read()}
+        forked = sum(process.seconds for process in processes if isinstance(process, ForkedProcess))
+        return result | {"process_seconds": time.monotonic() - started, "foreign_load": background.read(forked)}
 
 
-def _wait(processes: list[subprocess.Popen[bytes]], places: list[Path], timeout: float | None) -> list[dict[str, Any] | None]:
+def _start(environment: Mapping[str, str], source: Path, place: Path) -> subprocess.Popen[bytes]:
+    """Start a fresh process that runs the specification in ``source``. Its result and its errors are written into ``place``."""
+    with (place / "stderr.txt").open("w") as stderr:
+        return subprocess.Popen(
+            [sys.executable, "-m", "fastloop_tools.measure.worker", str(source), str(place / "result.json")],
+            env={**environment, launch.LAUNCHER: f"{os.getpid()} "},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=stderr,
+            start_new_session=True,  # Ctrl-C reaches only this process, which ends the whole group
+        )
+
+
+def _wait(processes: list[Process], places: list[Path], timeout: float | None) -> list[dict[str, Any] | None]:
     """Wait until all processes have ended, or shortly after one has failed; returns their results, None for a running one."""
     deadline = time.monotonic() + timeout if timeout is not None else math.inf
     while True:
@@ -107,7 +147,7 @@ def _wait(processes: list[subprocess.Popen[bytes]], places: list[Path], timeout:
         time.sleep(0.02)
 
 
-def _result(process: subprocess.Popen[bytes], place: Path) -> dict[str, Any] | None:
+def _result(process: Process, place: Path) -> dict[str, Any] | None:
     """A process's result, or the way that it ended; None while it runs."""
     if process.poll() is None:
         return None
@@ -115,12 +155,12 @@ def _result(process: subprocess.Popen[bytes], place: Path) -> dict[str, Any] | N
         result: dict[str, Any] = json.loads((place / "result.json").read_text(encoding="utf-8"))
         return result
     lines = (place / "stderr.txt").read_text(errors="replace").strip().splitlines()
-    code = process.returncode
+    code = process.returncode or 0
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     return {"error": f"the process {how}: {lines[-1] if lines else 'no output'}", "kind": "killed", "stderr": lines[-40:]}
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: Process) -> None:
     """End a process with all that it started: asked first, then killed."""
     for number in (signal.SIGTERM, KILL):
         if process.poll() is None:

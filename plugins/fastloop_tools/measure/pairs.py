@@ -1,4 +1,4 @@
-"""Compares recipes pair by pair, each measurement in fresh processes."""
+"""Compares recipes pair by pair, each measurement in processes of its own."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from fastloop.recipe import Recipe
 from fastloop_tools.bench.plan import with_only
 from fastloop_tools.measure.measure import LOUD, foreign_load, run_worker
 from fastloop_tools.measure.results import Measurement, speed
+from fastloop_tools.measure.server import AVAILABLE, Servers
 from fastloop_tools.measure.worker import Spec
 
 
@@ -24,9 +25,13 @@ class Window:
     warmup: int = 2
     profile_steps: int = 0
 
+    def duration(self, step: float) -> float:
+        """Seconds of the warm-up and the window, for steps of ``step`` seconds."""
+        return max((self.warmup + self.steps) * step, self.warmup * step + self.seconds)
+
 
 class TrialRunner:
-    """Runs trainings in fresh processes.
+    """Runs each training in processes of its own.
 
     Args:
         environment: Their environment variables, saved before this process resolved any plugin, which may change them.
@@ -34,6 +39,8 @@ class TrialRunner:
         say: Called with a line of text for each disturbed measurement.
         nproc: Processes of each training.
         timeout: Seconds that a training may take; None: no limit.
+        modules: Modules that each training imports, for the servers that fork its processes; see ``fastloop_tools.measure.server``. None:
+            each process is a fresh one.
 
     Attributes:
         before: Share of the machine that other processes used when ``listen`` was called.
@@ -41,11 +48,23 @@ class TrialRunner:
     """
 
     def __init__(
-        self, environment: Mapping[str, str], cache: Path, say: Callable[[str], None], nproc: int = 1, timeout: float | None = None
+        self,
+        environment: Mapping[str, str],
+        cache: Path,
+        say: Callable[[str], None],
+        nproc: int = 1,
+        timeout: float | None = None,
+        modules: tuple[str, ...] | None = None,
     ) -> None:
         self.environment, self.cache, self.say, self.nproc, self.timeout = environment, cache, say, nproc, timeout
+        self.servers = Servers(modules) if modules is not None and AVAILABLE else None
         self.known: dict[str, int] = {}
         self.before = self.worst = 0.0
+
+    def close(self) -> None:
+        """End the servers."""
+        if self.servers is not None:
+            self.servers.close()
 
     def listen(self) -> None:
         """Measure the load of other processes before the start."""
@@ -53,25 +72,26 @@ class TrialRunner:
         if self.before > LOUD:
             self.say(f"other processes use {self.before:.0%} of this machine: intervals will be wide")
 
-    def work(self, recipe: Recipe, spec: Spec, name: str | None = None) -> Measurement:
+    def work(self, recipe: Recipe, spec: Spec, name: str | None = None, fresh: bool = False) -> Measurement:
         """Run a specification made from a recipe.
 
         Args:
             name: Name of the cache of compiled code: the first run with a name compiles, later ones reuse it. None: one cache for each
-            recipe.
+                recipe.
+            fresh: Whether the process imports all that it needs itself, so that its start and its memory are those of a user's run.
         """
         spec.source = str(recipe.source) if recipe.source else None
         place = self.known.setdefault(name or repr(recipe.to_dict()), len(self.known))
         environment = {**self.environment, "TORCHINDUCTOR_CACHE_DIR": str(self.cache / str(place))}
         length = {"epochs": recipe.train.epochs, "max_steps": recipe.train.max_steps}
-        return run_worker(spec, length, environment, self.timeout, self.nproc)
+        return run_worker(spec, length, environment, self.timeout, self.nproc, None if fresh else self.servers)
 
-    def undisturbed(self, recipe: Recipe, spec: Spec, name: str | None = None) -> Measurement:
+    def undisturbed(self, recipe: Recipe, spec: Spec, name: str | None = None, fresh: bool = False) -> Measurement:
         """Run ``work``, and repeat it if other processes disturbed it; returns the less disturbed result."""
-        found = self.work(recipe, spec, name)
+        found = self.work(recipe, spec, name, fresh)
         if found["foreign_load"] > LOUD >= self.before:  # on a machine that is always busy, a repeat does not help
             self.say(f"other processes used {found['foreign_load']:.0%} of the machine meanwhile: measured again")
-            found = min(found, self.work(recipe, spec, name), key=lambda result: float(result["foreign_load"]))
+            found = min(found, self.work(recipe, spec, name, fresh), key=lambda result: float(result["foreign_load"]))
         self.worst = max(self.worst, found["foreign_load"])
         return found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import tempfile
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -33,8 +34,8 @@ def tune(
 ) -> None:
     """Find the fastest set of plugins for a recipe on this machine.
 
-    The result is written as a recipe. Plugins estimate their speedups; the largest is tried next, in fresh processes, and kept when
-    it is faster. At the end the result is compared with the given recipe, in speed and in losses. A slower result is never written.
+    The result is written as a recipe. Plugins estimate their speedups; the largest is tried next, in a process of its own, and kept
+    when it is faster. At the end the result is compared with the given recipe, in speed and in losses. A slower result is never written.
 
     With --stop-after suggestions it tries only what `fastloop profile` suggests, and keeps an edit only when it is faster beyond noise.
     """
@@ -46,6 +47,7 @@ def tune(
     from fastloop_tools.bench.ablation import dump, json_safe
     from fastloop_tools.bench.plan import check
     from fastloop_tools.measure.pairs import TrialRunner, Window
+    from fastloop_tools.measure.server import libraries
     from fastloop_tools.measure.statistics import LEAST_PAIRS
     from fastloop_tools.tune import write as writing
     from fastloop_tools.tune.search import Search
@@ -64,8 +66,10 @@ def tune(
         raise UsageError(f"--output {target}: this is the recipe itself. Give another file.")
     if target.suffix in (".json", ".md") or target.is_dir() or not target.absolute().parent.is_dir():
         raise UsageError(f"--output {target}: expected a .yaml file in a folder that exists.")
-    with tempfile.TemporaryDirectory(prefix="fastloop-tune-") as cache:
-        runner = TrialRunner(environment, Path(cache), typer.echo, nproc, timeout=None if thorough else allowed)
+    with (
+        tempfile.TemporaryDirectory(prefix="fastloop-tune-") as cache,
+        closing(TrialRunner(environment, Path(cache), typer.echo, nproc, None if thorough else allowed, libraries(loaded))) as runner,
+    ):
         search = Search(
             loaded,
             classes,

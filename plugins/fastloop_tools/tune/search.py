@@ -5,7 +5,7 @@ while there is time:
     of the edits for which plugins estimate a speedup, try the largest that was not tried
     keep it if it is faster: a clear case needs one pair of measurements, a close one three
 try without each plugin listed for speed, and other micro-batch sizes
-measure the given recipe and the result pair by pair, and compare their losses; a slower result is not written
+measure the given recipe and the result pair by pair until the result is clear, and compare their losses; a slower one is not written
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fastloop_tools.profile.suggestions import suggest
 CLASSES = get_args(Numerics)
 """From the smallest to the largest effect on the numbers."""
 PAIRS, CHECKS = 3, 5
-"""Pairs for a close case, and for the last check if there is time."""
+"""Pairs for a close case, and for the last check if it is not clear and there is time."""
 CLEAR, WORTH, LEAST = 1.3, 1.05, 1.02
 """Speedups that need one pair; two pairs that agree, or one pair and the estimate; and three pairs."""
 LOSSES = 3
@@ -116,8 +116,7 @@ class Search:
         pairs: int | None = None,
         never: Collection[str] = (),
     ) -> None:
-        self.pairs, self.never = pairs, set(never)
-        self.given = self.best = recipe
+        self.pairs, self.never, self.given, self.best = pairs, set(never), recipe, recipe
         self.accept, self.budget, self.shop, self.window, self.say = accept, budget, shop, window, say
         self.trials: list[Trial] = []
         self.check: dict[str, Any] = {"ratios": [], "numerics": None}
@@ -250,23 +249,27 @@ class Search:
         return min(ratios) > 1.0 and median(ratios) >= LEAST
 
     def measure(self, recipe: Recipe, number: int = 0, profiles: bool = True) -> Measurement:
-        """Measure a recipe in a fresh process."""
-        window = self.window if profiles else replace(self.window, profile_steps=0)
+        """Measure a recipe in a process of its own."""
+        window = self.window_of(recipe) if profiles else replace(self.window_of(recipe), profile_steps=0)
         found = self.shop.measure(recipe, window, number)
         if "error" not in found:
             step, took = found["seconds_a_step"], found["process_seconds"]
-            trained = max((window.warmup + window.steps) * step, window.warmup * step + window.seconds) + window.profile_steps * step
+            trained = window.duration(step) + window.profile_steps * step
             self.costs[repr(recipe.to_dict())] = max(0.0, took - trained), step
         return found
+
+    def window_of(self, recipe: Recipe) -> Window:
+        """The measured part of a training: after one step of warm-up, if a step is known to take longer than a whole window."""
+        step = self.costs.get(repr(recipe.to_dict()), (0.0, 0.0))[1]
+        return replace(self.window, warmup=1) if step > self.window.seconds > 0 else self.window
 
     # -- checking ------------------------------------------------------------------------------------------------------------
 
     def hold(self) -> None:
         """Compare losses by the weakest numerics class of the kept edits; undo all edits if they differ too much."""
-        kept = [trial for trial in self.trials if trial.kept]
-        if not kept:
+        promises = {trial.numerics for trial in self.trials if trial.kept}
+        if not promises:
             return
-        promises = {trial.numerics for trial in kept}
         listed = {plugin.numerics for recipe in (self.given, self.best) for plugin in select(recipe).plugins}
         if "reduced-precision" in listed:  # in few bits another order of sums is far from 1e-5
             promises.add("reduced-precision")
@@ -284,7 +287,7 @@ class Search:
             ratios += kept[0].ratios
         pair = self.cost(self.given) + self.cost(self.best)
         for number in range(len(ratios), CHECKS):
-            if number and self.left() < pair:
+            if ratios and (self.left() < pair or (self.pairs is None and min(ratios) >= CLEAR)):
                 break
             arms = [self.given, self.best] if number % 2 == 0 else [self.best, self.given]
             measured = {id(recipe): self.measure(recipe, number, profiles=False) for recipe in arms}
@@ -310,16 +313,13 @@ class Search:
         return self.budget - (monotonic() - self.started)
 
     def cost(self, recipe: Recipe, steps: int | None = None, hoped: float = 1.0) -> float:
-        """Seconds that a measurement of a recipe takes, or a run of ``steps`` steps, in a fresh process.
+        """Seconds that a measurement of a recipe takes, or a run of ``steps`` steps, in a process of its own.
 
         Args:
             hoped: Expected speedup of its steps.
         """
         start, step = self.costs[repr(recipe.to_dict())]
-        step, window = step / hoped, self.window
-        return start + (
-            max((window.warmup + window.steps) * step, window.warmup * step + window.seconds) if steps is None else steps * step
-        )
+        return start + (self.window_of(recipe).duration(step / hoped) if steps is None else steps * step / hoped)
 
     def reserve(self, hoped: float = 1.0) -> float:
         """Seconds needed for the checks at the end, if the best recipe becomes ``hoped`` times as fast: losses, and one pair."""

@@ -17,12 +17,13 @@ import pytest
 import yaml
 
 from fastloop.recipe import Recipe, load_recipe
+from fastloop.runtime.hardware import Machine
 from fastloop_tools.measure.measure import run_worker
 from fastloop_tools.measure.pairs import TrialRunner
-from fastloop_tools.measure.server import AVAILABLE, LIBRARIES, TRANSFORMERS, ForkServer, Servers, libraries
+from fastloop_tools.measure.server import LIBRARIES, TRANSFORMERS, ForkServer, Servers, libraries
 from fastloop_tools.measure.worker import Spec
 
-pytestmark = pytest.mark.skipif(not AVAILABLE, reason="forks only on Linux")
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="forks only on Linux")
 
 CODE = """
 import torch
@@ -158,6 +159,8 @@ def test_a_measured_process_ends_with_its_server(recipe):
         time.sleep(0.02)
 
 
-def test_libraries_follow_the_model(recipe):
+def test_libraries_follow_the_model_and_the_device(recipe, monkeypatch):
     assert libraries(recipe) == LIBRARIES
-    assert libraries(load_recipe("quickstart")) == (*LIBRARIES, *TRANSFORMERS)
+    assert libraries(load_recipe("quickstart", ["train.device=cpu"])) == (*LIBRARIES, *TRANSFORMERS)
+    monkeypatch.setattr("fastloop.runtime.hardware.this_machine", lambda device: Machine("cuda", "H100", ("fp32",)))
+    assert libraries(recipe) is None

@@ -12,7 +12,7 @@ from fastloop.recipe import Recipe
 from fastloop_tools.bench.plan import with_only
 from fastloop_tools.measure.measure import LOUD, foreign_load, run_worker
 from fastloop_tools.measure.results import Measurement, speed
-from fastloop_tools.measure.server import AVAILABLE, Servers
+from fastloop_tools.measure.server import Servers
 from fastloop_tools.measure.worker import Spec
 
 
@@ -57,7 +57,7 @@ class TrialRunner:
         modules: tuple[str, ...] | None = None,
     ) -> None:
         self.environment, self.cache, self.say, self.nproc, self.timeout = environment, cache, say, nproc, timeout
-        self.servers = Servers(modules) if modules is not None and AVAILABLE else None
+        self.servers = Servers(modules) if modules is not None else None
         self.known: dict[str, int] = {}
         self.before = self.worst = 0.0
 

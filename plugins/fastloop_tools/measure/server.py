@@ -1,8 +1,8 @@
 """Starts measured processes by forking one that has imported torch, which saves seconds of each measurement.
 
 A ``ForkServer`` is a fresh process with the environment variables that only a new process reads, such as those of the allocator and of
-OpenMP. It imports the libraries that each measurement of a recipe needs, computes nothing, opens no device, and forks for each measurement.
-Linux only.
+OpenMP. It imports the libraries that each measurement of a recipe needs, computes nothing, and forks for each measurement. It is for CPUs
+under Linux.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ from fastloop.cli import launch
 if TYPE_CHECKING:
     from fastloop.recipe import Recipe
 
-AVAILABLE = sys.platform.startswith("linux")
-"""Whether measured processes can be forked here. Elsewhere, libraries of the system do not support a fork after they are loaded."""
 LIBRARIES = ("fastloop.lifecycle", "torch._dynamo", "fastloop_tools.measure.worker", "fastloop_tools.profile.observe")
 """Modules that every training imports, torch and accelerate with them. An optimizer of torch imports ``torch._dynamo``."""
 LIMIT = 2
@@ -36,8 +34,15 @@ TRANSFORMERS = ("fastloop_plugins.tasks._imports:import_transformers", "fastloop
 """Functions that import modules, for recipes with a model of transformers."""
 
 
-def libraries(recipe: Recipe) -> tuple[str, ...]:
-    """The modules that every measurement of a recipe needs, with any plugins."""
+def libraries(recipe: Recipe) -> tuple[str, ...] | None:
+    """The modules that every measurement of a recipe needs, with any plugins; None: its processes cannot be forked.
+
+    An accelerator's driver does not survive a fork, and importing a library may start it. Only Linux forks after libraries are loaded.
+    """
+    from fastloop.runtime.hardware import this_machine
+
+    if not sys.platform.startswith("linux") or this_machine(recipe.train.device).device != "cpu":
+        return None
     return LIBRARIES + (TRANSFORMERS if recipe.model.get("name") or recipe.model.get("config") else ())
 
 

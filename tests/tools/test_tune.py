@@ -17,8 +17,9 @@ import yaml
 from fastloop.cli import main
 from fastloop.cli.arguments import parse_time
 from fastloop.errors import UsageError
-from fastloop.recipe import load_recipe, make_recipe
+from fastloop.recipe import Recipe, load_recipe, make_recipe
 from fastloop_tools.measure import pairs
+from fastloop_tools.measure.pairs import Window
 from fastloop_tools.measure.worker import Spec, measure
 from fastloop_tools.profile import observe
 from fastloop_tools.tune.search import Search
@@ -420,3 +421,30 @@ def test_tune_written_recipe_round_trips():
 def test_decide_requires_five_pairs_or_seven_with_an_outlier(ratios, kept):
     search = Search(make_recipe({}), {"bitwise"}, 1.0, None, None, print, pairs=5)  # type: ignore[arg-type] # nothing is measured
     assert search.decide(ratios) is kept
+
+
+class Clock:
+    """Measures recipes by their learning rate: seconds of a step."""
+
+    def __init__(self) -> None:
+        self.warmups: list[int] = []
+
+    def measure(self, recipe: Recipe, window: Window, number: int = 0) -> dict[str, Any]:
+        self.warmups.append(window.warmup)
+        step = recipe.train.lr
+        return {"seconds_a_step": step, "process_seconds": 5 * step, "samples": 1, "tokens": 0, "seconds": step}
+
+
+@pytest.mark.parametrize(("step", "pairs", "expected"), [(5.0, None, 1), (9.0, None, 5), (5.0, 5, 5)])
+def test_last_check_ends_after_one_clear_pair(step, pairs, expected):
+    given, found = (make_recipe({"train": {"lr": seconds}}) for seconds in (10.0, step))
+    clock = Clock()
+    search = Search(given, {"bitwise"}, 1e6, clock, Window(), print, pairs)  # type: ignore[arg-type] # it only measures
+    search.measure(given)
+    search.measure(found)
+    search.best = found
+    search.last_check()
+    assert search.check["ratios"] == pytest.approx([10 / step] * expected)
+    assert search.best is found
+    assert clock.warmups[:2] == [2, 2], "the time of a step is not known yet"
+    assert clock.warmups[2:4] == ([1, 2] if step < 6 else [1, 1]), "a step longer than the window needs one step of warm-up"

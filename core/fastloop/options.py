@@ -181,6 +181,4 @@ def _type_name(hint: Any) -> str:
         return "null"
     if origin in (list, dict, tuple):
         return f"{origin.__name__}[{', '.join(_type_name(arg) for arg in args)}]"
-    if args:
-        return " | ".join(_type_name(arg) for arg in args)
-    return getattr(hint, "__name__", str(hint))
+    return " | ".join(map(_type_name, args)) if args else getattr(hint, "__name__", str(hint))

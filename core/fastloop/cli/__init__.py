@@ -60,7 +60,8 @@ def main() -> None:
             time.sleep(ERROR_DELAY)  # another process failed first or reports the same error, and its exit ends this process
         if isinstance(error, PluginCrash | UserCodeError | DataError) and error.__cause__ is not None:
             print(secrets.hide("".join(traceback.format_exception(error.__cause__))), end="", file=sys.stderr)
-        print(f"error: {secrets.hide(str(error))}", file=sys.stderr)
+        hint = " Its output has the reason. Continue with --resume." if isinstance(error, ProcessLost) else ""
+        print(f"error: {secrets.hide(str(error))}{hint}", file=sys.stderr)
         sys.exit(error.exit_code)
     except signals.Stopped as stop:
         if ranks.rank() == 0:

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from fastloop.distributed.ranks import restarts, world_size
+from fastloop.distributed.ranks import world_size
 from fastloop.distributed.signals import EXIT_INTERRUPTED, EXIT_STOPPED, STOP_TIMEOUT, on_signals
 from fastloop.errors import PluginError, UsageError
 from fastloop.recipe import secrets
@@ -160,9 +160,15 @@ def resume_from(value: str | None, output: Path) -> Path | None:
     If a process fails, torchrun with ``--max-restarts`` restarts all processes with the same arguments. On one machine, a restarted run
     resumes from its run folder. On several machines, pass ``--resume`` from the start.
     """
-    if restarts() and _is_from_this_job(output):
+    if _restarts() and _is_from_this_job(output):
         return output
     return None if value is None else Path(value or output)
+
+
+def _restarts() -> int:
+    """Number of restarts by torchrun (``--max-restarts``). 0 on several machines, because each of them counts separately."""
+    is_one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) if is_one_machine else 0
 
 
 def _is_from_this_job(output: Path) -> bool:

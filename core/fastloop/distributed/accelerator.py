@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
 
-from fastloop.distributed.ranks import rank, restarts, world_size
+from fastloop.distributed.ranks import rank, world_size
 from fastloop.errors import PluginError
 from fastloop.recipe import Recipe
 from fastloop.runtime.hardware import this_machine
@@ -47,17 +48,37 @@ def build_accelerator(recipe: Recipe, resolution: PluginSet) -> Accelerator:
 
 
 def _own_store() -> dict[str, Any]:
-    """Arguments of ``PartialState`` after a restart by torchrun: a fresh part of its store.
+    """Arguments of ``PartialState`` under torchrun: a part of its store that only the processes of this start use.
 
-    Torchrun keeps the store between restarts (torch 2.13). The default part still has the addresses of the earlier processes, and a process
-    that reads them waits for processes that have ended.
+    Torchrun keeps the store when it starts processes again (torch 2.13). The default part still has the addresses of the earlier processes,
+    and a process that reads them waits for processes that have ended. Torchrun's count of restarts does not identify a start: each machine
+    has its own, and a machine that joins or leaves changes none.
     """
-    if not (number := restarts()):
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or world_size() == 1:
         return {}
-    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+    from torch.distributed import PrefixStore, TCPStore, default_pg_timeout  # type: ignore[attr-defined]
 
-    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    return {"store": PrefixStore(f"restart {number}", store), "rank": rank(), "world_size": world_size()}
+    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=default_pg_timeout)
+    return {"store": PrefixStore(_name_start(store), store), "rank": rank(), "world_size": world_size()}
+
+
+def _name_start(store: Any) -> str:
+    """A new name from rank 0, the same on every process that starts now. Every process must call it.
+
+    Each other process writes a random key, and rank 0 answers under that key. Keys of earlier processes may be in the store, too: nobody
+    reads the answers to them. So rank 0 answers until every process has confirmed, or until the store's timeout: then the connection of the
+    processes fails.
+    """
+    mine, others = os.urandom(16).hex(), [f"fastloop/{other}" for other in range(1, world_size())]
+    if rank():
+        store.set(f"fastloop/{rank()}", mine)
+        store.add(name := store.get(f"fastloop/{mine}").decode(), 1)
+        return str(name)
+    deadline = monotonic() + store.timeout.total_seconds()
+    while store.add(mine, 0) < len(others) and monotonic() < deadline:
+        store.multi_set([f"fastloop/{key.decode()}" for key in store.multi_get(others)], [mine] * len(others))
+        sleep(0.1)
+    return mine
 
 
 STRATEGIES = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_MEGATRON_LM")

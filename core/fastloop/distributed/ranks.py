@@ -17,9 +17,3 @@ def world_size() -> int:
 def rank() -> int:
     """Index of this process, from 0."""
     return _from_environment("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK") or 0
-
-
-def restarts() -> int:
-    """Number of restarts by torchrun (``--max-restarts``). 0 on several machines, because each of them counts separately."""
-    is_one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) if is_one_machine else 0

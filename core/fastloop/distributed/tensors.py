@@ -12,9 +12,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 def gather_full(tensor: Tensor) -> Tensor:
     """The full tensor. If it is a ``DTensor``, every process must call this."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    full: Tensor = tensor.full_tensor()
+    full: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return full
 
 

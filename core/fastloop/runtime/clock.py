@@ -55,16 +55,12 @@ class Clock:
 
 def peak_memory(device: torch.device) -> int:
     """Peak memory in bytes: allocated on CUDA, resident on other devices."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return platform_support.peak_resident_memory()
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else platform_support.peak_resident_memory()
 
 
 def memory_held(device: torch.device) -> int:
     """Memory in bytes: reserved by the allocator on CUDA, resident on other devices."""
-    if device.type == "cuda":
-        return torch.cuda.memory_reserved(device)
-    return int(_process(os.getpid()).memory_info().rss)
+    return torch.cuda.memory_reserved(device) if device.type == "cuda" else int(_process(os.getpid()).memory_info().rss)
 
 
 @cache

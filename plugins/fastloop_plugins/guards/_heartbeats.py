@@ -50,7 +50,8 @@ class RankHeartbeats:
         lines = []
         for rank in (silent or behind)[:8]:
             heartbeat = heartbeats.get(rank, {"step": 0, "where": "not yet begun", "since": now})
-            stopped = " It does not respond: it is stopped, has ended, or is inside native code." if rank in silent else ""
+            reasons = "it is stopped, has ended, is inside native code, or its machine is lost"
+            stopped = f" It does not respond: {reasons}." if rank in silent else ""
             lines.append(
                 f"process {rank} of {self.world_size} has made no progress for {now - heartbeat['since']:.0f} seconds: "
                 f"at step {heartbeat['step'] + 1}, {heartbeat['where']}.{stopped}"

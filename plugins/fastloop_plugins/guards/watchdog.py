@@ -122,7 +122,8 @@ class Watchdog(Plugin):
             if idle > timeout:
                 faulthandler.dump_traceback(file=self.stacks, all_threads=True)
                 self.over.wait(2 * self.every)  # the other processes reach their timeout within this time
-                self.end(run, f"{self.heartbeats.diagnose()} Stacks of all threads: {self.heartbeats.folder}/rank-*.txt.")
+                stacks = f"{self.heartbeats.folder}/rank-*.txt"
+                self.end(run, f"{self.heartbeats.diagnose()} Stacks of all threads: {stacks}. Continue with --resume.")
             if idle < timeout / 2:
                 warned = False
             elif not warned:

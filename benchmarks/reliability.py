@@ -71,6 +71,7 @@ class Row:
     tried: int = 0
     lost: int = 0
     skipped: list[str] = field(default_factory=list)
+    figures: str = ""
 
 
 def read(*reports: Path) -> tuple[dict[str, dict[str, Row]], set[str]]:
@@ -89,6 +90,7 @@ def read(*reports: Path) -> tuple[dict[str, dict[str, Row]], set[str]]:
             sys.exit(f"error: {file}.{test} ({said}): not of tests/reliability, or it was not collected")
         row = found[file].setdefault(test, Row(said["fault"], said["promise"]))
         times.add(said["times"])
+        row.figures = said.get("figures", row.figures)
         row.cases += 1
         if (skipped := case.find("skipped")) is not None:
             row.skipped.append(" ".join(skipped.get("message", "").split()))
@@ -111,7 +113,7 @@ def tables(found: dict[str, dict[str, Row]]) -> str:
         text += [f"## {title}", "", f"`tests/reliability/{file}.py`", "", "| fault | promise | test | tried | survived | lost |"]
         text.append("|---|---|---|---:|---:|---:|")
         for test, row in found[file].items():
-            promise = row.promise
+            promise = row.promise + (f" ({row.figures})" if row.figures else "")
             if row.skipped:
                 cases = "" if len(row.skipped) == row.cases else f" {len(row.skipped)} of {row.cases} cases"
                 promise += f" (skipped{cases}: {'; '.join(dict.fromkeys(row.skipped))})"

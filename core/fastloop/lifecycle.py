@@ -20,6 +20,7 @@ from fastloop.checkpoint import folder, resume
 from fastloop.checkpoint.export import load_model
 from fastloop.data import Loaders
 from fastloop.data.loaders import micro_batches
+from fastloop.distributed import ranks
 from fastloop.distributed.accelerator import build_accelerator
 from fastloop.distributed.processes import Processes
 from fastloop.distributed.skipped_steps import SkippedSteps
@@ -27,6 +28,7 @@ from fastloop.errors import PluginError, RecipeError, SaveError
 from fastloop.hooks import PluginSet, make_crash
 from fastloop.recipe import Inference, Recipe
 from fastloop.run import Run
+from fastloop.runtime import platform_support
 from fastloop.runtime.clock import Clock
 from fastloop.runtime.files import sync_folder
 from fastloop.schedule import Schedule
@@ -48,10 +50,12 @@ def build(recipe: Recipe, plugins: PluginSet, resume_from: Path | None = None) -
     run = Run(recipe, plugins)
     with _teardown_after_error(run), explain_errors(run):
         run.hooks.check_recipe(recipe=recipe)
-        run.resume_point = resume.find(run.folder, resume_from) if resume_from is not None else None
+        if resume_from is not None:  # the main process chooses: another host may see the newest checkpoint late
+            run.resume_point = resume.find(run.folder, resume_from) if ranks.rank() == 0 else (resume_from, [])
         if recipe.inference is None:
             folder.check(run)
         _build_accelerator(run)
+        run.resume_point = run.processes.all_gather_object(run.resume_point)[0]
         set_seed(recipe.train.seed)
         _build_loaders(run)
         _build_model(run)
@@ -140,6 +144,8 @@ def explain_errors(run: Run) -> Iterator[None]:
 
 def _build_accelerator(run: Run) -> None:
     recipe, plugins = run.recipe, run.plugins
+    if (cores := platform_support.cores()) < len(platform_support.processors()):  # torch does not know the quota of a control group
+        torch.set_num_threads(min(torch.get_num_threads(), cores))
     run.accelerator = build_accelerator(recipe, plugins)
     run.processes = Processes(run.accelerator)
     device = run.accelerator.device

@@ -46,7 +46,8 @@ class OptionInfo:
 
 
 @cache
-def _model(cls: Any) -> type[BaseModel]:
+def pydantic_model(cls: Any) -> type[BaseModel]:
+    """The pydantic model of the mappings for a dataclass. Its fields have the prefix ``option_``, and the dataclass's names as aliases."""
     from pydantic import ConfigDict, Field, create_model
 
     hints = typing.get_type_hints(cls, include_extras=True)
@@ -71,7 +72,7 @@ def check_options(cls: Any, label: str) -> None:
     if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
         raise PluginError(f"{label} is {cls!r}, expected a dataclass: @dataclass(kw_only=True).")
     try:
-        _model(cls)
+        pydantic_model(cls)
     except Exception as error:
         raise PluginError(f"{label} cannot be checked: {type(error).__name__}: {str(error).splitlines()[0]}") from error
 
@@ -91,7 +92,7 @@ def parse(cls: type[T], values: Mapping[str, Any] | None, where: str) -> T:
         values = {}
     if not isinstance(values, Mapping):
         raise RecipeError(f"{where}: found {_format(values)}, expected a mapping of options.")
-    model = _model(cls)  # type: ignore[arg-type]
+    model = pydantic_model(cls)  # type: ignore[arg-type]
     try:
         valid = model.model_validate({str(key): value for key, value in values.items()})
     except ValidationError as error:
@@ -148,27 +149,6 @@ def describe(cls: type) -> list[OptionInfo]:
             default = "(required)"
         rows.append(OptionInfo(field.name, _type_name(hint), default, help))
     return rows
-
-
-def json_schema(cls: type, pointer: str) -> dict[str, Any]:
-    """A JSON Schema of the mappings that ``parse`` accepts for the dataclass ``cls``.
-
-    Args:
-        pointer: Location in the enclosing schema, such as ``#/$defs/train``.
-    """
-    from pydantic.json_schema import GenerateJsonSchema
-
-    class Untitled(GenerateJsonSchema):
-        """Omits the titles that pydantic derives from names."""
-
-        def field_title_should_be_set(self, schema: Any) -> bool:
-            return False
-
-    schema = _model(cls).model_json_schema(ref_template=f"{pointer}/$defs/{{model}}", schema_generator=Untitled)
-    for field in dataclasses.fields(cls):
-        if field.default_factory is not dataclasses.MISSING:
-            schema["properties"][field.name]["default"] = field.default_factory()
-    return {key: value for key, value in schema.items() if key != "title"}
 
 
 def _type_name(hint: Any) -> str:

@@ -1,7 +1,11 @@
 /* Faults of a machine for one process. Load it with LD_PRELOAD.
 
    CLOCK_JUMPS  seconds: every 0.3 s, the time of day jumps: by so much ahead, so much back, and to the true time
-   STALE_CALL   a function below: its call number STALE_NUMBER with STALE_PATH in the path fails with ESTALE, as on a network file system */
+   STALE_CALL   a function below: STALE_TIMES calls (default 1) from number STALE_NUMBER on, with STALE_PATH in the path, fail with ESTALE,
+                as on a network file system
+   LATE_PATH    a process with RANK=LATE_RANK cannot open paths with this part until LATE_SECONDS after the first attempt, as on a host
+                that cached the entries of a folder
+   SLOW_PATH    an fsync of a path with this part takes SLOW_MILLISECONDS longer */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -57,18 +61,43 @@ time_t time(time_t *now) {
 
 static int is_stale(const char *call, const char *path) {
     static int count;
-    const char *wanted = getenv("STALE_CALL"), *part = getenv("STALE_PATH"), *number = getenv("STALE_NUMBER");
-    if (!wanted || !part || !number || strcmp(call, wanted) || !strstr(path, part) || ++count != atoi(number)) return 0;
+    const char *wanted = getenv("STALE_CALL"), *part = getenv("STALE_PATH");
+    const char *number = getenv("STALE_NUMBER"), *times = getenv("STALE_TIMES");
+    if (!wanted || !part || !number || strcmp(call, wanted) || !strstr(path, part)) return 0;
+    int since = ++count - atoi(number);
+    if (since < 0 || since >= (times ? atoi(times) : 1)) return 0;
     errno = ESTALE;
     return 1;
 }
 
-static int is_stale_file(const char *call, int file) {
-    char link[64], path[PATH_MAX];
+static const char *path_of(int file) {
+    static _Thread_local char path[PATH_MAX];
+    char link[64];
     snprintf(link, sizeof link, "/proc/self/fd/%d", file);
     ssize_t length = readlink(link, path, sizeof path - 1);
     path[length < 0 ? 0 : length] = 0;
-    return is_stale(call, path);
+    return path;
+}
+
+static int is_stale_file(const char *call, int file) { return getenv("STALE_CALL") && is_stale(call, path_of(file)); }
+
+/* -- late visibility and slow disks ------------------------------------------------------------------------------------------------ */
+
+static int is_late(const char *path) {
+    static time_t first;
+    const char *part = getenv("LATE_PATH"), *rank = getenv("RANK"), *late = getenv("LATE_RANK"), *seconds = getenv("LATE_SECONDS");
+    if (!part || !rank || !late || !seconds || strcmp(rank, late) || !strstr(path, part)) return 0;
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    if (!first) first = now.tv_sec;
+    if (now.tv_sec - first >= atoi(seconds)) return 0;
+    errno = ENOENT;
+    return 1;
+}
+
+static void delay(int file) {
+    const char *part = getenv("SLOW_PATH"), *milliseconds = getenv("SLOW_MILLISECONDS");
+    if (part && milliseconds && strstr(path_of(file), part)) usleep(1000 * atoi(milliseconds));
 }
 
 #define OPEN(name)                                                                                                                         \
@@ -78,10 +107,16 @@ static int is_stale_file(const char *call, int file) {
         va_start(more, flags);                                                                                                             \
         mode_t mode = flags & (O_CREAT | O_TMPFILE) ? va_arg(more, mode_t) : 0;                                                            \
         va_end(more);                                                                                                                      \
+        if (is_late(path)) return -1;                                                                                                      \
         return is_stale(flags & O_CREAT ? "create" : "open", path) ? -1 : real(path, flags, mode);                                         \
     }
 OPEN(open)
 OPEN(open64)
+
+ssize_t read(int file, void *data, size_t size) {
+    REAL(read);
+    return is_stale_file("read", file) ? -1 : real(file, data, size);
+}
 
 ssize_t write(int file, const void *data, size_t size) {
     REAL(write);
@@ -90,6 +125,7 @@ ssize_t write(int file, const void *data, size_t size) {
 
 int fsync(int file) {
     REAL(fsync);
+    delay(file);
     return is_stale_file("fsync", file) ? -1 : real(file);
 }
 

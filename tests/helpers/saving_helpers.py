@@ -5,6 +5,7 @@ A forked process has torch loaded already, so that a hundred of them are a matte
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -248,3 +249,28 @@ def mounted(folder: Path, *options: str) -> Iterator[Path]:
         yield folder
     finally:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+NEW_MOUNTS, NEW_USER = 0x00020000, 0x10000000
+"""CLONE_NEWNS and CLONE_NEWUSER of unshare(2)."""
+
+
+def with_tmpfs(folder: str, size: str) -> Callable[[], None]:
+    """For ``Forked``: the process finds an empty tmpfs of a size at ``folder``. Skips the test where namespaces are not permitted."""
+    check = ["unshare", "--mount", "--map-root-user", "mount", "-t", "tmpfs", "tmpfs", folder]
+    try:
+        done = subprocess.run(check, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        pytest.skip("there is no unshare, to give a process its own mounts")
+    if done.returncode:
+        pytest.skip(f"a process cannot have its own mounts here: {done.stderr.strip()}")
+
+    def enter() -> None:
+        user, group = os.getuid(), os.getgid()
+        if ctypes.CDLL(None, use_errno=True).unshare(NEW_MOUNTS | NEW_USER):
+            raise OSError(ctypes.get_errno(), "unshare")
+        for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
+            Path("/proc/self", name).write_text(text)
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], check=True)
+
+    return enter

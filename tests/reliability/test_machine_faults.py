@@ -1,4 +1,4 @@
-"""A machine that stalls a process, whose clock jumps, or whose network file system loses a file handle."""
+"""A machine that stalls a process, or has a clock that jumps, a slow disk, full shared memory, or a network file system that is late."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pathlib import Path
 
 import file_trace
 import pytest
-from saving_helpers import FASTLOOP, record, said, steps, together, until, write_recipe
+from saving_helpers import FASTLOOP, Forked, record, said, steps, together, until, with_tmpfs, write_recipe
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture
-def shim(tmp_path: Path) -> Path:
-    return file_trace.build(tmp_path, Path(file_trace.__file__).with_name("fault_shim.c"))
+@pytest.fixture(scope="module")
+def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return file_trace.build(tmp_path_factory.mktemp("shim"), Path(file_trace.__file__).with_name("fault_shim.c"))
 
 
 def test_stopped_process_continues():
@@ -47,29 +47,102 @@ def test_clock_that_jumps(shim):
     assert record() == record("whole")
 
 
+# -- network file systems and slow disks ---------------------------------------------------------------------------------------------
+
+BARE = ("--without", "checkpoint-best")
 STALE = [("create", 2), ("write", 3), ("fsync", 4), ("rename", 2), ("mkdir", 2), ("fsync", 11)]
 """A function of the shim, and the number of the call that fails, in the folder of checkpoints."""
-DRIVER = """
-import os
-import sys
-from saving_helpers import train
-
-for call, number in {stale!r}:
-    fault = {{"STALE_PATH": "checkpoints", "STALE_CALL": call, "STALE_NUMBER": str(number)}}
-    code = train(f"output={{call}}-{{number}}", "--without", "checkpoint-best", environment=fault)
-    if code:
-        sys.exit(f"{{call}} {{number}}: exit code {{code}}: " + open("said.txt").read()[-2000:])
-train("output=whole", "--without", "checkpoint-best")
+SAVES = """
+for call, number in STALE:
+    fault = {"STALE_PATH": "checkpoints", "STALE_CALL": call, "STALE_NUMBER": str(number)}
+    assert train(f"output={call}-{number}", *BARE, environment=fault) == 0, (call, number)
+assert train("output=whole", *BARE) == 0
 """
+STALE_READS = [("open", 1, 1), ("open", 6, 2), ("read", 1, 2), ("read", 4, 1)]
+"""A function of the shim, the number of the first call that fails, and the number of such calls, in the newest checkpoint. The sixth open
+is that of the weights, by safetensors."""
+RESUMES = """
+assert train("output=stopped", *BARE, environment={"FAULT": "step 22 0 me('SIGKILL')"}) == -9
+for call, number, times in STALE_READS:
+    fault = {"STALE_PATH": "step-00000020", "STALE_CALL": call, "STALE_NUMBER": str(number), "STALE_TIMES": str(times)}
+    shutil.copytree("stopped", f"{call}-{number}")
+    assert train(f"output={call}-{number}", *BARE, "--resume", environment=fault) == 0, (call, number)
+fault["STALE_TIMES"] = "1000000"
+shutil.copytree("stopped", "lost")
+assert train("output=lost", *BARE, "--resume", environment=fault) == 2
+assert train("output=whole", *BARE) == 0
+"""
+LATE = """
+two = ("--with", "ddp")
+stopped = together("output=run", *two, environment={"FAULT": "step 22 0 me('SIGKILL')"})
+assert stopped[0].wait() == -9
+stopped[1].send(signal.SIGKILL)
+stopped[1].wait()
+fault = {"LATE_PATH": "step-00000020", "LATE_RANK": "1", "LATE_SECONDS": "2"}
+assert [each.wait() for each in together("output=run", *two, "--resume", environment=fault)] == [0, 0]
+assert [each.wait() for each in together("output=whole", *two)] == [0, 0]
+"""
+SLOW = """
+from fastloop_plugins.observe import speed_check
+speed_check.SAVING = 1.0
+fault = {"SLOW_PATH": "checkpoints", "SLOW_MILLISECONDS": "60"}
+for output, more in (("plain", ()), ("async", ("--with", "async-save"))):
+    run, most = Forked(f"output={output}", *BARE, *more, environment=fault), 0
+    while not run.over():
+        most = max(most, len(list(Path(output, "checkpoints").glob(".step-*.partial"))))
+        time.sleep(0.002)
+    assert run.wait() == 0
+    assert most == 1, f"{most} saves at a time"
+assert train("output=whole", *BARE) == 0
+"""
+DRIVER = """
+import os, shutil, traceback
+from pathlib import Path
+from saving_helpers import *
+for name, (settings, code) in SCENARIOS.items():
+    Path(name).mkdir()
+    os.chdir(name)
+    write_recipe(train=settings)
+    try:
+        exec(code)
+    except BaseException:
+        Path("error.txt").write_text(traceback.format_exc())
+    os.chdir("..")
+"""
+SCENARIOS: dict[str, tuple[dict[str, int], str]] = {
+    "saves": ({}, SAVES),
+    "resumes": ({"keep_checkpoints": 2}, RESUMES),
+    "late": ({"keep_checkpoints": 2}, LATE),
+    "slow": ({}, SLOW),
+}
+"""Name of a folder -> settings of ``train``, and code that runs there, in a process with the shim."""
 
 
-def test_stale_file_handle_during_a_save(shim, record_property):
-    """a call of a save fails with ESTALE, as on a network file system: the save is logged as failed, training continues, and the next save succeeds"""  # noqa: E501
-    write_recipe()
-    Path("driver.py").write_text(DRIVER.format(stale=STALE))
+@pytest.fixture(scope="module")
+def ran(shim: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which all scenarios ran. One process runs them, because its start takes longer than most."""
+    folder = tmp_path_factory.mktemp("ran")
+    values = {"BARE": BARE, "STALE": STALE, "STALE_READS": STALE_READS, "SCENARIOS": SCENARIOS}
+    (folder / "driver.py").write_text("".join(f"{name} = {value!r}\n" for name, value in values.items()) + DRIVER)
     added = {"LD_PRELOAD": str(shim), "PYTHONPATH": str(Path(file_trace.__file__).parent), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "driver.py"], env=os.environ | added, capture_output=True, text=True, timeout=300, check=False)
+    command = [sys.executable, "driver.py"]
+    done = subprocess.run(command, cwd=folder, env=os.environ | added, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture
+def scenario(ran: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Changes to the folder of the scenario that the test names. Fails with the scenario's error."""
+    monkeypatch.chdir(ran / request.param)
+    error = Path("error.txt")
+    assert not error.exists(), error.read_text() + said()[-3000:]
+
+
+@pytest.mark.usefixtures("scenario")
+@pytest.mark.parametrize("scenario", ["saves"], indirect=True)
+def test_stale_file_handle_during_a_save(record_property):
+    """a call of a save fails with ESTALE, as on a network file system: the save is logged as failed, training continues, and the next save succeeds"""  # noqa: E501
     whole = record("whole")
     for call, number in STALE:
         run = f"{call}-{number}"
@@ -80,3 +153,97 @@ def test_stale_file_handle_during_a_save(shim, record_property):
         assert steps(run) == [27], run
     assert said().count("Stale file handle") >= len(STALE)
     record_property("faults", len(STALE))
+
+
+@pytest.mark.usefixtures("scenario")
+@pytest.mark.parametrize("scenario", ["resumes"], indirect=True)
+def test_stale_file_handle_while_a_checkpoint_is_read(record_property):
+    """a checkpoint that fails to open or read with ESTALE on resume: it is read again; if the error stays, the run ends with it, and resumes from no older checkpoint"""  # noqa: E501
+    for call, number, _ in STALE_READS:
+        assert record(f"{call}-{number}") == record("whole"), call
+    assert said().count("resumed from") == said().count("step-00000020 at step 20") == len(STALE_READS)
+    assert "error: lost/checkpoints/step-00000020 cannot be read: [Errno 116] Stale file handle" in said()
+    assert steps("lost") == [16, 20]
+    record_property("faults", len(STALE_READS) + 1)
+
+
+@pytest.mark.usefixtures("scenario")
+@pytest.mark.parametrize("scenario", ["late"], indirect=True)
+def test_checkpoint_that_a_rank_sees_late():
+    """the newest checkpoint is visible to one rank seconds later than to the other, as NFS caches folders: it waits, all resume from the newest, and the numbers are the same"""  # noqa: E501
+    assert "step-00000020 at step 20" in said()
+    assert record() == record("whole")
+
+
+@pytest.mark.usefixtures("scenario")
+@pytest.mark.parametrize("scenario", ["slow"], indirect=True)
+def test_slow_disk(record_property):
+    """a disk that takes long for each fsync, saving in the foreground and in the background: one save at a time, a warning with the share of saves, and the same numbers"""  # noqa: E501
+    assert record("plain") == record("async") == record("whole")
+    warnings = [line for line in said().splitlines() if "speed-check: saves took" in line]
+    assert len(warnings) == 2, warnings
+    assert "write in the background (--with async-save)" in warnings[0]
+    assert "--with async-save" not in warnings[1]
+    record_property("faults", 2)
+
+
+# -- shared memory and quotas ----------------------------------------------------------------------------------------------------------
+
+BIG = """
+import torch
+from torch import nn
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 32
+    def __getitem__(self, index):
+        return torch.full((65536,), index / 32), index % 3
+
+def rows():
+    return {"train": Rows()}
+
+def net():
+    return nn.Linear(65536, 3)
+
+def collate(samples):
+    return torch.stack([sample for sample, _ in samples]), torch.tensor([label for _, label in samples])
+"""
+
+
+@pytest.mark.parametrize(("size", "collate"), [("1m", "null"), ("1m", "big.py:collate"), ("16k", "null")], ids=["fetch", "send", "start"])
+def test_full_shared_memory(size, collate):
+    """/dev/shm without room for a batch of a worker, or for the worker's queues: the run ends at once, names /dev/shm and its free space, and what to do; without workers it trains"""  # noqa: E501
+    Path("big.py").write_text(BIG)
+    Path("recipe.yaml").write_text(
+        json.dumps(
+            {
+                "model": {"module": "big.py:net"},
+                "data": {"module": "big.py:rows"},
+                "train": {"batch_size": 8, "epochs": 1, "lr": 1e-3, "device": "cpu"},
+                "plugins": [{"module": {"loss": "cross_entropy"}}, {"dataloader-workers": {"num_workers": 1}}],
+                "output": "run",
+            }
+        )
+    )
+    full = with_tmpfs("/dev/shm", size)
+    assert Forked(f"plugins.module.collate={collate}", first=full).wait(200) == 1
+    (error,) = [line for line in said().splitlines() if line.startswith("error: ")]
+    assert "reading a batch failed" in error
+    assert "No space left on device" in error
+    assert f"of {'1.0' if size == '1m' else '0.0'} MiB of /dev/shm are free. Make it larger (docker run --shm-size=8g)" in error
+    assert Forked("plugins.dataloader-workers.num_workers=0", first=full).wait(200) == 0, said()
+
+
+def test_quota_of_processor_time():
+    """a control group with a quota of one processor on a machine with more: one thread, and no data worker"""
+    group = with_tmpfs("/sys/fs/cgroup", "1m")
+
+    def quota() -> None:
+        group()
+        Path("/sys/fs/cgroup/cpu.max").write_text("100000 100000\n")
+
+    write_recipe()
+    more = ("plugins.dataloader-workers.num_workers=auto", "--with", "dataloader-workers", "--with", "cpu-affinity")
+    assert Forked("output=run", *BARE, *more, first=quota).wait() == 0, said()
+    assert "dataloader-workers: auto is 0 (of 1 processors)" in said()
+    assert "cpu-affinity: 1 threads on cores" in said()

@@ -1,9 +1,10 @@
-"""Memory that runs out, for real: allocations that the system refuses to a process with a limit."""
+"""Memory that runs out, for real: allocations that the system refuses to a process with a limit, and processes that it kills."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+from saving_helpers import Forked, said, with_tmpfs
 
 pytestmark = pytest.mark.slow
 
@@ -188,3 +190,87 @@ def test_micro_batches_that_a_plugin_makes_are_cut_too():
         parts = sampler.micro_batches(list(range(8)))
         assert [len(part) for part in parts] == expected
         assert sorted(index for part in parts for index in part) == list(range(8))
+
+
+# -- a control group's limit -----------------------------------------------------------------------------------------------------------
+
+HUNGRY = """
+import os, signal
+from pathlib import Path
+import torch
+from torch.utils.data import Dataset, get_worker_info
+
+KILL = "oom 1\\noom_kill 1\\noom_group_kill 0\\n"
+
+class Rows(Dataset):
+    def __init__(self, fault):
+        self.fault = fault
+    def __len__(self):
+        return 64
+    def __getitem__(self, index):
+        if self.fault == "allocate" and get_worker_info() is not None:
+            self.held = torch.ones(2**29)  # 2 GiB
+        if self.fault == "kill" and index == 40:
+            Path("/sys/fs/cgroup/memory.events").write_text(KILL)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return torch.ones(8), index % 3
+
+def rows(fault):
+    return {"train": Rows(fault)}
+
+def net():
+    return torch.nn.Linear(8, 3)
+"""
+
+
+def write_hungry(fault: str) -> None:
+    Path("hungry.py").write_text(HUNGRY)
+    data = {"module": "hungry.py:rows", "arguments": {"fault": fault}}
+    changes = {"model": {"module": "hungry.py:net"}, "data": data, "plugins": [{"module": {"loss": "cross_entropy"}}]}
+    Path("recipe.yaml").write_text(yaml.safe_dump(RECIPE | changes | {"train": RECIPE["train"] | {"epochs": 1, "batch_size": 8}}))
+
+
+@pytest.fixture
+def group():
+    """A control group with a limit of 1 GiB."""
+    path = Path("/sys/fs/cgroup", f"fastloop-test-{os.getpid()}")
+    try:
+        if "memory" not in path.with_name("cgroup.subtree_control").read_text().split():
+            pytest.skip("control groups have no memory limit here")
+        path.mkdir()
+        (path / "memory.max").write_text(str(2**30))
+        if (path / "memory.swap.max").exists():
+            (path / "memory.swap.max").write_text("0")
+    except OSError as error:
+        pytest.skip(f"this user cannot make a control group (cgroup v2) with a memory limit: {error}")
+    yield path
+    path.rmdir()
+
+
+def test_worker_above_the_limit_of_its_control_group(group):
+    """a data worker that allocates more than memory.max of its control group: the kernel kills it, and the error names the limit and what to do"""  # noqa: E501
+    write_hungry("allocate")
+    workers = ("--with", "dataloader-workers", "plugins.dataloader-workers.num_workers=1")
+    assert Forked("output=run", *workers, first=lambda: (group / "cgroup.procs").write_text("0")).wait() == 1
+    assert "was ended by SIGKILL. The kernel did that because the memory of this control group ran out" in said()
+    assert "Its limit is 1,024 MiB (memory.max)." in said()
+
+
+@pytest.mark.parametrize("who", ["worker", "rank"])
+def test_kill_that_a_control_group_counts(who):
+    """a data worker or a rank that ends by SIGKILL while oom_kill of its control group increases (the test writes the group's files): the error says that memory ran out, and names the limit"""  # noqa: E501
+    mount = with_tmpfs("/sys/fs/cgroup", "1m")
+
+    def limit() -> None:
+        mount()
+        Path("/sys/fs/cgroup/memory.max").write_text(f"{3 * 2**28}\n")
+        Path("/sys/fs/cgroup/memory.events").write_text("oom 0\noom_kill 0\noom_group_kill 0\n")
+
+    write_hungry("kill")
+    more = {"worker": ["--with", "dataloader-workers", "plugins.dataloader-workers.num_workers=1"], "rank": ["--nproc", "1"]}
+    assert Forked("output=run", *more[who], first=limit).wait() == (1 if who == "worker" else 128 + signal.SIGKILL), said()
+    (error,) = [line for line in said().splitlines() if line.startswith("error: ")]
+    assert error.startswith("error: worker 0 of the 1" if who == "worker" else "error: process 0 of 1")
+    assert "was ended by SIGKILL. The kernel did that because the memory of this control group ran out" in error
+    assert "Its limit is 768 MiB (memory.max)." in error
+    assert "fewer workers" in error

@@ -1,8 +1,8 @@
-"""Many small steps: memory and open files stay as they are, and what a run leaves on disk does not grow with its length."""
+"""Many small steps: memory, open files and threads stay as they are, and what a run leaves on disk does not grow with its length."""
 
 from __future__ import annotations
 
-from statistics import median
+from statistics import linear_regression, median
 from typing import Any
 
 import psutil
@@ -27,6 +27,7 @@ class Watch(Plugin):
         self.process = psutil.Process()
         self.memory: list[int] = []
         self.files: list[int] = []
+        self.threads: list[int] = []
         self.folders: list[int] = []
 
     @hookimpl
@@ -34,11 +35,12 @@ class Watch(Plugin):
         if run.state.step % (STEPS // LOOKS) == 0:
             self.memory.append(self.process.memory_info().rss)
             self.files.append(self.process.num_fds())
+            self.threads.append(self.process.num_threads())
             self.folders.append(len(list((run.folder / "checkpoints").glob("*"))))
 
 
-def test_memory_files_and_folders_stay_flat_over_many_steps(tiny_run, tmp_path):
-    """a run of very many steps: memory, open files, checkpoints and log do not grow"""
+def test_memory_files_and_folders_stay_flat_over_many_steps(tiny_run, tmp_path, record_property):
+    """a run of very many steps: memory, open files, threads, checkpoints and log do not grow"""
     watch = Watch()
     result = tiny_run(
         [watch, "checkpoint-best", {"progress": False}],
@@ -54,6 +56,7 @@ def test_memory_files_and_folders_stay_flat_over_many_steps(tiny_run, tmp_path):
     growth = median(watch.memory[half + half // 2 :]) - median(watch.memory[half // 2 : half])
     assert growth < 4 * 2**20, watch.memory
     assert max(watch.files[2:]) <= min(watch.files[2:]) + 1, watch.files  # one may be open at a look: a checkpoint's
+    assert max(watch.threads[2:]) <= min(watch.threads[2:]) + 1, watch.threads
     assert max(watch.folders) <= 2 + 1 + 1, watch.folders  # two to resume from, the best, and one under way
     names = sorted(path.name for path in (tmp_path / "soak" / "checkpoints").iterdir())
     assert len([name for name in names if name.startswith("step-")]) == 2
@@ -63,6 +66,9 @@ def test_memory_files_and_folders_stay_flat_over_many_steps(tiny_run, tmp_path):
     assert len(lines) == STEPS // 10 + 10
     assert max(map(len, lines)) < 400
     assert len((tmp_path / "soak" / "log.txt").read_text().splitlines()) < 50
+    slope = linear_regression([look * STEPS // LOOKS for look in range(half, len(watch.memory))], watch.memory[half:]).slope
+    memory = f"{watch.memory[half] / 2**20:.0f} MiB resident after half, {slope * 1000 / 1024:+.1f} KiB each 1,000 steps from there"
+    record_property("figures", f"{STEPS:,} steps: {memory}, {watch.files[-1]} open files, {watch.threads[-1]} threads")
 
 
 def test_runs_one_after_another_leave_nothing_open(tiny_run):

@@ -21,7 +21,7 @@ import yaml
 from torch import nn
 
 from fastloop.cli import main
-from fastloop.numerics import largest_difference
+from fastloop.cli.numerics import largest_difference
 from fastloop.recipe import load_recipe
 from fastloop_tools.bench.plan import make_ablation
 from fastloop_tools.measure import numerics, pairs

@@ -112,10 +112,12 @@ def load(run: Run, path: Path, skipped: list[str]) -> None:
         skipped: Warnings to log.
 
     Raises:
-        CheckpointError: The checkpoint has other weights, or other settings that its weights depend on.
+        CheckpointError: The checkpoint has other weights, or other settings that its weights depend on; or this process does not see it.
     """
     for line in skipped:
         log.warning("%s", line)
+    if not run.is_main and (problem := checkpoint.verify(path, wait=True)):
+        raise CheckpointError(f"{path}: process {run.rank} finds: {problem}. Put the run folder where all processes see the same files.")
     model, saved = checkpoint.read(path, _sharded_target(run))
     recipe = secrets.hidden(run.recipe.to_dict())
     check_same(path, saved["recipe"], recipe)

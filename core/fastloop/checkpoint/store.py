@@ -13,12 +13,15 @@ Any number of processes can read sharded tensors, which torch.distributed.checkp
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import shutil
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
+from time import monotonic, sleep
 from typing import Any
 
 import numpy as np
@@ -33,11 +36,13 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from fastloop.errors import CheckpointError, NoCheckpoint, SaveError
-from fastloop.runtime.files import sync_folder
+from fastloop.runtime.files import read_again, sync_folder
 from fastloop.runtime.platform_support import sync
 from fastloop.runtime.step_folders import checkpoints, leftovers, step_of
 
 MANIFEST = "manifest.json"
+VISIBLE_SECONDS = 90.0
+"""Seconds until every host sees a new checkpoint: NFS caches the entries of a folder for up to 60 s (``acdirmax`` in nfs(5))."""
 
 
 def pack(tree: Any, tensors: dict[str, Tensor], name: str) -> Any:
@@ -186,8 +191,30 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def verify(folder: Path) -> str | None:
-    """Check every file of a checkpoint against the manifest. Returns the first problem, or None."""
+def verify(folder: Path, wait: bool = False) -> str | None:
+    """Check every file of a checkpoint against the manifest. Returns the first problem, or None.
+
+    Args:
+        wait: Wait until this host sees a checkpoint that another one wrote.
+
+    Raises:
+        CheckpointError: The file system reports stale handles. The checkpoint may be complete.
+    """
+    problem: str | None
+    deadline = monotonic() + VISIBLE_SECONDS * wait
+    try:
+        while (problem := read_again(partial(_compare, folder))) is not None and monotonic() < deadline:
+            sleep(0.5)
+    except OSError as error:
+        if error.errno != errno.ESTALE:
+            return f"{MANIFEST} cannot be read: {error}"
+        advice = "The checkpoint may be complete: try again when the file system responds, or resume from another one (--resume PATH)."
+        raise CheckpointError(f"{folder} cannot be read: {error}. {advice}") from error
+    return problem
+
+
+def _compare(folder: Path) -> str | None:
+    """The first file of a checkpoint that differs from the manifest."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
         if missing := {"model.safetensors", "state.safetensors", "state.json"} - set(manifest["files"]):
@@ -205,7 +232,7 @@ def verify(folder: Path) -> str | None:
                 return f"{MANIFEST} does not list sharded/{path.name}"
     except FileNotFoundError:
         return f"{MANIFEST} is missing"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"{MANIFEST} cannot be read: {error}"
     return None
 
@@ -256,14 +283,14 @@ def read(
         CheckpointError: The files cannot be read.
     """
     try:
-        tensors, model = load_file(folder / "state.safetensors"), load_file(folder / "model.safetensors")
+        tensors, model = (read_again(partial(load_file, folder / name)) for name in ("state.safetensors", "model.safetensors"))
         if (folder / "sharded").exists():
             for name, tensor in _read_shards(folder / "sharded", like).items():
                 if name.startswith("model."):
                     model[name.removeprefix("model.")] = tensor
                 else:
                     tensors[name] = tensor
-        return model, unpack(json.loads((folder / "state.json").read_text()), tensors)
+        return model, unpack(json.loads(read_again((folder / "state.json").read_text)), tensors)
     except (OSError, ValueError, KeyError, TypeError, SafetensorError, RecursionError) as error:
         raise CheckpointError(f"{folder}: cannot be read: {error}.") from None
 

@@ -72,6 +72,7 @@ def launch(arguments: Sequence[str], nproc: int, nnodes: int, node_rank: int, ma
     if nnodes > 1:
         launch_options += f" --nnodes {nnodes} --node-rank {node_rank} --master {master}"
     shared = Path.cwd() in (Path(entry).absolute() for entry in sys.path)
+    kills = platform_support.kills()
     processes = [
         subprocess.Popen(
             [sys.executable, *([] if shared else ["-P"]), "-m", "fastloop", *arguments],  # -m alone adds the current folder to sys.path
@@ -88,6 +89,8 @@ def launch(arguments: Sequence[str], nproc: int, nnodes: int, node_rank: int, ma
         return int(failed.returncode)
     name = signal.Signals(-failed.returncode).name
     message = f"process {node_rank * nproc + index} of {nproc * nnodes} (pid {failed.pid}) was ended by {name}."
+    if failed.returncode == -platform_support.KILL and platform_support.kills() > kills:
+        message += f" {platform_support.explain_kill(kills)} Set a smaller train.micro_batch_size, use fewer workers, or raise the limit."
     if checkpoints(output):
         message += f" Continue from its newest checkpoint with: fastloop {' '.join(arguments)} {launch_options} --resume"
     print(f"error: {secrets.hide(message)}", file=sys.stderr)
@@ -119,6 +122,18 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
     return port
+
+
+def signal_group(pid: int, number: signal.Signals) -> None:
+    """Send a signal to the process group of the leader ``pid``, or to ``pid`` alone if the platform has no groups.
+
+    Raises:
+        ProcessLookupError: The process has ended.
+    """
+    if hasattr(os, "killpg"):
+        os.killpg(pid, number)
+    else:
+        os.kill(pid, number)
 
 
 def _wait(processes: list[subprocess.Popen[bytes]]) -> int | None:

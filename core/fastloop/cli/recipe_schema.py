@@ -7,10 +7,11 @@ options, files and the machine.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from typing import Any
 
-from fastloop.options import json_schema
+from fastloop.options import pydantic_model
 from fastloop.plugin import Observer, Plugin
 from fastloop.recipe import Train
 from fastloop.registry import installed, load
@@ -134,3 +135,24 @@ def _assemble(
         "then": {"properties": {section: {"anyOf": members} for section, members in known.items() if members}},
         "$defs": definitions,
     }
+
+
+def json_schema(cls: type, pointer: str) -> dict[str, Any]:
+    """A JSON Schema of the mappings that ``parse`` accepts for the dataclass ``cls``.
+
+    Args:
+        pointer: Location in the enclosing schema, such as ``#/$defs/train``.
+    """
+    from pydantic.json_schema import GenerateJsonSchema
+
+    class Untitled(GenerateJsonSchema):
+        """Omits the titles that pydantic derives from names."""
+
+        def field_title_should_be_set(self, schema: Any) -> bool:
+            return False
+
+    schema = pydantic_model(cls).model_json_schema(ref_template=f"{pointer}/$defs/{{model}}", schema_generator=Untitled)
+    for field in dataclasses.fields(cls):
+        if field.default_factory is not dataclasses.MISSING:
+            schema["properties"][field.name]["default"] = field.default_factory()
+    return {key: value for key, value in schema.items() if key != "title"}

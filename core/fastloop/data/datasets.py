@@ -12,7 +12,6 @@ from itertools import count, islice
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from fastloop.data.sampler import MicroBatchIds
@@ -130,8 +129,7 @@ class Stream(IterableDataset[Any]):
     def __init__(self, dataset: Any, batch: int, rank: int, world_size: int, seed: int, batches_per_step: int = 0) -> None:
         self.dataset, self.batch, self.batches_per_step = dataset, batch, batches_per_step
         self.rank, self.world_size, self.seed = rank, world_size, seed
-        # epoch and start, in shared memory so that persistent workers see changes
-        self.position: Tensor = torch.zeros(2, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+        self.position = torch.zeros(2, dtype=torch.int64)  # epoch and start
 
     @property
     def size(self) -> int:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import shutil
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from multiprocessing import connection
 from time import monotonic
@@ -18,17 +21,12 @@ from fastloop.data.datasets import Collate, MapReader, Stream
 from fastloop.data.sampler import StepSampler
 from fastloop.data.user_sampler import SamplerOrder, is_default_order
 from fastloop.errors import CheckpointError, DataError, UsageError
+from fastloop.runtime import platform_support
 from fastloop.runtime.tracebacks import user_line
 from fastloop.state import Batch, DataLoaderDraft
 
 log = logging.getLogger("fastloop")
 
-ADVICE = {
-    "SIGKILL": "The system does that when memory runs out (see dmesg): use fewer workers, or let them read less ahead.",
-    "SIGBUS": "Shared memory is full: use fewer workers, or make /dev/shm larger.",
-    "": "To debug it, read the data in the training process (no workers).",
-}
-"""Signal that ended a worker -> advice. Empty string: any other cause."""
 POLL_SECONDS = 5.0
 """Seconds between checks for dead workers while waiting for a batch."""
 EXIT_SECONDS = 5.0
@@ -74,7 +72,7 @@ class Loader:
     ) -> None:
         self.dataset = dataset
         reading = draft.of(split)
-        self.unreadable, self.timeout = 0, reading["timeout"]
+        self.unreadable, self.timeout, self.kills = 0, reading["timeout"], platform_support.kills()
         self.workers: list[Any] = []
         self.waiting_since = 0.0
         self.batch_size, self.micro_batch_size, self.world_size = batch_size, micro_batch_size, world_size
@@ -101,6 +99,8 @@ class Loader:
                     "the number of processes. Set drop_last=False, or let the dataset end earlier."
                 )
             self.stream = Stream(dataset, micro_batch_size, rank, world_size, seed, self.micro_steps * world_size if drop_last else 0)
+            if reading["num_workers"]:
+                self.stream.position.share_memory_()  # type: ignore[no-untyped-call] # so that persistent workers see changes
             self.loader = DataLoader(self.stream, batch_size=micro_batch_size, **arguments)
             return
         order, dropped_batch = None, 0
@@ -190,12 +190,17 @@ class Loader:
             lines = str(error).strip().splitlines() or [""]  # a worker's error contains its traceback
             reason = lines[-1].removeprefix(f"{type(error).__name__}: ")
             place = user_line(error)
-            return DataError(f"reading a batch failed: {type(error).__name__}: {reason}" + (f" ({place})" if place else ""))
+            is_full = "shared memory" in reason or (getattr(error, "errno", 0) == errno.ENOSPC and self.loader.num_workers)
+            advice = f". {_shared_memory_advice()}" if is_full else ""
+            return DataError(f"reading a batch failed: {type(error).__name__}: {reason}" + (f" ({place})" if place else "") + advice)
         name = signal.Signals(-process.exitcode).name if process.exitcode < 0 else ""
         cause = f"was ended by {name}" if name else f"ended with exit code {process.exitcode}"
+        advice = _shared_memory_advice() if name == "SIGBUS" else "To debug it, read the data in the training process (num_workers: 0)."
+        if name == "SIGKILL":
+            advice = f"{platform_support.explain_kill(self.kills)} Use fewer workers, or let them read less ahead (prefetch_factor)."
         return DataError(
             f"worker {number} of the {len(self.workers)} that read data (pid {process.pid}) {cause}. "
-            f"{ADVICE.get(name, ADVICE[''])} Continue from the newest checkpoint with --resume."
+            f"{advice} Continue from the newest checkpoint with --resume."
         )
 
     def close(self) -> None:
@@ -215,3 +220,15 @@ class Loader:
                 group = []
         if group:
             yield group
+
+
+def _shared_memory_advice() -> str:
+    """Advice for full shared memory, with its free space."""
+    room = ""
+    with suppress(OSError):
+        usage = shutil.disk_usage("/dev/shm")  # only Linux has it
+        room = f": {usage.free / 2**20:,.1f} of {usage.total / 2**20:,.1f} MiB of /dev/shm are free"
+    return (
+        f"Workers send batches through shared memory{room}. Make it larger (docker run --shm-size=8g), use fewer workers or a smaller "
+        "prefetch_factor, or read the data in the training process (num_workers: 0)."
+    )

@@ -20,27 +20,6 @@ CONTAINERS = (list, tuple, dict, set, str, range, Tensor, np.ndarray)
 """Types of a sampler's state, which is copied with it. Other attributes with a length and items are datasets, which are not copied."""
 
 
-class SharedGeneratorSampler(Sampler[int]):
-    """A sampler that shares its generator with its loader. The loader draws a seed for its workers from it before an epoch's order.
-
-    Args:
-        once: Whether the loader draws the seed only before its first epoch (persistent workers).
-    """
-
-    def __init__(self, sampler: Any, once: bool) -> None:
-        self.sampler, self.once = sampler, once
-        self.epochs = 0
-
-    def __len__(self) -> int:
-        return len(self.sampler)
-
-    def __iter__(self) -> Iterator[int]:
-        if not (self.once and self.epochs):
-            torch.empty((), dtype=torch.int64).random_(generator=self.sampler.generator)
-        self.epochs += 1
-        yield from self.sampler
-
-
 class SamplerOrder:
     """The sample ids that a sampler returns in each epoch.
 
@@ -48,7 +27,7 @@ class SamplerOrder:
     repeated with a new copy, so that the sampler's generator draws the same numbers. The seed and the epoch seed the global generators.
 
     Args:
-        sampler: Iterable with a length.
+        sampler: Iterable with a length. If it wraps the sampler of a user, it has that one as ``user_sampler``.
         split: Name of the split, for messages.
 
     Attributes:
@@ -60,7 +39,7 @@ class SamplerOrder:
     """
 
     def __init__(self, sampler: Any, split: str, seed: int) -> None:
-        inner = sampler.sampler if isinstance(sampler, SharedGeneratorSampler) else sampler
+        inner = getattr(sampler, "user_sampler", sampler)
         self.name = type(inner).__name__
         self.where = f"the {split} split's sampler ({self.name})"
         self.seed, self.original = seed, sampler
@@ -130,7 +109,7 @@ class SamplerOrder:
 
     def _changed_attribute(self) -> str:
         """Name of an attribute that was changed on the original sampler, except ``epoch``; empty: none."""
-        original, start = (inner.sampler if isinstance(inner, SharedGeneratorSampler) else inner for inner in (self.original, self.start))
+        original, start = (getattr(sampler, "user_sampler", sampler) for sampler in (self.original, self.start))
         for name, value in getattr(original, "__dict__", {}).items():
             before: Any = getattr(start, name, None)
             if isinstance(value, Tensor):

@@ -10,33 +10,49 @@ import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from multiprocessing.queues import Queue
 from typing import Any
 
 from torch import _C
+from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data._utils import worker
 
 from fastloop.runtime.platform_support import existing_signals
+from fastloop.state import Batch
 
 CHECKED_WITH = "2.13"
 """The torch release that this file was compared with."""
 PRIVATE: dict[Any, tuple[str, ...]] = {
     _C: ("_set_worker_pids", "_remove_worker_pids", "_error_if_any_worker_fails"),
     worker: ("_worker_info",),
+    Queue: ("_on_queue_feeder_error",),
 }
-"""Module of torch -> its private names that this file uses."""
+"""Module of torch, or class of Python -> its private names that this file uses."""
 PRIVATE_OF_ITERATOR = ("_workers", "_worker_pids_set", "_try_get_data", "_shutdown_workers")
 """Private attributes of the iterator of a ``DataLoader`` with workers. The ``DataLoader`` keeps that iterator as ``_iterator``."""
+_print_error: Any = Queue._on_queue_feeder_error  # type: ignore[attr-defined]
 
 
 def start_worker(number: int, init: Callable[[int], None] | None) -> None:
-    """Set up the signals of worker ``number``, show the user's dataset in ``get_worker_info()``, and call the user's ``init``."""
+    """Set up signals and errors of worker ``number``, show the user's dataset in ``get_worker_info()``, and call the user's ``init``."""
     _ignore_signals()
+    Queue._on_queue_feeder_error = _send_error  # type: ignore[attr-defined]
     info = get_worker_info()
     assert info is not None
     object.__setattr__(info, "dataset", info.dataset.dataset)  # type: ignore[attr-defined] # frozen
     if init is not None:
         init(number)
+
+
+def _send_error(queue: Any, error: Exception, item: Any) -> None:
+    """Send the error of a batch that cannot be sent (shared memory is full) in its place. Python only prints it, and the run would wait."""
+    if not isinstance(item, tuple) or not isinstance(item[-1], Batch | ExceptionWrapper):
+        _print_error(error, item)  # from a queue of the user
+        return
+    report = item[-1] if isinstance(item[-1], ExceptionWrapper) else ExceptionWrapper(where="in its thread")  # type: ignore[no-untyped-call]
+    report.exc_type = RuntimeError  # an error's own class may be the reason that it could not be sent
+    queue.put((item[0], report))
 
 
 def _ignore_signals() -> None:

@@ -1,12 +1,19 @@
-"""Write files atomically and durably, and create and rename folders."""
+"""Write files atomically and durably, read again after an error, and create and rename folders."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from time import sleep
+from typing import Any
 
 from fastloop.distributed import ranks
 from fastloop.recipe import secrets
 from fastloop.runtime.platform_support import sync
+
+RETRY_SECONDS = (0.1, 0.5, 2.0)
+"""Seconds between attempts to read a file: a server of a network file system may need a moment to find a file that was replaced."""
 
 
 def write(path: Path, text: str, durable: bool = True) -> None:
@@ -25,6 +32,22 @@ def write(path: Path, text: str, durable: bool = True) -> None:
     aside.replace(path)
     if durable:
         sync(path.parent)
+
+
+def read_again(read: Callable[[], Any]) -> Any:
+    """The result of ``read``, which is called again after an error, such as a stale handle of a network file system.
+
+    Raises:
+        OSError: The last attempt failed, too. A RuntimeError becomes one: torch raises it for a file that it cannot open.
+    """
+    for seconds in RETRY_SECONDS:
+        with suppress(OSError, RuntimeError):
+            return read()
+        sleep(seconds)
+    try:
+        return read()
+    except RuntimeError as error:
+        raise OSError(error) from None
 
 
 def sync_folder(folder: Path) -> None:

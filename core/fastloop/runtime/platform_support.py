@@ -7,6 +7,7 @@ fastloop is developed on Linux. On macOS and Windows it trains on one process.
     ``resource``: peak memory        Windows           the peak working set that psutil reports
     ``resource``: page faults        Windows           0
     ``resource``: memory limits      Windows           none: a recipe with a memory limit is refused
+    control groups (cgroup v2)       macOS, Windows    none: no limit of processors or memory is known
     SIGUSR1, SIGKILL                 Windows           the stop signals that exist; SIGTERM, which ends a process at once
     ``sigwaitinfo`` (data workers)   macOS, Windows    none: SIGTERM from any process ends a worker
     processor affinity               macOS, Windows    all processors; no pinning
@@ -19,34 +20,30 @@ fastloop is developed on Linux. On macOS and Windows it trains on one process.
 from __future__ import annotations
 
 import errno
+import importlib
 import os
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 
-fcntl: ModuleType | None
-resource: ModuleType | None
-msvcrt: ModuleType | None
-try:
-    import fcntl
-except ImportError:
-    fcntl = None
-try:
-    import resource
-except ImportError:
-    resource = None
-try:
-    import msvcrt
-except ImportError:
-    msvcrt = None
+
+def _module(name: str) -> ModuleType | None:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None
+
+
+fcntl, resource, msvcrt = map(_module, ("fcntl", "resource", "msvcrt"))
 
 KILL: signal.Signals = getattr(signal, "SIGKILL", signal.SIGTERM)
 """The signal that ends a process at once."""
-LIMITS_MEMORY = resource is not None
-"""Whether this platform supports ``limit_memory``."""
 RENAMES_OPEN_FOLDERS = os.name != "nt"
 """Whether a folder can be renamed while a process holds one of its files open."""
+CONTROL_GROUPS = Path("/sys/fs/cgroup")
+"""The root of cgroup v2."""
 LOCKED_BYTE = 2**30
 """Position of the byte that ``msvcrt`` locks: after the file's text, because other processes cannot read a locked byte."""
 
@@ -94,49 +91,41 @@ def page_faults() -> int:
     return 0 if resource is None else int(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
 
 
-def limit_memory(limit: int) -> tuple[int, int]:
-    """Limit the data of this process to ``limit`` bytes. Returns the earlier limits, for ``restore_memory_limit``.
-
-    Call it only if ``LIMITS_MEMORY``.
-    """
-    assert resource is not None
-    before: tuple[int, int] = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, before[1]))
-    return before
-
-
-def restore_memory_limit(before: tuple[int, int]) -> None:
-    """Undo ``limit_memory``."""
-    assert resource is not None
-    resource.setrlimit(resource.RLIMIT_DATA, before)
-
-
 def processors() -> list[int]:
     """The processors that this process may use, in order."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
 
 
 def cores() -> int:
-    """Number of processors that this process may use."""
-    return len(processors())
+    """Number of processors that this process may use: of its affinity, and at most its control group's quota (``cpu.max``), rounded up."""
+    quotas = [-(-int(quota) // int(period)) for quota, period in control_group("cpu.max") if quota != "max"]
+    return min([len(processors()), *quotas])
 
 
-def use_processors(wanted: list[int]) -> None:
-    """Pin this process to processors, if the platform supports it."""
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, wanted)
+def control_group(name: str) -> list[list[str]]:
+    """The words of a file of cgroup v2, such as ``memory.max``, in this process's control group and in each one around it."""
+    found = []
+    with suppress(OSError):
+        group = CONTROL_GROUPS / Path("/proc/self/cgroup").read_text().rpartition("0::/")[2].strip()
+        for folder in (group, *group.parents):
+            with suppress(OSError):
+                found.append((folder / name).read_text().split())
+    return found
 
 
-def signal_group(pid: int, number: signal.Signals) -> None:
-    """Send a signal to the process group of the leader ``pid``, or to ``pid`` alone if the platform has no groups.
+def kills() -> int:
+    """Processes of this control group that the kernel has killed because memory ran out; 0 if that is not known."""
+    events = next(iter(control_group("memory.events")), ["oom_kill", "0"])
+    return int(events[events.index("oom_kill") + 1])
 
-    Raises:
-        ProcessLookupError: The process has ended.
-    """
-    if hasattr(os, "killpg"):
-        os.killpg(pid, number)
-    else:
-        os.kill(pid, number)
+
+def explain_kill(before: int) -> str:
+    """Why a process was ended by SIGKILL. ``before``: the result of ``kills`` when the process began."""
+    if kills() <= before:
+        return "The system does that when memory runs out (see dmesg)."
+    limits = [int(words[0]) for words in control_group("memory.max") if words != ["max"]]
+    limit = f" Its limit is {min(limits) / 2**20:,.0f} MiB (memory.max)." if limits else ""
+    return f"The kernel did that because the memory of this control group ran out (oom_kill in memory.events).{limit}"
 
 
 def sync(path: Path) -> None:

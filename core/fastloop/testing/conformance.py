@@ -30,8 +30,8 @@ from typing import Any, ClassVar
 
 import pytest
 
+from fastloop.cli.numerics import BOUNDS, HOLDS, compare
 from fastloop.errors import RecipeError, UsageError, did_you_mean
-from fastloop.numerics import BOUNDS, HOLDS, compare
 from fastloop.options import describe, parse
 from fastloop.plugin import Numerics, listed_at
 from fastloop.registry import installed, load

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from fastloop import Plugin, UsageError, checkpoint, hookimpl
+from fastloop.cli.numerics import switch_dropout_off
 from fastloop.distributed.tensors import gather_full
 from fastloop.hooks import PluginSet
 from fastloop.lifecycle import build, execute
-from fastloop.numerics import switch_dropout_off
 from fastloop.plugin import defaults
 from fastloop.recipe import Recipe, make_recipe
 from fastloop.registry import load, resolve

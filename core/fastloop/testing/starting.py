@@ -28,7 +28,7 @@ import pytest
 from fastloop.cli import launch
 from fastloop.errors import UsageError
 from fastloop.registry import installed
-from fastloop.runtime.platform_support import KILL, signal_group
+from fastloop.runtime.platform_support import KILL
 from fastloop.runtime.tracebacks import user_line
 
 PRELOADED = [
@@ -141,7 +141,7 @@ def _end(process: Any) -> None:
     if process.pid is None:
         return
     with suppress(ProcessLookupError, PermissionError):
-        signal_group(process.pid, KILL)
+        launch.signal_group(process.pid, KILL)
     process.kill()
     process.join()
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from fastloop.cli.numerics import BOUNDS
 from fastloop.errors import PluginError
-from fastloop.numerics import BOUNDS
 from fastloop.plugin import Plugin
 from fastloop.registry import installed, load, select
 from fastloop.testing.runs import Failed, Study, Trained, alone, dies, resumed_together, together, without

@@ -54,8 +54,9 @@ class CheckpointBest(Plugin):
     def before_fit(self, run: Run) -> None:
         from fastloop import checkpoint
 
-        for step, value in list(self.kept):
-            if wrong := checkpoint.verify(run.folder / self.path(step)):
+        problems = [checkpoint.verify(run.folder / self.path(step)) if run.is_main else None for step, _ in self.kept]
+        for (step, value), wrong in zip(list(self.kept), run.processes.all_gather_object(problems)[0], strict=True):
+            if wrong:
                 logger.warning("checkpoint-best: %s is lost: %s", self.path(step), wrong)
                 self.kept.remove((step, value))
                 run.state.best = self.best()
@@ -77,7 +78,7 @@ class CheckpointBest(Plugin):
 
         path = run.folder / self.path(self.kept[0][0])
         run.processes.barrier()  # for the main process to have written them
-        if wrong := checkpoint.verify(path):
+        if wrong := checkpoint.verify(path, wait=not run.is_main):
             raise UsageError(f"{path}: the best weights cannot be used: {wrong}.")
         run.hooks.load_model_state(run=run, state=checkpoint.read(path)[0])
         self.saved = {}

@@ -59,7 +59,7 @@ class AutoMicroBatch(Plugin):
 
     @hookimpl
     def check_run(self, run: Run) -> None:
-        if self.config.limit_gib is not None and not platform_support.LIMITS_MEMORY:
+        if self.config.limit_gib is not None and platform_support.resource is None:
             raise UsageError(f"{self.name}: limit_gib={self.config.limit_gib:g}: this platform has no memory limit. Set it to null.")
         path, found = run.folder / "micro_batch.json", None
         if run.is_main and path.is_file():
@@ -76,7 +76,10 @@ class AutoMicroBatch(Plugin):
         if self.sizes and run.is_main:
             self.write(run)
         if self.config.limit_gib is not None and run.device.type == "cpu":
-            self.before = platform_support.limit_memory(int(self.config.limit_gib * 2**30))
+            import resource  # not on Windows
+
+            self.before = resource.getrlimit(resource.RLIMIT_DATA)
+            resource.setrlimit(resource.RLIMIT_DATA, (int(self.config.limit_gib * 2**30), self.before[1]))
 
     @hookimpl
     def before_step(self) -> None:
@@ -152,4 +155,6 @@ class AutoMicroBatch(Plugin):
     @hookimpl
     def teardown(self) -> None:
         if self.before is not None:
-            platform_support.restore_memory_limit(self.before)
+            import resource
+
+            resource.setrlimit(resource.RLIMIT_DATA, self.before)

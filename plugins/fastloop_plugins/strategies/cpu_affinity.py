@@ -4,8 +4,9 @@
       - cpu-affinity: {denormals: false}
 
 The processes of a machine (``fastloop train --nproc``, torchrun) divide its cores evenly. Each process is pinned to its share and computes
-with one thread for each core. A single process uses all cores that it may run on. Numbers below 1e-38 become zero, since some processors
-compute with them a hundred times slower. The plugin restores all settings at the end of the run.
+with one thread for each core. A single process uses all cores that it may run on. In a container with a quota of processor time, threads
+are as many as the quota allows. Numbers below 1e-38 become zero, since some processors compute with them a hundred times slower. The
+plugin restores all settings at the end of the run.
 
 OpenMP's threads spin while they wait for each other. That is fastest on an idle machine. But if another program uses a core, a spinning
 thread takes the time that the thread it waits for needs. So if other programs use half a core or more at the start, waiting threads sleep.
@@ -101,8 +102,9 @@ class CpuAffinity(Plugin):
         share = pinned[local * len(pinned) // size : (local + 1) * len(pinned) // size] or pinned
         self.before: dict[str, Any] = {"threads": torch.get_num_threads(), "processors": pinned}
         if self.config.pin and size > 1:
-            platform_support.use_processors(share)
-        torch.set_num_threads(self.config.count or len(share))
+            pin(share)
+        quota = max(1, len(share) * platform_support.cores() // len(pinned))  # fewer threads than cores in a control group with a quota
+        torch.set_num_threads(self.config.count or quota)
         if not self.config.denormals and not torch.set_flush_denormal(True):
             logger.warning("cpu-affinity: this processor cannot flush denormal numbers to zero")
         logger.info("cpu-affinity: %d threads on cores %s", torch.get_num_threads(), ", ".join(map(str, share)))
@@ -122,4 +124,10 @@ class CpuAffinity(Plugin):
             return
         torch.set_num_threads(self.before["threads"])
         torch.set_flush_denormal(False)
-        platform_support.use_processors(self.before["processors"])
+        pin(self.before["processors"])
+
+
+def pin(processors: list[int]) -> None:
+    """Pin this process to processors, if the platform supports it."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, processors)

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from fastloop.cli.numerics import BROKEN, FAILED
 from fastloop.errors import FastloopError, UsageError
-from fastloop.numerics import BROKEN, FAILED
 from fastloop.recipe import secrets
 from fastloop_tools.bench.plan import Ablation, Variant, with_only
 from fastloop_tools.measure.numerics import check as check_numerics

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastloop.numerics import BROKEN, FAILED
+from fastloop.cli.numerics import BROKEN, FAILED
 from fastloop_tools.measure.measure import LOUD
 
 READING = (

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fastloop.cli import launch
-from fastloop.runtime.platform_support import KILL, signal_group
+from fastloop.runtime.platform_support import KILL, explain_kill, kills
 from fastloop_tools.measure.server import ForkedProcess, ForkServer, ServerEnded, Servers
 from fastloop_tools.measure.worker import Spec
 
@@ -98,7 +98,7 @@ def _run(
     with tempfile.TemporaryDirectory(prefix="fastloop-bench-") as folder:
         source = Path(folder) / "spec.json"
         source.write_text(json.dumps({**dataclasses.asdict(spec), "length": dict(length)}), encoding="utf-8")
-        background, started = BackgroundLoad(), time.monotonic()
+        background, started, before = BackgroundLoad(), time.monotonic(), kills()
         ranks = [Path(folder) / str(rank) for rank in range(nproc)]
         processes: list[Process] = []
         try:
@@ -119,6 +119,8 @@ def _run(
         if result is None:
             result = {"error": f"took more than {timeout:g} seconds and was ended.", "kind": "timeout"}
         forked = sum(process.seconds for process in processes if isinstance(process, ForkedProcess))
+        if result.get("kind") == "killed" and kills() > before:
+            result["error"] += f". {explain_kill(before)}"
         return result | {"process_seconds": time.monotonic() - started, "foreign_load": background.read(forked)}
 
 
@@ -165,6 +167,6 @@ def _end(process: Process) -> None:
     for number in (signal.SIGTERM, KILL):
         if process.poll() is None:
             with suppress(ProcessLookupError):
-                signal_group(process.pid, number)
+                launch.signal_group(process.pid, number)
             with suppress(subprocess.TimeoutExpired):
                 process.wait(PATIENCE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from fastloop.numerics import BOUNDS, NOT_COMPARED, compare
+from fastloop.cli.numerics import BOUNDS, NOT_COMPARED, compare
 from fastloop_tools.bench.plan import Ablation, closure, unresolvable, with_only
 from fastloop_tools.measure.worker import Spec
 

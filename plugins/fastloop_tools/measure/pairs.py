@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fastloop.numerics import BOUNDS, BROKEN, NOT_COMPARED, compare
+from fastloop.cli.numerics import BOUNDS, BROKEN, NOT_COMPARED, compare
 from fastloop.recipe import Recipe
 from fastloop_tools.bench.plan import with_only
 from fastloop_tools.measure.measure import LOUD, foreign_load, run_worker

@@ -18,9 +18,9 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from fastloop.cli import launch
+from fastloop.cli.numerics import switch_dropout_off
 from fastloop.distributed import ranks
 from fastloop.errors import FastloopError, ProcessLost, UsageError
-from fastloop.numerics import switch_dropout_off
 from fastloop.plugin import Plugin, hookimpl
 from fastloop.runtime import files
 

@@ -147,7 +147,7 @@ def in_order(loader: UserLoader) -> UserLoader:
     if loader.sampler is None or isinstance(loader.dataset, IterableDataset):
         return loader
     order: Any = loader.sampler.sampler
-    order = getattr(order, "sampler", order)  # without the wrapper for a shared generator
+    order = getattr(order, "user_sampler", order)  # without the wrapper for a shared generator
     complete = isinstance(order, SequentialSampler) or (isinstance(order, RandomSampler) and not order.replacement)
     if not complete or len(order) != len(loader.dataset):
         raise UsageError(

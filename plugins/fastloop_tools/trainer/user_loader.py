@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
+import torch
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
 
-from fastloop.data.user_sampler import SharedGeneratorSampler
 from fastloop.errors import UsageError
 
 
@@ -93,3 +93,24 @@ def _reading(loader: DataLoader[Any]) -> dict[str, Any]:
             "multiprocessing_context": context and context.get_start_method(),
         }
     return fields
+
+
+class SharedGeneratorSampler(Sampler[int]):
+    """A sampler that shares its generator with its loader. The loader draws a seed for its workers from it before an epoch's order.
+
+    Args:
+        once: Whether the loader draws the seed only before its first epoch (persistent workers).
+    """
+
+    def __init__(self, sampler: Any, once: bool) -> None:
+        self.user_sampler, self.once = sampler, once
+        self.epochs = 0
+
+    def __len__(self) -> int:
+        return len(self.user_sampler)
+
+    def __iter__(self) -> Iterator[int]:
+        if not (self.once and self.epochs):
+            torch.empty((), dtype=torch.int64).random_(generator=self.user_sampler.generator)
+        self.epochs += 1
+        yield from self.user_sampler

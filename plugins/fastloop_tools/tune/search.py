@@ -16,9 +16,9 @@ from dataclasses import asdict, dataclass, field, replace
 from time import monotonic
 from typing import Any, get_args
 
+from fastloop.cli.numerics import BROKEN, FAILED
 from fastloop.errors import FastloopError, UsageError
 from fastloop.estimates import StepProfile
-from fastloop.numerics import BROKEN, FAILED
 from fastloop.plugin import Numerics, Plugin
 from fastloop.recipe import Recipe, make_recipe
 from fastloop.registry import load_listed, select

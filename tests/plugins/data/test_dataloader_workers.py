@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from fastloop import CheckpointError, FastloopError, Plugin, hookimpl
+from fastloop import Batch, CheckpointError, FastloopError, Plugin, hookimpl
+from fastloop.runtime import platform_support
 from fastloop.testing import tiny_data
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # a machine with fewer processors than workers
@@ -153,5 +154,33 @@ def test_no_worker_outlives_the_run(tiny_run):
 
 def test_auto_leaves_a_processor_to_training(tiny_run):
     run = tiny_run(["dataloader-workers"], epochs=1).trainer.run
-    assert run.loader_settings.num_workers == max(0, min(len(os.sched_getaffinity(0)) - 1, 8))
+    assert run.loader_settings.num_workers == max(0, min(platform_support.cores() - 1, 8))
     assert run.loader_settings.pin_memory == torch.cuda.is_available()
+
+
+class Unsendable(Plugin):
+    """Makes batches that no process can send to another, or raises an error that cannot be sent."""
+
+    name = "unsendable"
+
+    def __init__(self, raises: bool) -> None:
+        super().__init__()
+        self.raises = raises
+
+    @hookimpl
+    def build_collator(self):
+        class LocalError(Exception):
+            pass
+
+        def collate(samples):
+            if self.raises:
+                raise LocalError("sample 7 is odd")
+            return Batch(lambda: samples)
+
+        return collate
+
+
+@pytest.mark.parametrize(("raises", "message"), [(False, "pickle"), (True, "sample 7 is odd")], ids=["batch", "error"])
+def test_what_a_worker_cannot_send_ends_the_run_with_the_error(tiny_run, raises, message):
+    with pytest.raises(FastloopError, match=f"reading a batch failed: RuntimeError: .*{message}"):
+        tiny_run([workers(1), Unsendable(raises)])

@@ -3,7 +3,7 @@
     environment                                     # command line only, before the training process starts
     check_recipe                                    # `fastloop plan` calls this and the next line, too
     configure_accelerator, configure_dataloader, configure_optimizer
-
+    before_resume                                   # only with --resume
     build_datasets
     for each split, train first: build_sampler, build_collator
     build_model
@@ -22,8 +22,7 @@
             before_step
             train_step                              # the core's calls the two helpers once; a plugin's may call them more often
                 run.accumulate_gradients:
-                    for each micro-step:
-                        compute_loss, backward
+                    for each micro-step: compute_loss, backward
                 run.apply_gradients:
                     after_backward                  # gradients complete, unclipped
                     clip_gradients                  # with train.max_grad_norm
@@ -40,7 +39,6 @@
     before_evaluate, evaluate, after_evaluate, log_scalars   # on the test split
     export_model, model_state                       # into the run folder's model/
     log_scalars, write_summary                      # log_scalars: values of run.log() since the last log point, if any
-
     recover                                         # when training or an evaluation raises
     on_exception                                    # when the run fails; write_summary follows
     teardown                                        # last, once: also after a failure, a stop signal or a failed build
@@ -119,6 +117,11 @@ def configure_dataloader(draft: DataLoaderDraft) -> None:
 @hookspec
 def configure_optimizer(draft: OptimizerDraft) -> None:
     """Draft. Additional arguments of the optimizer."""
+
+
+@hookspec
+def before_resume(run: Run, folder: Path) -> None:
+    """With --resume: fastloop will look for a checkpoint in ``folder``. A plugin may first put one there, on the main process."""
 
 
 @first
@@ -205,8 +208,7 @@ def train_step(run: Run, batches: list[Batch]) -> Tensor | None:
     """First. The core calls ``run.accumulate_gradients(batches)``, then ``run.apply_gradients(loss)``, and returns the loss.
     A plugin that implements it owns the step, and may call both several times. Every process must make the same calls, and at least one of
     ``apply_gradients``. Return the step's loss: 0-dim, detached, the mean over all processes. None leaves the whole step to the core.
-    Scheduler, counters and ``after_step`` follow, once per step. The hooks in between fire in the two helpers. If it raises, ``recover``
-    may repeat the step: restore temporary changes of the weights in a ``finally`` block."""
+    If it raises, ``recover`` may repeat the step: restore temporary changes of the weights in a ``finally`` block."""
 
 
 @first
@@ -265,9 +267,8 @@ def before_evaluate(run: Run, split: str) -> None:
 @first
 def evaluate(run: Run, split: str) -> dict[str, float] | None:
     """First; the core implements it. Wrap it to evaluate other weights than the trained ones. A wrapper that adds metrics needs
-    ``trylast=True``.
-    When a signal stops the run, an exception passes through wrappers, and the run is saved afterwards. Restore what you changed in a
-    ``finally`` block."""
+    ``trylast=True``. When a signal stops the run, an exception passes through wrappers, and the run is saved afterwards. Restore what you
+    changed in a ``finally`` block."""
 
 
 @hookspec
@@ -333,9 +334,8 @@ def write_summary(run: Run, summary: dict[str, Any]) -> None:
 
 @first
 def recover(run: Run, error: Exception, split: str | None) -> bool | None:
-    """First. Training, or the evaluation of ``split``, raised. Return True to continue: fastloop drops the step's gradients, and training
-    continues from the counters of ``run.state``, or the evaluation starts again. All processes must return the same answer, and none may
-    be inside a collective operation."""
+    """First. Training, or the evaluation of ``split``, raised. Return True to continue from ``run.state``'s counters without the step's
+    gradients, or to repeat the evaluation. All processes must return the same answer, and none may be inside a collective operation."""
 
 
 @hookspec

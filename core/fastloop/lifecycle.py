@@ -50,12 +50,14 @@ def build(recipe: Recipe, plugins: PluginSet, resume_from: Path | None = None) -
     run = Run(recipe, plugins)
     with _teardown_after_error(run), explain_errors(run):
         run.hooks.check_recipe(recipe=recipe)
-        if resume_from is not None:  # the main process chooses: another host may see the newest checkpoint late
-            run.resume_point = resume.find(run.folder, resume_from) if ranks.rank() == 0 else (resume_from, [])
+        _build_accelerator(run)
+        if resume_from is not None:
+            run.hooks.before_resume(run=run, folder=resume_from)
+            if run.is_main:  # it chooses: another host may see the newest checkpoint late
+                run.resume_point = resume.find(run.folder, resume_from)
+            run.resume_point = run.processes.all_gather_object(run.resume_point)[0]
         if recipe.inference is None:
             folder.check(run)
-        _build_accelerator(run)
-        run.resume_point = run.processes.all_gather_object(run.resume_point)[0]
         set_seed(recipe.train.seed)
         _build_loaders(run)
         _build_model(run)

@@ -150,7 +150,8 @@ def test_a_resumed_run_loads_before_it_fits_and_goes_on_with_the_epoch():
     assert lines.count("after_epoch") == 1
     lines.clear()
     short_run(scribe(lines), "run", resume=True).fit()
-    assert lines == calls(f"{BUILD}{LOAD}before_fit\nbefore_epoch\n{STEP}\nafter_epoch\n{EVALUATE}\n{SAVE}\n{END}")
+    resumed = BUILD.replace("    build_datasets\n", "    before_resume\n    build_datasets\n")
+    assert lines == calls(f"{resumed}{LOAD}before_fit\nbefore_epoch\n{STEP}\nafter_epoch\n{EVALUATE}\n{SAVE}\n{END}")
 
 
 def test_a_plugin_that_had_nothing_to_save_is_resumed_without_a_word(caplog):

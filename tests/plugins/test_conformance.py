@@ -95,6 +95,7 @@ TRIED_ON: dict[str, dict[str, Any]] = {
     "matmul-precision": {"device": "auto"},
     "packing": {"task": TEXTS},
     "trackers": {"options": {"trackers": []}},  # test_trackers.py trains with real ones
+    "remote-output": {"options": {"url": "uploads"}},
     "seq2seq": {"task": PAIRS},
     "token-cache": {"task": TEXTS, "options": {"folder": "tokens"}},
     "profile": {"options": {"wait": 1, "warmup": 1, "active": 1}},

@@ -79,7 +79,7 @@ def whole(run: str = "run") -> int:
 # -- kills -----------------------------------------------------------------------------------------------------------------------
 
 KILLS = """
-import os, random, signal, sys, time
+import os, random, signal, sys, threading, time
 from pathlib import Path
 import torch
 from fastloop.checkpoint import find, read, rotate, write
@@ -97,18 +97,26 @@ def save_for_ever(rank, step, said):
         torch.distributed.init_process_group("gloo", init_method=f"file://{os.getcwd()}/meeting", rank=rank, world_size=processes)
         mesh = init_device_mesh("cpu", (processes,))
         shards = lambda value: distribute_tensor(value, mesh, [Shard(0)], src_data_rank=None)
+    group = torch.distributed.new_group(backend="gloo") if background else None
     while True:
         step += 1
         value = shards(torch.full((20000,), float(step)))
         for again in range(1 + step % 2):  # every other step twice, as at the end of an epoch
-            write(run / "checkpoints" / f"step-{step:08d}", {"weight": value}, {"step": step, "moment": value}, rank == 0)
+            arguments = (run / "checkpoints" / f"step-{step:08d}", {"weight": value}, {"step": step, "moment": value}, rank == 0, group)
+            if background:  # as async-save: a thread writes while training communicates
+                thread = threading.Thread(target=write, args=arguments)
+                thread.start()
+                for _ in range(20):
+                    torch.distributed.all_reduce(torch.ones(100))
+                thread.join()
+            else:
+                write(*arguments)
             if rank == 0:
                 rotate(run, 1, step)
                 os.write(said, b"~")
 
 
 def save_in_the_background(step, said):
-    import threading
     while True:
         step += 1
         value = torch.full((20000,), float(step))
@@ -129,7 +137,7 @@ for trial in range(kills):
         child = os.fork()
         if child == 0:
             try:
-                save_in_the_background(step, said) if background else save_for_ever(rank, step, said)
+                save_in_the_background(step, said) if background and processes == 1 else save_for_ever(rank, step, said)
             finally:
                 os._exit(1)
         children.append(child)
@@ -160,7 +168,12 @@ print(survived)
 
 @pytest.mark.parametrize(
     ("processes", "how", "short"),
-    [(1, "plain", 25), pytest.param(1, "async", 15, marks=pytest.mark.slow), pytest.param(2, "plain", 8, marks=pytest.mark.slow)],
+    [
+        (1, "plain", 25),
+        pytest.param(1, "async", 15, marks=pytest.mark.slow),
+        pytest.param(2, "plain", 8, marks=pytest.mark.slow),
+        pytest.param(2, "async", 6, marks=pytest.mark.slow),
+    ],
 )
 def test_killed_at_any_moment_of_a_save(processes, how, short, record_property):
     """a process is killed at a random moment of a save: the checkpoint before it, or the new one, is found and is whole"""

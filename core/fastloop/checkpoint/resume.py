@@ -6,6 +6,7 @@ import json
 import logging
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +41,6 @@ def save(run: Run) -> None:
     """
     wait_for_save(run)
     run.sync_requests()  # handle a failure of the previous save first
-    accelerator, scheduler = run.accelerator, run.scheduler
     with run.clock("save"), region("save"):
         state = {
             "fastloop": 1,
@@ -51,8 +51,8 @@ def save(run: Run) -> None:
             "scalars": run.scalars.state(run.processes),
             "random": run.processes.all_gather_object(random_states()),
             "optimizer": run.hooks.optimizer_state(run=run),
-            "scheduler": scheduler and scheduler.state_dict(),
-            "scaler": accelerator.scaler and accelerator.scaler.state_dict(),
+            "scheduler": run.scheduler and run.scheduler.state_dict(),
+            "scaler": run.accelerator.scaler and run.accelerator.scaler.state_dict(),
             "plugins": {plugin.name: call(run=run) for plugin, call in run.plugins.each("save_state")},
         }
         path = checkpoint.step_folder(run.folder, run.state.step)
@@ -65,14 +65,14 @@ def save(run: Run) -> None:
     run.state.save_requested = False  # also covers a signal that arrived during the save
 
 
-def write(run: Run, path: Path, model: dict[str, Tensor], state: dict[str, Any]) -> None:
-    """Write a checkpoint, then remove the oldest ones.
+def write(run: Run, path: Path, model: dict[str, Tensor], state: dict[str, Any], group: Any = None) -> None:
+    """Write a checkpoint, then remove the oldest ones. Arguments as in ``checkpoint.write``.
 
     Raises:
         SaveError: The checkpoint cannot be written; the old ones are kept.
         TypeError: ``state`` contains a value that cannot be saved.
     """
-    checkpoint.write(path, model, state, run.is_main)
+    checkpoint.write(path, model, state, run.is_main, group)
     if run.is_main and (step := checkpoint.step_of(path)) is not None:
         checkpoint.rotate(run.folder, run.recipe.train.keep_checkpoints, step)
 
@@ -95,12 +95,9 @@ def find(folder: Path, path: Path) -> tuple[Path, list[str]] | None:
     except NoCheckpoint:
         if path.resolve() != folder.resolve():
             raise
-        try:
-            is_complete = json.loads((path / "summary.json").read_text())["status"] == "completed"
-        except (OSError, ValueError, KeyError, TypeError):
-            is_complete = False
-        if is_complete:
-            raise CheckpointError(f"{path}: no checkpoint, and the run is complete. Start a new run without --resume.") from None
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            if json.loads((path / "summary.json").read_text())["status"] == "completed":
+                raise CheckpointError(f"{path}: no checkpoint, and the run is complete. Start a new run without --resume.") from None
     log.warning("%s: no checkpoint yet: the run starts from the beginning", path)
     return None
 
@@ -118,7 +115,7 @@ def load(run: Run, path: Path, skipped: list[str]) -> None:
         log.warning("%s", line)
     if not run.is_main and (problem := checkpoint.verify(path, wait=True)):
         raise CheckpointError(f"{path}: process {run.rank} finds: {problem}. Put the run folder where all processes see the same files.")
-    model, saved = checkpoint.read(path, _sharded_target(run))
+    model, saved = checkpoint.read(path, sharded_target(run))
     recipe = secrets.hidden(run.recipe.to_dict())
     check_same(path, saved["recipe"], recipe)
     if "data" in saved:  # checkpoints of early versions have no fingerprints
@@ -181,16 +178,18 @@ def check_data(run: Run, path: Path, saved: dict[str, str]) -> None:
     log.warning("%s The run continues with the current data: this epoch may repeat or miss samples", message)
 
 
-def _sharded_target(run: Run) -> Callable[[str, torch.Size], Tensor | None]:
-    """For ``checkpoint.read``: returns an empty tensor with this run's sharding of the named weight or optimizer state."""
-    model = run.unwrap_model().state_dict()
-    parameters = [parameter for group in run.optimizer.param_groups for parameter in group["params"]]
+def sharded_target(run: Run) -> Callable[[str, torch.Size], Tensor | None]:
+    """For ``checkpoint.read``: returns an empty tensor with this run's sharding of the named weight or optimizer state. If the optimizer of
+    a strategy has the method ``empty_shard(shape)``, its result is used instead."""
+    model, empty_shard = run.unwrap_model().state_dict(), getattr(run.optimizer, "empty_shard", None)
+    parameters = dict(enumerate(parameter for group in run.optimizer.param_groups for parameter in group["params"]))
 
     def target_like(name: str, shape: torch.Size) -> Tensor | None:
-        target: Any = model.get(name.removeprefix("model."))
-        if match := re.match(r"state\.optimizer\.state\.(\d+)\.", name):
-            index = int(match[1])
-            target = parameters[index] if index < len(parameters) else None
+        number = re.match(r"state\.optimizer\.state\.(\d+)\.", name)
+        if empty_shard is not None and (number or name.startswith("model.")):
+            target = empty_shard(shape)
+        else:
+            target = parameters.get(int(number[1])) if number else model.get(name.removeprefix("model."))
         return torch.empty_like(target) if isinstance(target, DTensor) and target.shape == shape else None
 
     return target_like

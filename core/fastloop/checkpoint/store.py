@@ -120,7 +120,7 @@ def snapshot(model: Mapping[str, Tensor], state: Mapping[str, Any]) -> tuple[dic
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in model.items()}, unpack(packed, copies)
 
 
-def write(folder: Path, model: Mapping[str, Tensor], state: Mapping[str, Any], is_main: bool = True) -> Path:
+def write(folder: Path, model: Mapping[str, Tensor], state: Mapping[str, Any], is_main: bool = True, group: Any = None) -> Path:
     """Write a checkpoint at ``folder``. If the process is killed at any time, ``find`` returns the new checkpoint or the one before.
 
     Every process must call it if tensors are sharded; the main process writes the rest.
@@ -128,6 +128,8 @@ def write(folder: Path, model: Mapping[str, Tensor], state: Mapping[str, Any], i
     Args:
         model: The model's state dict.
         state: Any value that ``pack`` accepts.
+        group: The torch ``ProcessGroup`` that coordinates the writing of sharded tensors; None: the default group. Give a group of its
+            own to a thread that writes while training continues.
 
     Raises:
         TypeError: ``state`` contains a value that cannot be saved.
@@ -142,7 +144,7 @@ def write(folder: Path, model: Mapping[str, Tensor], state: Mapping[str, Any], i
         if is_main:
             shutil.rmtree(aside, ignore_errors=True)
         if sharded:  # first, because a failure on one process raises on all
-            _write_shards(sharded, aside / "sharded")
+            _write_shards(sharded, aside / "sharded", group)
         if is_main:
             aside.mkdir(parents=True, exist_ok=True)
             for file, part in (("model.safetensors", model), ("state.safetensors", tensors)):
@@ -159,15 +161,15 @@ def write(folder: Path, model: Mapping[str, Tensor], state: Mapping[str, Any], i
     return folder
 
 
-def _write_shards(sharded: dict[str, Any], folder: Path) -> None:
+def _write_shards(sharded: dict[str, Any], folder: Path, group: Any) -> None:
     addresses = set()
     for name, tensor in sharded.items():
         address = tensor.to_local().data_ptr()
         if address in addresses:  # tied weights: safetensors does not support shared memory
             sharded[name] = tensor.clone()
         addresses.add(address)
-    torch.distributed.barrier()  # the main process has removed leftovers of an interrupted save
-    state_dict_saver.save(sharded, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
+    torch.distributed.barrier(group)  # the main process has removed leftovers of an interrupted save
+    state_dict_saver.save(sharded, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True), process_group=group)
 
 
 def _finish(aside: Path, folder: Path) -> None:
@@ -286,10 +288,8 @@ def read(
         tensors, model = (read_again(partial(load_file, folder / name)) for name in ("state.safetensors", "model.safetensors"))
         if (folder / "sharded").exists():
             for name, tensor in _read_shards(folder / "sharded", like).items():
-                if name.startswith("model."):
-                    model[name.removeprefix("model.")] = tensor
-                else:
-                    tensors[name] = tensor
+                part = model if name.startswith("model.") else tensors
+                part[name.removeprefix("model.")] = tensor
         return model, unpack(json.loads(read_again((folder / "state.json").read_text)), tensors)
     except (OSError, ValueError, KeyError, TypeError, SafetensorError, RecursionError) as error:
         raise CheckpointError(f"{folder}: cannot be read: {error}.") from None

@@ -6,25 +6,25 @@
 A save copies the weights and the optimizer state to host memory, and a thread writes the copy. The files are the same as without the
 plugin, and as safe; the next step waits only for the copy. Each save waits for the previous one, and the end of the run waits for the last
 one. If a write fails, fastloop reports it at the end of the current step, and ``train.on_save_error`` decides what happens. The copy needs
-as much host memory as the checkpoint has bytes. Sharded weights (``fsdp``) are written by all processes together, in the foreground.
+as much host memory as the checkpoint has bytes. With sharded weights (``fsdp``, ``deepspeed``, ``tensor-parallel``), each process copies
+and writes its own shards, so each needs the memory of its part.
 """
 
 from __future__ import annotations
 
-import logging
 import threading
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Plugin, hookimpl
+from fastloop.errors import SaveError
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.distributed import ProcessGroup
 
     from fastloop import Run
-
-logger = logging.getLogger("fastloop")
 
 
 class AsyncSave(Plugin):
@@ -34,27 +34,35 @@ class AsyncSave(Plugin):
     numerics = "bitwise"
     description = "writes checkpoints in the background"
 
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.group: ProcessGroup | None = None  # of the threads: their messages must not mix with those of training
+
     @hookimpl
     def write_checkpoint(self, run: Run, folder: Path, model: dict[str, Tensor], state: dict[str, Any]) -> Future[None] | None:
+        import torch
         from torch.distributed.tensor import DTensor
 
         from fastloop import checkpoint
         from fastloop.checkpoint import resume
 
-        if any(isinstance(tensor, DTensor) for tensor in model.values()):
-            logger.info("async-save: the weights are sharded, so checkpoints are written in the foreground")
-            return None
-        if not run.is_main:
+        sharded = any(isinstance(tensor, DTensor) for tensor in model.values())
+        if not (sharded or run.is_main):
             return None  # only the main process writes
+        if sharded and self.group is None:
+            self.group = torch.distributed.new_group(backend="gloo")
         copies = checkpoint.snapshot(model, state)
         written: Future[None] = Future()
 
         def write() -> None:
             try:
-                resume.write(run, folder, *copies)
+                resume.write(run, folder, *copies, self.group)
                 written.set_result(None)
             except BaseException as error:
-                written.set_exception(error)
+                if isinstance(error, SaveError) and not run.is_main:
+                    written.set_result(None)  # the main process has the same error; report it once
+                else:
+                    written.set_exception(error)
 
         threading.Thread(target=write, name="async-save", daemon=True).start()  # a run that is killed does not wait for it
         return written

@@ -75,12 +75,13 @@ class CheckpointBest(Plugin):
             logger.warning("checkpoint-best: no evaluation gave a %s that is a number: the last weights stay", self.monitor.name)
             return
         from fastloop import checkpoint
+        from fastloop.checkpoint import resume
 
         path = run.folder / self.path(self.kept[0][0])
         run.processes.barrier()  # for the main process to have written them
         if wrong := checkpoint.verify(path, wait=not run.is_main):
             raise UsageError(f"{path}: the best weights cannot be used: {wrong}.")
-        run.hooks.load_model_state(run=run, state=checkpoint.read(path)[0])
+        run.hooks.load_model_state(run=run, state=checkpoint.read(path, resume.sharded_target(run))[0])
         self.saved = {}
         self.tidy(run)
 
@@ -117,13 +118,12 @@ class CheckpointBest(Plugin):
         worst = self.kept[-1][1] if len(self.kept) == self.config.keep_checkpoints else None
         if not self.monitor.better(value, worst):
             return
-        weights, failed = run.full_state_dict(), False
-        if run.is_main:
-            try:
-                checkpoint.write(run.folder / self.path(step), weights, {"step": step, "value": value})
-            except SaveError as error:
-                run.saver.report_failure(str(error))
-                failed = True
+        weights, failed = run.hooks.model_state(run=run), False
+        try:
+            checkpoint.write(run.folder / self.path(step), weights, {"step": step, "value": value}, run.is_main)
+        except SaveError as error:
+            run.saver.report_failure(str(error))
+            failed = True
         if any(run.processes.all_gather_object(failed)):  # it is not kept: on all processes
             return
         place = next((index for index, (_, old) in enumerate(self.kept) if self.monitor.better(value, old)), len(self.kept))

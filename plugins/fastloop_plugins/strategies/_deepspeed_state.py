@@ -1,4 +1,4 @@
-"""DeepSpeed's state: import it, and convert full weights and optimizer state to and from the forms of a run without it."""
+"""DeepSpeed's state: import it, and convert weights and optimizer state to and from the forms of a run without it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from fastloop import PluginError
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
@@ -29,21 +30,49 @@ class Sharded:
         self.groups: list[dict[str, Any]] = list(optimizer.param_groups)
         self.parameters: list[list[Tensor]] = [list(group["params"]) for group in self.groups]
 
-    def taken(self, engine: Any, stage: int, half: bool) -> None:
+    def taken(self, run: Run, engine: Any, stage: int, half: bool) -> None:
         """Record the engine that DeepSpeed returned."""
+        import torch
+        from torch.distributed.device_mesh import DeviceMesh
+
         self.engine, self.stage, self.half = engine, stage, half
         self.zero: Any = engine.optimizer if stage else None
+        self.mesh: DeviceMesh | None = None
+        if stage and run.world_size > 1:
+            self.mesh = DeviceMesh.from_group(run.processes.host_group or torch.distributed.group.WORLD, "cpu")
 
     def model_state(self, run: Run) -> dict[str, Any]:
-        """Name -> full tensor, on the main process. Every process must call it, as with the other methods here."""
-        gathered: dict[int, Any] = {}
+        """Name -> this process's shard of a weight; buffers only on the main process. Every process must call it, as with the other methods
+        here."""
+        from torch.distributed.tensor import DTensor
+
+        parts: dict[int, Any] = {}
         state: dict[str, Any] = {}
         for name, value in run.unwrap_model().state_dict(keep_vars=True).items():
-            if id(value) not in gathered:  # tied weights are gathered once
-                full = self._gather(value)
-                gathered[id(value)] = full.cpu() if run.is_main and hasattr(full, "cpu") else full if run.is_main else None
-            state[name] = gathered[id(value)]
-        return state if run.is_main else {}
+            if id(value) not in parts:  # tied weights are gathered once
+                parts[id(value)] = self._part(run, value, self._gather(value))
+            if run.is_main or isinstance(parts[id(value)], DTensor):
+                state[name] = parts[id(value)]
+        return state
+
+    def _part(self, run: Run, weight: Any, full: Any) -> Any:
+        """For a checkpoint: this process's shard of a full weight or of its optimizer state, on the CPU. Without shards: all of it on the
+        main process, None on the others."""
+        import torch
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        if self.mesh is None or not isinstance(weight, torch.nn.Parameter) or not (full.is_floating_point() and full.ndim):
+            return None if not run.is_main else full.cpu() if hasattr(full, "cpu") else full
+        return distribute_tensor(full.cpu(), self.mesh, [Shard(0)], src_data_rank=None).clone()  # a copy, to free the full tensor
+
+    def empty_shard(self, shape: torch.Size) -> Tensor | None:
+        """An uninitialized tensor with the sharding of ``_part``, to read a checkpoint into; None: read it in full."""
+        import torch
+        from torch.distributed.tensor import Shard, empty
+
+        if self.mesh is None or not shape:
+            return None
+        return empty(shape, dtype=torch.float32, device_mesh=self.mesh, placements=[Shard(0)])
 
     def _gather(self, weight: Any) -> Any:
         """Gather one weight in fp32."""
@@ -59,7 +88,7 @@ class Sharded:
             return weight.detach().float() if self.half else weight.detach().clone()
 
     def load_model_state(self, run: Run, state: dict[str, Tensor]) -> None:
-        """Load full weights into the model, and into its fp32 copies.
+        """Load full or sharded weights into the model, and into its fp32 copies.
 
         Raises:
             RuntimeError: The weights belong to another model.
@@ -67,6 +96,8 @@ class Sharded:
         import deepspeed
         import torch
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
+
+        from fastloop.distributed.tensors import gather_full
 
         own = run.unwrap_model().state_dict(keep_vars=True)
         shapes = {name: tuple(getattr(value, "ds_shape", getattr(value, "shape", ()))) for name, value in own.items()}
@@ -81,7 +112,7 @@ class Sharded:
             raise RuntimeError("\n".join(["The weights do not fit.", *wrong]))
         with torch.no_grad():
             for name, weight in own.items():
-                value = state[name].to(run.device)
+                value = gather_full(state[name]).to(run.device)
                 if self.stage == 3 and isinstance(weight, torch.nn.Parameter):
                     with deepspeed.zero.GatheredParameters([weight], modifier_rank=0):
                         weight.copy_(value)
@@ -132,7 +163,7 @@ class Sharded:
         ]
 
     def optimizer_state(self, run: Run) -> dict[str, Any]:
-        """The optimizer state in the form of torch's ``state_dict``, on the main process."""
+        """The optimizer state in the form of torch's ``state_dict``, in shards."""
         import torch
         from deepspeed.utils import safe_get_full_optimizer_state
 
@@ -150,11 +181,10 @@ class Sharded:
                     entry = {}
                     for key, value in self.base.state[flat].items():
                         if isinstance(value, torch.Tensor) and value.shape == flat.shape:
-                            full = safe_get_full_optimizer_state(parameter, key)
-                            value = full.cpu() if run.is_main else None
+                            value = self._part(run, parameter, safe_get_full_optimizer_state(parameter, key))
                         entry[key] = value.clone() if isinstance(value, torch.Tensor) else value
                     state[number] = entry
-        return {"state": state, "param_groups": groups} if run.is_main else {}
+        return {"state": state, "param_groups": groups}
 
     def load_optimizer_state(self, run: Run, state: dict[str, Any]) -> None:
         """Load optimizer state in the form of torch's ``state_dict``.
@@ -164,6 +194,8 @@ class Sharded:
         """
         import torch
         from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
+
+        from fastloop.distributed.tensors import gather_full
 
         if self.zero is None:
             self.base.load_state_dict(state)
@@ -198,6 +230,7 @@ class Sharded:
             self._relink()
         for parameter, tensors in pieces:
             for key, value in tensors.items():
+                value = gather_full(value)
                 if self.stage == 3:
                     safe_set_local_optimizer_state(parameter, self._slice(run, parameter, value), key)
                 else:
@@ -227,6 +260,10 @@ class Stepper:
 
     def zero_grad(self) -> None:
         """Does nothing: ``step`` frees the gradients."""
+
+    def empty_shard(self, shape: torch.Size) -> Tensor | None:
+        """See ``Sharded.empty_shard``; a run that resumes calls it."""
+        return self.sharded.empty_shard(shape)
 
 
 class LossScale:

@@ -6,7 +6,7 @@
 Stage 1 shards the optimizer state, stage 2 also the gradients, stage 3 also the weights; stage 0 shards nothing. Start one process for each
 device, for example ``fastloop train recipe.yaml --nproc 4``. With ``amp`` in bf16, the weights stay in fp32 and the forward pass runs in
 bf16. A JSON file of your own with ``"bf16": {"enabled": true}`` keeps the weights in bf16 with a sharded copy in fp32, as fp16 always does.
-Checkpoints hold full tensors, and resume under another stage, another strategy, or none.
+All processes write their shards of a checkpoint. It resumes on any number of processes, under another stage, another strategy, or none.
 
 ``config`` names a JSON file of DeepSpeed's own options. The recipe supplies values that are missing or "auto"; a contradiction is an error.
 Every process builds the full model on its CPU first, under stage 3 too.
@@ -95,7 +95,7 @@ class DeepSpeed(Plugin):
                 engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
         except (ValueError, AssertionError, deepspeed.DeepSpeedConfigError) as error:
             raise PluginError(f"{self.configuration.file}: DeepSpeed refuses this: {' '.join(str(error).split())}") from error
-        self.sharded.taken(engine, stage, self.configuration.half)
+        self.sharded.taken(run, engine, stage, self.configuration.half)
         engine.set_gradient_accumulation_boundary(True)
         engine.no_sync = self.held_back
         if self.configuration.half:

@@ -67,6 +67,7 @@ TWO = [
     run("fsdp kept", {"fsdp": {"reshard_after_forward": False}}),
     run("fsdp classes", {"fsdp": {"blocks": ["LayerNorm", "Block"]}}),
     run("fsdp tied", {"fsdp": {"blocks": ["Linear"]}}),
+    run("fsdp 2 async", "fsdp", "async-save"),
     run("fsdp no such class", {"fsdp": {"blocks": ["Linaer"]}}),
     run("fsdp meta", {"fsdp": {"meta_device": True}}),
     run("fsdp regional", "fsdp", {"compile": {"backend": "aot_eager", "cache": False, "regional": True}}),
@@ -87,6 +88,8 @@ FOUR = [
     run("hsdp 4 held", {"fsdp": {"shard_within": 2, "hold_gradients": True}}, train={"micro_batch_size": 1}, exchanges=True),
     run("fsdp 4 of one group", {"fsdp": {"shard_within": 4}}),
     run("hsdp 4 meta", {"fsdp": {"shard_within": 2, "meta_device": True}}),
+    run("hsdp 4 async", HSDP, "async-save"),
+    run("fsdp 2 async to fsdp 4", "fsdp", resume="fsdp 2 async"),
     run("hsdp 4 refused", {"fsdp": {"shard_within": 3}}),
     run("hsdp 4 to hsdp 4", HSDP, resume="hsdp 4"),
     run("fsdp 2 to hsdp 4", HSDP, resume="fsdp 2"),
@@ -98,6 +101,7 @@ AFTER = [
     *(run(f"{name} to plain", resume=name) for name in ("ddp 2", "fsdp 2", "ddp 4", "fsdp 4", "hsdp 4")),
     run("fsdp 2 stream to plain", resume="fsdp 2 stream", data="stream", train={"max_steps": 15}),
     run("fsdp 2 ema to plain", {"ema": {"decay": 0.5}}, resume="fsdp 2 ema"),
+    run("fsdp 2 async to plain", resume="fsdp 2 async"),
     run("one ddp", "ddp"),
     run("one fsdp", "fsdp"),
 ]
@@ -175,6 +179,7 @@ def test_half_precision_is_near_fp32_and_is_not_it(results, name):
         *(f"{name} to plain" for name in ("ddp 2", "fsdp 2", "ddp 4", "fsdp 4", "hsdp 4")),
         *("hsdp 4 to hsdp 4", "hsdp 4 to fsdp 2", "fsdp 2 to hsdp 4", "hsdp 4 to ddp 2"),
         *("plain to fsdp 2", "fsdp 2 to fsdp 2", "fsdp 2 to ddp 2", "ddp 2 to fsdp 2", "fsdp 2 to fsdp 4", "ddp 2 to ddp 4"),
+        *("fsdp 2 async to fsdp 4", "fsdp 2 async to plain"),
     ],
 )
 def test_resume_under_another_strategy_and_number_of_processes(results, name):
@@ -263,6 +268,20 @@ def test_a_sharded_checkpoint_holds_no_pickle(folder, results):
     plain_model, plain_state = checkpoint.read(folder / "plain/checkpoints/step-00000004")
     assert all(torch.allclose(model[name], plain_model[name], rtol=1e-5, atol=1e-6) for name in plain_model | model)
     assert state["optimizer"]["state"].keys() == plain_state["optimizer"]["state"].keys()
+
+
+@pytest.mark.parametrize("name", ["fsdp 2", "hsdp 4"])
+def test_shards_saved_in_the_background_are_those_saved_in_the_foreground(results, folder, name):
+    assert results[f"{name} async"]["losses"] == results[name]["losses"]
+    for step in (4, 8, 12, 16):
+        ours, theirs = (folder / run / "checkpoints" / f"step-{step:08d}" for run in (f"{name} async", name))
+        assert checkpoint.verify(ours) is None
+        names = sorted(path.name for path in (theirs / "sharded").iterdir())
+        assert len(names) == (2 if name == "fsdp 2" else 4)
+        for file in names:
+            background, foreground = load_file(ours / "sharded" / file), load_file(theirs / "sharded" / file)
+            assert background.keys() == foreground.keys()
+            assert all(background[key].equal(foreground[key]) for key in foreground), (step, file)
 
 
 def test_nothing_is_said_that_the_user_need_not_know(ended):

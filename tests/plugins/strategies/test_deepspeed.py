@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from strategy_helpers import COMPILER, logged_norms, same
 from strategy_runs import all_of
@@ -55,6 +56,8 @@ RUNS = [
     deepspeed("half 3 to 2", 2, "half 3", options={"config": "half.json"}, **BF16),
     deepspeed("offloaded 2", 2, options={"offload_optimizer": True}),
     deepspeed("offloaded 3", 3, options={"offload_optimizer": True, "offload_parameters": True}),
+    deepspeed("async 3", 3, plugins=["lr-scheduler", "async-save"]),
+    deepspeed("async 3 to 1", 1, "async 3"),
     deepspeed("tuned 2", 2, options={"overlap_comm": False, "bucket_size": 64}),
     deepspeed("fp16 3", 3, fp16=True, options={"config": "too_high.json"}),
     deepspeed("fp16 3 to 1", 1, "fp16 3", fp16=True),
@@ -135,6 +138,24 @@ def test_a_checkpoint_is_that_of_a_run_without_it(ended, folder, stage):
             assert torch.allclose(optimizer["state"][number][key], value, rtol=1e-4, atol=1e-8), (number, key)
 
 
+@pytest.mark.parametrize("name", [*(f"stage {stage}" for stage in STAGES), "async 3"])
+def test_every_process_writes_its_shards(ended, folder, name):
+    saved = folder / name / "checkpoints" / "step-00000008"
+    files = {path.name: path.stat().st_size for path in (saved / "sharded").glob("*")}
+    if name == "stage 0":
+        assert not files  # each process has all weights
+        return
+    assert len(files) == 2
+    with safe_open(saved / "model.safetensors", "pt") as whole:
+        assert set(whole.keys()) == {"scale"}  # a buffer
+    for key in ("model.first.weight", "state.optimizer.state.0.exp_avg"):
+        rows = []
+        for file in sorted(files):
+            with safe_open(saved / "sharded" / file, "pt") as part:
+                rows.append(part.get_slice(key).get_shape()[0])
+        assert rows == [7, 6], key
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -148,7 +169,7 @@ def test_resume_under_another_stage_or_none(result, name):
     same(result(name), result("plain"), 1e-6)
 
 
-@pytest.mark.parametrize("name", ["offloaded 2", "offloaded 3", "tuned 2", "from eval mode", "compiled 2"])
+@pytest.mark.parametrize("name", ["offloaded 2", "offloaded 3", "async 3", "async 3 to 1", "tuned 2", "from eval mode", "compiled 2"])
 def test_options_change_no_numbers(result, name):
     same(result(name), result("plain"), 1e-6)
 

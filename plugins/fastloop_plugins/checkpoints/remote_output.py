@@ -1,0 +1,138 @@
+"""Uploads the run folder while the run trains, to S3 or any other store that fsspec supports.
+
+    plugins:
+      - remote-output: {url: "s3://bucket/experiments"}
+    output: runs/first
+
+The run writes to ``runs/first`` as without the plugin. A thread of the main process copies it to ``s3://bucket/experiments/first``: logs,
+the newest complete checkpoint, best checkpoints, and at the end the exported model. A checkpoint's manifest is uploaded after its other
+files, and a checkpoint without a manifest is not complete. So after a kill, the newest complete one is still there. As many of them
+stay as ``train.keep_checkpoints``. If a run saves faster than it uploads, some checkpoints are skipped.
+
+With ``--resume``, a newer complete checkpoint at the URL is first downloaded and verified, with its logs. So the same command continues
+the run on a new machine. A new run refuses a URL that holds a run.
+
+A failed upload is repeated, then logged, and training continues. The end of the run waits for the last upload; if that fails, the
+run folder is complete, and the command fails. ``s3://`` needs ``pip install 'fastloop[s3]'``, other protocols the package that fsspec
+names. That package finds credentials and the endpoint, for S3 in ``AWS_ACCESS_KEY_ID`` and ``AWS_ENDPOINT_URL`` or the files of AWS.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from fastloop import Package, Plugin, PluginError, UsageError, When, hookimpl, option
+from fastloop.errors import SaveError
+
+if TYPE_CHECKING:
+    from fastloop import Run
+    from fastloop.recipe import Recipe
+    from fastloop_plugins.checkpoints._remote_folder import RemoteFolder
+    from fastloop_plugins.checkpoints._uploader import Uploader
+
+logger = logging.getLogger("fastloop")
+
+QUICK_CHECKS = {"fast-dev-run", "overfit"}
+"""Plugins of runs whose results are not kept."""
+
+
+class RemoteOutput(Plugin):
+    """Uploads logs, checkpoints and the exported model, and downloads the newest checkpoint."""
+
+    name = "remote-output"
+    numerics = "bitwise"
+    requirements = (When(lambda config: config.url.startswith(("s3://", "s3a://")), Package("s3fs", extra="s3")),)
+    description = "uploads the run folder"
+
+    @dataclass(kw_only=True)
+    class Config:
+        """Options."""
+
+        url: Annotated[str, option("The folder for the run's folder: a URL of fsspec, or a path.", min_length=1)]
+        every: Annotated[float, option("Seconds between two looks for files to upload.", gt=0)] = 10.0
+        retries: Annotated[int, option("Times that a failed upload is repeated, after 1, 2, 4, ... seconds.", ge=0)] = 4
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.uploader: Uploader | None = None
+        self.resumes = False
+
+    @hookimpl
+    def check_recipe(self, recipe: Recipe) -> None:
+        from fastloop_plugins.checkpoints._remote_folder import RemoteFolder
+
+        try:
+            self.remote: RemoteFolder = RemoteFolder(f"{self.config.url.rstrip('/')}/{Path(recipe.output).absolute().name}")
+        except (ImportError, ValueError) as error:
+            problem = f"{error}. Expected a URL such as s3://bucket/runs, and an installed package for it."
+            raise PluginError(f"{self.where}.url: found {self.config.url!r}: {problem}") from None
+
+    @hookimpl
+    def before_resume(self, run: Run, folder: Path) -> None:
+        if folder.resolve() == run.folder.resolve():
+            self.resumes = True
+            newer = self.try_remote(run, lambda: self.remote.get_newest(run.folder))
+            if newer and run.is_main:
+                logger.info("remote-output: downloaded the newest checkpoint of %s", self.remote.url)
+
+    @hookimpl
+    def check_run(self, run: Run) -> None:
+        is_new = run.resume_point is None and not self.resumes and not self.is_quick_check(run)
+        if is_new and (found := self.try_remote(run, self.remote.results)):
+            raise UsageError(
+                f"{self.where}.url: {self.remote.url} holds a run already, with {found[0]}. Continue it with --resume, or set another "
+                "output or url."
+            )
+
+    @hookimpl
+    def before_fit(self, run: Run) -> None:
+        from fastloop_plugins.checkpoints._uploader import Uploader
+
+        if run.is_main and not self.is_quick_check(run):
+            config = self.config
+            self.uploader = Uploader(self.remote, run.folder, run.recipe.train.keep_checkpoints, config.every, config.retries)
+            self.uploader.start()
+
+    @hookimpl
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        if self.uploader is not None:
+            summary["upload"] = {"url": self.remote.url, "errors": self.uploader.errors}
+
+    @hookimpl
+    def teardown(self, run: Run) -> None:
+        if self.uploader is None:
+            return
+        uploader, self.uploader = self.uploader, None
+        logger.info("remote-output: waiting for the last upload to %s", self.remote.url)
+        uploader.finish()
+        if uploader.error is not None:
+            raise SaveError(
+                f"{self.remote.url} is not complete: {type(uploader.error).__name__}: {uploader.error}. {run.folder} is. Repeat the "
+                "command with --resume to upload it."
+            )
+
+    def try_remote(self, run: Run, function: Any) -> Any:
+        """The result of ``function`` on the main process, for every process.
+
+        Raises:
+            UsageError: The URL cannot be read; raised on every process.
+        """
+        result: Any = None
+        problem = None
+        if run.is_main:
+            try:
+                result = function()
+            except Exception as error:  # each package of fsspec raises errors of its own
+                problem = f"{self.where}.url: {self.remote.url} cannot be read: {type(error).__name__}: {error}."
+        result, problem = run.processes.all_gather_object((result, problem))[0]
+        if problem is not None:
+            raise UsageError(f"{problem} Expected a URL that this machine can reach, and credentials for it.")
+        return result
+
+    @staticmethod
+    def is_quick_check(run: Run) -> bool:
+        """Whether the run's results are not kept."""
+        return bool(QUICK_CHECKS & set(run.plugins.names()))

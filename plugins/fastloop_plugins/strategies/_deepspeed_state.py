@@ -39,7 +39,8 @@ class Sharded:
         self.zero: Any = engine.optimizer if stage else None
         self.mesh: DeviceMesh | None = None
         if stage and run.world_size > 1:
-            self.mesh = DeviceMesh.from_group(run.processes.host_group or torch.distributed.group.WORLD, "cpu")
+            group: Any = run.processes.host_group or torch.distributed.group.WORLD
+            self.mesh = DeviceMesh.from_group(group, "cpu")
 
     def model_state(self, run: Run) -> dict[str, Any]:
         """Name -> this process's shard of a weight; buffers only on the main process. Every process must call it, as with the other methods

@@ -78,3 +78,26 @@ def ids_by_step(run: Run, world_size: int = 1, workers: int = 0, epoch: int = 0,
         ranks.append([[number for batch in step for number in batch.ids] for step in made.steps(epoch, start)])
         made.close()
     return [[number for part in parts for number in part] for parts in zip(*ranks, strict=True)]
+
+
+def every_column(count: int) -> list[dict[str, Any]]:
+    """Rows with a column for each option of the text tasks. Row 30 has an empty text, and no two rows are equal."""
+    found = []
+    for number, row in enumerate(rows(count, NAMES)):
+        words = row["text"].split()
+        question = [{"role": "user", "content": f"What is {number}?"}, {"role": "assistant", "content": row["text"]}]
+        found.append(
+            row | {"other": f"number {number % 7}", "words": words, "tags": ["NUMBER" if word == "number" else "O" for word in words]}
+            | {"messages": question, "prompt": f"number {number}", "short": " ".join(words[-3:])}
+        )  # fmt: skip
+    if count > 30:
+        found[30] |= {"text": "", "label": "good"}
+    return found
+
+
+def samples_of(dataset: Any) -> list[dict[str, Any]]:
+    """The samples of a dataset in its order, as plain lists and numbers. Without ``row``, which is a place and no content."""
+    found = dataset if hasattr(dataset, "read_ranges") else (dataset[number] for number in range(len(dataset)))
+    return [
+        {name: value.tolist() if hasattr(value, "tolist") else value for name, value in sample.items() if name != "row"} for sample in found
+    ]

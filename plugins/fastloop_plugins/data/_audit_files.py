@@ -66,18 +66,25 @@ class Files:
 
 @dataclass
 class Findings:
-    """Problems of an epoch: ids that are missing, ids that occurred more than once, and the number of ids outside the dataset."""
+    """Problems of an epoch: ids that are missing, ids that occurred more than once, and the number of ids outside the dataset.
+
+    Attributes:
+        lost: Missing samples whose ids are not known.
+    """
 
     size: int
     missing: list[int]
     repeated: list[int]
     unknown: int
+    lost: int = 0
 
     def text(self, files: Files, epoch: int) -> str:
         """A description for messages; empty if there is no problem."""
         parts = []
         if self.missing:
             parts.append(f"{len(self.missing)} of {self.size} samples are missing ({_some(self.missing, ', ')})")
+        if self.lost:
+            parts.append(f"{self.lost} of {self.size} samples are missing")
         if self.repeated:
             locations = files.locate(epoch, self.repeated[:SHOWN]) + self.repeated[SHOWN:]
             parts.append(f"{len(self.repeated)} came more than once ({_some(locations, '; ')})")
@@ -86,10 +93,19 @@ class Findings:
         return ", ".join(parts)
 
 
-def check(ids: Iterable[list[int]], size: int, complete: bool) -> Findings:
-    """Check that each id below ``size`` occurs once, at least once only if ``complete``. Memory: one number a sample and one list."""
+def check(ids: Iterable[list[int]], size: int, complete: bool, passes: bool = False) -> Findings:
+    """Check that each id below ``size`` occurs once, at least once only if ``complete``. Memory: one number a sample and one list.
+
+    Args:
+        passes: Whether ids count the passes over sources that start again. Then only the number of ids is known, and memory is one sorted
+            list of all ids.
+    """
     import numpy as np
 
+    if passes:
+        found = np.sort(np.concatenate([np.empty(0, np.int64), *(np.array(some, np.int64) for some in ids)]))
+        repeated = np.unique(found[1:][found[1:] == found[:-1]]).tolist()
+        return Findings(size, [], repeated, 0, max(size - len(found), 0) if complete else 0)
     times, unknown = np.zeros(size, np.int32), 0
     for some in ids:
         numbers = np.array(some, np.int64)

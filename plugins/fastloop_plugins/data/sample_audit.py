@@ -181,8 +181,8 @@ class SampleAudit(Plugin):
         if absent := set(range(run.world_size)) - set(self.files.ranks()):
             return f"{self.files.path(min(absent)).name} is not there (machines must share the run folder)"
         recorded = self.has_ids and epoch != self.unrecorded
-        found = check(ids(), size, complete=recorded and (done or stream))
-        counts = {"epochs": done, "missing": len(found.missing), "repeated": len(found.repeated), "unknown": found.unknown}
+        found = check(ids(), size, recorded and (done or stream), getattr(run.datasets["train"], "repeats", False))
+        counts = {"epochs": done, "missing": len(found.missing) + found.lost, "repeated": len(found.repeated), "unknown": found.unknown}
         self.totals = {name: total + counts[name] for name, total in self.totals.items()}
         wrong = found.text(self.files, epoch)
         if done:

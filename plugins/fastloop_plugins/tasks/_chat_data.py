@@ -35,6 +35,9 @@ class LanguageData(Data):
     train_on: Annotated[Literal["assistant", "all"], option("The tokens of a conversation that have a loss.")] = "assistant"
     prompt: Annotated[str | None, option("The column of prompts, which have no loss. Replaces text, and needs completion.")] = None
     completion: Annotated[str | None, option("The column of completions. Only they have a loss.")] = None
+    blocks: Annotated[
+        bool, option("With streaming: put texts end to end, and cut them into blocks of max_length tokens, as without streaming.")
+    ] = False
 
 
 class LanguageTextData(TextData):
@@ -64,23 +67,32 @@ class LanguageTextData(TextData):
                 raise RecipeError(f"{self.where}.{key}: it is for conversations, and data.messages is not there. Remove it.")
         self.keys = ("messages",) if options.messages else ("prompt", "completion") if options.prompt else ("text",)
         self.text_key, self.masked = self.keys[0], self.keys != ("text",)
+        if options.blocks and (self.masked or not options.streaming):
+            reason = (
+                "it is for texts, and conversations and completions are not put end to end" if self.masked else "it is for data.streaming"
+            )
+            raise RecipeError(f"{self.where}.blocks: {reason}. Remove it.")
         if not self.masked:
             return
         options.text = options.messages or options.prompt or ""  # the column that files must have
         self.columns = [options.text]
-        for path in (path for paths in self.files.values() for path in paths):
+        for path in self.every_file():
             if format_of(path)[0] in (".csv", ".tsv", ".txt"):
                 raise RecipeError(f"{path}: data.{self.keys[0]} needs a file of type .jsonl, .json or .parquet.")
 
     def streamed(self, run: Run, datasets: Mapping[str, Any], model: TextModel) -> Mapping[str, Any]:
         if self.stream is None:
             return datasets
-        from fastloop_plugins.tasks._streaming_samples import LanguageRows
+        from fastloop_plugins.tasks._streaming_samples import Documents, LanguageRows, blocks
 
+        if self.options.blocks:
+            known = None if model.options.trust_remote_code else model.fingerprint()  # the hash does not cover such code
+            self.stream.put_end_to_end(run, Documents(self, model), self.options.max_length, known)
+            return self.stream.datasets(run, datasets, blocks)
         encode = LanguageRows(self, model, datasets["train"][0])
         if not self.masked:
             encode.warn_about_length(self.stream.head.columns[self.columns[0]])
-        return self.stream.datasets(run, datasets, lambda _: encode)
+        return self.stream.datasets(run, datasets, encode)
 
     def name_of(self, row: str) -> str:
         """The name of a row in messages, given its JSON."""

@@ -27,6 +27,7 @@ from fastloop_plugins.tasks._text_tokens import encode
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from fastloop import Run
     from fastloop.recipe import Recipe
     from fastloop_plugins.tasks._text_model import TextModel
 
@@ -50,7 +51,6 @@ class PairTextData(TextData):
     """
 
     section = PairData
-    streams = False
     options: PairData
 
     def __init__(self, recipe: Recipe) -> None:
@@ -60,12 +60,19 @@ class PairTextData(TextData):
         if self.options.target in self.columns:
             raise RecipeError(f"{self.where}.target: found {self.options.target!r}, the column of data.text too. Name another column.")
         self.target = self.options.target
-        for path in (path for paths in self.files.values() for path in paths):
+        for path in self.every_file():
             if format_of(path)[0] == ".txt":
                 raise RecipeError(f"{path}: a .txt file has one column, and data.target needs another. Use another format.")
 
     def text_columns(self) -> dict[str, str]:
         return super().text_columns() | {self.target: "target"}
+
+    def streamed(self, run: Run, datasets: Mapping[str, Any], model: TextModel) -> Mapping[str, Any]:
+        if self.stream is None:
+            return datasets
+        from fastloop_plugins.tasks._streaming_samples import PairRows
+
+        return self.stream.datasets(run, datasets, PairRows(self, model))
 
     def _texts(self, role: str, parts: list[Part]) -> list[Text]:
         inputs = read_columns(parts, role, self.columns, self.messages)

@@ -1,21 +1,25 @@
-"""Row groups of Parquet and JSONL files, local or at a URL of fsspec: found, counted, and read one by one."""
+"""Row groups of streamed files, local or at a URL of fsspec: found, counted, and read one by one."""
 
 from __future__ import annotations
 
 import json
 import re
-import zlib
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fastloop.errors import DataError, RecipeError
-from fastloop_plugins.tasks._text_files import Part, format_of, missing_column
+from fastloop_plugins import _cache
+from fastloop_plugins.tasks._streaming_formats import LINE_FORMATS, Format, Parquet, Row
+from fastloop_plugins.tasks._streaming_tar import Tar
+from fastloop_plugins.tasks._text_files import COMPRESSIONS, Part, format_of
+from fastloop_plugins.tasks._text_files import FORMATS as IN_MEMORY
 from fastloop_plugins.tasks._text_paths import URL, find_files
 
 if TYPE_CHECKING:
@@ -23,15 +27,14 @@ if TYPE_CHECKING:
 
     from fastloop.recipe import Recipe
 
-FORMATS = (".parquet", ".jsonl")
-LINES = 1024
-"""Rows of a row group of a JSONL file, which has none of its own."""
-BATCH = 256
-"""Rows that are decoded at once from a Parquet file: a row group may be larger than memory."""
+FORMATS: dict[str, Format] = {".parquet": Parquet(), ".tar": Tar(), **LINE_FORMATS}
+"""Suffix -> format. Only the files of ``LINE_FORMATS`` may be compressed."""
 OPEN = 32
 """Files that one reader keeps open."""
 LABELS = 10_000
 """Different labels at most. A column with more of them holds no classes."""
+MARKS = ("ETag", "etag", "LastModified", "mtime", "created")
+"""Facts of fsspec about a remote file that change with its content. No store has all of them."""
 
 
 def find_shards(recipe: Recipe, given: str | list[str], where: str) -> list[list[str]]:
@@ -42,16 +45,16 @@ def find_shards(recipe: Recipe, given: str | list[str], where: str) -> list[list
     """
     found = []
     for item in [given] if isinstance(given, str) else given:
-        if URL.match(item) and not item.startswith(("file://", "http")):
+        if URL.match(item) and not item.startswith("file://"):
             paths = _remote(item, where)
         else:
-            paths = [str(path) for path in find_files(recipe, item, "train", where)]
+            paths = [str(path) for path in find_files(recipe, item, "train", where, (*IN_MEMORY, ".tar"))]
         for path in paths:
             suffix, codec = format_of(Path(path))
-            if suffix not in FORMATS or codec is not None:
+            if suffix not in FORMATS or (codec is not None and suffix not in LINE_FORMATS):
                 raise RecipeError(
-                    f"{where}: {path}: cannot be streamed. Expected files of type {' or '.join(FORMATS)}, not compressed as a whole. "
-                    "Convert it to Parquet, or remove data.streaming."
+                    f"{where}: {path}: cannot be streamed. Expected files of type {', '.join(FORMATS)}, and lines also with "
+                    f"{', '.join(COMPRESSIONS)} behind it. Convert it to Parquet, or remove data.streaming."
                 )
         found.append(paths)
     if not found:
@@ -72,15 +75,6 @@ def _remote(url: str, where: str) -> list[str]:
     return [system.unstrip_protocol(path) for path in paths]
 
 
-def open_file(path: str) -> BinaryIO:
-    """Open a file at a path or a URL of fsspec."""
-    if not URL.match(path):
-        return Path(path).open("rb")
-    import fsspec
-
-    return cast("BinaryIO", fsspec.open(path, "rb").open())
-
-
 class NamedPart(Part):
     """Rows from several files. Messages name each one by ``names``."""
 
@@ -96,7 +90,7 @@ class Index:
 
     Attributes:
         file: (row groups,) number of the file of each.
-        key: (row groups,) its number in a Parquet file, or its offset in bytes in a JSONL file.
+        key: (row groups,) its number in a Parquet file, or the offset in bytes of its first row in a file of lines.
         rows: (row groups,) its rows.
         labels: Label -> its rows and the first of them.
         facts: Facts about each file that change with its rows.
@@ -123,28 +117,48 @@ class Index:
         return f"{self.paths[self.file[group]]}, row {row - before + 1}"
 
 
-def read_index(paths: Sequence[str], columns: dict[str, str], label: str | None) -> Index:
-    """Count the rows of files: from the metadata of Parquet files, and by reading JSONL files.
+def read_index(paths: Sequence[str], columns: Mapping[str, str], label: str | None, lists: bool = False) -> Index:
+    """Count the rows of files: from the metadata of Parquet files, and by reading other files. ``token-cache`` keeps the result.
 
     Args:
         columns: Column -> the option of ``data`` that names it.
         label: The column whose values to count; None: none.
+        lists: Count the elements of lists in that column.
 
     Raises:
         RecipeError: A file has no rows or not these columns, cannot be read, or has too many labels.
     """
-    groups: list[tuple[int, int, int]] = []
+    kept = kept_entry(["index", *columns, str(label), str(lists)], paths)
+    if kept is not None and (kept / "index.json").is_file():
+        found = json.loads((kept / "index.json").read_text(encoding="utf-8"))
+        file, key, rows = np.array(found["groups"], np.int64)
+        return Index(list(paths), file, key, rows, {value: [count, row] for value, count, row in found["labels"]}, found["facts"])
+    index = _scan(paths, columns, label, lists)
+    plain = all(isinstance(value, str | int | float | None) for value in index.labels)
+    if kept is not None and plain:
+        labels = [[value, *counts] for value, counts in index.labels.items()]
+        facts = {"groups": [array.tolist() for array in (index.file, index.key, index.rows)], "labels": labels, "facts": index.facts}
+        with _cache.written(kept) as made:
+            (made / "index.json").write_text(json.dumps(facts), encoding="utf-8")
+    return index
+
+
+def _scan(paths: Sequence[str], columns: Mapping[str, str], label: str | None, lists: bool) -> Index:
+    groups: list[list[int]] = []
     labels: dict[Any, list[int]] = {}
     facts: list[str] = []
     total = 0
     for number, path in enumerate(paths):
-        scan = _scan_parquet if path.endswith(".parquet") else _scan_lines
         start = total
         try:
-            for key, rows, values in scan(path, columns, label, facts):
+            for key, rows, values in format_for(path).scan(path, columns, label, facts):
                 for row, value in enumerate(values, total):
-                    labels.setdefault(value, [0, row])[0] += 1
-                groups.append((number, key, rows))
+                    for one in value if lists and isinstance(value, list) else [value]:
+                        labels.setdefault(one, [0, row])[0] += 1
+                if groups and groups[-1][:2] == [number, key]:
+                    groups[-1][2] += rows
+                else:
+                    groups.append([number, key, rows])
                 total += rows
                 if len(labels) > LABELS:
                     raise RecipeError(f"{path}: column {label!r} (data.label) has more than {LABELS} different labels, expected few.")
@@ -156,91 +170,57 @@ def read_index(paths: Sequence[str], columns: dict[str, str], label: str | None)
     return Index(list(paths), file, key, rows, labels, facts)
 
 
-def _scan_parquet(path: str, columns: dict[str, str], label: str | None, facts: list[str]) -> Iterator[tuple[int, int, list[Any]]]:
-    """Yield number, rows and labels of each row group."""
-    with _parquet(path) as file:
-        for name, key in columns.items():
-            if name not in file.schema_arrow.names:
-                raise missing_column(path, key, name, file.schema_arrow.names)
-        metadata = file.metadata
-        for number in range(metadata.num_row_groups):
-            group, values = metadata.row_group(number), []
-            facts.append(f"{group.num_rows} {group.total_byte_size}")
-            if label is not None:
-                values = [
-                    value for batch in file.iter_batches(row_groups=[number], columns=[label]) for value in batch.column(0).to_pylist()
-                ]
-            if group.num_rows:
-                yield number, group.num_rows, values
+def kept_entry(about: Sequence[str], paths: Sequence[str]) -> Path | None:
+    """The folder in the cache of ``token-cache`` for a result that depends on files; None: the result cannot be kept."""
+    folder = _cache.TOKENS.get()
+    states = [_state_of(path) for path in paths] if folder is not None else []
+    if folder is None or not all(states):
+        return None
+    return folder / _cache.digest(["stream", version("fastloop"), *about, *map(str, states)])
 
 
-def _scan_lines(path: str, columns: dict[str, str], label: str | None, facts: list[str]) -> Iterator[tuple[int, int, list[Any]]]:
-    """Yield offset, rows and labels of each group of lines."""
-    offset, start, rows, hashed = 0, 0, 0, 0
-    values: list[Any] = []
-    with open_file(path) as file:
-        for number, line in enumerate(file, 1):
-            if not line.isspace():
-                if not rows:
-                    start = offset
-                if offset == 0 or label is not None:
-                    row = _parse(path, f"line {number}", line)
-                    for name, key in columns.items() if offset == 0 else ():
-                        if name not in row:
-                            raise missing_column(path, key, name, row)
-                    if label is not None:
-                        values.append(row.get(label))
-                rows += 1
-            offset, hashed = offset + len(line), zlib.crc32(line, hashed)
-            if rows == LINES:
-                yield start, rows, values
-                rows, values = 0, []
-    facts.append(f"{offset} {hashed}")
-    if rows:
-        yield start, rows, values
+def _state_of(path: str) -> str | None:
+    """A string that changes when a file is written; None: the file's store has none."""
+    if not URL.match(path):
+        facts = Path(path).stat()
+        return f"{Path(path).resolve()} {facts.st_size} {facts.st_mtime_ns}"
+    import fsspec
+
+    system, inner = fsspec.core.url_to_fs(path)
+    info = system.info(inner)
+    marks = [str(info[name]) for name in MARKS if info.get(name)]
+    return f"{path} {info.get('size')} {marks}" if marks else None
 
 
-def _parse(path: str, where: str, line: bytes) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise RecipeError(f"{path}, {where}: not valid JSON: {error}.") from None
-    if not isinstance(row, dict):
-        raise RecipeError(f"{path}, {where}: found {type(row).__name__}, expected an object with a key for each column.")
-    return row
-
-
-def _parquet(path: str) -> Any:
-    from pyarrow import parquet  # type: ignore[import-untyped]
-
-    return parquet.ParquetFile(open_file(path) if URL.match(path) else path, buffer_size=2**20, pre_buffer=False)
+def format_for(path: str) -> Format:
+    """The format of a file that ``find_shards`` accepted."""
+    return FORMATS[format_of(Path(path))[0]]
 
 
 class Reader:
     """Reads row groups, and keeps the last files open.
 
     Attributes:
-        rows_read: Rows decoded so far.
+        rows_read: Rows read so far, with those that were skipped in their row group.
     """
 
     def __init__(self, index: Index, columns: Sequence[str]) -> None:
         self.index, self.columns, self.rows_read = index, list(columns), 0
         self.open: OrderedDict[int, Any] = OrderedDict()
 
-    def read(self, group: int, skip: int) -> Iterator[tuple[Any, ...]]:
+    def read(self, group: int, skip: int) -> Iterator[Row]:
         """Yield the columns of each row of a row group, without its first ``skip`` rows.
 
         Raises:
             DataError: The file was changed, or cannot be read.
         """
         number, key = int(self.index.file[group]), int(self.index.key[group])
-        path, rows, count = self.index.paths[number], int(self.index.rows[group]), 0
-        reading = self._read_parquet(number, key) if path.endswith(".parquet") else self._read_lines(number, key, rows)
+        path, rows, count = self.index.paths[number], int(self.index.rows[group]), skip
+        self.rows_read += skip
         try:
-            for values in reading:
+            for values in format_for(path).read(partial(self._file, number), path, key, rows, skip, self.columns):
                 self.rows_read, count = self.rows_read + 1, count + 1
-                if count > skip:
-                    yield values
+                yield values
         except (OSError, ValueError, TypeError) as error:
             raise DataError(f"{path}: row group at {key} cannot be read: {error}") from error
         if count != rows:
@@ -255,29 +235,10 @@ class Reader:
     def _file(self, number: int) -> Any:
         if number not in self.open:
             path = self.index.paths[number]
-            self.open[number] = _parquet(path) if path.endswith(".parquet") else open_file(path)
+            self.open[number] = format_for(path).open(path)
             if len(self.open) > OPEN:
                 evicted, file = self.open.popitem(last=False)
-                if not self.index.paths[evicted].endswith(".parquet"):  # which another lane may still read
+                if not format_for(self.index.paths[evicted]).shares_file:
                     file.close()
         self.open.move_to_end(number)
         return self.open[number]
-
-    def _read_parquet(self, number: int, key: int) -> Iterator[tuple[Any, ...]]:
-        for batch in self._file(number).iter_batches(BATCH, row_groups=[key], columns=self.columns):
-            yield from zip(*(batch.column(name).to_pylist() for name in self.columns), strict=True)
-
-    def _read_lines(self, number: int, offset: int, rows: int) -> Iterator[tuple[Any, ...]]:
-        left = rows
-        while left:  # other row groups may move the file's position between two batches
-            file = self._file(number)
-            file.seek(offset)
-            lines = list(islice(file, min(left, BATCH)))
-            if not lines:
-                return
-            offset += sum(map(len, lines))
-            for line in lines:
-                if not line.isspace():
-                    left -= 1
-                    row = _parse(self.index.paths[number], "a row", line)
-                    yield tuple(row.get(name) for name in self.columns)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from fastloop import RecipeError, option
@@ -26,8 +27,12 @@ PLUGINS = {
 class StreamingOptions:
     """Options of the ``data`` section for training data larger than memory."""
 
-    streaming: Annotated[bool, option("Read data.files.train while training (.parquet, .jsonl); other splits stay in memory.")] = False
-    shuffle_buffer: Annotated[int, option("With streaming: rows in memory to shuffle in, for each process that reads.", ge=1)] = 10_000
+    streaming: Annotated[
+        bool, option("Read data.files.train while training (.parquet, .jsonl, .csv, .tsv, .tar); other splits stay in memory.")
+    ] = False
+    shuffle_buffer: Annotated[
+        int, option("With streaming: rows in memory to shuffle in, for each process that reads; 0: do not shuffle.", ge=0)
+    ] = 10_000
     lanes: Annotated[
         int, option("With streaming: row groups read side by side. Half as many processes with two workers each share no row.", ge=1)
     ] = 16
@@ -38,12 +43,12 @@ class StreamedData:
     """The part of ``TextData`` that streams.
 
     Attributes:
-        streams: Whether the task supports ``data.streaming``.
         stream: The training split, if it is streamed.
+        tagged: Whether a row has a list of labels, which are counted one by one.
     """
 
-    streams = True
     stream: Streaming | None = None
+    tagged = False
 
     def open_stream(self: Any, files: Mapping[str, Any], needed: Collection[str]) -> set[str]:
         """Find the files of a streamed training split. Returns the splits of ``needed`` to read into memory."""
@@ -56,13 +61,23 @@ class StreamedData:
         self.stream = Streaming(self, files["train"])
         return set(needed) - {"train"}
 
+    def every_file(self: Any) -> list[Path]:
+        """The files of all splits."""
+        streamed = [] if self.stream is None else self.stream.paths
+        return [path for paths in self.files.values() for path in paths] + [Path(path) for path in streamed]
+
+    def label_columns(self: Any) -> dict[str, str]:
+        """Column of labels -> the option that names it."""
+        return dict.fromkeys(self.labels, "label")
+
     def streamed(self: Any, run: Run, datasets: Mapping[str, Any], model: TextModel) -> Mapping[str, Any]:
         """The datasets of a run: those in memory, except a streamed training split."""
         if self.stream is None:
             return datasets
         from fastloop_plugins.tasks._streaming_samples import LabelledRows
 
-        return cast("Mapping[str, Any]", self.stream.datasets(run, datasets, lambda table: LabelledRows(self, model, table)))
+        encode = LabelledRows(self, model, self.stream.label_table(datasets))
+        return cast("Mapping[str, Any]", self.stream.datasets(run, datasets, encode))
 
 
 def check_streaming(data: TextData, given: dict[str, Any]) -> None:
@@ -84,16 +99,16 @@ def check_streaming(data: TextData, given: dict[str, Any]) -> None:
     def refuse(key: str, reason: str) -> RecipeError:
         return RecipeError(f"{where}.{key}: cannot hold with data.streaming: {reason}.")
 
-    if not data.streams:
-        raise RecipeError(f"{where}.streaming: this task reads its data into memory. Remove it. text-classification and causal-lm stream.")
     if options.files is None:
-        raise RecipeError(f"{where}.streaming: it reads data.files.train, which is not there. Give files of type .parquet or .jsonl.")
+        raise RecipeError(
+            f"{where}.streaming: it reads data.files.train, which is not there. Give files of type .parquet, .jsonl, .csv, .tsv or .tar."
+        )
     if data.limit.train is not None:
         raise refuse("limit.train", "rows are not drawn from a stream. Set train.max_steps, or name fewer files")
     if options.validation_fraction and options.files.get("validation") is None:
         raise refuse("validation_fraction", "no rows are held out of a stream. Give data.files.validation, or set validation_fraction: 0")
     if options.read is not None:
-        raise refuse("read", "it is for text files. Remove it; streamed .jsonl files are UTF-8")
+        raise refuse("read", "streamed files are UTF-8, and their header line shows the delimiter. Remove it")
     if data.splits.train != "train":
         raise refuse("splits.train", "data.files.train is streamed. Remove it")
     if data.label_type == "classes" and options.label is not None:

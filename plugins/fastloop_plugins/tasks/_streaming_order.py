@@ -39,7 +39,7 @@ class Order:
     Args:
         groups: Rows of every row group, one array (row groups,) a source.
         weights: Share of each source; None: one source, whose rows come once an epoch each.
-        buffer: Rows of the windows of all lanes together.
+        buffer: Rows of the windows of all lanes together; 0: no shuffling, and a single lane.
         batch_size: Samples of an optimizer step.
 
     Attributes:
@@ -56,16 +56,16 @@ class Order:
         buffer: int,
         batch_size: int,
     ) -> None:
-        self.groups, self.seed, self.lanes = groups, seed, lanes
+        self.groups, self.seed, self.shuffles, self.lanes = groups, seed, buffer > 0, lanes if buffer else 1
         self.rows = [int(rows.sum()) for rows in groups]
         self.size = sum(self.rows)
-        self.block = max(1, batch_size * WORKERS // lanes)
-        self.window = max(1, buffer // (lanes * len(groups)))
-        self.rounds = self.size // (lanes * self.block)
+        self.block = max(1, batch_size * WORKERS // self.lanes)
+        self.window = max(1, (buffer or batch_size) // (self.lanes * len(groups)))
+        self.rounds = self.size // (self.lanes * self.block)
         self.counts = None if weights is None else _counts(weights)
-        self.permutation = lru_cache(lanes * len(groups) + 1)(self._permutation)  # the current window of each lane
+        self.permutation = lru_cache(self.lanes * len(groups) + 1)(self._permutation)  # the current window of each lane
         self.stream = lru_cache(2 * len(groups))(self._stream)
-        self.pattern = lru_cache(lanes)(self._pattern)
+        self.pattern = lru_cache(self.lanes)(self._pattern)
 
     def locate(self, epoch: int, position: int) -> Place:
         """The place of a position of an epoch."""
@@ -110,11 +110,15 @@ class Order:
         return Place(lane, source, turn, first + start, count, int(self.permutation(lane, source, turn, number, count)[index]))
 
     def _permutation(self, lane: int, source: int, turn: int, number: int, count: int) -> NDArray[np.int64]:
+        if not self.shuffles:
+            return np.arange(count)
         return np.random.default_rng([self.seed, turn, source, lane, number]).permutation(count)
 
     def _stream(self, source: int, turn: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The row groups of a pass over a source in their order, and the slot at which each ends."""
-        order = np.random.default_rng([self.seed, turn, source]).permutation(len(self.groups[source]))
+        order = np.arange(len(self.groups[source]))
+        if self.shuffles:
+            order = np.random.default_rng([self.seed, turn, source]).permutation(len(order))
         return order, np.cumsum(self.groups[source][order])
 
 

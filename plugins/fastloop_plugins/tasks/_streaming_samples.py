@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from fastloop_plugins._cache import flat
 from fastloop_plugins.tasks._chat_data import problem_of_text
 from fastloop_plugins.tasks._chat_tokens import encode_rows
 from fastloop_plugins.tasks._lm_batches import MaskedSequences
-from fastloop_plugins.tasks._streaming import Row
+from fastloop_plugins.tasks._streaming_formats import Row
 from fastloop_plugins.tasks._text_batches import Sequences
 from fastloop_plugins.tasks._text_columns import Text, join_columns, token_types
 from fastloop_plugins.tasks._text_files import show
@@ -22,7 +22,12 @@ from fastloop_plugins.tasks._text_targets import read_number
 from fastloop_plugins.tasks._text_tokens import encode
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from fastloop_plugins.tasks._chat_data import LanguageTextData
+    from fastloop_plugins.tasks._seq2seq_data import PairTextData
+    from fastloop_plugins.tasks._tag_data import TagTextData
+    from fastloop_plugins.tasks._tag_tokens import TagModel
     from fastloop_plugins.tasks._text_data import TextData
     from fastloop_plugins.tasks._text_model import TextModel
 
@@ -32,8 +37,11 @@ PROBED = 256
 """Rows to tokenize in full, to estimate how many are longer than a sample."""
 
 
-def texts_of(rows: Sequence[Row], names: Sequence[str], columns: Sequence[str]) -> list[Text]:
+def texts_of(rows: Sequence[Row], names: Sequence[str], columns: Mapping[str, str]) -> list[Text]:
     """The texts of each row; a missing text is empty.
+
+    Args:
+        columns: Column -> the option of ``data`` that names it. They are the first ones of a row.
 
     Raises:
         DataError: A value is no text.
@@ -41,9 +49,9 @@ def texts_of(rows: Sequence[Row], names: Sequence[str], columns: Sequence[str]) 
     texts: list[Text] = []
     for row, name in zip(rows, names, strict=True):
         cells = ["" if value is None else value for value in row[: len(columns)]]
-        for column, cell in zip(columns, cells, strict=True):
+        for (column, key), cell in zip(columns.items(), cells, strict=True):
             if problem := problem_of_text(cell):
-                raise DataError(f"{name}: column {column!r} (data.text) {problem}")
+                raise DataError(f"{name}: column {column!r} (data.{key}) {problem}")
         texts.append(cells[0] if len(cells) == 1 else tuple(cells))
     return texts
 
@@ -56,8 +64,8 @@ class LabelledRows:
     """
 
     def __init__(self, data: TextData, model: TextModel, table: Mapping[Any, Any]) -> None:
-        self.columns, self.label, self.model, self.table = data.columns, data.labels[0], model, table
-        self.numbers = data.label_type == "number"
+        self.columns, self.label, self.model, self.table = data.text_columns(), data.labels[0], model, table
+        self.numbers, self.untyped = data.label_type == "number", data.stream is not None and data.stream.head.untyped
         self.types = token_types(data.columns, model)
         self.arguments: dict[str, Any] = {"truncation": True, "max_length": data.options.max_length, **self.types}
 
@@ -75,7 +83,7 @@ class LabelledRows:
                 raise DataError(f"{where}, which was not there when the run started. Start it again.")
             label: float = self.table[value]
             return label
-        number = None if isinstance(value, str) else read_number(value)
+        number = None if isinstance(value, str) and not self.untyped else read_number(value)
         if number is None:
             raise DataError(f"{where}, expected a finite number (data.label_type=number).")
         return number
@@ -91,8 +99,7 @@ class LanguageRows:
     def __init__(self, data: LanguageTextData, model: TextModel, spare: Mapping[str, Any]) -> None:
         self.data, self.tokenizer, self.size = data, model.tokenizer, data.options.max_length
         self.spare = {name: value.copy() for name, value in spare.items()}
-        end = self.tokenizer.eos_token_id if self.tokenizer.eos_token_id is not None else self.tokenizer.sep_token_id
-        self.end = [] if end is None or data.options.messages else [end]
+        self.end = [] if data.options.messages else end_of(model)
 
     def __call__(self, rows: list[Row], names: list[str]) -> list[dict[str, Any]]:
         samples = self._masked(rows, names) if self.data.masked else self._plain(rows, names)
@@ -101,7 +108,7 @@ class LanguageRows:
         return samples
 
     def _plain(self, rows: list[Row], names: list[str]) -> list[dict[str, Any]]:
-        texts = texts_of(rows, names, self.data.columns)
+        texts = texts_of(rows, names, self.data.text_columns())
         arguments = {"add_special_tokens": False, "verbose": False, "truncation": True, "max_length": self.size}
         ids = encode(self.tokenizer, texts, self.end, arguments)
         return [{"input_ids": np.array(row[: self.size], np.int32)} for row in ids]
@@ -129,3 +136,78 @@ class LanguageRows:
                 "To train on all of a text, divide it into several rows",
                 long, len(lengths), self.size,
             )  # fmt: skip
+
+
+class Documents:
+    """The tokens of some rows of ``causal-lm``, end to end: each text is followed by the end token, and empty texts are skipped."""
+
+    def __init__(self, data: LanguageTextData, model: TextModel) -> None:
+        self.columns, self.tokenizer, self.end = data.text_columns(), model.tokenizer, end_of(model)
+
+    def __call__(self, rows: list[Row], names: list[str]) -> NDArray[np.int32]:
+        texts = [text for text in texts_of(rows, names, self.columns) if isinstance(text, str) and text.strip()]
+        return flat(encode(self.tokenizer, texts, self.end, {"add_special_tokens": False, "verbose": False}))[0]
+
+
+def blocks(rows: list[Row], names: list[str]) -> list[dict[str, Any]]:
+    """Samples of blocks of tokens, see ``_streaming_blocks``."""
+    return [{"input_ids": ids} for (ids,) in rows]
+
+
+class PairRows:
+    """Samples of ``seq2seq``."""
+
+    def __init__(self, data: PairTextData, model: TextModel) -> None:
+        self.columns, self.prefix, self.tokenizer, self.end = data.text_columns(), data.options.prefix, model.tokenizer, end_of(model)
+        self.arguments = {"max_length": data.options.max_length, "max_target_length": data.options.max_target_length}
+
+    def __call__(self, rows: list[Row], names: list[str]) -> list[dict[str, Any]]:
+        from fastloop_plugins.tasks._seq2seq_data import PairSequences, encode_rows
+
+        texts = cast("list[tuple[str, str]]", texts_of(rows, names, self.columns))
+        pairs = [json.dumps([f"{self.prefix}{text}", target]) for text, target in texts]
+        found = PairSequences(*flat(encode_rows(self.tokenizer, pairs, self.end, self.arguments)))
+        return [found[index] for index in range(len(found))]
+
+
+class TagRows:
+    """Samples of ``token-classification``: one a sentence. The collator divides a long sentence into several rows of a batch.
+
+    A sentence without words has no effect. If a micro-batch has only such sentences, ``spare`` replaces the first.
+
+    Args:
+        table: Tag in the files -> the data's id of it.
+        order: That id -> the model's id.
+    """
+
+    def __init__(
+        self, data: TagTextData, model: TagModel, table: Mapping[Any, int], order: Sequence[int], spare: Mapping[str, Any]
+    ) -> None:
+        self.data, self.tokenizer, self.table, self.order = data, model.tokenizer, table, order
+        self.room, self.special = model.room(data.options.max_length)
+        self.spare = {**spare, "input_ids": spare["input_ids"].copy(), "targets": spare["targets"].copy()}
+
+    def __call__(self, rows: list[Row], names: list[str]) -> list[dict[str, Any]]:
+        from fastloop_plugins.tasks._tag_batches import TaggedSentences
+        from fastloop_plugins.tasks._tag_tokens import encode_rows
+
+        for (words, tags), name in zip(rows, names, strict=True):
+            problem = self.data.problem(words, tags)
+            if problem is None and (new := next((tag for tag in tags if tag not in self.table), None)) is not None:
+                problem = f"found the tag {new!r} (data.tags), which was not there when the run started. Start it again."
+            if problem:
+                raise DataError(f"{name}: {problem}")
+        texts = [json.dumps([words, [self.table[tag] for tag in tags]]) for words, tags in rows]
+        found = TaggedSentences(*flat(encode_rows(self.tokenizer, texts, [], {})), self.room, self.special, order=self.order)
+        empty = np.empty(0, np.int32)
+        samples = [found[index] if words else {"input_ids": empty, "targets": empty, "row": index} for index, (words, _) in enumerate(rows)]
+        if not any(words for words, _ in rows):
+            samples[0] = self.spare
+        return samples
+
+
+def end_of(model: TextModel) -> list[int]:
+    """The end token of a text: the tokenizer's, or its separator token. Empty if it has neither."""
+    tokenizer = model.tokenizer
+    end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
+    return [] if end is None else [end]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
@@ -21,6 +21,7 @@ from fastloop_plugins.tasks._text_paths import find_files
 from fastloop_plugins.tasks._text_stream import read_values
 
 if TYPE_CHECKING:
+    from fastloop import Run
     from fastloop.recipe import Recipe
 
 CONLL = ".conll"
@@ -66,7 +67,7 @@ class TagTextData(TextData):
     """
 
     section = TagData
-    streams = False
+    tagged = True
     options: TagData
     text_key = "words"
     formats = (*FORMATS, CONLL)
@@ -86,8 +87,28 @@ class TagTextData(TextData):
         self.numbers = Columns(words if isinstance(words, int) else 0, tags if isinstance(tags, int) else -1)
         if (names := self.options.tag_names) is not None and (len(set(names)) < len(names) or len(names) < 2):
             raise RecipeError(f"{where}.tag_names: found {names}, expected at least two tags, each once.")
-        for path in (path for paths in self.files.values() for path in paths):
+        for path in self.every_file():
             self._check_file(path)
+            if self.stream is not None and self.is_conll(path):
+                raise RecipeError(f"{path}: a CoNLL file cannot be streamed. Convert it to .jsonl or .parquet, or remove data.streaming.")
+
+    def label_columns(self) -> dict[str, str]:
+        return dict.fromkeys(self.labels, "tags")
+
+    def streamed(self, run: Run, datasets: Mapping[str, Any], model: Any, order: Sequence[int] = ()) -> Mapping[str, Any]:
+        if self.stream is None:
+            return datasets
+        from fastloop_plugins.tasks._streaming_samples import TagRows
+
+        ids, part = {name: index for index, name in enumerate(self.classes)}, self.stream.head
+        table = {tag: ids.get(self._name(part, tag), -1) for tag in self._stream_tags()}
+        for tag in (tag for tag, index in table.items() if index < 0):
+            raise self._unknown_tag(self.stream.index.name(self.stream.index.labels[tag][1]), tag, "train")
+        return self.stream.datasets(run, datasets, TagRows(self, model, table, order, datasets["train"][0]))
+
+    def _stream_tags(self) -> list[Any]:
+        """The tags of a streamed training split."""
+        return [] if self.stream is None else [tag for tag in self.stream.index.labels if isinstance(tag, str | Integral) and tag != ""]
 
     def is_conll(self, path: Path) -> bool:
         """Whether a file is read as a CoNLL file."""
@@ -118,7 +139,7 @@ class TagTextData(TextData):
     def _rows(self, part: Part) -> list[tuple[Any, Any]]:
         return list(zip(part.column("words", self.columns[0]), part.column("tags", self.labels[0]), strict=True))
 
-    def _problem(self, words: Any, tags: Any) -> str | None:
+    def problem(self, words: Any, tags: Any) -> str | None:
         """Why two cells are not words and their tags; None if they are."""
         if problem := problem_of_words(words):
             return f"column {self.columns[0]!r} (data.words) {problem}"
@@ -128,7 +149,7 @@ class TagTextData(TextData):
 
     def _readable(self, part: Part) -> Part:
         rows = self._rows(part)
-        good = [row for row in rows if self._problem(*row) is None]
+        good = [row for row in rows if self.problem(*row) is None]
         if count := part.unreadable + len(rows) - len(good):
             self.messages.append((logging.WARNING, f"{part.where}: {count} sentences cannot be read, and are skipped"))
             self.unreadable += count
@@ -138,7 +159,7 @@ class TagTextData(TextData):
     def _texts(self, role: str, parts: list[Part]) -> list[Text]:
         rows = [(part, number, *row) for part in parts for number, row in enumerate(self._rows(part), 1)]
         for part, number, words, tags in rows:
-            if problem := self._problem(words, tags):
+            if problem := self.problem(words, tags):
                 raise RecipeError(f"{part.row(number)}: {problem}")
         where = ", ".join(part.where for part in parts)
         if not any(words for _, _, words, _ in rows):
@@ -157,7 +178,7 @@ class TagTextData(TextData):
             found += tag_ids if role == "train" else []
         if empty:
             self.messages.append((logging.WARNING, f"{where}: {empty} of {len(rows)} sentences have no words, and are skipped"))
-        if found and self.inference is None:
+        if found and self.inference is None and self.stream is None:
             self.messages.append((logging.INFO, f"data: words of each tag in train: {count_classes(found, self.classes)}"))
         return texts
 
@@ -175,7 +196,9 @@ class TagTextData(TextData):
     def _tag_names(self, rows: list[tuple[Part, int, Any, Any]], where: str) -> list[str]:
         if given := self.options.tag_names or rows[0][0].classes:
             return list(given)
-        names = {self._name(part, tag) for part, _, _, tags in rows for tag in tags}
+        names = {self._name(part, tag) for part, _, _, tags in rows for tag in tags} | {
+            self._name(rows[0][0], tag) for tag in self._stream_tags()
+        }
         if len(names) < 2:
             raise RecipeError(f"{where}: data.tags: found {list_labels(names) or 'no tag'}, expected at least two different tags.")
         return sorted(names, key=lambda name: (int(name), "") if name.isdecimal() else (-1, name))
@@ -189,6 +212,9 @@ class TagTextData(TextData):
                 f"{place}: found the tag {tag!r} (data.tags), which is none of the model {self.inference.model}. "
                 f"Its tags: {list_labels(self.classes)}."
             )
+        return self._unknown_tag(place, tag, role)
+
+    def _unknown_tag(self, place: str, tag: Any, role: str) -> RecipeError:
         where = "in data.tag_names" if self.options.tag_names else "in training"
         remedy = f"To give the model this tag: data.tag_names=[{', '.join([*self.classes, str(tag)])}]."
         remedy += f" To leave this split out: data.splits.{role}=null." if role != "train" else ""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,30 @@ def stream_delimited(path: Path, how: Read, text: Mapping[str, str]) -> Iterator
                 yield [row[index] for index in file.positions]
     finally:
         csv.field_size_limit(limit)
+
+
+def rows_of_lines(path: Path, head: str, lines: Iterator[str], columns: Mapping[str, str], begun: bool) -> Iterator[dict[str, str]]:
+    """Yield the cells of ``columns`` of each row of some lines. Raises like ``read_delimited``.
+
+    Args:
+        head: The first characters of the file.
+        columns: Column -> the option that names it.
+        begun: The lines are from a later part of the file, and have no header.
+    """
+    file = _File(path, Read(), head, columns, ())
+    if begun:
+        (header,) = file._first(1, file.delimiter)
+        file.how.columns, file.how.delimiter = header, file.delimiter
+    records = file.records(lines, skip_unreadable=False)
+    while True:
+        limit = csv.field_size_limit(LARGEST_CELL)
+        try:
+            record = next(records, None)
+        finally:
+            csv.field_size_limit(limit)
+        if record is None:
+            return
+        yield {name: record[2][index] for name, index in zip(file.wanted, file.positions, strict=True)}
 
 
 class _File:
@@ -136,7 +160,7 @@ class _File:
             self._check_joined(joined, found)
         return Part(str(self.path), found, unreadable=self.unreadable, untyped=True, notes=self.notes)
 
-    def records(self, stream: io.TextIOWrapper, skip_unreadable: bool) -> Iterator[tuple[int, int, list[str]]]:
+    def records(self, stream: Iterable[str], skip_unreadable: bool) -> Iterator[tuple[int, int, list[str]]]:
         """Yield the numbers of the first and the last line of each row, and its cells; ``self.lines`` are its lines."""
         lines = self.lines
 

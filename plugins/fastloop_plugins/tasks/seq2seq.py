@@ -83,7 +83,7 @@ class Seq2Seq(Plugin):
         self.text_model = Seq2SeqModel(recipe, self.data.options.max_target_length)
 
     @hookimpl
-    def build_datasets(self, run: Run) -> Mapping[str, Sequences]:
+    def build_datasets(self, run: Run) -> Mapping[str, Any]:
         from fastloop_plugins.tasks import _text_tokens
         from fastloop_plugins.tasks._seq2seq_data import encode_rows, pair_sequences
 
@@ -91,7 +91,8 @@ class Seq2Seq(Plugin):
         sizes = {"max_length": self.data.options.max_length, "max_target_length": self.data.options.max_target_length}
         splits = _text_tokens.read(self.data, self.text_model, documents=True, encoder=encode_rows, **sizes)
         run.state.unreadable += self.data.unreadable
-        return {name: pair_sequences(name, split.ids, split.lengths, sizes["max_target_length"]) for name, split in splits.items()}
+        datasets = {name: pair_sequences(name, split.ids, split.lengths, sizes["max_target_length"]) for name, split in splits.items()}
+        return self.data.streamed(run, datasets, self.text_model)
 
     @hookimpl
     def build_prediction_data(self, source: Any, start: int, size: int) -> Iterator[Sequences] | None:

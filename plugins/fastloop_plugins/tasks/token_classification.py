@@ -89,7 +89,7 @@ class TokenClassification(Plugin):
         self.metric_classes = find_metrics(self.config.metrics, recipe, f"plugins.{self.name}.metrics")
 
     @hookimpl
-    def build_datasets(self, run: Run) -> Mapping[str, TaggedSentences]:
+    def build_datasets(self, run: Run) -> Mapping[str, Any]:
         from fastloop_plugins.tasks import _text_tokens
         from fastloop_plugins.tasks._tag_tokens import encode_rows
 
@@ -99,7 +99,7 @@ class TokenClassification(Plugin):
         self.labels = self.text_model.order_labels(self.data.classes)
         datasets = {name: self._dataset(name, split) for name, split in splits.items()}
         self.loss.set_weights((lambda: datasets["train"].tags()) if "train" in datasets else None, self.labels.names)
-        return datasets
+        return self.data.streamed(run, datasets, self.text_model, self.labels.ids)
 
     def _dataset(self, name: str, split: Split) -> TaggedSentences:
         from fastloop_plugins.tasks._tag_batches import TaggedSentences

@@ -17,7 +17,6 @@ from text_helpers import rows
 from fastloop.errors import DataError, RecipeError, UsageError
 from fastloop.recipe import Inference, make_recipe
 from fastloop_plugins.tasks import _streaming
-from fastloop_plugins.tasks._seq2seq_data import PairTextData
 from fastloop_plugins.tasks._streaming_files import Reader
 from fastloop_plugins.tasks._streaming_order import CYCLE, Order
 from fastloop_plugins.tasks._text_data import TextData
@@ -229,7 +228,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "classes": ({"label_type": "classes"}, "data.label_type=classes: cannot hold with data.streaming"),
     "mix": ({"mix": [1.0, 2.0]}, r"data.mix: found \[1.0, 2.0\] for 1 entries of data.files.train"),
     "no files": ({"files": None, "name": "somewhere"}, "data.streaming: it reads data.files.train"),
-    "csv": ({"files": {"train": "rows.csv"}}, "rows.csv: cannot be streamed. Expected files of type .parquet or .jsonl"),
+    "json": ({"files": {"train": "rows.json"}}, "rows.json: cannot be streamed. Expected files of type .parquet, .tar, .jsonl, .csv, .tsv"),
+    "twice": ({"files": {"train": ["rows.jsonl", "row*.jsonl"]}}, "data.files.train: .*rows.jsonl is listed twice"),
     "no column": ({"text": "txt"}, "there is no column 'txt', which data.text names"),
     "not streaming": ({"streaming": False, "shuffle_buffer": 5}, "data.shuffle_buffer: it is for data.streaming, which is not on"),
     "no such url": ({"files": {"train": "memory://nowhere/*.parquet"}}, "no file matches memory://nowhere"),
@@ -240,7 +240,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_settings_that_cannot_hold_are_refused_by_name(case):
     changes, message = REFUSED[case]
     write_lines("rows.jsonl", rows(40, NAMES))
-    Path("rows.csv").write_text("text,label\na,b\n")
+    Path("rows.json").write_text("[]")
     with pytest.raises(RecipeError, match=message):
         classify("rows.jsonl", **changes)
 
@@ -258,12 +258,6 @@ def test_plugins_that_need_all_rows_are_refused(plugins, message):
     data = {"files": {"train": write_lines("rows.jsonl", rows(8, NAMES))}, "streaming": True, "validation_fraction": 0, "label": "label"}
     with pytest.raises(RecipeError, match=message):
         TextData(make_recipe({"data": data, "plugins": plugins}, Path("recipe.yaml")), labelled=True)
-
-
-def test_tasks_that_do_not_stream_say_so():
-    data = {"files": {"train": write_lines("rows.jsonl", rows(8, NAMES))}, "streaming": True, "text": "text", "target": "label"}
-    with pytest.raises(RecipeError, match=r"data.streaming: this task reads its data into memory"):
-        PairTextData(make_recipe({"data": data}, Path("recipe.yaml")))
 
 
 def test_the_training_split_is_not_evaluated():

@@ -1,0 +1,113 @@
+"""WebDataset shards of text: tar archives in which the files of a sample follow each other. Their names are equal up to the first dot.
+
+A column is such an ending (``txt``, ``cls``), or a key of the object in the file that ends with ``json``.
+"""
+
+from __future__ import annotations
+
+import json
+import tarfile
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, cast
+
+from fastloop_plugins.tasks._streaming_formats import LINES, Row, Scanned, open_file
+from fastloop_plugins.tasks._text_files import missing_column
+
+
+class Sample:
+    """The files of a sample.
+
+    Attributes:
+        offset: Where the first of them begins in the archive, in bytes.
+        files: Ending of the name -> file.
+    """
+
+    def __init__(self, archive: tarfile.TarFile, offset: int) -> None:
+        self.archive, self.offset = archive, offset
+        self.files: dict[str, tarfile.TarInfo] = {}
+
+    def names(self) -> list[str]:
+        """The columns of the sample."""
+        return [*self.files, *(self._object() if "json" in self.files else ())]
+
+    def values(self, columns: Sequence[str]) -> Row:
+        """The columns: text, or a value of the object; None for one that is not there."""
+        found = self._object() if any(name not in self.files for name in columns) and "json" in self.files else {}
+        return tuple(self._text(name) if name in self.files else found.get(name) for name in columns)
+
+    def _text(self, name: str) -> str:
+        file = self.archive.extractfile(self.files[name])
+        return "" if file is None else file.read().decode()
+
+    def _object(self) -> Mapping[str, Any]:
+        found = json.loads(self._text("json"))
+        if not isinstance(found, dict):
+            raise ValueError(f"{self.files['json'].name}: found {type(found).__name__}, expected an object with a key for each column")
+        return found
+
+
+class Tar:
+    """Samples of a tar archive. The key of a row group is the offset of its first sample."""
+
+    shares_file = False
+
+    def open(self, path: str) -> Any:
+        """See ``Format``."""
+        return open_file(path)
+
+    def scan(self, path: str, columns: Mapping[str, str], label: str | None, facts: list[str]) -> Scanned:
+        """See ``Format``. Reads the headers of the archive, and the labels."""
+        with self.open(path) as file:
+            checksum, count, samples = 0, 0, samples_of(file, 0)
+            while group := list(islice(self._labelled(path, samples, columns if not count else {}, label), LINES)):
+                for sample, _ in group:
+                    for part in sample.files.values():
+                        checksum = zlib.crc32(f"{part.name} {part.size} {part.mtime}".encode(), checksum)
+                count += len(group)
+                yield group[0][0].offset, len(group), [value for _, value in group] if label is not None else []
+            facts.append(f"{count} {checksum}")
+
+    def _labelled(
+        self, path: str, samples: Iterator[Sample], columns: Mapping[str, str], label: str | None
+    ) -> Iterator[tuple[Sample, Any]]:
+        """Samples and their labels. The first must have ``columns``."""
+        for sample in samples:
+            for name, key in columns.items():
+                if name not in sample.names():
+                    raise missing_column(path, key, name, sample.names())
+            columns = {}
+            yield sample, None if label is None else sample.values([label])[0]
+
+    def read(self, file: Callable[[], Any], path: str, key: int, rows: int, skip: int, columns: Sequence[str]) -> Iterator[Row]:
+        """See ``Format``. Lanes may share the file: a position is set before each access."""
+        for sample in islice(samples_of(file(), key), skip, rows):
+            yield sample.values(columns)
+
+
+def samples_of(file: Any, offset: int) -> Iterator[Sample]:
+    """The samples of an archive from an offset on.
+
+    Raises:
+        OSError: The archive is damaged.
+    """
+    file.seek(offset)
+    sample, newest = None, ""
+    try:
+        with cast("Any", tarfile.open(fileobj=file, mode="r:")) as archive:
+            while (member := archive.next()) is not None:
+                archive.members.clear()  # else they stay in memory
+                if not member.isfile():
+                    continue
+                folder, _, base = member.name.rpartition("/")
+                name, _, ending = base.partition(".")
+                if sample is None or f"{folder}/{name}" != newest:
+                    if sample is not None:
+                        yield sample
+                    sample, newest = Sample(archive, member.offset), f"{folder}/{name}"
+                sample.files[ending.lower()] = member
+            if sample is not None:
+                yield sample
+    except tarfile.TarError as error:
+        raise OSError(str(error)) from None

@@ -1,0 +1,189 @@
+"""The formats that ``data.streaming`` reads: each gives the rows of the data in memory, on any readers, and resumes exactly."""
+
+from __future__ import annotations
+
+import csv
+import json
+import tarfile
+from io import BytesIO
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pyarrow
+import pytest
+from checkpoint_helpers import tokenizer
+from streaming_helpers import NAMES, classify, ids_by_step, loader, samples_of, write_lines, write_parquet
+from text_helpers import rows
+
+from fastloop.errors import DataError, RecipeError
+from fastloop_plugins._cache import tokens_kept_in
+from fastloop_plugins.tasks import _streaming, _streaming_files, _streaming_formats, _streaming_tar
+from fastloop_plugins.tasks._streaming_files import Reader
+from fastloop_plugins.tasks._streaming_formats import LineFile
+
+ROWS = 200
+CODECS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
+SEEKABLE = ("a.parquet", "a.jsonl", "a.csv", "a.tsv", "a.tar")
+
+
+@pytest.fixture(autouse=True)
+def _small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Row groups and batches of a few rows."""
+    monkeypatch.setattr(_streaming_formats, "LINES", 20)
+    monkeypatch.setattr(_streaming_tar, "LINES", 20)
+    monkeypatch.setattr(_streaming_formats, "BATCH", 7)
+
+
+def table(count: int = ROWS) -> list[dict[str, Any]]:
+    """Rows with line ends, quotes and delimiters in some texts."""
+    found = rows(count, NAMES)
+    for number, row in enumerate(found):
+        row["text"] += ("", "\nindeed", ' "fine", or so', "\tfilm", " é")[number % 5]
+    return found
+
+
+def write(path: str, content: list[dict[str, Any]]) -> str:
+    """A file of the format and compression that its name shows. Lines of files of lines have gaps and no last line end."""
+    inner = path
+    codec = next((codec for suffix, codec in CODECS.items() if path.endswith(suffix)), None)
+    if codec is not None:
+        inner = path.rpartition(".")[0]
+    if inner.endswith(".parquet"):
+        write_parquet(inner, content, group=20)
+    elif inner.endswith(".tar"):
+        write_tar(inner, content)
+    elif inner.endswith(".jsonl"):
+        Path(inner).write_text("\n\n".join(json.dumps(row) for row in content))
+    else:
+        with Path(inner).open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, ["label", "text"], delimiter="\t" if inner.endswith(".tsv") else ",", lineterminator="\r\n")
+            writer.writeheader()
+            for number, row in enumerate(content):
+                writer.writerow(row)
+                if number % 50 == 49:
+                    file.write("\r\n")
+    if codec is not None:
+        with pyarrow.output_stream(path, compression=codec) as packed:
+            packed.write(Path(inner).read_bytes())
+    return path
+
+
+def write_tar(path: str, content: list[dict[str, Any]]) -> None:
+    """A WebDataset shard. Every second sample is one JSON file."""
+    with tarfile.open(path, "w") as archive:
+        for number, row in enumerate(content):
+            for name, value in {"json": json.dumps(row)}.items() if number % 2 else row.items():
+                member = tarfile.TarInfo(f"part/{number:06}.{name}")
+                member.size = len(value.encode())
+                archive.addfile(member, BytesIO(value.encode()))
+
+
+@pytest.fixture
+def readers(monkeypatch: pytest.MonkeyPatch) -> list[Reader]:
+    """All readers of files that are made from here on."""
+    made: list[Reader] = []
+
+    class Recorded(Reader):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            made.append(self)
+
+    monkeypatch.setattr(_streaming, "Reader", Recorded)
+    return made
+
+
+@pytest.mark.parametrize("path", [*SEEKABLE, "a.jsonl.gz", "a.jsonl.bz2", "a.jsonl.zst", "a.csv.gz"])
+def test_a_format_gives_the_rows_of_memory_and_resumes_exactly(path):
+    write(path, content := table())
+    tokenizer(path=write_lines("all.jsonl", content)).save_pretrained("words")
+    memory = classify("all.jsonl" if path.endswith(".tar") else path, TOKENIZER="words", streaming=None).datasets["train"]
+    assert samples_of(classify(path, TOKENIZER="words", shuffle_buffer=0).datasets["train"]) == samples_of(memory)
+    run = classify(path, TOKENIZER="words", shuffle_buffer=30)
+    steps = ids_by_step(run, epoch=1)
+    assert sorted(chain.from_iterable(steps)) == list(range(ROWS)) != list(chain.from_iterable(steps))
+    assert ids_by_step(run, 2, 1, epoch=1) == steps
+    for start in (16, 112, 192):
+        assert ids_by_step(run, 2, 0, epoch=1, start=start) == steps[start // 16 :]
+    found = dict(chain.from_iterable(run.datasets["train"].read_ranges(1, [range(160, ROWS)])))
+    assert all(found[number]["input_ids"].tolist() == memory[number]["input_ids"].tolist() for number in found)
+
+
+@pytest.mark.parametrize("path", SEEKABLE)
+def test_a_resumed_run_seeks_where_the_format_permits_it(path, readers):
+    run = classify(write(path, table(1600)), shuffle_buffer=40)
+    readers.clear()
+    for _ in run.datasets["train"].read_ranges(0, [range(1440, 1600)]):
+        pass
+    assert readers[-1].rows_read <= 160 + 40 + 5 * 20  # the buffer, and a row group of each lane
+
+
+def test_a_compressed_file_is_decompressed_up_to_the_position(monkeypatch):
+    taken: list[LineFile] = []
+    run = classify(write("a.jsonl.gz", table(1600)), shuffle_buffer=0)
+    opened = LineFile.__init__
+
+    def record(file: LineFile, path: str) -> None:
+        opened(file, path)
+        taken.append(file)
+
+    monkeypatch.setattr(LineFile, "__init__", record)
+    for _ in run.datasets["train"].read_ranges(0, [range(800, 816)]):
+        pass
+    assert 816 <= (max(file.number for file in taken) + 1) // 2 < 900  # every second line is empty
+
+
+def test_formats_can_be_read_side_by_side_and_at_urls():
+    content, system = table(), fsspec.filesystem("memory")
+    for number, name in enumerate(["a.parquet", "b.jsonl.gz", "c.csv", "d.jsonl"]):
+        write(name, content[number * 50 : number * 50 + 50])
+        system.pipe(f"/shards/{name}", Path(name).read_bytes())
+    try:
+        run = classify(["memory://shards/*.parquet", "memory://shards/b.jsonl.gz", "memory://shards/c.csv", "d.jsonl"])
+        assert ids_by_step(run, 2, 1) == ids_by_step(classify(["a.parquet", "b.jsonl.gz", "c.csv", "d.jsonl"]))
+    finally:
+        system.rm("/shards", recursive=True)
+
+
+def test_numbers_in_csv_files_are_labels():
+    content = [{"text": f"number {number}", "label": str(number % 3)} for number in range(60)]
+    write("a.csv", content)
+    run = classify("a.csv")
+    assert [run.datasets["train"][number]["label"] for number in range(4)] == [0, 1, 2, 0]
+    number = classify("a.csv", label_type="number")
+    assert [float(number.datasets["train"][row]["label"]) for row in range(4)] == [0, 1, 2, 0]
+
+
+def test_files_that_cannot_be_read_are_named_at_the_start():
+    for name, content, message in (
+        ("a.csv", "text,label\na,b\n" * 2, "a.csv, line 3: found the column names"),
+        ("b.csv", "text,label\na,b\nc\n", "b.csv, line 3: found 1 cell, expected 2"),
+        ("c.csv", 'text,label\n"a,b\n', "c.csv, line 2: a quote opens a cell here that never closes"),
+        ("d.csv", "a,b\nc,d\n", "d.csv: there is no column"),
+        ("e.jsonl.gz", "no gzip", "e.jsonl.gz: cannot be read as .jsonl"),
+        ("g.tar", "no archive" * 100, "g.tar: cannot be read as .tar"),
+        ("h.tar.gz", "", "h.tar.gz: cannot be streamed"),
+        ("f.jsonl", '{"text": "a", "label": "b"}\n{"text"\n', "f.jsonl, line 2: not valid JSON"),
+    ):
+        Path(name).write_text(content)
+        with pytest.raises(RecipeError, match=message):
+            classify(name)
+
+
+def test_the_index_is_kept_with_a_cache(monkeypatch):
+    files = [write("a.csv", table()[:100]), write("b.jsonl", table()[100:])]
+    with tokens_kept_in(Path("cache")):
+        first = ids_by_step(classify(files))
+        with monkeypatch.context() as patch:
+            patch.setattr(_streaming_files, "_scan", None)  # is not called again
+            assert ids_by_step(classify(files)) == first
+        write("b.jsonl", table()[150:])
+        assert len(ids_by_step(classify(files))) < len(first)
+
+
+def test_a_csv_file_that_was_changed_after_the_start_is_an_error():
+    run = classify(write("a.csv", table()))
+    write("a.csv", table()[:50])
+    with pytest.raises((DataError, RecipeError)):
+        list(loader(run).batches())

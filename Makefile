@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN     = $(VENV)/bin
 
-.PHONY: quickstart test test-all lint docs docs-sources api-snapshot matrix conformance reliability scale hashes sbom dist audit clean
+.PHONY: quickstart test test-all lint docs docs-sources api-snapshot matrix conformance reliability scale streaming hashes sbom dist audit clean
 
 quickstart: $(VENV)/ready
 	$(BIN)/fastloop train recipes/quickstart.yaml
@@ -54,6 +54,10 @@ reliability: $(VENV)/ready
 # The estimates of `fastloop plan --device-memory` beside measured bytes, into docs/scale.md.
 scale: $(VENV)/ready
 	$(BIN)/python benchmarks/scale.py
+
+# Memory and speed of data.streaming, into docs/streaming.md; ARGS="--sizes 0.5 2 8" for larger files.
+streaming: $(VENV)/ready
+	$(BIN)/python benchmarks/streaming.py $(ARGS)
 
 # The SHA-256 sums of the pinned packages, into requirements.txt: run it after a change of constraints.txt, and commit the result.
 # Torch is left out: indexes serve different builds of the same version. It needs PyPI.

@@ -15,14 +15,20 @@ import pyarrow
 import pytest
 import yaml
 from pyarrow import parquet
-from saving_helpers import record, said, steps, summary, times, together, train
-from streaming_helpers import LANGUAGE, MODEL, NAMES, classify, write_lines, write_shards
+from saving_helpers import Forked, ranks, record, said, steps, summary, times, together, train
+from streaming_helpers import LANGUAGE, MODEL, NAMES, classify, every_column, write_lines, write_parquet, write_shards
 from text_helpers import rows
+
+from fastloop_plugins.tasks._streaming_order import Order
 
 pytestmark = pytest.mark.slow
 
 ROWS = 403
 MIB = 2**20
+T5: dict[str, Any] = {
+    "config": {"model_type": "t5", "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2},
+    "tokenizer": {"kind": "word", "vocab_size": 60},
+}
 FLAT = 48 * MIB
 """Growth of the peak memory that ten times as many rows may cause. The rows themselves are 270 MB more."""
 KILL = """
@@ -99,6 +105,85 @@ def test_a_run_resumes_exactly_on_other_processes_and_workers():
     assert [run.wait() for run in more] == [0, 0], said()
     assert recorded() == list(range(ROWS))
     assert summary()["sample-audit"]["missing"] == summary()["sample-audit"]["repeated"] == 0
+
+
+TASKS: dict[str, tuple[Mapping[str, Any], dict[str, Any]]] = {
+    "blocks": (LANGUAGE, {"label": None, "blocks": True}),
+    "chat": (LANGUAGE, {"label": None, "messages": "messages", "chat_template": "chatml", "max_length": 48}),
+    "seq2seq": (T5, {"label": None, "target": "short", "max_target_length": 8}),
+    "tags": (MODEL, {"label": None, "words": "words", "tags": "tags"}),
+}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_killed_run_of_each_task_resumes_to_the_same_bits(task):
+    """Two processes, with two workers each before the kill and none after it."""
+    model, data = TASKS[task]
+    table = every_column(200)
+    files = {"train": [write_parquet("x.parquet", table[:120]), write_lines("y.jsonl", table[120:])]}
+    files["validation"] = [write_lines("few.jsonl", table[:16])]
+    write_recipe(
+        "ddp",
+        {"dataloader-workers": {"num_workers": 0}},
+        model=model,
+        data=data | {"files": files, "validation_fraction": 0},
+        max_steps=9,
+        save_every=4,
+        evaluate_every=4,
+    )
+    for end, changes in ((9, ["output=whole"]), (6, [])):
+        environment = {"KILL_AT": "6"} if end == 6 else None
+        codes = [run.wait() for run in together("plugins.dataloader-workers.num_workers=2", *changes, environment=environment)]
+        assert (codes == [0, 0]) == (end == 9), said()
+    assert steps()[-1] == 4
+    assert [run.wait() for run in together("--resume")] == [0, 0], said()
+    assert record() == record("whole")
+    assert summary()["sample-audit"]["repeated"] == summary()["sample-audit"]["missing"] == 0
+
+
+def repeat_a_row_group() -> None:
+    """Make the order of each epoch have its first row group twice, and its second never."""
+    stream = Order._stream
+
+    def planted(order: Order, source: int, turn: int) -> Any:
+        groups, ends = stream(order, source, turn)
+        return np.concatenate([groups[:1], groups[:1], groups[2:]]), ends
+
+    Order._stream = planted  # type: ignore[method-assign]
+
+
+def test_the_audit_reports_a_row_group_that_comes_twice_and_one_that_never_comes():
+    write_recipe("ddp", data={"files": {"train": write_parquet("x.parquet", rows(320, NAMES))}, "validation_fraction": 0})
+    found = [Forked(environment=each, first=repeat_a_row_group) for each in ranks(2)]
+    assert all(run.wait() for run in found)
+    assert "plugin 'sample-audit': epoch 0: 32 of 320 samples are missing" in said()
+    assert "32 came more than once" in said()
+
+
+def test_the_audit_reports_a_row_that_comes_twice_in_a_pass_over_a_source_of_a_mix():
+    files = {"train": [write_parquet("x.parquet", rows(160, NAMES)), write_parquet("y.parquet", rows(320, NAMES))]}
+    write_recipe(data={"files": files, "mix": [1, 1], "validation_fraction": 0}, epochs=1)
+    assert train() == 0, said()
+    assert {name: summary()["sample-audit"][name] for name in ("samples", "epochs", "missing", "repeated")} == {
+        "samples": 480, "epochs": 1, "missing": 0, "repeated": 0
+    }  # fmt: skip
+    assert Forked("output=planted", first=repeat_a_row_group).wait() != 0
+    assert "came more than once" in said()
+
+
+def test_processes_that_find_other_files_stop_before_training():
+    write_recipe("ddp", data={"files": {"train": "shards/*.jsonl"}, "validation_fraction": 0})
+    table = rows(60, NAMES)
+    for folder, names in (("shards", "ab"), ("other/shards", "a")):
+        Path(folder).mkdir(parents=True)
+        for number, name in enumerate(names):
+            write_lines(f"{folder}/{name}.jsonl", table[number * 30 : number * 30 + 30])
+    for name in ("recipe.yaml", "kill.py"):
+        Path("other", name).write_text(Path(name).read_text())
+    first, second = ranks(2)
+    found = [Forked(environment=first), Forked("output=../run", environment=second, first=lambda: os.chdir("other"))]
+    assert all(run.wait() for run in found)
+    assert "data.files.train: process 1 found 1 files with 30 rows, and process 0 2 with 60" in said()
 
 
 def test_changed_files_stop_a_resumed_run():

@@ -1,0 +1,140 @@
+"""Peak memory and speed of `data.streaming`, for files of growing size.
+
+    python benchmarks/streaming.py                        # 0.5 and 2 GB
+    python benchmarks/streaming.py --sizes 0.5 2 8 20     # needs as much disk as the largest; removes it
+
+Generates shards of 250 MB, and reads each size once in a fresh process, without training and without data workers. ``rows`` is
+``text-classification`` on rows of 10,000 characters, which are cut at 16 tokens. ``blocks`` is ``causal-lm`` with ``data.blocks``, which
+tokenizes every character twice: to count, and to read. It gets a tenth of each size. Memory is that of the process, as Linux counts it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent / "tests" / "helpers"))
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+ROW = 10_000
+"""Characters of a row."""
+SHARD = 25_000
+"""Rows of a shard: 250 MB."""
+GROUP = 1000
+"""Rows of a row group."""
+NAMES = ("bad", "good")
+BLOCKS = 10
+"""The size of ``rows`` in multiples of that of ``blocks``."""
+KINDS = ("rows.parquet", "rows.jsonl", "blocks.parquet")
+
+
+def write_shards(folder: Path, rows: int, suffix: str) -> None:
+    """Shards of rows of text, most of them different."""
+    import numpy as np
+    import pyarrow
+    from pyarrow import parquet
+
+    draw = np.random.default_rng(0)
+    words = np.array(["fine", "dull", "film", "bore", "lovely", "number", "indeed", "a", "and", "of"])
+    base = " ".join(draw.choice(words, 400_000))
+    schema = pyarrow.schema({"text": pyarrow.string(), "label": pyarrow.string()})
+    for first in range(0, rows, SHARD):
+        path = folder / f"shard-{first // SHARD:03}{suffix}"
+        tables = []
+        for _ in range(first, min(first + SHARD, rows), GROUP):
+            starts = draw.integers(0, len(base) - ROW, GROUP)
+            tables.append({"text": [base[start : start + ROW] for start in starts], "label": [NAMES[start % 2] for start in starts]})
+        if suffix == ".parquet":
+            with parquet.ParquetWriter(path, schema, use_dictionary=False, compression="none") as file:
+                for table in tables:
+                    file.write_table(pyarrow.table(table, schema), row_group_size=GROUP)
+            continue
+        with path.open("w") as lines:
+            for table in tables:
+                lines.writelines(json.dumps(dict(zip(table, row, strict=True))) + "\n" for row in zip(*table.values(), strict=True))
+
+
+def measure(kind: str, paths: list[str]) -> dict[str, Any]:
+    """Read files once in this process."""
+    from _measure import memory
+    from streaming_helpers import LANGUAGE, classify, data_section
+    from text_helpers import make_run
+
+    before, start = memory("VmRSS"), time.perf_counter()
+    buffer = {"shuffle_buffer": 500, "lanes": 8}
+    if kind.startswith("blocks"):
+        model = LANGUAGE | {"tokenizer": {"kind": "word", "vocab_size": 300}}
+        run = make_run("causal-lm", model, data_section(paths, buffer | {"blocks": True, "max_length": 64}))
+    else:
+        run = classify(paths, **buffer)
+    built, samples = time.perf_counter(), 0
+    for batch in run.train_loader.batches():
+        samples += batch.samples
+    end = time.perf_counter()
+    sizes = {"samples": samples, "bytes": sum(Path(path).stat().st_size for path in paths)}
+    return {"kind": kind, **sizes, "startup": built - start, "seconds": end - built, "before": before, "peak": memory("VmHWM")}
+
+
+def report(found: list[dict[str, Any]], facts: str) -> str:
+    """The results in markdown."""
+    from _measure import table
+
+    head = ["read", "GB", "samples", "peak MiB", "start, s", "MB/s", "samples/s"]
+    rows = []
+    for row in found:
+        speed = [f"{row['bytes'] / 1e6 / row['seconds']:.0f}", f"{row['samples'] / row['seconds']:.0f}"]
+        size, peak = f"{row['bytes'] / 1e9:.2f}", f"{row['peak'] / 2**20:.0f}"
+        rows.append([f"`{row['kind']}`", size, row["samples"], peak, f"{row['startup']:.1f}", *speed])
+    most = max(row["bytes"] for row in found) / 1e9
+    lines = [f"Written by `python benchmarks/streaming.py`, which describes how it measures; the largest size here is {most:.1f} GB."]
+    lines += [
+        "One process reads, without training and without data workers. Starting includes all imports.",
+        "",
+        table(head, rows),
+        "",
+        facts,
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure every size and kind, and write the results."""
+    from _measure import load, machine, show_machine, spawn, write, write_section
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--sizes", type=float, nargs="+", default=[0.5, 2.0], help="GB of each pass")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--measure", nargs="+", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.measure:
+        print(json.dumps(measure(options.measure[0], options.measure[1:])))
+        return
+    found: list[dict[str, Any]] = []
+    for kind in options.kinds:
+        part = BLOCKS if kind.startswith("blocks") else 1
+        with tempfile.TemporaryDirectory() as name:
+            folder, suffix = Path(name), Path(kind).suffix
+            for size in sorted(options.sizes):
+                rows = round(size * 1e9 / part / ROW / GROUP) * GROUP
+                for path in folder.iterdir():
+                    path.unlink()
+                write_shards(folder, rows, suffix)
+                os.chdir(folder)
+                found.append(spawn([Path(__file__).resolve(), "--measure", kind, *sorted(map(str, folder.iterdir()))]))
+                os.chdir(HERE)
+                print(found[-1], flush=True)
+    facts = machine("torch", "transformers", "tokenizers", "pyarrow")
+    write("streaming", {"machine": facts, "rows": found})
+    write_section("Memory and speed", report(found, f"{show_machine(facts)} {load(found)}"), HERE.parent / "docs" / "streaming.md")
+
+
+if __name__ == "__main__":
+    main()

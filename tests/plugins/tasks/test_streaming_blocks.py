@@ -59,6 +59,7 @@ def stream(files: Any, **changes: Any) -> Run:
     return make_run("causal-lm", MODEL, data_section(files, {"blocks": True} | changes))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("group", "size"), [(1, 32), (2, 16), (7, 31), (50, 16), (1000, 32)])
 def test_blocks_equal_those_in_memory_for_any_row_groups(group, size, monkeypatch):
     monkeypatch.setattr(_streaming_formats, "LINES", group)
@@ -80,6 +81,7 @@ def test_a_group_without_a_block_of_its_own_is_skipped():
         index_blocks(index, np.array([1, 0, 0, 0, 0]), [0], 8, "data")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "workers"), [(1, 2), (2, 0), (2, 2)])
 def test_any_number_of_readers_gives_the_same_steps(world_size, workers):
     run = stream(write(texts(300), 20))
@@ -87,6 +89,7 @@ def test_any_number_of_readers_gives_the_same_steps(world_size, workers):
     assert ids_by_step(run, world_size, workers, epoch=1, start=64) == ids_by_step(run, epoch=1)[4:]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_reads_a_part_of_the_texts(readers, monkeypatch):
     monkeypatch.setattr(_streaming_formats, "LINES", 20)
     run = stream(write(texts(3000), 20), shuffle_buffer=32)
@@ -102,6 +105,7 @@ def test_a_resumed_run_reads_a_part_of_the_texts(readers, monkeypatch):
     assert reader.rows_read < 3000 * 0.2
 
 
+@pytest.mark.slow
 def test_a_mix_cuts_the_blocks_of_each_source_by_itself():
     files = write(texts(300), 20)
     run = stream(files, mix=[1, 1, 2], shuffle_buffer=40)
@@ -118,6 +122,7 @@ def test_a_mix_cuts_the_blocks_of_each_source_by_itself():
         assert tuple(sample["input_ids"].tolist()) in memory[order.locate(0, position).source]
 
 
+@pytest.mark.slow
 def test_the_tokens_are_counted_once_with_a_cache(readers, caplog):
     files = write(texts(120), 20)
     caplog.set_level("INFO", logger="fastloop")

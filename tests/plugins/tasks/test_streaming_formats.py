@@ -94,6 +94,7 @@ def readers(monkeypatch: pytest.MonkeyPatch) -> list[Reader]:
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", [*SEEKABLE, "a.jsonl.gz", "a.jsonl.bz2", "a.jsonl.zst", "a.csv.gz"])
 def test_a_format_gives_the_rows_of_memory_and_resumes_exactly(path):
     write(path, content := table())
@@ -110,6 +111,7 @@ def test_a_format_gives_the_rows_of_memory_and_resumes_exactly(path):
     assert all(found[number]["input_ids"].tolist() == memory[number]["input_ids"].tolist() for number in found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", SEEKABLE)
 def test_a_resumed_run_seeks_where_the_format_permits_it(path, readers):
     run = classify(write(path, table(1600)), shuffle_buffer=40)
@@ -119,6 +121,7 @@ def test_a_resumed_run_seeks_where_the_format_permits_it(path, readers):
     assert readers[-1].rows_read <= 160 + 40 + 5 * 20  # the buffer, and a row group of each lane
 
 
+@pytest.mark.slow
 def test_a_compressed_file_is_decompressed_up_to_the_position(monkeypatch):
     taken: list[LineFile] = []
     run = classify(write("a.jsonl.gz", table(1600)), shuffle_buffer=0)
@@ -134,6 +137,7 @@ def test_a_compressed_file_is_decompressed_up_to_the_position(monkeypatch):
     assert 816 <= (max(file.number for file in taken) + 1) // 2 < 900  # every second line is empty
 
 
+@pytest.mark.slow
 def test_formats_can_be_read_side_by_side_and_at_urls():
     content, system = table(), fsspec.filesystem("memory")
     for number, name in enumerate(["a.parquet", "b.jsonl.gz", "c.csv", "d.jsonl"]):
@@ -146,6 +150,7 @@ def test_formats_can_be_read_side_by_side_and_at_urls():
         system.rm("/shards", recursive=True)
 
 
+@pytest.mark.slow
 def test_numbers_in_csv_files_are_labels():
     content = [{"text": f"number {number}", "label": str(number % 3)} for number in range(60)]
     write("a.csv", content)
@@ -171,6 +176,7 @@ def test_files_that_cannot_be_read_are_named_at_the_start():
             classify(name)
 
 
+@pytest.mark.slow
 def test_the_index_is_kept_with_a_cache(monkeypatch):
     files = [write("a.csv", table()[:100]), write("b.jsonl", table()[100:])]
     with tokens_kept_in(Path("cache")):
@@ -182,6 +188,7 @@ def test_the_index_is_kept_with_a_cache(monkeypatch):
         assert len(ids_by_step(classify(files))) < len(first)
 
 
+@pytest.mark.slow
 def test_a_csv_file_that_was_changed_after_the_start_is_an_error():
     run = classify(write("a.csv", table()))
     write("a.csv", table()[:50])

@@ -115,9 +115,9 @@ TASKS: dict[str, tuple[Mapping[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", TASKS if "FASTLOOP_RELIABILITY" in os.environ else ["blocks", "seq2seq"])
 def test_a_killed_run_of_each_task_resumes_to_the_same_bits(task):
-    """Two processes, with two workers each before the kill and none after it."""
+    """Two processes, with two workers each before the kill and none after it. FASTLOOP_RELIABILITY=1 kills every task."""
     model, data = TASKS[task]
     table = every_column(200)
     files = {"train": [write_parquet("x.parquet", table[:120]), write_lines("y.jsonl", table[120:])]}

@@ -45,6 +45,7 @@ def stream(case: str, **changes: Any) -> Run:
     return make_run(task, model, data_section(["a.parquet", "b.jsonl"], section | changes))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_one_pass_without_shuffling_equals_the_data_in_memory(case):
     memory, run = samples_of(stream(case, streaming=None).datasets["train"]), stream(case, shuffle_buffer=0)
@@ -54,6 +55,7 @@ def test_one_pass_without_shuffling_equals_the_data_in_memory(case):
     assert [number for step in ids_by_step(run, 1, 1, start=48) for number in step] == ids[48:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["seq2seq", "tags", "blocks"])
 def test_shuffled_samples_are_those_of_memory_on_any_readers(case):
     memory, run = samples_of(stream(case, streaming=None).datasets["train"]), stream(case)
@@ -63,6 +65,7 @@ def test_shuffled_samples_are_those_of_memory_on_any_readers(case):
     assert ids_by_step(run, 2, 1, epoch=1, start=16) == ids_by_step(run, epoch=1)[1:]
 
 
+@pytest.mark.slow
 def test_a_long_sentence_is_several_rows_of_its_batch():
     table = [{"words": ["number"] * length, "tags": ["A", "B"] * (length // 2)} for length in (2, 40, 4, 6)] * 4
     write_lines("long.jsonl", table)
@@ -73,6 +76,7 @@ def test_a_long_sentence_is_several_rows_of_its_batch():
     assert sum(len(batch.inputs["input_ids"]) for batch in batches) > len(table)
 
 
+@pytest.mark.slow
 def test_sentences_without_words_have_no_effect():
     table = [{"words": ["number"] * (number % 2), "tags": ["A" if number % 4 == 1 else "B"] * (number % 2)} for number in range(64)]
     write_lines("gaps.jsonl", sorted(table, key=lambda row: len(row["words"])))
@@ -82,6 +86,7 @@ def test_sentences_without_words_have_no_effect():
     assert [batch.loss_weight for batch in batches] == [1] * 8 + [4] * 8  # micro-batches of empty sentences have a spare one
 
 
+@pytest.mark.slow
 def test_tags_beyond_the_first_rows_are_known(monkeypatch):
     from fastloop_plugins.tasks import _streaming
 
@@ -113,6 +118,7 @@ def test_settings_that_cannot_hold_are_refused_by_name(case):
         make_run(task, model, data_section(["a.parquet"], section | changes))
 
 
+@pytest.mark.slow
 def test_a_row_with_other_columns_names_its_file_and_row():
     table = every_column(ROWS)
     table[140]["tags"].pop()

@@ -6,8 +6,7 @@
       - seq2seq
 
 The loss is the mean cross entropy of the target tokens. Evaluation also reports ``perplexity`` and ``token_accuracy``, both with the
-target's earlier tokens as the decoder's input. With ``generate: true``, it generates the texts too, and reports ``exact_match``, ``bleu``
-and ``chrf``. That takes many forward passes.
+target's earlier tokens as the decoder's input. ``generate: true`` also generates texts, for ``exact_match``, ``bleu`` and ``chrf``.
 
 `fastloop predict` generates texts. By default, it takes the most probable token (greedy):
 

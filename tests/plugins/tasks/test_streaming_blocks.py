@@ -139,6 +139,7 @@ def test_the_tokens_are_counted_once_with_a_cache(readers, caplog):
         assert "counting the tokens of 120 rows" in caplog.text
 
 
+@pytest.mark.slow
 def test_texts_that_were_changed_after_the_start_are_an_error():
     table = texts(90)
     run = stream(write(table, 20))

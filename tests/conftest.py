@@ -15,6 +15,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,6 +32,21 @@ pytest_plugins = ["fastloop.testing"]
 def pytest_xdist_auto_num_workers() -> int:
     """Three workers for two cores: tests wait for the processes that they started. More of them only repeat the imports."""
     return max(1, platform_support.cores() * 3 // 2)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """pytest-xdist: the workers fork from one process, which imports torch and the plugins once for all of them."""
+    from forked import server_address  # not above: pytest rewrites fastloop.testing, which it imports, when that is loaded as a plugin
+
+    node.workerinput["fork_server"] = server_address()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if worker := getattr(config, "workerinput", None):
+        from forked import use_server
+
+        use_server(worker["fork_server"])
 
 
 @pytest.fixture(autouse=True)

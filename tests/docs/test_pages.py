@@ -99,7 +99,7 @@ PIP = [
     "site",
     ".",
 ]
-PROGRAMS = {"fastloop": ["-P", "-m", "fastloop"], "pytest": ["-P", "-m", "pytest", "-p", "no:cacheprovider"], "python": []}
+PROGRAMS = {"fastloop": ["-P", "-m", "fastloop"], "pytest": ["-P", *forked.PYTEST], "python": []}
 """As they are when installed: without the current folder on the import path."""
 
 
@@ -159,8 +159,8 @@ def check(where: str, command: str, shown: str, folder: Path, site: Path) -> Non
 
 
 def execute(program: str, arguments: list[str], folder: Path, environment: dict[str, str]) -> tuple[int, str]:
-    """Exit code and output. pip and pytest run in a new Python, since they look at what is imported already."""
-    if program in ("fastloop", "python"):
+    """Exit code and output. pip runs in a new Python, since it looks at what is imported already."""
+    if program in PROGRAMS:
         output = folder / ".output"
         output.unlink(missing_ok=True)
         with forked.Command(*arguments, cwd=folder, env=environment, output=output) as command:

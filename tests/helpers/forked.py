@@ -21,7 +21,7 @@ import tempfile
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from multiprocessing import resource_tracker
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
@@ -31,6 +31,25 @@ from fastloop.testing import starting
 TESTS = Path(__file__).parents[1]
 PATH = [entry for entry in sys.path if entry and Path(entry) != TESTS.parent and not Path(entry).is_relative_to(TESTS)]
 """The import path of a new Python, without what pytest adds."""
+PYTEST = ["-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
+"""Runs the tests of an author; ``fastloop.testing`` is imported already, and its assertions are not rewritten."""
+
+
+def server_address() -> str:
+    """Start the process from which commands are forked, unless it runs, and return its address: see ``use_server``."""
+    starting._context()
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    server.ensure_running()
+    return str(server._forkserver_address)
+
+
+def use_server(address: str) -> None:
+    """Fork commands, and what ``fastloop.testing`` starts, from a process that another one has started, and that imported all already."""
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    server._forkserver_address = address
+    if server._forkserver_alive_fd is None:
+        server._forkserver_alive_fd = os.pipe()[1]  # handed to each forked process; the server watches that of its starter alone
+    server.ensure_running = resource_tracker.ensure_running
 
 
 class Command:
@@ -49,7 +68,7 @@ class Command:
         self._streams = streams
         for stream in streams:
             stream.touch()
-        given = (arguments, dict(os.environ if env is None else env), Path(cwd or Path.cwd()).resolve(), *streams, PATH)
+        given = (arguments, dict(os.environ if env is None else env), Path(cwd or Path.cwd()).resolve(), *streams, PATH, server_address())
         self._process = starting._context().Process(target=_start, args=given)
         self._process.start()
         self.pid: int = self._process.pid
@@ -104,9 +123,12 @@ def run(*arguments: str, timeout: float = 300, **options: Any) -> subprocess.Com
     return subprocess.CompletedProcess(arguments, code, command.stdout, command.stderr)
 
 
-def _start(arguments: Sequence[str], environment: Mapping[str, str], folder: Path, stdout: Path, stderr: Path, path: Sequence[str]) -> None:
+def _start(
+    arguments: Sequence[str], environment: Mapping[str, str], folder: Path, stdout: Path, stderr: Path, path: Sequence[str], server: str
+) -> None:
     """Become the command, in a process of the fork server."""
     PATH[:] = path
+    use_server(server)
     multiprocessing.set_start_method(None, force=True)  # the command's own processes start in the platform's way
     for number, file in ((1, stdout), (2, stderr)):
         os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), number)

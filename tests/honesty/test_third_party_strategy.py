@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import xml.etree.ElementTree as ElementTree
 
+import forked
 import pytest
 
 pytestmark = pytest.mark.slow
@@ -86,9 +85,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, tu
     (folder / "test_author.py").write_text("\n\n".join(lines) + "\n")
     (folder / "conftest.py").write_text('pytest_plugins = ["fastloop.testing"]\n')
     (folder / "pytest.ini").write_text("[pytest]\npythonpath = site\nfilterwarnings = error\n")
-    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", "processes", "--junitxml=report.xml"]
     environment = os.environ | {"FASTLOOP_TEST_STRATEGIES": "ddp"}
-    done = subprocess.run([sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    done = forked.run(*forked.PYTEST, "-k", "processes", "--junitxml=report.xml", cwd=folder, env=environment, timeout=900)
     assert done.returncode == 1, done.stdout + done.stderr
     found: dict[str, dict[str, tuple[str, str]]] = {}
     for case in ElementTree.parse(folder / "report.xml").iter("testcase"):

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 from torch import nn
@@ -369,22 +370,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, tu
     (folder / "test_authors.py").write_text("\n\n".join(lines) + "\n")
     (folder / "conftest.py").write_text('pytest_plugins = ["fastloop.testing"]\n')
     (folder / "pytest.ini").write_text("[pytest]\npythonpath = site\nfilterwarnings = error\n")
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:xdist",
-        "--strict-markers",
-        "-m",
-        "not slow",
-        "--junitxml=report.xml",
-        *selected,
-    ]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    done = forked.run(*forked.PYTEST, "--strict-markers", "-m", "not slow", "--junitxml=report.xml", *selected, cwd=folder, timeout=900)
     assert done.returncode == 1, done.stdout + done.stderr
     found: dict[str, dict[str, tuple[str, str]]] = {}
     for case in ElementTree.parse(folder / "report.xml").iter("testcase"):

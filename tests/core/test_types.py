@@ -18,6 +18,34 @@ pytestmark = pytest.mark.slow
 CACHE = Path(__file__).parents[2] / ".mypy_cache" / "new_package"
 """mypy's results for torch and the like, which it checks by version and content. Without them, it reads torch for most of its time."""
 
+UNUSED = """
+[[tool.mypy.overrides]]
+module = [
+  "sympy.*",
+  "torch._decomp.*",
+  "torch._dynamo.*",
+  "torch._export.*",
+  "torch._functorch.*",
+  "torch._higher_order_ops.*",
+  "torch._inductor.*",
+  "torch._library.*",
+  "torch._prims.*",
+  "torch._prims_common.*",
+  "torch._refs.*",
+  "torch._subclasses.*",
+  "torch.ao.*",
+  "torch.distributed.*",
+  "torch.export.*",
+  "torch.fx.*",
+  "torch.jit.*",
+  "torch.onnx.*",
+  "torch.testing.*",
+  "transformers.*",
+]
+follow_imports = "skip"
+"""
+"""Parts of torch that no type of fastloop's API needs. They are most of what mypy would read."""
+
 HEAD = """
 from __future__ import annotations
 
@@ -273,7 +301,9 @@ def messages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
             ["from fastloop import Trainer", "from night_watch.script import loader, model, trainer", *TRAINER_MISTAKES]
         ),
     }
-    files = render("night-watch") | {f"src/night_watch/{name}.py": text for name, text in modules.items()}
+    files = render("night-watch")
+    files["pyproject.toml"] += UNUSED
+    files |= {f"src/night_watch/{name}.py": text for name, text in modules.items()}
     files |= {
         "site/steam.py": STEAM,
         "site/steam-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: steam\nVersion: 1.0\n",

@@ -86,7 +86,7 @@ def find(reference: str, where: str) -> importlib.metadata.EntryPoint:
     if len(points) == 1:
         return points[0]
     if points:
-        choice = " or ".join(f"{_distribution(point)}:{name}" for point in points)
+        choice = " or ".join(sorted(f"{_distribution(point)}:{name}" for point in points))
         raise PluginError(f"{where}: {name!r} is the name of plugins in several packages. Say which: {choice}.")
     raise PluginError(f"{where}: no plugin {reference!r} is installed.{did_you_mean(reference, table)} `fastloop plugins` lists them.")
 
@@ -96,8 +96,7 @@ def unsupported(point: importlib.metadata.EntryPoint) -> str:
     from packaging.requirements import InvalidRequirement, Requirement  # takes long to import, and most runs need it not
     from packaging.utils import canonicalize_name
 
-    ours = importlib.metadata.version("fastloop")
-    for text in (point.dist.requires if point.dist else None) or ():
+    for text in (point.dist.requires if point.dist and _distribution(point) != "fastloop" else None) or ():
         if "fastloop" not in text.lower():  # parsing takes long
             continue
         try:
@@ -106,6 +105,7 @@ def unsupported(point: importlib.metadata.EntryPoint) -> str:
             continue
         if canonicalize_name(requirement.name) != "fastloop" or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
             continue
+        ours = importlib.metadata.version("fastloop")
         if not requirement.specifier.contains(ours, prereleases=True):
             both = f"pip install -U {_distribution(point)} 'fastloop{requirement.specifier}'"
             return f"is made for fastloop {requirement.specifier}, and this is {ours}. Install versions that fit: {both}"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from filelock import FileLock
-from package_helpers import ROOT, CleanVenv, build_wheel
+from package_helpers import ROOT, CleanVenv, build_wheels
 
 
 @pytest.fixture(scope="session")
@@ -16,7 +16,7 @@ def fastloop_wheel(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> 
     shared = (base if worker_id == "master" else base.parent) / "fastloop_wheel"
     with FileLock(f"{shared}.lock"):
         if not shared.exists():
-            build_wheel(ROOT, shared)
+            build_wheels(shared, ROOT)
     return next(shared.glob("*.whl"))
 
 

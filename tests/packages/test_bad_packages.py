@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from package_helpers import CleanVenv, build_wheel
+from package_helpers import CleanVenv, ForkingVenv, build_wheels
 
 pytestmark = pytest.mark.slow
 
@@ -51,14 +52,14 @@ class Bad:
         self.package, self.module = f"bad-{name}", f"bad_{name.replace('-', '_')}"
         self.code, self.reference = code.replace("{name}", name), reference or f"{self.module}:It"
 
-    def build(self, folder: Path) -> Path:
-        """Its wheel."""
+    def write(self, folder: Path) -> Path:
+        """Its project."""
         home = folder / self.package
         home.mkdir()
         (home / f"{self.module}.py").write_text(self.code)
         given = {key: getattr(self, key) for key in ("package", "dependency", "group", "name", "reference")}
         (home / "pyproject.toml").write_text(PROJECT.format(**given))
-        return build_wheel(home, folder)
+        return home
 
 
 IMPORT = "cannot be imported: "
@@ -109,10 +110,11 @@ output: out
 
 
 @pytest.fixture(scope="module")
-def venv(tmp_path_factory: pytest.TempPathFactory, fastloop_wheel: Path) -> CleanVenv:
+def venv(tmp_path_factory: pytest.TempPathFactory, fastloop_wheel: Path) -> Iterator[ForkingVenv]:
     """A venv with fastloop and every bad package."""
     folder = tmp_path_factory.mktemp("bad")
-    return CleanVenv(folder / "venv", fastloop_wheel, *(bad.build(folder) for bad in BAD))
+    with ForkingVenv(CleanVenv(folder / "venv", fastloop_wheel, *build_wheels(folder, *(bad.write(folder) for bad in BAD)))) as venv:
+        yield venv
 
 
 @pytest.fixture
@@ -122,8 +124,8 @@ def recipe(tmp_path: Path) -> str:
     return "r.yaml"
 
 
-def fastloop(venv: CleanVenv, *arguments: str) -> tuple[int, str, str]:
-    done = venv.run("-m", "fastloop", *arguments, cwd=Path())
+def fastloop(venv: ForkingVenv, *arguments: str) -> tuple[int, str, str]:
+    done = venv.run(*arguments, cwd=Path.cwd())
     assert "Traceback" not in done.stderr
     return done.returncode, done.stdout, done.stderr
 

@@ -1,4 +1,6 @@
-"""The packages under examples/, as a third party's: built, installed, listed, trained with, tested; and idle when they are not named."""
+"""The packages under examples/ and one of ``fastloop new plugin``, as a third party's: built, installed, listed, trained with and tested.
+
+They are idle when they are not named."""
 
 from __future__ import annotations
 
@@ -6,11 +8,14 @@ import contextlib
 import json
 import shutil
 import sqlite3
+import subprocess
+import sys
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from package_helpers import ROOT, CleanVenv, ForkingVenv, build_wheel
+from package_helpers import ROOT, CleanVenv, ForkingVenv, build_wheels
 
 pytestmark = pytest.mark.slow
 
@@ -27,13 +32,21 @@ PLUGINS = {
 }
 
 
+NEW = "night-watch"
+"""The package of ``fastloop new plugin``."""
+
+
 @pytest.fixture(scope="module")
 def shelf(tmp_path_factory: pytest.TempPathFactory, fastloop_wheel: Path) -> tuple[CleanVenv, Path]:
-    """A venv with all packages, and a folder with a copy of their projects."""
+    """A venv with all packages, and a folder with a copy of their projects; the wheels are beside it."""
     folder = tmp_path_factory.mktemp("examples")
     projects = shutil.copytree(ROOT / "examples", folder / "projects", ignore=shutil.ignore_patterns("__pycache__", "runs", ".*"))
     assert {project.name for project in projects.iterdir()} == set(NAMES)
-    return CleanVenv(folder / "venv", fastloop_wheel, *(build_wheel(projects / name, folder) for name in NAMES)), projects
+    venv = CleanVenv(folder / "venv", fastloop_wheel)
+    done = venv.run("-m", "fastloop", "new", "plugin", NEW, "--author", "Ada Lovelace", cwd=projects)
+    assert done.returncode == 0, done.stderr
+    venv.install(*build_wheels(folder, *(projects / name for name in (*NAMES, NEW))))
+    return venv, projects
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +86,19 @@ def test_they_are_listed_with_distribution_and_version_and_not_imported(shelf, t
     imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
     assert "fastloop" in imported
     assert not imported & {"torch", "fastloop_plugins", *(name.replace("-", "_") for name in NAMES)}
+
+
+def test_a_new_package_is_linted_built_and_trained_with(shelf, forking):
+    project = shelf[1] / NEW
+    for command in (["check"], ["format", "--check", "--diff"]):
+        done = subprocess.run([sys.executable, "-m", "ruff", *command, "--no-cache", "."], cwd=project, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout
+    with zipfile.ZipFile(project.parents[1] / "night_watch-0.1.0-py3-none-any.whl") as files:
+        assert {name for name in files.namelist() if "dist-info" not in name} == {"night_watch/__init__.py"}
+        assert "night_watch-0.1.0.dist-info/licenses/LICENSE" in files.namelist()
+    summary = train(forking, project, "recipe.yaml")
+    assert summary["steps"] == 40
+    assert summary[NEW]["step"] in range(5, 41, 5)
 
 
 def test_the_speedup_leaves_fewer_weights_to_train(shelf, forking):
@@ -146,9 +172,9 @@ def test_plugin_files_of_the_newer_examples_are_short(shelf):
     assert {file.name: lines for file in files if (lines := len(file.read_text().splitlines())) > 60} == {}
 
 
-def test_a_run_that_does_not_name_them_is_the_same_to_the_bit_as_without_them(shelf, clean_venv, tmp_path):
+def test_a_run_that_does_not_name_them_is_the_same_to_the_bit_as_without_them(forking, clean_venv, tmp_path):
     runs = []
-    for name, venv in (("with", shelf[0]), ("without", clean_venv)):
+    for name, venv in (("with", forking), ("without", clean_venv)):
         folder = tmp_path / name
         folder.mkdir()
         summary = train(venv, folder, "quickstart", "data.arguments={train: 320, validation: 40, test: 40}", "train.epochs=1")
@@ -162,6 +188,6 @@ def test_a_run_that_does_not_name_them_is_the_same_to_the_bit_as_without_them(sh
 
 def test_their_own_tests_pass(shelf):
     venv, projects = shelf
-    suites = [f"{name}/tests" for name in NAMES]
+    suites = [f"{name}/tests" for name in (*NAMES, NEW)]
     done = venv.run("-m", "pytest", "-q", "-W", "error", "-p", "no:cacheprovider", *suites, cwd=projects)
     assert done.returncode == 0, done.stdout

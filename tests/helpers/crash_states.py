@@ -126,15 +126,16 @@ class History:
         """The files at a position, as the traced processes see them."""
         return self._files([change for change in self.changes if change.position < position], position, {})
 
-    def crashes(self, limit: int, seed: int) -> Iterator[Crash]:
+    def crashes(self, limit: int, seed: int, every: int = 1) -> Iterator[Crash]:
         """The states after a crash at each position; a state that is the same with the same marks comes once.
 
         Args:
             limit: The most states for a position. If there are more, the most regular ones, and a random choice of the others.
+            every: Take every n-th position only, from the last one back.
         """
         chance = random.Random(seed)
         seen: set[tuple[int, tuple[str, ...]]] = set()
-        for position in self.positions():
+        for position in self.positions()[::-every]:
             marks = tuple(text for at, text in self.marks if at < position)
             for names, contents in self._choices(position, limit, chance):
                 files = self._files(names, position, contents)

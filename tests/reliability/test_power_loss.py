@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import shutil
@@ -16,11 +17,12 @@ from typing import Any
 import file_trace
 import pytest
 from crash_states import History
+from long_form import LONG
 from saving_helpers import FASTLOOP, RECIPE, ranks, record, said, times, train, write_recipe
 
 from fastloop.checkpoint import read, resume, step_of
 
-LIMIT = times(40)
+LIMIT = times(24)
 """States for each position of a trace, if there are more."""
 
 
@@ -35,14 +37,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("traced").resolve()
 
 
-def replay(history: History, check: Callable[[Path, tuple[str, ...]], Any], limit: int = LIMIT) -> int:
+def replay(history: History, check: Callable[[Path, tuple[str, ...]], Any], limit: int = LIMIT, every: int = 1) -> int:
     """Check the states of a history, and return their number.
 
     Raises:
         AssertionError: A state fails; it is left in the folder ``state``.
     """
     count = 0
-    for crash in history.crashes(limit, seed=count):
+    for crash in history.crashes(limit, seed=count, every=every):
         shutil.rmtree("state", ignore_errors=True)
         Path("state").mkdir()
         crash.write(Path("state"))
@@ -347,16 +349,22 @@ RUNS = {"plain": ([], 1), "async": (["--with", "async-save"], 1), "fsdp": (["--w
 """Name -> arguments of `fastloop train`, and number of processes."""
 
 
-@pytest.fixture(params=RUNS)
-def run(request: pytest.FixtureRequest, library: Path, tmp_path: Path) -> History:
-    """A traced run of `fastloop train`, complete and undisturbed."""
-    arguments, count = RUNS[request.param]
+def write_run() -> None:
+    """The recipe and the code of a run."""
     Path("marks.py").write_text(MARKS)
     write_recipe(train={"epochs": 2, "save_every": 6, "keep_checkpoints": 2, "log_every": 2}, plugins=[*RECIPE["plugins"], "marks.py"])
-    root = tmp_path.resolve() / "traced"
-    root.mkdir()
-    command = [sys.executable, *FASTLOOP, "recipe.yaml", f"output={root / 'run'}", *arguments]
-    return History(file_trace.record(library, root, [command] * count, ranks(count)), root)
+
+
+@pytest.fixture(scope="module", params=RUNS)
+def run(request: pytest.FixtureRequest, library: Path, folder: Path) -> History:
+    """A traced run of `fastloop train`, complete and undisturbed."""
+    arguments, count = RUNS[request.param]
+    root = folder / request.param / "traced"
+    root.mkdir(parents=True)
+    with contextlib.chdir(root.parent):
+        write_run()
+        command = [sys.executable, *FASTLOOP, "recipe.yaml", f"output={root / 'run'}", *arguments]
+        return History(file_trace.record(library, root, [command] * count, ranks(count)), root)
 
 
 def below(files: dict[str, bytes | None], folder: str) -> dict[str, bytes | None]:
@@ -399,19 +407,20 @@ def test_power_loss_during_a_run(run, record_property, request):
             assert below(last, "run/model/") == content(folder / "model")
             assert (folder / "metrics.jsonl").read_bytes() == last["run/metrics.jsonl"]
 
-    record_property("faults", replay(run, check, limit=max(1, LIMIT // 4)))
+    record_property("faults", replay(run, check, limit=max(10, LIMIT // 4), every=1 if LONG else 2))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("run", ["plain", "async"], indirect=True)
-def test_run_resumes_after_a_power_loss(run, tmp_path, record_property):
+def test_run_resumes_after_a_power_loss(run, record_property):
     """power is lost at a random moment of a run: it is started again with --resume, and ends as if nothing had happened"""
-    chance, count = random.Random(times(1)), times(4)
+    write_run()
+    chance, count = random.Random(times(1)), times(3)
     crashes = list(run.crashes(2, seed=times(1)))
     for crash in chance.sample(crashes, min(count, len(crashes))):
         shutil.rmtree("state", ignore_errors=True)
         Path("state").mkdir()
         crash.write(Path("state"))
         assert train("output=state/run", "--resume", "--without", "marks") == 0, said()
-        assert record("state/run") == record(str(tmp_path / "traced" / "run"))
+        assert record("state/run") == record(str(run.root / "run"))
     record_property("faults", min(count, len(crashes)))

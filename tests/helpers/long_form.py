@@ -1,0 +1,7 @@
+"""``LONG``: whether tests run in their long form, ``FASTLOOP_RELIABILITY=1 make test-all``: every value of a parameter, not one."""
+
+from __future__ import annotations
+
+import os
+
+LONG = "FASTLOOP_RELIABILITY" in os.environ

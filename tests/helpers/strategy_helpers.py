@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Container, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,15 @@ def same(run: dict[str, Any], plain: dict[str, Any], tolerance: float, keys: tup
     for key in keys:
         assert run[key] == pytest.approx(plain[key][-len(run[key]) :], rel=tolerance), key
     assert run["lrs"] == plain["lrs"][-len(run["lrs"]) :]
+
+
+def save_at_end(starts: Iterable[Iterable[dict[str, Any]]], step: int, keep: Container[str] = ()) -> None:
+    """Let runs save at their last step alone, except those that another run resumes from, and those of ``keep``."""
+    runs = [run for start in starts for run in start]
+    resumed = {run["resume"].partition("/")[0] for run in runs if "resume" in run}
+    for run in runs:
+        if run["name"] not in resumed and run["name"] not in keep:
+            run["train"] = run.get("train", {}) | {"save_every": step}
 
 
 def logged_norms(folder: Path) -> dict[int, float]:

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from long_form import LONG
 from safetensors import safe_open
 from safetensors.torch import load_file
-from strategy_helpers import COMPILER, logged_norms, same
+from strategy_helpers import COMPILER, logged_norms, same, save_at_end
 from strategy_runs import all_of
 
 from fastloop import checkpoint
@@ -24,6 +25,8 @@ pytestmark = [
 ]
 
 STAGES = (0, 1, 2, 3)
+AUTOCAST, HALF_STAGES = (STAGES, (1, 2, 3)) if LONG else ((1, 3), (3,))
+"""Stages that are tried in bf16, by autocast and by DeepSpeed: with sharded weights, and with whole ones."""
 FSDP = {"fsdp": {"blocks": ["Linear"]}}
 MICRO = {"micro_batch_size": 2}  # two processes, two micro-steps
 UNCLIPPED: dict[str, Any] = {"train": MICRO | {"max_grad_norm": None, "log_every": 4}, "log": {}}
@@ -51,8 +54,8 @@ RUNS = [
     ),
     {"name": "fsdp", "plugins": ["lr-scheduler", FSDP]},
     *(deepspeed(f"fsdp to {stage}", stage, "fsdp") for stage in (1, 3)),
-    *(deepspeed(f"bf16 {stage}", stage, **BF16) for stage in STAGES),
-    *(deepspeed(f"half {stage}", stage, options={"config": "half.json"}, **BF16) for stage in (1, 2, 3)),
+    *(deepspeed(f"bf16 {stage}", stage, **BF16) for stage in AUTOCAST),
+    *(deepspeed(f"half {stage}", stage, options={"config": "half.json"}, **BF16) for stage in HALF_STAGES),
     deepspeed("half 3 to 2", 2, "half 3", options={"config": "half.json"}, **BF16),
     deepspeed("offloaded 2", 2, options={"offload_optimizer": True}),
     deepspeed("offloaded 3", 3, options={"offload_optimizer": True, "offload_parameters": True}),
@@ -68,6 +71,7 @@ RUNS = [
     deepspeed("odd accumulation", 2, options={"config": "accumulation.json"}),
     deepspeed("refused by DeepSpeed", 2, options={"config": "bad_zero.json"}),
 ]
+save_at_end([RUNS], 16, keep=[f"stage {stage}" for stage in STAGES])
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +188,7 @@ def test_the_model_is_compiled_in_one_piece(result):
     assert counts["graphs"] == 2  # one to train, one to evaluate
 
 
-@pytest.mark.parametrize("name", [*(f"bf16 {stage}" for stage in STAGES), *(f"half {stage}" for stage in (1, 2, 3))])
+@pytest.mark.parametrize("name", [*(f"bf16 {stage}" for stage in AUTOCAST), *(f"half {stage}" for stage in HALF_STAGES)])
 def test_bf16_is_near_fp32_and_is_not_it(result, name):
     same(result(name), result("plain"), 3e-2)
     assert result(name)["losses"] != pytest.approx(result("plain")["losses"], rel=1e-5)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from strategy_helpers import same
+from strategy_helpers import same, save_at_end
 from strategy_runs import all_of
 
 from fastloop import checkpoint
@@ -66,6 +66,7 @@ TWO = [
     {"name": "tp no plan", "plugins": ["tensor-parallel"], "model": "deep"},
 ]
 AFTER = [run("tp to plain", resume="tp"), run("one tp", "tensor-parallel")]
+save_at_end([PLAIN, TWO, AFTER], 12)
 
 
 @pytest.fixture(scope="module")

@@ -39,7 +39,7 @@ GENERATE = {
     "model": {"config": GPT, "tokenizer": {"kind": "bpe", "vocab_size": 300}},
     "data": {"files": FILES, "max_length": 32},
 }
-TRAIN = {"batch_size": 8, "micro_batch_size": 2, "epochs": 2}
+TRAIN = {"batch_size": 8, "micro_batch_size": 2, "epochs": 2, "save_every": 10}
 LORA = {"lora": {"r": 2, "target_modules": ["q_lin", "v_lin"]}}
 
 

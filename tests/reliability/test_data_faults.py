@@ -25,7 +25,7 @@ from fastloop.registry import resolve
 from fastloop.run import Run
 from fastloop.testing import tiny_data
 
-TIMES = times(6)
+TIMES = times(3)
 WORKERS: dict[str, Any] = {"dataloader-workers": {"num_workers": 2}}
 TINY = {"model_type": "distilbert", "dim": 16, "n_layers": 1, "n_heads": 2, "hidden_dim": 32, "max_position_embeddings": 32}
 SKIP = {"skip-unreadable": {}}

@@ -438,12 +438,13 @@ def test_a_second_run_in_the_same_folder_is_refused(resume):
     """a second run is started in the folder of one that is under way: exit code 2 before data is read; the first is not disturbed"""
     write_recipe()
     assert train("output=whole") == 0
-    first = Forked("output=run", environment={"FAULT": "step 15 0 time.sleep(6)"})
+    first = Forked("output=run", environment={"FAULT": "step 15 0 while not Path('go').exists(): time.sleep(0.01)"})
     until(lambda: steps() == [12])
     second = Forked("output=run", *resume, environment={"FAULT": "data 1 0 Path('read').touch()"})
     assert second.wait() == 2
     assert f"output: run is in use by process {first.pid} on" in said()
     assert not Path("read").exists()
+    Path("go").touch()
     assert first.wait() == 0
     assert record() == record("whole")
     assert not Path("run.1").exists()

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import pickletools
 import random
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import forked
 import numpy as np
 import pytest
 import torch
@@ -312,8 +310,7 @@ for _ in range(20):
 def test_a_kill_at_any_time_leaves_a_whole_checkpoint_no_older_than_the_last_finished():
     script = Path("kills.py")
     script.write_text(KILLS)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, check=False)
+    done = forked.run(str(script))
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.split()) == 20
     save(99999999)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from long_form import LONG
 from test_packing import DECODERS, DISTILBERT, ENCODERS, Multiple, assert_same, computed, made
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -129,7 +130,7 @@ def test_rows_differ_in_their_number_of_tokens_alone():
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute:UserWarning")  # within torch's compiler
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("config", [ENCODERS["one layer"], DISTILBERT | {"n_layers": 1}], ids=["bert", "distilbert"])
+@pytest.mark.parametrize("config", [ENCODERS["one layer"], *([DISTILBERT | {"n_layers": 1}] if LONG else [])])
 def test_compiled_it_has_no_graph_break_and_a_graph_a_shape(config):
     compiling = Compile(backend="aot_eager", fullgraph=True, dynamic=False, on_failure="error", cache=False)
     packed = made(config, ClsLastLayer(), Packing(), compiling, multiple=32)
@@ -148,7 +149,7 @@ def test_compiled_it_has_no_graph_break_and_a_graph_a_shape(config):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute:UserWarning")
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("config", [ENCODERS["one layer"], DECODERS["gpt2"], DECODERS["llama"]], ids=["bert", "gpt2", "llama"])
+@pytest.mark.parametrize("config", [ENCODERS["one layer"], DECODERS["llama"], *([DECODERS["gpt2"]] if LONG else [])])
 def test_compiled_for_any_shape_it_computes_the_same(config):
     compiling = Compile(backend="aot_eager", fullgraph=True, on_failure="error", cache=False)
     packed = made(config, Packing(), compiling, multiple=1)

@@ -6,12 +6,11 @@ import logging
 import math
 import os
 import stat
-import subprocess
-import sys
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 from text_helpers import make_run
@@ -234,12 +233,13 @@ def test_a_compiler_that_is_absent_or_fails_is_a_reason(script, reason, tmp_path
 @pytest.mark.slow
 @needs_kernel
 def test_several_processes_compile_at_once_and_the_library_is_kept(tmp_path):
-    code = "from fastloop_plugins.kernels._cpu_attention import unavailable; print(unavailable())"
+    Path("compile.py").write_text("from fastloop_plugins.kernels._cpu_attention import unavailable; print(unavailable())")
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
-    processes = [subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    assert [process.communicate()[0].strip() for process in processes] == ["None"] * 3
+    commands = [forked.Command("compile.py", env=environment) for _ in range(3)]
+    assert [command.wait(300) for command in commands] == [0, 0, 0]
+    assert [command.stdout.strip() for command in commands] == ["None"] * 3
     kept_files = list(tmp_path.glob("fastloop/kernels/*"))
     assert [file.suffix for file in kept_files] == [".so"]
     changed = kept_files[0].stat().st_mtime_ns
-    subprocess.run([sys.executable, "-c", code], env=environment | {"PATH": os.environ["PATH"]}, check=True, stdout=subprocess.DEVNULL)
+    assert forked.run("compile.py", env=environment).stdout.strip() == "None"
     assert kept_files[0].stat().st_mtime_ns == changed

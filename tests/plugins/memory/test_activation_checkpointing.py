@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from long_form import LONG
 from text_helpers import TINY_GPT, make_run
 from torch import nn
 
@@ -205,8 +206,7 @@ def test_a_copy_of_the_model_computes_with_its_own_weights(tiny_run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("regional", [True, False], ids=["regional", "whole"])
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(("backend", "regional"), [("aot_eager", False), ("inductor", True), *([("inductor", False)] if LONG else [])])
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # torch's own, inside inductor
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # the compiler asks, and looks away
 def test_it_is_compiled_along(pair, backend, regional):

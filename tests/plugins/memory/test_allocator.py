@@ -176,12 +176,9 @@ pathlib.Path.exists = lambda path, **options: str(path) == "/dev/nvidiactl" or e
     ("given", "seen"),
     [
         ({}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
-        *(
-            pytest.param({name: "max_split_size_mb:64"}, {name: "max_split_size_mb:64"}, marks=pytest.mark.slow)
-            for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-        ),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}),
     ],
-    ids=["unset", "set", "set by the old name"],
+    ids=["unset", "set by the old name"],
 )
 def test_on_cuda_the_command_line_starts_itself_again_with_growing_segments(given, seen, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(WITH_NVIDIA)

@@ -45,7 +45,7 @@ processes, limits their memory, fills small disks, cuts sockets and links, and d
 `make test-all` runs every row in a short form, with fewer repeats of random faults (moments of kills, damaged bytes, generated inputs).
 The figures here are with FASTLOOP_RELIABILITY={times}, the factor for these repeats and for
 the 12,500 steps of the soak test.
-`make reliability ARGS='--times 20'` tries 10,000 inputs of each kind. Random moments differ from run to run.
+`make reliability ARGS='--times 50'` tries 10,000 inputs of each kind. Random moments differ from run to run.
 
 A case of a test counts as one fault, or as the number that it tries. A test that fails counts as lost with all of them. A row whose fault
 is *control* injects none: it shows that its neighbours could fail, or that nothing else changes.

@@ -1,6 +1,6 @@
 """Recipes, overrides, options, data and checkpoints that were changed at random: an answer, or one named error, and always soon.
 
-CI has 500 examples of each, always the same; more of them (FASTLOOP_RELIABILITY) differ from run to run.
+CI has 200 examples of each, always the same; more of them (FASTLOOP_RELIABILITY) differ from run to run.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SECONDS = 10
 """What one example may take: much more than any does."""
 
 
-def fuzz(examples: int = 500) -> Callable[[Any], Any]:
+def fuzz(examples: int = 200) -> Callable[[Any], Any]:
     return settings(
         max_examples=times(examples),
         derandomize=times(1) == 1,
@@ -248,7 +248,7 @@ def test_recipes(beside, record_property):
             check(load_recipe("r.yaml"))
 
     attempt()
-    record_property("faults", times(500))
+    record_property("faults", times(200))
 
 
 def test_bytes_as_a_recipe(record_property):
@@ -262,7 +262,7 @@ def test_bytes_as_a_recipe(record_property):
             load_recipe("r.yaml")
 
     attempt()
-    record_property("faults", times(500))
+    record_property("faults", times(200))
 
 
 def test_overrides(record_property):
@@ -298,7 +298,7 @@ def test_overrides(record_property):
             load_recipe("quickstart", overrides, with_plugins, without)
 
     attempt()
-    record_property("faults", times(500))
+    record_property("faults", times(200))
 
 
 # -- options of plugins -----------------------------------------------------------------------------------------------------------
@@ -318,7 +318,7 @@ def test_options_of_every_plugin(record_property):
     classes = {name: load(name) for name, point in installed().items() if point.dist and point.dist.name == "fastloop"}
     assert len(classes) > 25
 
-    @fuzz(500)
+    @fuzz()
     @given(st.data())
     def attempt(data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(list(classes)))
@@ -333,7 +333,7 @@ def test_options_of_every_plugin(record_property):
             assert name in resolve(recipe).names() or recipe.selected, "or it selected others in its place"
 
     attempt()
-    record_property("faults", times(500))
+    record_property("faults", times(200))
 
 
 # -- data ------------------------------------------------------------------------------------------------------------------------
@@ -373,7 +373,7 @@ def test_rows_of_a_dataset(record_property):
             assert len(found.labels) == len(given_rows)
 
     attempt()
-    record_property("faults", times(500))
+    record_property("faults", times(200))
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".tsv", ".json", ".jsonl", ".parquet", ".txt"])
@@ -468,7 +468,7 @@ def test_corrupt_checkpoints(tiny_run, tmp_path, record_property):
         (folder / name).write_bytes(files[name])
 
     attempt()
-    record_property("faults", times(500))
+    record_property("faults", times(200))
 
 
 def test_corrupt_checkpoints_with_valid_checksums(tiny_run, tmp_path, record_property):
@@ -496,4 +496,4 @@ def test_corrupt_checkpoints_with_valid_checksums(tiny_run, tmp_path, record_pro
             checkpoint.read(folder)
 
     attempt_tree()
-    record_property("faults", times(1000))
+    record_property("faults", times(400))

@@ -14,6 +14,7 @@ from typing import Any
 
 import forked
 import pytest
+from long_form import LONG
 from saving_helpers import FASTLOOP, ONE_THREAD, Forked, record, said, steps, summary, times, together, train, until, write_recipe
 
 from fastloop.cli import launch
@@ -56,18 +57,15 @@ MOMENTS = {  # what FAULT says, the step at which the run stops, and whether the
 }
 
 
-@pytest.mark.parametrize(
-    ("moment", "name"),
-    [
-        *((moment, "SIGTERM") for moment in ("in a step", "in a save", "in the last evaluation")),
-        *(
-            pytest.param(moment, "SIGTERM", marks=pytest.mark.slow)
-            for moment in sorted(MOMENTS.keys() - {"in a step", "in a save", "in the last evaluation"})
-        ),
-        ("in an evaluation", "SIGUSR1"),
-        ("in a step", "SIGINT"),
-    ],
-)
+QUICK = [
+    *((moment, "SIGTERM") for moment in ("in a step", "in a save", "in the last evaluation")),
+    ("in an evaluation", "SIGUSR1"),
+    ("in a step", "SIGINT"),
+]
+SLOW = [(moment, "SIGTERM") for moment in ("in the step before a save", "in a step with an evaluation", "in the last step")]
+
+
+@pytest.mark.parametrize(("moment", "name"), [*QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)])
 @pytest.mark.usefixtures("whole")
 def test_a_signal_saves_and_stops(moment, name):
     """a signal in a step, an evaluation or a save: saved at the step's end, exit code 75 or 130, and resumed to the same numbers"""
@@ -118,10 +116,11 @@ def test_a_signal_in_compilation():
 @pytest.mark.slow
 def test_a_signal_to_a_whole_group_of_processes_spares_data_workers():
     """SIGTERM to the whole process group, as init systems and SLURM send it: data workers do not die of it, and the run is saved"""
-    write_recipe(data={"module": "code.py:rows", "arguments": {"slow": 0.003}})
+    write_recipe(data={"module": "code.py:rows", "arguments": {"slow": 0.002}})
     options = ["--with", "dataloader-workers", "plugins.dataloader-workers.num_workers=2"]
     assert train("output=whole", *options) == 0
-    for number, expected in ((signal.SIGTERM, STOPPED), (signal.SIGUSR1, STOPPED), (signal.SIGINT, INTERRUPTED)):
+    sent = ((signal.SIGTERM, STOPPED), (signal.SIGINT, INTERRUPTED), *([(signal.SIGUSR1, STOPPED)] * LONG))
+    for number, expected in sent:
         shutil.rmtree("run", ignore_errors=True)
         run = Forked("output=run", *options, first=os.setsid)
         until(lambda: steps())
@@ -295,7 +294,7 @@ def killed_until_done(folder: str, kills: int, chance: random.Random, count: int
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("count", "short"), [(1, 5), (2, 1)])
+@pytest.mark.parametrize(("count", "short"), [(1, 3), (2, 1)])
 @pytest.mark.parametrize("options", [[], ["--with", "async-save"]], ids=["plain", "async"])
 def test_resume_in_a_loop_completes_after_random_kills(count, short, options, record_property):
     """a run is killed at random moments, from its start on, and started again with --resume: it ends with the bits of one left alone"""

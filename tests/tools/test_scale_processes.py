@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import scale_runs
+from long_form import LONG
 
 pytestmark = [
     pytest.mark.slow,
@@ -16,9 +17,11 @@ pytestmark = [
 needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
 COUNTS = json.loads((Path(__file__).parents[2] / "benchmarks/results/strategies.json").read_text())
 SHARDED = [pytest.param(f"zero-{stage}", 0.1, marks=needs_deepspeed) for stage in range(4)]
+MORE = [1, 4] if LONG else []
+"""Numbers of processes beside two, which every formula takes. `make scale` measures them, too."""
 
 
-@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("count", [2, *MORE])
 @pytest.mark.parametrize(("arm", "tolerance"), [("ddp", 0.05), ("fsdp", 0.05), *SHARDED])
 def test_processes_hold_the_bytes_of_the_estimate(processes, tmp_path, arm, tolerance, count):
     ended = processes(count, scale_runs.measured, arm, folder=tmp_path)

@@ -20,7 +20,6 @@ from fastloop.checkpoint import folder, resume
 from fastloop.checkpoint.export import load_model
 from fastloop.data import Loaders
 from fastloop.data.loaders import micro_batches
-from fastloop.distributed import ranks
 from fastloop.distributed.accelerator import build_accelerator
 from fastloop.distributed.processes import Processes
 from fastloop.distributed.skipped_steps import SkippedSteps

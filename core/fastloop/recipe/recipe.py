@@ -226,8 +226,8 @@ def make_recipe(tree: Mapping[str, Any], source: Path | None = None) -> Recipe:
         if not isinstance(tree.get(section) or {}, Mapping):
             raise RecipeError(f"{where}: {section}: found {tree[section]!r}, expected a mapping such as {{name: ...}}.")
     output = tree.get("output") or (f"runs/{source.stem}" if source else "runs/run")
-    if not isinstance(output, str):
-        raise RecipeError(f"{where}: output: found {output!r}, expected the path of a folder.")
+    if not isinstance(output, str) or "://" in output:
+        raise RecipeError(f"{where}: output: found {output!r}, expected the path of a folder on this machine.")
     check_path(output, source)
     references: dict[str, str] = {}
     return Recipe(

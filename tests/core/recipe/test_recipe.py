@@ -81,7 +81,8 @@ WRONG = {
     "model as a name": ("model: small", "r.yaml: model: found 'small', expected a mapping such as {name: ...}."),
     "train as a list": ("train: [1]", "r.yaml: train: found [1] (list), expected a mapping of options."),
     "unknown key": ("train: {epoch: 1}", "r.yaml: train.epoch: no such option. Did you mean 'epochs'?"),
-    "output as a mapping": ("output: {a: 1}", "r.yaml: output: found {'a': 1}, expected the path of a folder."),
+    "output as a mapping": ("output: {a: 1}", "r.yaml: output: found {'a': 1}, expected the path of a folder on this machine."),
+    "output as a URL": ("output: s3://a/b", "r.yaml: output: found 's3://a/b', expected the path of a folder on this machine."),
     "plugins as a word": ("plugins: amp", "r.yaml: plugins: found 'amp', expected a list of names."),
     "a plugin twice": ("plugins: [amp, ema, {amp: {dtype: bf16}}]", "r.yaml: plugins: 'amp' is listed twice. Remove one."),
     "a plugin as a number": (

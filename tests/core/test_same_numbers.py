@@ -52,5 +52,6 @@ EXACT = [name for name in installed() if load(name).numerics == "bitwise" and lo
 
 def test_bitwise_plugins_together_equal_plain_loop(tiny_run):
     losses, _ = plain_loop(epochs=3, batch_size=8, micro=8)
-    assert tiny_run([{name: {"num_workers": 1}} if name == "dataloader-workers" else name for name in EXACT], epochs=3).losses == losses
+    options = {"dataloader-workers": {"num_workers": 1}, "remote-output": {"url": "uploads"}}
+    assert tiny_run([{name: options[name]} if name in options else name for name in EXACT], epochs=3).losses == losses
     assert {"checkpoint-best", "dataloader-workers", "log", "progress"} <= set(EXACT)

@@ -52,7 +52,7 @@ class RemoteOutput(Plugin):
         """Options."""
 
         url: Annotated[str, option("The folder for the run's folder: a URL of fsspec, or a path.", min_length=1)]
-        every: Annotated[float, option("Seconds between two looks for files to upload.", gt=0)] = 10.0
+        every: Annotated[float, option("Seconds between two searches for files to upload.", gt=0)] = 10.0
         retries: Annotated[int, option("Times that a failed upload is repeated, after 1, 2, 4, ... seconds.", ge=0)] = 4
 
     def __init__(self, **options: Any) -> None:

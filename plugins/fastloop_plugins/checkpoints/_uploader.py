@@ -25,7 +25,7 @@ class Uploader(threading.Thread):
     Args:
         folder: The run folder.
         keep: Number of checkpoints to resume from that stay at the URL.
-        every: Seconds between two looks for new files.
+        every: Seconds between two searches for new files.
         retries: Times that a failed upload is repeated.
 
     Attributes:
@@ -89,7 +89,7 @@ class Uploader(threading.Thread):
             self._remove_old(newest[0], {path.name for path in best})
             self._kept = kept
         if (self.folder / "summary.json").exists():
-            self._put_changed("summary.json")  # last: it says that the run is complete
+            self._put_changed("summary.json")  # last: it marks the run as complete
 
     def _names(self) -> Iterator[str]:
         """The run's files outside ``checkpoints``, without the summary."""

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from package_helpers import build_wheel
+from package_helpers import build_wheels
 
 pytestmark = pytest.mark.slow
 
@@ -38,7 +38,7 @@ def test_wheel_is_listed_and_not_imported(clean_venv, tmp_path):
     (tmp_path / "loud").mkdir()
     (tmp_path / "loud" / "loud_pack.py").write_text(CODE)
     (tmp_path / "loud" / "pyproject.toml").write_text(PROJECT)
-    clean_venv.install(build_wheel(tmp_path / "loud", tmp_path))
+    clean_venv.install(*build_wheels(tmp_path, tmp_path / "loud"))
     Path("r.yaml").write_text(RECIPE % "")
     command = ("-P", "-m", "fastloop", "plan")
     done = clean_venv.run(*command, "r.yaml", "--untrusted", "--json", "list.json", cwd=Path())

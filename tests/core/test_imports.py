@@ -62,29 +62,14 @@ def test_a_process_that_restarts_for_its_environment_has_not_imported_torch(tmp_
 
 
 @pytest.mark.slow
-def test_libraries_are_imported_without_scipy_and_matplotlib_which_work_afterwards():
-    code = """
-    from fastloop_plugins.tasks._imports import import_torchmetrics, import_transformers
-    import_torchmetrics()
-    import_transformers()
-    assert not {"scipy.signal", "scipy.optimize", "scipy.linalg", "matplotlib", "matplotlib.pyplot"} & sys.modules.keys()
-    import torch
-    from torchmetrics.classification import MulticlassAccuracy
-    from transformers.loss.loss_for_object_detection import linear_sum_assignment
-    assert linear_sum_assignment([[1.0, 0.0], [0.0, 1.0]])[1].tolist() == [1, 0]
-    import scipy.optimize, scipy.signal
-    scipy.signal.windows.hann(4)
-    assert scipy.optimize.linear_sum_assignment is not linear_sum_assignment
-    import importlib.util
-    if importlib.util.find_spec("matplotlib"):
-        import os
-        os.environ["MPLBACKEND"] = "agg"
-        figure, axes = MulticlassAccuracy(2).plot(torch.tensor(0.5))
-        import matplotlib.pyplot
-        assert isinstance(figure, matplotlib.pyplot.Figure)
-"""
+def test_torchmetrics_is_imported_without_scipys_signal_which_works_afterwards():
+    code = (
+        "from fastloop_plugins.tasks._metrics import import_torchmetrics; import_torchmetrics(); "
+        "assert 'torchmetrics' in sys.modules; assert 'scipy.stats' not in sys.modules; "
+        "import scipy.signal; scipy.signal.windows.hann(4); from torchmetrics.classification import MulticlassAccuracy"
+    )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-c", PROBE.format(code=code.strip(), heavy=())]
+    command = [sys.executable, "-c", PROBE.format(code=code, heavy=())]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
 

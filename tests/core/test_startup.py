@@ -14,17 +14,7 @@ from fastloop.registry import resolve
 from fastloop.runtime.hardware import this_machine
 
 HELP_NEEDS_NONE = ("torch", "transformers", "accelerate", "numpy", "pydantic", "omegaconf", "yaml", "rich", "packaging", "fastloop_plugins")
-FIRST_STEP_NEEDS_NONE = (
-    "datasets",
-    "deepspeed",
-    "matplotlib",
-    "pandas",
-    "peft",
-    "scipy.linalg",
-    "scipy.optimize",
-    "sklearn",
-    "tensorboard",
-)
+FIRST_STEP_NEEDS_NONE = ("datasets", "deepspeed", "pandas", "peft", "scipy.signal", "sklearn", "tensorboard")
 PROBE = '''
 """Reports the imported modules at the first step, and ends the process."""
 import os, sys

@@ -22,6 +22,9 @@ logger = logging.getLogger("fastloop")
 SMALL = 2**24
 """Bytes up to which a file is uploaded from a copy in memory: a log may grow during the upload."""
 
+PARTIAL = ".partial"
+"""Suffix of a file that is being uploaded to a file system."""
+
 
 class RemoteFolder:
     """A run folder at a URL.
@@ -36,14 +39,15 @@ class RemoteFolder:
 
         self.url = url
         self.files, root = url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)
-        if hasattr(self.files, "auto_mkdir"):
-            self.files.auto_mkdir = True  # a local file system has folders
+        self.is_file_system = hasattr(self.files, "auto_mkdir")
+        if self.is_file_system:
+            self.files.auto_mkdir = True
         self.root = root.rstrip("/")
 
     def names(self) -> set[str]:
         """The names of all files, relative to the folder."""
         self.files.invalidate_cache()
-        return {path.removeprefix(f"{self.root}/") for path in self.files.find(self.root)}
+        return {path.removeprefix(f"{self.root}/") for path in self.files.find(self.root) if not path.endswith(PARTIAL)}
 
     @staticmethod
     def complete(names: set[str]) -> list[str]:
@@ -65,11 +69,15 @@ class RemoteFolder:
         return self.steps(names) + ["model"] * any(name.startswith("model/") for name in names)
 
     def put(self, path: Path, name: str) -> None:
-        """Upload a file."""
+        """Upload a file. It appears as a whole: an object store does that itself, and in a file system it is renamed."""
+        target = f"{self.root}/{name}"
+        upload = target + PARTIAL * self.is_file_system
         if path.stat().st_size <= SMALL:
-            self.files.pipe_file(f"{self.root}/{name}", path.read_bytes())
+            self.files.pipe_file(upload, path.read_bytes())
         else:
-            self.files.put_file(str(path), f"{self.root}/{name}")
+            self.files.put_file(str(path), upload)
+        if self.is_file_system:
+            self.files.mv(upload, target)
 
     def get(self, name: str, path: Path) -> None:
         """Download a file."""

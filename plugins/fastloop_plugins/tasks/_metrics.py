@@ -3,18 +3,34 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Mapping
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from fastloop import RecipeError
 from fastloop.errors import did_you_mean
-from fastloop_plugins.tasks._imports import import_torchmetrics
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torchmetrics import Metric, MetricCollection
 
     from fastloop.recipe import Recipe
+
+
+def import_torchmetrics() -> None:
+    """Import torchmetrics without ``scipy.signal``, which takes a second of processor time.
+
+    torchmetrics 1.9 imports it only to restore a name that a package of audio metrics uses.
+    """
+    if {"torchmetrics", "scipy.signal"} & sys.modules.keys():
+        return
+    sys.modules["scipy.signal"] = stand_in = ModuleType("scipy.signal")
+    stand_in.__dict__["hamming"] = None  # torchmetrics leaves the module as it is
+    try:
+        import torchmetrics  # noqa: F401
+    finally:
+        del sys.modules["scipy.signal"]
 
 
 def find_metrics(options: Mapping[str, Mapping[str, Any]], recipe: Recipe, key: str) -> dict[str, type[Metric]]:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from fastloop import RecipeError, option
 from fastloop.options import parse
 from fastloop_plugins.tasks._hub import explain, is_hub_name, offline, quiet
-from fastloop_plugins.tasks._imports import import_transformers
 from fastloop_plugins.tasks._label_order import CLASSIFIER, LabelOrder, label_order, start_head_fresh
 from fastloop_plugins.tasks._model_checks import unsupported
 from fastloop_plugins.tasks._model_config import config_from_scratch
@@ -234,7 +233,6 @@ class TextModel:
         Raises:
             RecipeError: The architecture cannot do the task, or the configuration or ``model.weights`` is invalid.
         """
-        import_transformers()
         model = self._build(auto, labels)
         load_weights(model, self.recipe)
         return model

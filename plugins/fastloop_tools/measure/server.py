@@ -30,8 +30,8 @@ LIBRARIES = ("fastloop.lifecycle", "torch._dynamo", "fastloop_tools.measure.work
 """Modules that every training imports, torch and accelerate with them. An optimizer of torch imports ``torch._dynamo``."""
 LIMIT = 2
 """Servers at a time: those of the given recipe and of the best one. Each holds some hundred megabytes."""
-TRANSFORMERS = ("fastloop_plugins.tasks._imports:import_transformers", "fastloop_plugins.tasks._imports:import_torchmetrics")
-"""Functions that import modules, for recipes with a model of transformers."""
+TRANSFORMERS = ("transformers.modeling_utils", "fastloop_plugins.tasks._metrics:import_torchmetrics")
+"""A module, and a function that imports one, for recipes with a model of transformers."""
 
 
 def libraries(recipe: Recipe) -> tuple[str, ...] | None:

@@ -18,7 +18,7 @@ from saving_helpers import RECIPE, record, said, steps, times, train, write_reci
 
 from fastloop import PluginError, UsageError, checkpoint
 from fastloop.errors import CheckpointError, FastloopError
-from fastloop_plugins.checkpoints._remote_folder import RemoteFolder
+from fastloop_plugins.checkpoints._remote_folder import PARTIAL, RemoteFolder
 from fastloop_plugins.checkpoints._uploader import Uploader
 
 
@@ -38,7 +38,7 @@ class Faulty(LocalFileSystem):
         return super().find(path, **options)
 
     def pipe_file(self, path: str, value: bytes, **options: Any) -> None:
-        self.uploads.append(path)
+        self.uploads.append(path.removesuffix(PARTIAL))
         if len(self.uploads) <= int(os.environ.get("FAILS", "0")):
             raise ConnectionError("no route to host")
         dies = len(self.uploads) == int(os.environ.get("KILLS", "0"))

@@ -120,7 +120,11 @@ def chosen(runs: list[Any]) -> list[Any]:
 
 STARTS = [(1, PLAIN), (2, chosen(TWO)), (4, chosen(FOUR)), (2, TWO_AFTER_FOUR), (1, AFTER)]
 """Number of processes, and the runs of one start."""
-save_at_end((runs for _, runs in STARTS), 16, keep=[run["name"] for _, runs in STARTS for run in runs if "exchanges" in run])
+save_at_end(
+    (runs for _, runs in STARTS),
+    16,
+    keep=[run["name"] for _, runs in STARTS for run in runs if "exchanges" in run or "async" in run["name"]],
+)
 
 
 @pytest.fixture(scope="module")

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pyarrow
+import pytest
 from pyarrow import parquet
 from text_helpers import TINY, TINY_GPT, make_run, rows
 
 from fastloop import DataLoaderDraft
 from fastloop.data import Loader
 from fastloop.run import Run
+from fastloop_plugins.tasks._streaming_files import Reader
 
 NAMES = ("bad", "good")
 STREAM: dict[str, Any] = {"streaming": True, "validation_fraction": 0, "max_length": 16, "shuffle_buffer": 100, "lanes": 4}
@@ -101,3 +104,16 @@ def samples_of(dataset: Any) -> list[dict[str, Any]]:
     return [
         {name: value.tolist() if hasattr(value, "tolist") else value for name, value in sample.items() if name != "row"} for sample in found
     ]
+
+
+def record_readers(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> list[Reader]:
+    """All readers of files that a module makes from here on."""
+    made: list[Reader] = []
+
+    class Recorded(Reader):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            made.append(self)
+
+    monkeypatch.setattr(module, "Reader", Recorded)
+    return made

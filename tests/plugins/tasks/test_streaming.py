@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoint_helpers import tokenizer
-from streaming_helpers import NAMES, classify, generate, ids_by_step, loader, write_lines, write_parquet, write_shards
+from streaming_helpers import NAMES, classify, generate, ids_by_step, loader, record_readers, write_lines, write_parquet, write_shards
 from text_helpers import rows
 
 from fastloop.errors import DataError, RecipeError, UsageError
@@ -27,15 +27,7 @@ ROWS = 403
 @pytest.fixture
 def readers(monkeypatch: pytest.MonkeyPatch) -> list[Reader]:
     """All readers of files that are made from here on."""
-    made: list[Reader] = []
-
-    class Recorded(Reader):
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments)
-            made.append(self)
-
-    monkeypatch.setattr(_streaming, "Reader", Recorded)
-    return made
+    return record_readers(monkeypatch, _streaming)
 
 
 @pytest.mark.slow

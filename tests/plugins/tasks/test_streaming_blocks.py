@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from checkpoint_helpers import tokenizer
-from streaming_helpers import data_section, ids_by_step, loader, samples_of, write_lines, write_parquet
+from streaming_helpers import data_section, ids_by_step, loader, record_readers, samples_of, write_lines, write_parquet
 from text_helpers import TINY_GPT, make_run
 
 from fastloop.errors import DataError, RecipeError
@@ -25,15 +25,7 @@ MODEL = {"config": TINY_GPT | {"n_positions": 64}, "tokenizer": "words"}
 @pytest.fixture
 def readers(monkeypatch: pytest.MonkeyPatch) -> list[Reader]:
     """All readers of texts that are made from here on, to count tokens or to make blocks."""
-    made: list[Reader] = []
-
-    class Recorded(Reader):
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments)
-            made.append(self)
-
-    monkeypatch.setattr(_streaming_blocks, "Reader", Recorded)
-    return made
+    return record_readers(monkeypatch, _streaming_blocks)
 
 
 def texts(count: int, seed: int = 0) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ import fsspec
 import pyarrow
 import pytest
 from checkpoint_helpers import tokenizer
-from streaming_helpers import NAMES, classify, ids_by_step, loader, samples_of, write_lines, write_parquet
+from streaming_helpers import NAMES, classify, ids_by_step, loader, record_readers, samples_of, write_lines, write_parquet
 from text_helpers import rows
 
 from fastloop.errors import DataError, RecipeError
@@ -83,15 +83,7 @@ def write_tar(path: str, content: list[dict[str, Any]]) -> None:
 @pytest.fixture
 def readers(monkeypatch: pytest.MonkeyPatch) -> list[Reader]:
     """All readers of files that are made from here on."""
-    made: list[Reader] = []
-
-    class Recorded(Reader):
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments)
-            made.append(self)
-
-    monkeypatch.setattr(_streaming, "Reader", Recorded)
-    return made
+    return record_readers(monkeypatch, _streaming)
 
 
 @pytest.mark.slow

@@ -70,8 +70,9 @@ class CpuAffinity(Plugin):
 
     @classmethod
     def estimate_speedup(cls, profile: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:
-        share = max(1, profile.cores // profile.world_size)
-        if profile.foreign_cores >= BUSY and profile.seconds >= LONG_STEP and os.environ.get("OMP_WAIT_POLICY", "").lower() != "passive":
+        share = max(1, round(profile.cores - profile.foreign_cores) // profile.world_size)
+        spins = profile.threads > 1 and os.environ.get("OMP_WAIT_POLICY", "").lower() != "passive"
+        if spins and profile.foreign_cores >= BUSY and profile.seconds >= LONG_STEP:
             return SpeedupEstimate(
                 seconds=profile.seconds / 2,
                 why=f"Other programs use {profile.foreign_cores:.1f} of {profile.cores} cores, and threads that wait for each other spin.",
@@ -80,7 +81,7 @@ class CpuAffinity(Plugin):
             return None
         return SpeedupEstimate(
             seconds=profile.computing * (1 - profile.threads / share),
-            why=f"A process computes with {profile.threads} threads, and its share of the cores is {share}.",
+            why=f"A process computes with {profile.threads} threads, and its share of the idle cores is {share}.",
         )
 
     @hookimpl

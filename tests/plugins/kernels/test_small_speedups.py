@@ -153,6 +153,9 @@ def test_a_busy_machine_makes_it_worth_a_line(monkeypatch):
     assert estimate.why == "Other programs use 1.0 of 2 cores, and threads that wait for each other spin."
     assert CpuAffinity.estimate_speedup(dataclasses.replace(profile, foreign_cores=0.1), make_recipe({})) is None
     assert CpuAffinity.estimate_speedup(dataclasses.replace(profile, seconds=0.02), make_recipe({})) is None
+    single = dataclasses.replace(profile, threads=1)
+    assert CpuAffinity.estimate_speedup(single, make_recipe({})) is None, "one thread waits for no other, and the second core is busy"
+    assert CpuAffinity.estimate_speedup(dataclasses.replace(single, foreign_cores=0.0), make_recipe({})) is not None
 
 
 @pytest.mark.slow

@@ -37,7 +37,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 def run(name: str, results: Path, *options: str) -> list[dict[str, Any]]:
     """Run a command of the suite; its records."""
     environment = os.environ | {"PYTHONPATH": str(BENCHMARKS), "OMP_NUM_THREADS": "1"}
-    done = forked.run(str(BENCHMARKS / "gpu" / f"{name}.py"), "--tiny", "--results", str(results), *options, env=environment, timeout=400)
+    done = forked.run(str(BENCHMARKS / "gpu" / f"{name}.py"), "--tiny", "--results", str(results), *options, env=environment, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     return read(results / f"gpu-{name}.jsonl")
 
@@ -79,7 +79,7 @@ def test_each_test_is_a_record(tmp_path: Path) -> None:
         "--files",
         "test_small_speedups.py",
     ]
-    done = subprocess.run(command, env=os.environ | {"PYTHON": sys.executable}, capture_output=True, text=True, check=False, timeout=400)
+    done = subprocess.run(command, env=os.environ | {"PYTHON": sys.executable}, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = read(tmp_path / "gpu-tests.jsonl")
     outcomes = {line["name"].rpartition("::")[2]: line["outcome"] for line in lines if line["kind"] == "test"}
@@ -281,7 +281,7 @@ def test_the_step_cost_of_all_arms_is_that_of_one_device(device: str, tmp_path: 
         pytest.skip("needs CUDA")
     target = tmp_path / "overhead.json"
     command = [sys.executable, str(BENCHMARKS / "overhead.py"), "--device", device, "--rounds", "1", "--steps", "4", "--repeats", "1"]
-    subprocess.run([*command, "--json", str(target)], check=True, timeout=400, capture_output=True)
+    subprocess.run([*command, "--json", str(target)], check=True, timeout=600, capture_output=True)
     (found,) = json.loads(target.read_text())["rounds"]
     assert {"raw", "accelerate", "hf-trainer", "fastloop"} <= found.keys()
     assert {row["device"].partition(":")[0] for row in found.values()} == {device}

@@ -167,7 +167,7 @@ def execute(program: str, arguments: list[str], folder: Path, environment: dict[
             return command.wait(380), output.read_text()
     command = [program if program == "cp" else sys.executable, *arguments]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    done = subprocess.run(command, cwd=folder, env=environment, text=True, timeout=380, check=False, **streams)
+    done = subprocess.run(command, cwd=folder, env=environment, text=True, timeout=600, check=False, **streams)
     return done.returncode, done.stdout
 
 

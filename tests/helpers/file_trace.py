@@ -71,7 +71,7 @@ def record(
         for command, more in zip(commands, environments, strict=True)
     ]
     for process in running:
-        output, _ = process.communicate(timeout=300)
+        output, _ = process.communicate(timeout=600)
         assert process.returncode == 0, output
     return list(read(trace))
 

@@ -1,6 +1,6 @@
 """Python commands in processes forked from one that has imported torch and transformers: each starts within a fraction of a second.
 
-    done = forked.run("-m", "fastloop", "train", "recipe.yaml", "--nproc", "2", timeout=300)
+    done = forked.run("-m", "fastloop", "train", "recipe.yaml", "--nproc", "2", timeout=600)
     with forked.Command("-m", "fastloop", "train", "recipe.yaml") as command: ...
 
 The arguments are those of ``python``. Environment, current folder, import path and streams are the command's own, and so is everything that
@@ -116,7 +116,7 @@ class Command:
         self.kill()
 
 
-def run(*arguments: str, timeout: float = 300, **options: Any) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, timeout: float = 600, **options: Any) -> subprocess.CompletedProcess[str]:
     """Run a command to its end, as ``subprocess.run`` with text output does; ``options`` are those of ``Command``."""
     command = Command(*arguments, **options)
     code = command.wait(timeout)

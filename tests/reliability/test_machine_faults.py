@@ -40,7 +40,7 @@ def test_clock_that_jumps(shim):
     assert train("output=whole") == 0, said()
     command = [sys.executable, *FASTLOOP, "recipe.yaml", "output=run", "--with", "watchdog", "plugins.watchdog.timeout=60"]
     jumps = ONE_THREAD | {"LD_PRELOAD": str(shim), "CLOCK_JUMPS": "7200"}
-    done = subprocess.run(command, env=os.environ | jumps, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, env=os.environ | jumps, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     assert "has made no progress" not in done.stdout + done.stderr
     lines = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]

@@ -188,7 +188,7 @@ def test_slurm_script_requeues_itself_after_a_signal_and_resumes(new):
         "SLURM_JOB_ID": str(os.getpid()),
         "SLURM_JOB_NODELIST": "node[1-2]",
     }
-    start = partial(subprocess.run, ["bash", "job/job.slurm"], capture_output=True, text=True, timeout=150, check=False)
+    start = partial(subprocess.run, ["bash", "job/job.slurm"], capture_output=True, text=True, timeout=600, check=False)
     first = start(env=environment | {"FAULT": "step 14 1 me('SIGUSR1')"})
     assert first.returncode == 75, first.stderr
     assert Path("requeued").read_text() == f"{os.getpid()}\n"

@@ -467,7 +467,7 @@ def test_a_browser_shows_it_without_sideways_scrolling(folders, monkeypatch, wid
     Path("probe.html").write_text(f'<meta name="color-scheme" content="light dark"><title></title>{frame}')
     command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--window-size=1300,3000", "--dump-dom"]
     command += ["--blink-settings=preferredColorScheme=0"] if dark else []
-    done = subprocess.run([*command, Path("probe.html").resolve().as_uri()], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run([*command, Path("probe.html").resolve().as_uri()], capture_output=True, text=True, timeout=600, check=True)
     found = re.search(r"<title>(.*?)</title>", done.stdout)
     assert found is not None
     shown, fits, colour, reached, lines, lone, clipped = found[1].split("|")

@@ -260,7 +260,7 @@ def test_a_browser_shows_the_new_page_in_the_same_place(run):
         threading.Thread(target=server.serve_forever, daemon=True).start()
         command = [str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--window-size=500,600", "--virtual-time-budget=9000"]
         address = f"http://127.0.0.1:{server.server_address[1]}/"
-        done = subprocess.run([*command, "--dump-dom", address], capture_output=True, text=True, timeout=120, check=True)
+        done = subprocess.run([*command, "--dump-dom", address], capture_output=True, text=True, timeout=600, check=True)
         server.shutdown()
     title = re.search(r"<title>(.*?)</title>", done.stdout)
     assert title is not None

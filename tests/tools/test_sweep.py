@@ -65,7 +65,7 @@ def _recipe():
 
 
 def fastloop(*arguments: str) -> Any:
-    return forked.run("-m", "fastloop", *arguments, timeout=400)
+    return forked.run("-m", "fastloop", *arguments, timeout=600)
 
 
 def record(folder: str = "run") -> dict[str, Any]:

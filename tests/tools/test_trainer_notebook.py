@@ -56,7 +56,7 @@ def execute() -> Iterator[Execute]:
     def run(code: str, interrupt_at: str = "") -> list[tuple[str, Any]]:
         request, messages = client.execute(code), []
         while not messages or messages[-1] != ("status", {"execution_state": "idle"}):
-            message = client.get_iopub_msg(timeout=120)
+            message = client.get_iopub_msg(timeout=600)
             if message["parent_header"].get("msg_id") == request:
                 messages.append((message["msg_type"], message["content"]))
                 if (

@@ -80,7 +80,7 @@ def _context() -> Any:
     return context
 
 
-def start(count: int, function: Callable[..., Any], *arguments: Any, folder: Path | None = None, limit: float = 180.0) -> list[Ended]:
+def start(count: int, function: Callable[..., Any], *arguments: Any, folder: Path | None = None, limit: float = 600.0) -> list[Ended]:
     """Call a function in ``count`` new processes at once, and wait for all. No process is left when this returns.
 
     With more than one they are ranks of one group: whatever fastloop runs in them, or Accelerate, finds the others over gloo. Each computes
@@ -202,7 +202,7 @@ def processes() -> Callable[..., list[Ended]]:
     As ``start``, and where one fails the test does, with what all of them said.
     """
 
-    def run(count: int, function: Callable[..., Any], *arguments: Any, folder: Path | None = None, limit: float = 180.0) -> list[Ended]:
+    def run(count: int, function: Callable[..., Any], *arguments: Any, folder: Path | None = None, limit: float = 600.0) -> list[Ended]:
         ended = start(count, function, *arguments, folder=folder, limit=limit)
         if any(process.code != 0 for process in ended):
             pytest.fail(failure(ended), pytrace=False)

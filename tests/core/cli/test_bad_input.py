@@ -227,7 +227,7 @@ def test_shipped_recipe_without_hub_reports_repair():
         [sys.executable, "-m", "fastloop", "train", "distilbert_imdb", "train.device=cpu"],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         env={key: value for key, value in os.environ.items() if key != "HF_HUB_OFFLINE"} | {"HF_ENDPOINT": "http://127.0.0.1:9"},
     )
     assert done.returncode == 2, done.stderr

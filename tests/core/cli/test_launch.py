@@ -71,7 +71,7 @@ def _recipe():
 
 def do(*command: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """Run a command. Processes of fastloop's own launcher are forked, those of other launchers are new."""
-    return forked.run(*command, timeout=400, env=os.environ | ONE_THREAD | (environment or {}))
+    return forked.run(*command, timeout=600, env=os.environ | ONE_THREAD | (environment or {}))
 
 
 def numbers(output: str) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def test_launchers_give_the_same_run():
         str(launch.free_port()),
     ]
     command = [sys.executable, *FASTLOOP, *TRAIN, "output=ours", "--nproc", "2"]
-    ours = subprocess.run(command, capture_output=True, text=True, timeout=400, env=os.environ | ONE_THREAD, check=False)
+    ours = subprocess.run(command, capture_output=True, text=True, timeout=600, env=os.environ | ONE_THREAD, check=False)
     assert ours.returncode == 0, ours.stderr
     assert ours.stdout.count("completed") == 1
     assert ours.stderr == ""

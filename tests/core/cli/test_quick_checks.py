@@ -22,7 +22,7 @@ def _recipe():
 
 
 def train(*arguments: str) -> Any:
-    return forked.run("-m", "fastloop", "train", "r.yaml", "--without", "progress", *arguments, timeout=120)
+    return forked.run("-m", "fastloop", "train", "r.yaml", "--without", "progress", *arguments)
 
 
 def test_a_fast_dev_run_trains_evaluates_saves_resumes_and_leaves_nothing():

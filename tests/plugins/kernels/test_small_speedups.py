@@ -167,7 +167,7 @@ def test_waiting_threads_of_a_training_process_sleep(tmp_path):
     )
     environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"} | {"OMP_DISPLAY_ENV": "true"}
     command = [sys.executable, "-m", "fastloop", "train", str(recipe)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     if "OPENMP DISPLAY ENVIRONMENT" not in done.stderr:
         pytest.skip("torch uses another OpenMP")
     assert "OMP_WAIT_POLICY = 'PASSIVE'" in done.stderr

@@ -333,7 +333,7 @@ def test_unreachable_hub_fails_without_retry_messages(tmp_path, monkeypatch):
         "model: {name: no-such-model}\ndata: {name: imdb, label: label}\n"
         "plugins: [text-classification, {log: false}, {progress: false}, {module: false}]\n"
     )
-    result = subprocess.run([sys.executable, "-m", "fastloop", "train", "recipe.yaml"], capture_output=True, text=True, timeout=300)
+    result = subprocess.run([sys.executable, "-m", "fastloop", "train", "recipe.yaml"], capture_output=True, text=True, timeout=600)
     assert result.returncode == 2, result.stderr
     assert result.stderr.startswith("error: recipe.yaml: model.name: 'no-such-model' is not a local folder")
     assert result.stderr.count("\n") == 1

@@ -24,7 +24,7 @@ def after_step(run: Run, loss: Tensor) -> None:
     scalars = run.scalars
     if not scalars.enabled:
         return
-    if run.is_main:
+    if run.processes.is_main:
         scalars.values.setdefault("train/loss", []).append(loss)
     if not run.schedule.log_due(run.state.step):
         return

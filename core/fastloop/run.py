@@ -189,7 +189,7 @@ class Run:
 
     def should_skip_step(self) -> bool:
         """Whether the step that begins at the current counters failed before, and must not be trained again."""
-        return [self.state.epoch, self.state.epoch_samples] in self.state.left_out
+        return bool(self.state.left_out) and [self.state.epoch, self.state.epoch_samples] in self.state.left_out
 
     def accumulate_gradients(self, batches: list[Batch]) -> Tensor:
         """Compute the gradients of a step's micro-batches and add them to ``grad``. Every process must call it.
@@ -329,7 +329,6 @@ class Run:
             SaveError: A save failed on any process, and ``train.on_save_error`` is ``stop``.
         """
         state, signal_name = self.state, self.signals.name
-        self.saver.poll()
         failure = self.saver.take_failure()
         if self.processes.world_size > 1:
             reasons = (signal_name, failure, state.stop_reason)

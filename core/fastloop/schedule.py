@@ -55,12 +55,9 @@ class Schedule:
 
     def evaluation_due(self, epoch_ended: bool = False) -> bool:
         """Whether to evaluate now."""
-        every = self._train.evaluate_every
-        if not self.needs_evaluation():
-            return False
-        if self._state.evaluate_requested:
-            return True
-        return epoch_ended if every == "epoch" else every is not None and self._state.step > 0 and self._state.step % every == 0
+        state, every = self._state, self._train.evaluate_every
+        due = epoch_ended if every == "epoch" else every is not None and state.step > 0 and state.step % every == 0
+        return (due or state.evaluate_requested) and self.needs_evaluation()
 
     def save_due(self, epoch_ended: bool = False) -> bool:
         """Whether to save now: on request, by ``train.save_every``, and at the run's end."""

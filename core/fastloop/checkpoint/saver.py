@@ -33,19 +33,15 @@ class CheckpointSaver:
     def wait(self) -> None:
         """Wait for the pending save. ``take_failure`` returns a failure."""
         self.finish()
-        self.poll()
+        self._record_outcome()
 
     def finish(self) -> None:
         """Wait for the pending save without recording its outcome."""
         if self._pending is not None:
             futures.wait([self._pending])
 
-    def poll(self) -> None:
-        """Record the outcome of the pending save, if it is done.
-
-        Raises:
-            Exception: The save failed with another error than ``SaveError``.
-        """
+    def _record_outcome(self) -> None:
+        """Record the outcome of the pending save, if it is done."""
         if self._pending is None or not self._pending.done():
             return
         error, self._pending = self._pending.exception(), None
@@ -66,7 +62,13 @@ class CheckpointSaver:
         self._failure = message
 
     def take_failure(self) -> str | None:
-        """Return and clear the message of a failed save, or None."""
+        """Record the outcome of the pending save, if it is done. Return and clear the message of a failed save, or None.
+
+        Raises:
+            Exception: The save failed with another error than ``SaveError``.
+        """
+        if self._pending is not None:
+            self._record_outcome()
         failure, self._failure = self._failure, None
         return failure
 

@@ -154,7 +154,7 @@ class Loader:
             try:
                 if batches is None:
                     batches = self._start_pass()
-                batch = workers.next_batch(batches, self.workers)
+                batch = workers.next_batch(batches, self.workers) if self.workers else next(batches)
             except StopIteration:
                 return
             except DataError:

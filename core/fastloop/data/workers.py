@@ -105,8 +105,6 @@ def next_batch(batches: Iterator[Any], processes: list[Any]) -> Any:
     Raises:
         RuntimeError: A worker has ended.
     """
-    if not processes:
-        return next(batches)
     _C._set_worker_pids(id(batches), tuple(process.pid for process in processes))
     try:
         _C._error_if_any_worker_fails()  # a worker that ended earlier

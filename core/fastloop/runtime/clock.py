@@ -6,8 +6,8 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
-from time import perf_counter
+from functools import cache, lru_cache
+from time import monotonic, perf_counter
 
 import psutil
 import torch
@@ -59,8 +59,13 @@ def peak_memory(device: torch.device) -> int:
 
 
 def memory_held(device: torch.device) -> int:
-    """Memory in bytes: reserved by the allocator on CUDA, resident on other devices."""
-    return torch.cuda.memory_reserved(device) if device.type == "cuda" else int(_process(os.getpid()).memory_info().rss)
+    """Memory in bytes: reserved by the allocator on CUDA, resident on other devices. Read once a second, as it takes a step's time."""
+    return _memory_held(device, os.getpid(), int(monotonic()))
+
+
+@lru_cache(maxsize=1)
+def _memory_held(device: torch.device, pid: int, second: int) -> int:
+    return torch.cuda.memory_reserved(device) if device.type == "cuda" else int(_process(pid).memory_info().rss)
 
 
 @cache

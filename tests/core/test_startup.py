@@ -13,7 +13,10 @@ from fastloop.recipe import load_recipe
 from fastloop.registry import resolve
 from fastloop.runtime.hardware import this_machine
 
-HELP_NEEDS_NONE = ("torch", "transformers", "accelerate", "numpy", "pydantic", "omegaconf", "yaml", "rich", "packaging", "fastloop_plugins")
+HELP_NEEDS_NONE = (
+    *("torch", "transformers", "accelerate", "numpy", "pydantic", "annotated_types", "omegaconf", "yaml", "rich", "packaging"),
+    "fastloop_plugins",
+)
 FIRST_STEP_NEEDS_NONE = ("datasets", "deepspeed", "pandas", "peft", "scipy.signal", "sklearn", "tensorboard")
 PROBE = '''
 """Reports the imported modules at the first step, and ends the process."""

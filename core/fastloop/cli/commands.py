@@ -30,6 +30,19 @@ class Commands(TyperGroup):
         """Names of all commands, fastloop's first."""
         return [*self.commands, *tools(), *third_party(self.reserved())]
 
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """List the commands for the help. Does not build their options, which takes longer than to import them."""
+        names = self.list_commands(ctx)
+        limit = formatter.width - 6 - max(map(len, names))
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, self.listed(name).get_short_help_str(limit)) for name in names])
+
+    def listed(self, name: str) -> Any:
+        """A command without its options."""
+        if point := tools().get(name):
+            return load(name, point, with_options=False)
+        return self.commands.get(name) or self.get_command(None, name)
+
     def reserved(self) -> list[str]:
         """Names of fastloop's own commands."""
         return [*self.commands, *tools()]
@@ -103,8 +116,8 @@ def third_party(reserved: Iterable[str]) -> dict[str, EntryPoint]:
     return {name: point for name, point in installed(GROUP, taken=set(reserved)).items() if point not in tools().values()}
 
 
-def load(name: str, point: EntryPoint) -> Any:
-    """Import a command.
+def load(name: str, point: EntryPoint, with_options: bool = True) -> Any:
+    """Import a command. Without options, it only has a help text.
 
     Raises:
         UsageError: The import fails, or typer does not accept the function; names the package and the reference.
@@ -124,7 +137,8 @@ def load(name: str, point: EntryPoint) -> Any:
             return group
         if not callable(function):
             raise TypeError(f"expected a function or a typer.Typer, found a {type(function).__name__}")
-        command = typer.main.get_command(_app(name, function))
+        app = _app(name, function) if with_options else _app(name, lambda: None, function.__doc__)
+        command = typer.main.get_command(app)
     except (Exception, SystemExit) as error:
         raise UsageError(f"{label} cannot be imported: {type(error).__name__}: {error}") from error
     return command

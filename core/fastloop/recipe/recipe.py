@@ -37,8 +37,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge
-
 from fastloop.errors import RecipeError, did_you_mean
 from fastloop.options import option, parse
 from fastloop.plugin import defaults
@@ -49,10 +47,6 @@ from fastloop.recipe.plugin_references import plugin_name, plugins_by_name
 
 SECTIONS = ("model", "data", "train", "plugins", "output")
 _RESOLVER = re.compile(r"\$\{[^}]*?[:$][^}]*\}*")
-
-
-Positive = Annotated[int, Ge(1)]
-"""A number from 1, as a member of a union: the bounds of ``option`` are for one type."""
 
 
 @dataclass(kw_only=True)
@@ -78,9 +72,12 @@ class Train:
     max_steps: Annotated[int | None, option("Stop after this many optimizer steps; null: after the epochs.", ge=1)] = None
     max_grad_norm: Annotated[float | None, option("Clip the gradients' total 2-norm to this; null: no clipping.", gt=0)] = None
     log_every: Annotated[int, option("Steps between two log points.", ge=1)] = 10
-    evaluate_every: Annotated[Literal["epoch"] | Positive | None, option("'epoch', a number of steps, or null: only at the end.")] = "epoch"
+    evaluate_every: Annotated[
+        Literal["epoch"] | Annotated[int, option("Steps.", ge=1)] | None,
+        option("'epoch', a number of steps, or null: only at the end."),
+    ] = "epoch"
     save_every: Annotated[
-        Literal["epoch"] | Positive | None,
+        Literal["epoch"] | Annotated[int, option("Steps.", ge=1)] | None,
         option("When to save a checkpoint: 'epoch', a number of steps, or null: only on request (Ctrl-C)."),
     ] = "epoch"
     keep_checkpoints: Annotated[int, option("Newest checkpoints kept.", ge=1)] = 1

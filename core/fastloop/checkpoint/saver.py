@@ -33,15 +33,19 @@ class CheckpointSaver:
     def wait(self) -> None:
         """Wait for the pending save. ``take_failure`` returns a failure."""
         self.finish()
-        self._record_outcome()
+        self.poll()
 
     def finish(self) -> None:
         """Wait for the pending save without recording its outcome."""
         if self._pending is not None:
             futures.wait([self._pending])
 
-    def _record_outcome(self) -> None:
-        """Record the outcome of the pending save, if it is done."""
+    def poll(self) -> None:
+        """Record the outcome of the pending save, if it is done.
+
+        Raises:
+            Exception: The save failed with another error than ``SaveError``.
+        """
         if self._pending is None or not self._pending.done():
             return
         error, self._pending = self._pending.exception(), None
@@ -62,13 +66,9 @@ class CheckpointSaver:
         self._failure = message
 
     def take_failure(self) -> str | None:
-        """Record the outcome of the pending save, if it is done. Return and clear the message of a failed save, or None.
-
-        Raises:
-            Exception: The save failed with another error than ``SaveError``.
-        """
+        """Poll the pending save. Return and clear the message of a failed save, or None."""
         if self._pending is not None:
-            self._record_outcome()
+            self.poll()
         failure, self._failure = self._failure, None
         return failure
 

@@ -1,4 +1,4 @@
-"""The same fine-tuning with fastloop and with its peers, on any device: each arm trains epochs over the same tokenized reviews.
+"""One fine-tuning task for fastloop and its peers, on any device. Each arm trains epochs over the same tokenized reviews.
 
 * naive: fp32, every review padded to 512, torch's default AdamW.
 * bare: a PyTorch script: bf16 autocast, dynamic padding, ``AdamW(fused=True)``.
@@ -7,8 +7,8 @@
 * lightning: ``Trainer(precision="bf16-mixed")``, dynamic padding, ``AdamW(fused=True)``.
 * fastloop: a recipe with given plugins.
 
-AdamW at 5e-5, the model's own dropout. No arm clips gradients, saves or evaluates. On CUDA, all peers read batches with two workers into
-pinned memory, and pad to a multiple of 8 tokens, as transformers' documentation recommends for tensor cores.
+All arms use AdamW at 5e-5 and the model's own dropout. No arm clips gradients, saves or evaluates. On CUDA, all peers read batches with two
+workers into pinned memory. They pad to a multiple of 8 tokens, as transformers' documentation recommends for tensor cores.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Windows: an arm measures its own epochs, each in the way that a command requests.
+"""Measurement windows: an arm measures one epoch at a time, in the way that a command requests.
 
 ``warmup`` and ``measure`` time an epoch. ``syncs`` counts how often the host waits for the device in some of its steps. ``profile`` records
 the kernels of these steps. The device is synchronized at both ends of a window.

@@ -1,4 +1,4 @@
-"""Checks the declarations of every plugin of ours and of examples/: runs the conformance suite, and writes docs/conformance.md.
+"""Checks the declarations of all plugins of fastloop and of examples/: runs the conformance suite, and writes docs/conformance.md.
 
     python benchmarks/conformance.py                     # runs the suite, for ours and the examples': ten minutes on two cores
     python benchmarks/conformance.py --report FILE.xml   # takes a report that `pytest --junitxml=FILE.xml` wrote

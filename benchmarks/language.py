@@ -10,11 +10,11 @@ Arms
 * nanogpt: ``train.py --device=cpu --compile=False``. On a CPU it computes in fp32, without autocast.
 * fastloop: ``fastloop train`` with the plugin ``auto``, which selects plugins for this machine.
 
-Both arms train the same number of tokens, in blocks of the same length from the same files and tokenizer, with AdamW (betas 0.9 and 0.95,
-weight decay 0.1 on matrices), gradients clipped at 1, and one learning rate. nanoGPT draws blocks at random places; fastloop shuffles the
-blocks that follow each other. The validation loss is each program's own, on the same tokens, after the last step.
+Both arms train the same number of tokens, in blocks of the same length, from the same files and tokenizer. Both use AdamW (betas 0.9 and
+0.95, weight decay 0.1 on matrices), clip gradients at 1, and have the same learning rate. nanoGPT draws blocks at random places; fastloop
+shuffles the blocks that follow each other. The validation loss is each program's own, on the same tokens, after the last step.
 
-Every arm is a fresh process. Speed is that of the steps after the first ``WARMUP``, from the seconds that each program logs for a step.
+Every arm is a fresh process. Each program logs the seconds of a step; the speed counts the steps after the first ``WARMUP``.
 Rounds are interleaved, A B, B A.
 """
 

@@ -3,10 +3,10 @@
     python benchmarks/loaded.py --repeats 3 --steps 6        # about 20 minutes on two cores
     python benchmarks/loaded.py --busy 1 --arms hf-trainer fastloop
 
-The work and the arms are those of ``peers.py``. An arm runs twice in a round: alone, and beside ``--busy`` processes that compute without
-end. Each keeps one core busy for as long as the arm trains. fastloop runs with the plugins of ``peers.py`` and ``cpu-affinity``, and once
-without it, as ``fastloop-spinning``. The slowdown is formed inside a round: samples a second alone, divided by those beside the busy
-processes. Rounds are interleaved, A B C, C B A. The machine must be idle otherwise: the load of other processes is in the results.
+The work and the arms equal ``peers.py``. An arm runs twice in a round: alone, and beside ``--busy`` processes. Each of these keeps one core
+busy while the arm trains. fastloop runs with the plugins of ``peers.py`` and ``cpu-affinity``, and once without it, as
+``fastloop-spinning``. The slowdown compares runs of the same round: samples/s alone, divided by samples/s beside the busy processes. Rounds
+are interleaved, A B C, C B A. The machine must be idle otherwise. The results record the load of other processes.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def summary(found: list[dict[str, dict[str, Any]]], arms: list[str]) -> tuple[li
         rows.append({"arm": arm} | row)
         over = show_ratio(row["fastloop_over_it"]) if "fastloop_over_it" in row and arm != "fastloop" else ""
         lines.append([f"`{arm}`", f"{row['idle']:.2f}", f"{row['busy']:.2f}", show_ratio(row["slowdown"]), over])
-    return rows, table(["arm", "samples/s, idle", "samples/s, busy", "slowdown", "fastloop over it, busy"], lines)
+    return rows, table(["arm", "samples/s, idle", "samples/s, busy", "slowdown", "speedup of fastloop over the arm, busy"], lines)
 
 
 def main() -> None:

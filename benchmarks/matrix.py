@@ -1,11 +1,11 @@
-"""Every subset of seven plugins, on two processes: it trains as the plain run does, or `fastloop plan` says why not and what to leave out.
+"""Check every subset of seven plugins: it trains like the plain run, or `fastloop plan` reports why not, and which plugin to leave out.
 
     python benchmarks/matrix.py                # all 128 subsets, about 15 minutes on two cores; writes docs/matrix.md
     python benchmarks/matrix.py --sample       # eight of them, for CI; writes nothing
 
-A subset with a strategy (ddp, fsdp, deepspeed) is started with `--nproc 2`, any other in one process. The recipe is a small transformer
-from scratch on texts of 4 to 40 words, without dropout, for 32 optimizer steps; two processes accumulate over two micro-steps. The bands
-are those of the plugins' numerics classes, on the largest relative difference of any step's loss from the plain run's: bitwise 0,
+A subset with a strategy (ddp, fsdp, deepspeed) is started with `--nproc 2`, any other in one process. The recipe trains a small transformer
+from scratch on texts of 4 to 40 words, without dropout, for 32 optimizer steps. Two processes accumulate over two micro-steps. The check
+compares each step's loss with the plain run. The numerics class of the plugins limits the largest relative difference: bitwise 0,
 reassociated 1e-5, reduced-precision 0.1.
 """
 

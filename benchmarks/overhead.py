@@ -1,27 +1,25 @@
 """What does a trainer cost per step?  One thread, one layer, five training loops, on a CPU or a CUDA device (``--device``).
 
-The work is the same in every arm: the same initial weights, the same batches in the same order (a
-shuffled once by the same seed, a torch DataLoader without workers, eight rows a batch), float32, AdamW
-with the same settings, a constant learning rate, no clipping, no checkpoints, and the loss read to
-the host at every tenth step only.  The weights each arm ends its warm-up with are compared with
-those of the hand-written loop, so an arm that did less work is marked as such.
+All arms do the same work. They start with the same weights, and read the same batches in the same order: shuffled once with the same seed,
+eight rows per batch, by a torch DataLoader without workers. They train in float32 with the same settings of AdamW and a constant learning
+rate. There is no clipping and no checkpoint, and the loss is read to the host only at every tenth step. After the warm-up, the script
+compares the weights of each arm with the hand-written loop, and marks an arm that did less work.
 
 Protocol
 * An arm is timed in a process of its own: ``overhead.py --arm raw --steps 1000`` prints one JSON line.
-* After a warm-up run of 200 steps the arm trains for N and for 2N steps, from scratch each time; one
-  sample is (T(2N) - T(N)) / N.  The difference cancels whatever a framework does once per run, and
-  needs no clock inside any loop.  The arm's figure is the median of its samples (``--repeats``).
+* After a warm-up run of 200 steps, the arm trains for N and for 2N steps, from scratch each time. One sample is (T(2N) - T(N)) / N. The
+  difference cancels all work that a framework does once per run, and needs no clock inside a loop. The arm's figure is the median of its
+  samples (``--repeats``).
 * A run is one epoch, so nothing that happens once per epoch is counted either.
 * Rounds are interleaved, A B C D E, E D C B A, ..., so that a drift of the machine hits all arms.
-* The ratio to ``raw`` is formed inside each round; the median over the rounds is reported with a 95%
-  percentile bootstrap interval (resampling rounds).
-* The CPU time that other processes took while an arm ran is read from /proc/stat and reported.
+* Each ratio compares an arm with ``raw`` in the same round. The result is the median over the rounds, with a 95% percentile bootstrap
+  interval (resampling rounds).
+* The script reads the CPU time of other processes while an arm runs from /proc/stat, and reports it.
 
-Where an arm departs from its framework's defaults: the Hugging Face Trainer runs without the check of
-each loss for NaN (it reads the loss to the host at every step), without column removal and without
-gradient clipping; Lightning and the Hugging Face Trainer save no checkpoints.  Progress bars and logs
-are on as by default and written to /dev/null.  On CUDA every arm reads from page-locked memory, and each run
-ends when the device is done.
+Some arms differ from their framework's defaults. The Hugging Face Trainer does not check each loss for NaN, because that reads the loss to
+the host at every step. It removes no columns and clips no gradients. Lightning and the Hugging Face Trainer save no checkpoints. Progress
+bars and logs are on, as by default, and go to /dev/null. On CUDA, every arm reads from page-locked memory, and a run ends when the device
+has finished.
 """
 
 from __future__ import annotations

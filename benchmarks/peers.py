@@ -8,21 +8,22 @@
 The work: MiniLM-L6 (a pretrained encoder of 22M parameters) learns to classify IMDB reviews, cut at 512 tokens, on all cores. An optimizer
 step has 12 reviews, AdamW at 5e-5, and the model's own dropout. All arms read the same file of token ids.
 
-* naive: fp32, every review padded to 512. A step of it costs always the same, so it does a quarter of the steps.
+* naive: fp32, every review padded to 512. All its steps take the same time, so it runs only a quarter of the steps.
 * bare: a PyTorch script: bf16 autocast, dynamic padding, ``AdamW(fused=True)``.
 * hf-trainer: ``Trainer`` with bf16, ``train_sampling_strategy="group_by_length"``, ``DataCollatorWithPadding``, its own fused AdamW.
 * lightning: ``Trainer(precision="bf16-mixed")``, dynamic padding, ``AdamW(fused=True)``.
-* fastloop: a recipe with the plugins that are listed in ``PLUGINS``.
+* fastloop: a recipe with the plugins in ``PLUGINS``.
 
-No arm clips gradients, saves or evaluates. An arm runs as its users start it. The peers also run as ``ARM+allocator``, with the environment
-variables of the memory allocator that fastloop's plugin ``allocator`` sets.
+No arm clips gradients, saves or evaluates. Each arm starts as its users start it. The peers also run as
+``ARM+allocator``, with the environment variables of the memory allocator that fastloop's plugin ``allocator`` sets.
 
 Protocol
-* Every arm and round is a fresh process. It trains on a few batches to warm up. Then it measures one epoch over ``--steps`` batches, from
-  fetching the first batch to the last optimizer step. So all arms of a round train on the same reviews, each in its own order.
-* A round draws its reviews evenly over all lengths, by its own seed, which seeds the arms too. Rounds are interleaved, A B C, C B A.
-* Ratios are formed inside a round; their median is reported with a 95% percentile bootstrap interval (resampling rounds).
-* That every arm trained is checked: in train mode, all reviews seen, and the losses are in the results.
+* Each arm of each round is a fresh process. It trains on a few batches to warm up. Then it measures one epoch over ``--steps`` batches,
+  from fetching the first batch to the last optimizer step. All arms of a round train on the same reviews, each in its own order.
+* Each round has its own seed. The seed draws reviews evenly over all lengths, and also seeds the arms. Rounds are interleaved, A B C, C B
+  A.
+* Ratios compare arms of the same round. The page reports their median, with a 95% percentile bootstrap interval (resampling rounds).
+* The script checks that every arm trained in train mode on all reviews. The losses are in the results.
 """
 
 from __future__ import annotations
@@ -166,7 +167,16 @@ def summary(found: list[dict[str, dict[str, Any]]], arms: list[str]) -> tuple[li
                 f"{row['first_losses']:.3f} to {row['last_losses']:.3f}",
             ]
         )
-    head = ["arm", "samples/s", "real tokens/s", "padding", "peak MiB", "over naive", "fastloop over it", "loss, first to last third"]
+    head = [
+        "arm",
+        "samples/s",
+        "real tokens/s",
+        "padding",
+        "peak MiB",
+        "speedup over naive",
+        "speedup of fastloop over the arm",
+        "loss, first to last third",
+    ]
     return rows, table(head, lines)
 
 

@@ -1,4 +1,5 @@
-"""Runs that are slow for one planted reason each: what `fastloop profile` says first, what it estimates, and what `fastloop tune` measures.
+"""Slow runs with one planted cause each: compares the first suggestion of `fastloop profile`, its estimate, and the measurement of
+`fastloop tune`.
 
     python benchmarks/planted.py                   # about fifteen minutes on two cores
     python benchmarks/planted.py --only data padding
@@ -11,7 +12,7 @@
 * graph break: a compiled model that reads a number from a tensor in its forward, so that it runs uncompiled.
 * lagging process: two processes, one of which reads slowly, so that the other waits for it.
 
-Everything is generated. An edit is kept if it is significantly faster in five pairs. Each estimate is made just before the edit is tried.
+All data is generated. An edit is kept if it is significantly faster in five pairs. Each estimate is made just before the edit is tried.
 Its error is the estimate divided by the measured factor, minus one. Its sign is right if both are above or both are below one; a difference
 within the measured range has no sign.
 """
@@ -238,7 +239,10 @@ def main() -> None:
     print(f"{shown}\n{errors}")
     if options.results == RESULTS and rows.keys() == PLANTED.keys():
         about = (__doc__ or "").partition("padding\n\n")[2].strip()
-        pairs = "Factors: median of five pairs, with their range; of seven where one was slower, and of fewer where two were."
+        pairs = (
+            "Factors are the median of five pairs, with their range. "
+            "If one pair was slower, there are seven pairs; if two were, there are fewer."
+        )
         raw = f"{pairs} Raw figures: `benchmarks/results/planted.json`."
         write_section("Planted slow runs", "\n\n".join([show_machine(facts), about, shown, errors, raw]))
 

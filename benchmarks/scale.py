@@ -2,9 +2,9 @@
 
     python benchmarks/scale.py        # minutes on two cores; writes results/scale.json and a section of docs/scale.md
 
-* Processes: bytes of the live tensors just before the optimizer steps, the most of any process, and bytes that the loopback interface
-  carried in a step, over the processes. benchmarks/strategies.py describes both, and its model is used here. Run it where nothing else uses
-  loopback, as under ``unshare --net sh -c 'ip link set lo up; make scale'``.
+* Processes: the bytes of the live tensors just before the optimizer steps (the largest over the processes), and the bytes per process that
+  the loopback interface carried in a step. benchmarks/strategies.py describes both, and provides the model. Nothing else may use loopback;
+  run the script, for example, as ``unshare --net sh -c 'ip link set lo up; make scale'``.
 * Activations: bytes that autograd saves in a real forward on a CPU.
 * Large world sizes are simulated: one process runs the code of `fsdp` on torch's process group ``fake``, which exchanges nothing.
 """

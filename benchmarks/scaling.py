@@ -3,15 +3,16 @@
     python benchmarks/scaling.py                     # under ten minutes on two cores
     python benchmarks/scaling.py --only plugins --repeats 5
 
-* length, batch: an encoder of two layers of 128 from scratch on token ids of one length, with the plugins in ``PLUGINS``. The figures are
-  samples/s of one epoch after one to warm up, and the peak of resident memory, less the memory before the model was built.
-* data: texts of about 20 words in a generated parquet file, through a recipe with ``token-cache``. The figures are seconds until the first
-  step, and resident memory then, less that at the process's start (libraries that are loaded meanwhile are in both). The first start on a
-  file reads and tokenizes it. The second maps the token ids that the first has cached.
-* plugins: observers with four hooks that do nothing, around a model of one layer, on one thread. The figure is microseconds a step, from
-  the difference between a run of 2N steps and one of N.
+* length, batch: an encoder with two layers of width 128, trained from scratch on token ids of one length, with the plugins in ``PLUGINS``.
+  The figures are samples/s of one epoch after a warm-up epoch, and peak resident memory minus the memory before the model was built.
+* data: texts of about 20 words in a generated parquet file, through a recipe with ``token-cache``. The figures are the seconds until the
+  first step, and the growth of resident memory from the process's start to that step. Both include the import of libraries. The first start
+  reads and tokenizes the file. The second maps the token ids that the first has cached.
+* plugins: observers with four hooks that do nothing, with a model of one layer, on one thread. The figure is microseconds per step, from
+  the difference between a run of 2N steps and a run of N steps.
 
-Every point is a fresh process; rounds go up and down the points in turn. Medians over the rounds.
+Every point is a fresh process. Rounds alternate between ascending and descending order of the points. The figures are medians over the
+rounds.
 """
 
 from __future__ import annotations
@@ -177,9 +178,9 @@ def plugins(value: int, folder: Path) -> dict[str, Any]:
 STUDIES: dict[str, Callable[[int, Path], dict[str, Any]]] = {"length": length, "batch": batch, "data": data, "plugins": plugins}
 HEADS = {
     "length": ["tokens", "samples/s", "MiB"],
-    "batch": ["samples a step", "samples/s", "MiB"],
+    "batch": ["samples per step", "samples/s", "MiB"],
     "data": ["rows", "seconds to the first step", "again", "MiB resident", "again"],
-    "plugins": ["observers", "us a step", "us over none"],
+    "plugins": ["observers", "us per step", "us over no observer"],
 }
 
 

@@ -1,8 +1,9 @@
-"""How much Python does a step run?  Function calls and bytecode instructions, which no other load on the machine can change.
+"""How much Python does a step run? The script counts function calls and bytecode instructions, which other load on the machine does not
+change.
 
-The arms are those of ``overhead.py``: a model of one layer, a hand-written loop (raw), and fastloop with its default plugins. Then each
-plugin is added (+) or left out (-) alone. The figures are the difference between a run of 2N steps and one of N, divided by N, so the cost
-of starting a run is not in them. Calls of C functions are not counted. Only the main thread is counted.
+The arms are those of ``overhead.py``: a model of one layer, a hand-written loop (raw), and fastloop with its default plugins. Then one
+plugin at a time is added (+) or left out (-). The figures are the difference between a run of 2N steps and a run of N steps, divided by N,
+so they exclude the cost of starting a run. They count the main thread only, and no calls of C functions.
 The log reads memory once a second, which adds at most 30 instructions a step if steps are slow.
 """
 

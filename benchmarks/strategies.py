@@ -1,4 +1,4 @@
-"""Measures the effect of strategies on losses, memory and network traffic: 1, 2 and 4 CPU processes; it counts, and times nothing.
+"""Measures the effect of strategies on losses, memory and network traffic with 1, 2 and 4 CPU processes. It measures no times.
 
     python benchmarks/strategies.py            # about ten minutes on two cores; writes docs/strategies.md and results/strategies.json
 
@@ -6,14 +6,14 @@ The work: a transformer of 6.8M parameters (six blocks of width 256, 8,000 words
 30 optimizer steps of 16 sequences of 32 tokens, clipped at norm 1. Every arm is a fresh set of processes.
 
 * Loss curves: the largest relative difference of any step's loss from the single process's.
-* Memory: bytes of the distinct tensor storages of a process between two steps (weights, optimizer state, and a strategy's own copies) and,
-  with gradients, just before the optimizer steps. The figure is the largest over the processes. Beside it is the arithmetic of 16 bytes a
-  parameter (fp32 weights 4, gradients 4, Adam's two moments 8), of which a strategy shards a part: Rajbhandari et al.,
-  "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, sections 3 and 5.
-* The wire: bytes that the loopback interface carried over 10 steps, divided by steps and processes; so it includes headers, norms and
-  the loop's own exchange of requests. Beside it is the least that the method needs with ring algorithms: 2(n-1)/n of the gradients to
-  average them, 3(n-1)/n where weights are gathered twice and gradients reduced once. Run it where nothing else uses loopback, as under
-  ``unshare --net sh -c 'ip link set lo up; python benchmarks/strategies.py'``.
+* Memory: the bytes of a process's distinct tensor storages. They are counted between two steps (weights, optimizer state, and a strategy's
+  own copies) and, with gradients, just before the optimizer steps. The figure is the largest over the processes. The column beside it is
+  computed from 16 bytes per parameter (fp32 weights 4, gradients 4, Adam's two moments 8). A strategy shards a part of them: Rajbhandari et
+  al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, sections 3 and 5.
+* Network traffic: the bytes that the loopback interface carried over 10 steps, divided by steps and processes. They include headers, norms
+  and the loop's own exchange of requests. The column beside it is the minimum of the method with ring algorithms. This is 2(n-1)/n of the
+  gradients to average them, or 3(n-1)/n if weights are gathered twice and gradients reduced once. Nothing else may use loopback; run the
+  script, for example, as ``unshare --net sh -c 'ip link set lo up; python benchmarks/strategies.py'``.
 * `ddp-bf16` is `ddp` with `compress: bf16`, and `hsdp` is `fsdp` with `shard_within: 2`: two groups, each with a sharded copy of the model.
 """
 

@@ -4,9 +4,9 @@
     python benchmarks/streaming.py --sizes 0.5 2 8 20     # needs as much disk as the largest; removes it
 
 Generates shards of 250 MB, and reads each size once in a fresh process, without training and without data workers. ``rows`` is
-``text-classification`` on rows of 10,000 characters. They are cut at 4 tokens, so that reading takes most of the time. ``blocks`` is
-``causal-lm`` with ``data.blocks``, which tokenizes every character twice: at the start to count, and to read. Memory is the peak of the
-process, as Linux counts it.
+``text-classification`` on rows of 10,000 characters. They are truncated to 4 tokens, so that reading takes most of the time. ``blocks`` is
+``causal-lm`` with ``data.blocks``, which tokenizes every character twice: once at the start to count tokens, and once to read. Memory is
+the peak of the process, as Linux counts it.
 """
 
 from __future__ import annotations

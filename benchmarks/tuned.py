@@ -6,7 +6,7 @@
 Protocol
 * The work: MiniLM-L6 (22M parameters) learns IMDB's reviews, 12 a step, truncated at 512 tokens. The given recipe is fp32, with all
   reviews padded to 512.
-* `fastloop tune recipes/distilbert_imdb_baseline.yaml --budget 10m` runs as users run it.
+* `fastloop tune recipes/distilbert_imdb_baseline.yaml --budget 10m` runs as for users.
 * Its result and recipes/distilbert_imdb_cpu.yaml, which was made by hand from the ablation, are measured in five interleaved pairs of
   fresh processes.
 """
@@ -68,8 +68,8 @@ def main() -> None:
     """Tune, compare, report."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data" / "imdb", help="folder with train.parquet and so on")
-    parser.add_argument("--budget", default="10m", help="what the search gets (default 10m)")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where the JSON goes; elsewhere, docs are left alone")
+    parser.add_argument("--budget", default="10m", help="time budget of the search (default 10m)")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the JSON; with another folder, docs do not change")
     options = parser.parse_args()
     facts = machine("torch", "transformers", "fastloop")
     with tempfile.TemporaryDirectory() as folder:
@@ -84,7 +84,7 @@ def main() -> None:
     shown = report(results)
     print(shown)
     if options.results == RESULTS:
-        write_section("Tuned, and by hand", shown)
+        write_section("Tuned by search and by hand", shown)
 
 
 def report(results: dict[str, Any]) -> str:
@@ -101,9 +101,9 @@ def report(results: dict[str, Any]) -> str:
             show_machine(results["machine"]),
             (__doc__ or "").partition("Protocol\n")[2].strip(),
             table(["edit", "numerics", "x estimate", "x measured, pair by pair", ""], rows, 2),
-            f"Found in {minutes:.0f} minutes; speed over that of the recipe as given: {show(check['ratios'])}. "
+            f"Found in {minutes:.0f} minutes. Speedup over the given recipe: {show(check['ratios'])}. "
             f"Losses ({held['class']}): {held['verdict']}, they differ by {held['difference']:.1e} at the most.",
-            f"Speed over that of the recipe by hand (`recipes/distilbert_imdb_cpu.yaml`): {show(results['over_hand'])}.",
+            f"Speedup over the recipe made by hand (`recipes/distilbert_imdb_cpu.yaml`): {show(results['over_hand'])}.",
             "Medians with 95% intervals. Raw figures: `benchmarks/results/tuned.json`.",
         ]
     )

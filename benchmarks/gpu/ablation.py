@@ -7,7 +7,7 @@
 * A variant adds to the one that it names in ``over``. All see the same reviews, drawn evenly over all lengths.
 * Each variant is a process that is started and warmed up once. Its windows are whole epochs over these reviews, with the device
   synchronized at both ends. Rounds are interleaved, A B C, C B A; ratios are formed inside a round.
-* After the first round, variants that are slower than nine tenths of what they build on are dropped.
+* After the first round, a variant is dropped if its speed is below nine tenths of the variant that it extends.
 * The whole job: the fastest variant of 12 reviews a step trains 3 epochs of 35,000 reviews, with an evaluation of 5,000 after each, from
   token ids to the written model, in a fresh process: with an empty folder of compiled code (cold), and with the one that this run left
   (warm).

@@ -172,9 +172,10 @@ def start(name: str, processes: int, folder: Path) -> dict[str, Any]:
 
 
 READING = """
-Reading it:
+Notes:
 
-* `fsdp` holds what the arithmetic says. Its wire is above the least because gloo has no reduce-scatter, so torch all-reduces; NCCL has.
+* The memory of `fsdp` equals the computed value. Its traffic is above the minimum, because gloo has no reduce-scatter and torch all-reduces
+  instead. NCCL has a reduce-scatter.
 * `hsdp` shards over two processes instead of four, so it holds twice as much. Only gradients pass between
   the groups. With a group for each of r machines, a process sends 2(r-1)/r of its shard of the gradients over the network.
 * `ddp-bf16` all-reduces half the bytes, and its losses differ by rounding in bf16.
@@ -196,7 +197,7 @@ def report(rows: list[dict[str, Any]], parameters: int) -> str:
         "",
         (__doc__ or "").partition("results/strategies.json\n\n")[2].strip(),
         "",
-        "Memory in MiB a process; `16 B` is the arithmetic. The wire in MiB a step that one process sends.",
+        "Memory is in MiB per process; `16 B` is the computed value. `wire` is the MiB that one process sends per step.",
         "",
         "| strategy | processes | largest loss difference | between steps | 16 B | with gradients | 16 B | wire | least | times |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",

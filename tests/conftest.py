@@ -1,4 +1,4 @@
-"""What holds for all tests of fastloop's own: no network, an empty folder, one thread. The fixtures are those of ``fastloop.testing``."""
+"""Set up all tests of fastloop: no network, an empty folder, one thread. ``fastloop.testing`` provides the fixtures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""README is true: its recipe, its links, and the recipes that it runs."""
+"""README.md is correct: its recipe, its links, and the recipes that it runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What CI and releases install and state: pinned hashes, a software bill of materials, signed releases."""
+"""The supply chain of CI and releases: pinned hashes, a software bill of materials, signed releases."""
 
 from __future__ import annotations
 

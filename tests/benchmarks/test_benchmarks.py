@@ -1,4 +1,4 @@
-"""The scripts in benchmarks/: what they share."""
+"""The shared helpers of the scripts in benchmarks/."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The GPU suite in benchmarks/gpu, in short form on this machine: its commands, its records, and what it does about failures."""
+"""The GPU suite in benchmarks/gpu, in short form on this machine: its commands, its records, and its handling of failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What evaluation makes of the losses and predictions of its batches."""
+"""An evaluation computes results from the losses and predictions of its batches."""
 
 from __future__ import annotations
 

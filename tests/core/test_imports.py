@@ -1,4 +1,4 @@
-"""What imports what: the command line answers at once, and the core knows no plugin."""
+"""Imports between modules: the command line starts fast, and the core knows no plugin."""
 
 from __future__ import annotations
 

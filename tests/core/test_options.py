@@ -1,4 +1,4 @@
-"""Options: what is refused, and how it is said."""
+"""Options: invalid values, and their error messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The public API is that of the stored snapshot, and a change of it is found."""
+"""The public API equals the stored snapshot, and the test finds a change."""
 
 from __future__ import annotations
 

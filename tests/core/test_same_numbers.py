@@ -1,4 +1,4 @@
-"""fastloop without plugins computes what a hand-written loop computes, to the bit."""
+"""Without plugins, fastloop is bitwise equal to a hand-written loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a command imports before its work begins. Counts, no times: other load on the machine cannot change them."""
+"""The modules that a command imports before its work begins. The tests count modules and measure no times, so other load has no effect."""
 
 from __future__ import annotations
 

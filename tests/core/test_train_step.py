@@ -18,7 +18,7 @@ SCHEDULE = {"lr-scheduler": {"schedule": "linear", "warmup": 3}}
 
 
 class Plain(Plugin):
-    """Does by itself what the core does."""
+    """Implements the core's step itself."""
 
     name = "plain"
 

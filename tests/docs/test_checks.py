@@ -1,4 +1,4 @@
-"""The tables of what is checked before training name tests that exist."""
+"""The tables of checks before training name tests that exist."""
 
 from __future__ import annotations
 

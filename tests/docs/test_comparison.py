@@ -1,4 +1,4 @@
-"""docs/comparison.md: what it names of fastloop exists, and each of our rows names a test."""
+"""docs/comparison.md: all names of fastloop exist, and each row of fastloop names a test."""
 
 from __future__ import annotations
 

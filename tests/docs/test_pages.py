@@ -1,7 +1,7 @@
 """The documentation is true: its code runs, its recipes are recipes, its parts made from the code are current, its links lead somewhere.
 
 In a page, a block with ``title="FILE"`` is that file, and a diff with ``title="OLD NEW"`` is both. A python block without a title is
-executed, all of a page in one namespace. The commands of a console block are run, and what is shown of their output is compared: ``...``
+executed, all of a page in one namespace. The commands of a console block are run, and the shown part of their output is compared: ``...``
 stands for any text. Packages are installed into a
 folder of the test's own. Blocks in other languages (``sh``: takes long, or needs a network) are only shown.
 """
@@ -365,7 +365,7 @@ def test_it_names_paths_that_exist(page):
 
 
 class Loaded(HTMLParser):
-    """What a page makes a browser load: ``urls``."""
+    """Collects the ``urls`` that a browser loads with a page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

@@ -205,7 +205,7 @@ class History:
     # -- states after a crash ---------------------------------------------------------------------------------------------------------
 
     def _choices(self, position: int, limit: int, chance: random.Random) -> Iterator[tuple[list[NameChange], dict[Node, bytes]]]:
-        """What of the changes before a position is left: the names, and the content of each file that may have lost some."""
+        """The state that the changes before a position leave: the names, and the possible contents of each file."""
         synced: dict[Node, int] = {}
         for at, begun, node in self.syncs:
             if at < position:

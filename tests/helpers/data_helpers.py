@@ -1,4 +1,4 @@
-"""Shared by the tests of data files: the ``data`` section read as a run reads it, and what it refuses."""
+"""Helpers for the tests of data files: read the ``data`` section like a run, and collect its errors."""
 
 from __future__ import annotations
 

@@ -75,12 +75,12 @@ class Command:
 
     @property
     def stdout(self) -> str:
-        """What it has written so far."""
+        """Its output so far."""
         return self._streams[0].read_text(encoding="utf-8", errors="replace")
 
     @property
     def stderr(self) -> str:
-        """What it has written so far."""
+        """Its output so far."""
         return self._streams[1].read_text(encoding="utf-8", errors="replace")
 
     def poll(self) -> int | None:
@@ -138,7 +138,7 @@ def _start(
 
 
 def _python(arguments: Sequence[str], environment: Mapping[str, str] | None, folder: str | Path | None) -> None:
-    """What ``python ARGUMENTS`` does once it is up."""
+    """Run ``python ARGUMENTS`` in a process that is already started."""
     if environment is not None:
         os.environ.clear()
         os.environ.update(environment)

@@ -1,10 +1,10 @@
-"""Packages as their users get them: built as wheels, and installed into a venv of their own.
+"""Packages in the form that users get: built as wheels, and installed into a separate venv.
 
     venv = CleanVenv(folder, fastloop_wheel)
     venv.install(*build_wheels(folder, project))
     done = venv.run("-m", "fastloop", "train", "recipe.yaml", cwd=folder)
 
-``fastloop_wheel`` is a fixture of ``conftest.py``, and so is ``clean_venv``, which has fastloop alone. No index is asked.
+``fastloop_wheel`` is a fixture of ``conftest.py``, and so is ``clean_venv``, which has fastloop alone. No package index is used.
 """
 
 from __future__ import annotations

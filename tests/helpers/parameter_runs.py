@@ -77,7 +77,7 @@ class Ended(Plugin):
 
 
 def run_one(spec: dict[str, Any]) -> dict[str, Any]:
-    """One run, or what was wrong with it."""
+    """One run, or its error."""
     warnings, ended = Warnings(), Ended()
     plugins = [{"log": False}, {"progress": False}, *spec["plugins"], ended, *([Replaces(spec["replaces"])] if "replaces" in spec else [])]
     train = {"lr": 1e-2, "batch_size": 8, "device": "cpu", "max_steps": 3, "save_every": None, "evaluate_every": None}

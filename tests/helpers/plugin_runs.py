@@ -67,7 +67,7 @@ DATA = {"lengths": lengths, "map": lambda: data(67, 0), "stream": lambda: Stream
 
 
 def run_one(spec: dict[str, Any]) -> dict[str, Any]:
-    """One run, or what was wrong with it."""
+    """One run, or its error."""
     model, losses = Deep(), Losses()
     for block in model.blocks:
         block.dropout.p = spec.get("dropout", 0.2)

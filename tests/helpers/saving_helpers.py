@@ -27,7 +27,7 @@ import fastloop.lifecycle
 from fastloop.cli import launch
 
 LOADED = (fastloop.cli, fastloop.lifecycle, torch._dynamo, torchmetrics)
-"""What a run needs, before processes are forked."""
+"""Import the modules that a run needs, before processes are forked."""
 TIMES = ("samples_per_second", "tokens_per_second", "memory_bytes")
 REMEMBERED = ("status", "steps", "epochs", "samples", "validation", "test", "best")
 
@@ -204,7 +204,7 @@ def together(*arguments: str, count: int = 2, environment: Mapping[str, str] | N
 
 
 def said() -> str:
-    """What all runs said so far."""
+    """The output of all runs so far."""
     path = Path("said.txt")
     return path.read_text() if path.exists() else ""
 
@@ -223,7 +223,7 @@ def steps(folder: str = "run") -> list[int]:
 
 
 def summary(folder: str = "run") -> dict[str, Any]:
-    """What ``summary.json`` says."""
+    """The content of ``summary.json``."""
     found: dict[str, Any] = json.loads(Path(folder, "summary.json").read_text())
     return found
 

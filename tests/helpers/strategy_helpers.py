@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-COMPILER = [  # what torch's compiler meets and lets pass by itself, where warnings are not errors
+COMPILER = [  # warnings that torch's compiler ignores by default
     pytest.mark.filterwarnings(f"ignore:{line}")
     for line in (
         "<class 'torch.autograd.function.Function'> should not be instantiated:DeprecationWarning",

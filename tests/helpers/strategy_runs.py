@@ -203,7 +203,7 @@ def from_recipe(spec: dict[str, Any], plugins: list[Any]) -> dict[str, Any]:
 
 
 def run_one(spec: dict[str, Any]) -> dict[str, Any]:
-    """One run, or what was wrong with it."""
+    """One run, or its error."""
     watch, before = Watch(), dict(os.environ)
     model = MODELS[spec.get("model", "net")]().train(spec.get("model_mode") != "eval")
     plugins: list[Any] = [

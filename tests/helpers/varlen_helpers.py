@@ -61,7 +61,7 @@ def forward(
     scale: float | None = None,
     **windows: Any,
 ) -> tuple[Tensor, ...]:
-    """In float64. What belongs to no sequence stays NaN, where the kernel leaves memory as it was."""
+    """In float64. Tokens outside all sequences stay NaN; the kernel does not write them."""
     check(query, key, value, ends_q, ends_k)
     seed = int(torch.randint(2**31, ())) if p else 0
     output, groups, scale = torch.full_like(query, math.nan), query.shape[1] // key.shape[1], scale or query.shape[-1] ** -0.5

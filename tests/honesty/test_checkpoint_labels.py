@@ -1,4 +1,4 @@
-"""The classes of a checkpoint that classifies: their order is kept, or the head starts fresh and a warning says so."""
+"""The classes of a classifier's checkpoint: the run keeps their order, or logs a warning and initializes a new head."""
 
 from __future__ import annotations
 

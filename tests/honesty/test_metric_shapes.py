@@ -73,7 +73,7 @@ def train(metrics: Any, evaluate: Any = None, *plugins: Any, **settings: Any) ->
 
 
 def refused(metrics: Any, *arguments: Any, steps: int = 0, **settings: Any) -> str:
-    """The message that a training with these metrics ends with, after so many steps."""
+    """The message with which a training with these metrics ends, after the given number of steps."""
     with pytest.raises(UsageError) as caught:
         train(metrics, *arguments, **settings)
     assert caught.value.__notes__ == [f"after {steps} steps"]

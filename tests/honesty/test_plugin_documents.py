@@ -95,7 +95,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Project
 
 
 def verdict() -> str:
-    """What ``test_documented`` fails with; empty where it passes."""
+    """The failure message of ``test_documented``; empty if it passes."""
     suite = type("Suite", (Conformance,), {"plugin": "night-watch"})()
     try:
         suite.test_documented()

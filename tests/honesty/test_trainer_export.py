@@ -56,7 +56,7 @@ class Reviews(Dataset[dict[str, Any]]):
 
 
 def stacked(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """Pads and leaves names as they are; ``DataCollatorWithPadding`` renames ``label`` by itself."""
+    """Pads and keeps names, while ``DataCollatorWithPadding`` renames ``label``."""
     longest = max(len(sample["input_ids"]) for sample in samples)
     return {
         name: torch.tensor(

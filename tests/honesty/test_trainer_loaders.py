@@ -1,4 +1,4 @@
-"""``Trainer`` gives the samples, order and batches that the loaders say, or refuses what it cannot keep."""
+"""``Trainer`` keeps the samples, order and batches of the loaders, or raises an error for a setting that it cannot keep."""
 
 from __future__ import annotations
 
@@ -290,7 +290,7 @@ def test_a_stream_with_drop_last_gives_processes_the_same_full_steps(size):
 
 
 class Asks(Numbers):
-    """Tells what reads it: the worker's own copy, set up by ``mark``."""
+    """Returns the reader: the worker's own copy, set up by ``mark``."""
 
     mark = 0
 

@@ -43,8 +43,8 @@ class Bad:
 
     Attributes:
         name: Its entry point; the package is ``bad-NAME``.
-        code: Of its module.
-        said: What an error says behind the name.
+        code: The code of its module.
+        said: The text of the error after the name.
     """
 
     def __init__(self, name: str, code: str, said: str, reference: str = "", group: str = "plugins", dependency: str = "fastloop") -> None:

@@ -1,4 +1,4 @@
-"""The venv of these tests is what it says: fastloop comes from the wheel, torch from beside it."""
+"""The venv of these tests is correct: fastloop comes from the wheel, and torch from the packages beside it."""
 
 from __future__ import annotations
 

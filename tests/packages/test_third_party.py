@@ -1,4 +1,4 @@
-"""What other packages, files and scripts bring along has the rights of what is ours: names, versions, hooks, errors."""
+"""Plugins of other packages, files and scripts work like fastloop's own: names, versions, hooks, errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holds for every plugin of ours, beside what holds for every plugin: see test_conformance.py."""
+"""Requirements for fastloop's own plugins. test_conformance.py tests the requirements for all plugins."""
 
 from __future__ import annotations
 

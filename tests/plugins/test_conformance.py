@@ -1,4 +1,4 @@
-"""Every plugin of ours keeps what it promises, by the same suite that other packages use.
+"""All of fastloop's plugins pass the conformance suite that other packages use.
 
 Without the slow tests, two processes train with the plugins whose work involves other processes, under ddp only, and with each strategy
 under itself.
@@ -104,7 +104,7 @@ TRIED_ON: dict[str, dict[str, Any]] = {
     "token-classification": {"task": TAGGED},
     "torchao-fp8": {"device": "auto", "options": {"min_features": 16}},
 }
-"""Plugin -> what it is tried with, where the defaults do nothing on a tiny task."""
+"""Plugin -> options to test it with, if the defaults have no effect on a tiny task."""
 
 ON_PROCESSES = (
     "amp", "auto-micro-batch", "checkpoint-best", "ema", "length-bucketing", "metric-check", "nan-guard", "optimizer-check", "packing",

@@ -1,4 +1,4 @@
-"""The shipped recipes run: as they are where that takes seconds, shortened where it takes longer."""
+"""The shipped recipes run: unchanged if that takes seconds, shortened if it takes longer."""
 
 from __future__ import annotations
 

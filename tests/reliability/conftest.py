@@ -1,6 +1,6 @@
-"""What the table of faults is made of: each test's docstring, "fault: promise", goes into pytest's report (`--junitxml`).
+"""Record the rows of the table of faults: each test's docstring, "fault: promise", goes into pytest's report (`--junitxml`).
 
-A test that tries more than one fault records how many: ``record_property("faults", n)``. benchmarks/reliability.py does the rest.
+A test of several faults records their number: ``record_property("faults", n)``. benchmarks/reliability.py writes the table.
 """
 
 from __future__ import annotations
@@ -12,5 +12,5 @@ from saving_helpers import times
 
 
 def pytest_itemcollected(item: pytest.Function) -> None:
-    fault, _, promise = (inspect.getdoc(item.obj) or "").partition(": ")
+    fault, _, promise = " ".join((inspect.getdoc(item.obj) or "").split()).partition(": ")
     item.user_properties += [("fault", fault), ("promise", promise), ("times", times(1))]

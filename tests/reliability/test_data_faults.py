@@ -173,7 +173,7 @@ def test_without_corrupt_rows_nothing_changes(tiny_run):
 
 
 def test_skipping_resumes_at_its_position(tiny_run, tmp_path):
-    """corrupt rows, and a stop in the middle of an epoch: position and count go on"""
+    """corrupt rows, and a stop in the middle of an epoch: position and count continue"""
     whole = tiny_run([SKIP], data=Rows((3, 17, 40)))
     tiny_run([SKIP], data=Rows((3, 17, 40)), max_steps=5, output=tmp_path / "run")
     ran = tiny_run([SKIP], data=Rows((3, 17, 40)), output=tmp_path / "run", resume=True)
@@ -182,7 +182,7 @@ def test_skipping_resumes_at_its_position(tiny_run, tmp_path):
 
 
 def test_leaving_out_is_bounded(tiny_run):
-    """more corrupt rows than plugins.skip-unreadable.limit, or nothing but such: the run ends and says so"""
+    """more corrupt rows than plugins.skip-unreadable.limit, or only corrupt rows: the run ends with an error that states it"""
     with pytest.raises(DataError, match=r"samples could not be read; plugins.skip-unreadable.limit is 5"):
         tiny_run([{"skip-unreadable": {"limit": 5}}], data=Rows(tuple(range(0, 67, 3))))
     with pytest.raises(DataError, match=r"none of 100 samples from \d+ on can be read: ValueError: row \d+ is spoilt"):
@@ -317,7 +317,7 @@ def test_empty_text_is_trained_and_logged(caplog):
 
 
 def test_dataset_of_another_size_is_rejected_or_logged_at_resume(tiny_run, tmp_path, caplog):
-    """rows added since the checkpoint: --resume is refused with what changed, and goes on when told to"""
+    """rows added since the checkpoint: --resume fails with an error that shows the change, and continues if the recipe allows it"""
     folder = tmp_path / "run"
     tiny_run([], data=Rows(), max_steps=5, output=folder)
     with pytest.raises(
@@ -330,7 +330,7 @@ def test_dataset_of_another_size_is_rejected_or_logged_at_resume(tiny_run, tmp_p
 
 
 def test_dataset_fingerprint_method_is_used(tiny_run, tmp_path):
-    """rows changed since the checkpoint: a dataset's own fingerprint() tells"""
+    """rows changed since the checkpoint: a dataset's own fingerprint() shows it"""
 
     class Versioned(Rows):
         def __init__(self, version: str) -> None:

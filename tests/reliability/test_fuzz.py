@@ -37,7 +37,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Generating overly large repr"),  # hypothesis' own, of a huge text
 ]
 SECONDS = 10
-"""What one example may take: much more than any does."""
+"""Limits of one example, far above the usual values."""
 
 
 def fuzz(examples: int = 200) -> Callable[[Any], Any]:
@@ -69,7 +69,7 @@ def soon() -> Iterator[None]:
 
 @contextmanager
 def named_errors_only() -> Iterator[None]:
-    """Anything but fastloop's own errors goes on, and fails the test; so does a plugin that crashed."""
+    """Any error that is not fastloop's own is raised again and fails the test, and so does a plugin that crashes."""
     try:
         with soon():
             yield
@@ -230,7 +230,7 @@ def check(recipe: Any) -> None:
 
 @pytest.fixture
 def beside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What shipped recipes name beside them."""
+    """The files that shipped recipes name."""
     home = next(iter(shipped_recipes().values())).parent
     for file in home.iterdir():
         if file.is_file():
@@ -412,7 +412,7 @@ def test_corrupt_data_files(suffix, record_property):
 
 @dataclasses.dataclass(frozen=True)
 class Harm:
-    """What happens to the bytes of a file."""
+    """Changes to the bytes of a file."""
 
     kind: str
     where: int

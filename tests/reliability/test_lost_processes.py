@@ -1,4 +1,4 @@
-"""Processes that die, hang or fall behind, and links between them that are cut: all ends in bounded time, and says who."""
+"""Processes that die, hang or fall behind, and broken links between them: the run ends in bounded time, and names the process."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_a_process_that_is_stopped_is_named_and_all_end():
 
 
 def test_one_process_alone_is_watched_too():
-    """a run of one process that hangs: it ends with exit code 1 and says where it stands"""
+    """a run of one process that hangs: it ends with exit code 1 and writes its stack"""
     done = do(*FASTLOOP, "--without", "ddp", fault="sleep", rank=0)
     assert done.returncode == 1
     assert any("process 0 of 1 has made no progress" in line for line in errors(done.stderr)), done.stderr
@@ -198,7 +198,7 @@ def test_killed_process_stops_all(fault, rank):
 
 @pytest.mark.parametrize("rank", RANKS)
 def test_broken_connection_stops_all(rank):
-    """the sockets between two ranks cut: both end within seconds, with a code that is not 0, and say that the connection is lost"""
+    """the sockets between two ranks cut: both end within seconds, with a code that is not 0, and report that the connection is lost"""
     done = do(*FASTLOOP, PATIENT, "--nproc", "2", fault="cut", rank=rank, once="done")
     assert done.returncode == 1, done.stderr
     assert any(re.search(r"process \d of 2 lost the connection to another", line) for line in errors(done.stderr)), done.stderr
@@ -211,7 +211,8 @@ def test_broken_connection_stops_all(rank):
 
 @pytest.mark.parametrize("fault", ["kill", "sleep"] if LONG else ["sleep"])
 def test_torchrun_restart_resumes_run(fault, undisturbed):
-    """a rank that dies or hangs under torchrun --max-restarts 1: all start again and go on from the newest checkpoint, to the same bits"""
+    """a rank that dies or hangs under torchrun --max-restarts 1: all ranks restart and resume from the newest checkpoint, to the same
+    bits"""
     torchrun = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--max-restarts", "1", "--standalone"]
     more = [*(["--resume"] if fault == "kill" else []), *([] if fault == "sleep" else [PATIENT])]
     done = do(*torchrun, "-m", "fastloop", "train", "recipe.yaml", *more, fault=fault, once="done")

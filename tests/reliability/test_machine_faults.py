@@ -1,4 +1,4 @@
-"""A machine that stalls a process, or has a clock that jumps, a slow disk, full shared memory, or a network file system that is late."""
+"""Faults of a machine: a stalled process, a clock that jumps, a slow disk, full shared memory, a delayed network file system."""
 
 from __future__ import annotations
 

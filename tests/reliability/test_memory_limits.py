@@ -144,7 +144,7 @@ def test_an_evaluation_that_does_not_fit_leaves_the_training_batch_alone():
 
 
 def test_a_limit_of_its_own_makes_a_kill_into_an_error_that_is_recovered_from():
-    """a batch that takes more than limit_gib: the process limits itself, and goes on in halves"""
+    """a batch that takes more than limit_gib: the process limits itself, and continues with halved batches"""
     Path("held.py").write_text("print(int(open('/proc/self/status').read().split('VmData:')[1].split()[0]) / 2**20)")
     base = float(forked.run("held.py").stdout)
     done = train("run", f"plugins.auto-micro-batch.limit_gib={base + 0.2}")
@@ -258,7 +258,8 @@ def test_worker_above_the_limit_of_its_control_group(group):
 
 @pytest.mark.parametrize("who", ["worker", "rank"])
 def test_kill_that_a_control_group_counts(who):
-    """a data worker or a rank that ends by SIGKILL while oom_kill of its control group increases (the test writes the group's files): the error says that memory ran out, and names the limit"""  # noqa: E501
+    """a data worker or a rank that ends by SIGKILL while oom_kill of its control group increases (the test writes the group's files): the
+    error reports that memory ran out, and names the limit"""
     mount = with_tmpfs("/sys/fs/cgroup", "1m")
 
     def limit() -> None:

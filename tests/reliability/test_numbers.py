@@ -1,4 +1,4 @@
-"""Numbers that are none: what a run does about a loss or a gradient that is NaN or infinite, and about one that is far off."""
+"""Losses and gradients that are NaN, infinite or far from the others: the reaction of a run."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ def test_second_rollback_skips_both_batches_and_is_bounded(tiny_run, tmp_path):
 
 
 def test_resumed_run_after_rollback_skips_the_batch(tiny_run, tmp_path):
-    """resumed after a rollback: what was left out stays so, bit for bit"""
+    """resumed after a rollback: skipped samples stay skipped, bit for bit"""
     plugins = [{"nan-guard": {"action": "rollback"}}, BadBatch((1, 32))]
     arguments: dict[str, Any] = {"save_every": 4, "epochs": 3}
     whole = tiny_run(plugins, **arguments)
@@ -231,7 +231,7 @@ def test_resumed_run_after_rollback_skips_the_batch(tiny_run, tmp_path):
 
 
 def test_rollback_without_checkpoint_is_reported(tiny_run, caplog):
-    """NaN before the first checkpoint with action rollback: the run stops, and says why it does not go back"""
+    """NaN before the first checkpoint with action rollback: the run stops, and reports why it cannot roll back"""
     with pytest.raises(NotFinite, match="step 3"):
         tiny_run([{"nan-guard": {"action": "rollback"}}], data=Rows((order()[20],)))
     assert "there is nothing to roll back to" in caplog.text
@@ -248,7 +248,7 @@ def test_a_sample_audit_of_a_run_that_may_go_back_is_refused(tiny_run):
 
 @pytest.mark.parametrize("action", ["stop", "skip", "rollback"])
 def test_an_overflow_of_fp16_is_loss_scaling_and_no_failure(tiny_run, tmp_path, action):
-    """infinite gradients under loss scaling: the scaler skips the step and lowers the scale, and the run goes on and counts it"""
+    """infinite gradients under loss scaling: the scaler skips the step and lowers the scale, and the run counts the step and continues"""
     ran = tiny_run([{"nan-guard": {"action": action}}, Scaler(4, 9)], output=tmp_path / "run")
     assert ran.summary["status"] == "completed"
     assert ran.summary["nan-guard"] == {"not_finite": 0, "acted": 0, "overflows": 2, "spikes": 0}
@@ -256,7 +256,7 @@ def test_an_overflow_of_fp16_is_loss_scaling_and_no_failure(tiny_run, tmp_path, 
 
 
 def test_a_loss_that_is_no_number_is_a_failure_under_loss_scaling_too(tiny_run):
-    """NaN in a sample under loss scaling: no scale helps, so the run stops; with action skip it goes on"""
+    """NaN in a sample under loss scaling: no scale helps, so the run stops; with action skip it continues"""
     data = Rows((order()[20],))
     with pytest.raises(NotFinite, match="step 3: the loss is nan"):
         tiny_run(["nan-guard", Scaler()], data=data)
@@ -265,7 +265,7 @@ def test_a_loss_that_is_no_number_is_a_failure_under_loss_scaling_too(tiny_run):
 
 @pytest.mark.parametrize("stopped_at", [2, 5, 6, 11])
 def test_the_scale_and_its_growth_tracker_are_identical_after_resume(tiny_run, tmp_path, stopped_at):
-    """stopped after any step: GradScaler's scale and growth tracker go on as if undisturbed"""
+    """stopped after any step: GradScaler's scale and growth tracker continue as in an undisturbed run"""
 
     class Keeps(Plugin):
         name = "keeps"
@@ -293,7 +293,7 @@ def test_the_scale_and_its_growth_tracker_are_identical_after_resume(tiny_run, t
 
 
 def test_spike_is_recorded_and_run_continues(tiny_run, tmp_path):
-    """a loss far above the others: recorded with its samples, and training goes on"""
+    """a loss far above the others: recorded with its samples, and training continues"""
     bad = order(2)[20]
     ran = tiny_run(["nan-guard"], data=Rows((bad,), 300.0), epochs=3, output=tmp_path / "run", lr=1e-4)
     assert ran.summary["status"] == "completed"

@@ -1,4 +1,4 @@
-"""Power is lost during a save: every state that the disk may then be in has the newest checkpoint that was reported, or a newer one.
+"""Power is lost during a save: every possible state of the disk has the newest reported checkpoint, or a newer one.
 
 ``file_trace`` records the writes, renames and fsyncs of real saves, and ``crash_states`` makes the folders that a loss of power may leave.
 """

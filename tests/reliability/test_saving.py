@@ -1,4 +1,4 @@
-"""Whatever happens to a save, the checkpoint before it is whole, and what is not whole never passes for it."""
+"""After any fault in a save, the checkpoint before it is complete, and an incomplete one is never used."""
 
 from __future__ import annotations
 
@@ -201,7 +201,8 @@ def test_kill_between_two_renames_keeps_newest_checkpoint():
 
 
 def test_full_disk_keeps_previous_checkpoint(disk):
-    """a disk that is full: the save says so, nothing of it stays, the one before is whole; with room again, saving goes on"""
+    """a full disk: the save logs the error and leaves no files, and the checkpoint before it is complete; with free space, saving
+    continues"""
     run = str(disk / "run")
     save(1, run)
     for room in (0, 1, 50_000, 100_000, 165_000, 169_000):  # it is full at the first byte, and in each of the files
@@ -241,7 +242,7 @@ def test_full_disk_is_logged_and_training_continues(disk, tiny_run, plugins, cap
 
 
 def test_full_disk_stops_run_with_on_failure_stop(disk, tiny_run):
-    """a full disk, on_save_error=stop: the run fails at once, and with room again goes on to the same numbers"""
+    """a full disk, on_save_error=stop: the run fails at once, and with free space resumes to the same numbers"""
     arguments: dict[str, Any] = {"save_every": 4, "on_save_error": "stop"}
     undisturbed = tiny_run(["checkpoint-best"], **arguments)
     with pytest.raises(
@@ -305,7 +306,7 @@ QUOTA = "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFIN
 @pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("choice", ["continue", "stop"])
 def test_a_quota_error_counts_on_all_processes(choice, count):
-    """a limit on the size of files on the process that writes: all go on together, or all stop, as on_save_error says"""
+    """a limit on the size of files on the process that writes: all processes continue, or all stop, as on_save_error sets"""
     write_recipe(train={"on_save_error": choice}, model={"module": "code.py:Net", "arguments": {"hidden": 4000}})
     strategy = ["--with", "ddp"] if count > 1 else []
     assert [each.wait() for each in together("output=whole", *strategy, count=count)] == [0] * count
@@ -328,7 +329,8 @@ def test_a_quota_error_counts_on_all_processes(choice, count):
 
 
 def test_flipped_bits_are_detected(record_property):
-    """a bit flips, or a file is cut, anywhere in a checkpoint: found (or without effect); the one before is used, and that is said"""
+    """a bit flips, or a file is truncated, anywhere in a checkpoint: found (or without effect); the run logs it and uses the checkpoint
+    before"""
     save(1)
     original, count, chance = save(2), times(30), random.Random(times(30))
     survived = 0
@@ -514,7 +516,8 @@ class Watches(Plugin):
 
 @pytest.mark.slow
 def test_background_save_equals_foreground_save(tiny_run):
-    """control: saving in the background, steps go on meanwhile, the files are the same to the byte, and the run's end waits for the last"""
+    """control: saving in the background: steps continue during a save, the files are the same to the byte, and the run's end waits for the
+    last save"""
     arguments: dict[str, Any] = {"save_every": 4, "keep_checkpoints": 9, "epochs": 1}
     plugins: list[Any] = ["lr-scheduler", {"ema": {"decay": 0.9}}, {"log": False}]
     plain = tiny_run(plugins, model=Big(), output="plain", **arguments)

@@ -1,6 +1,6 @@
-"""What others hand over (recipes, checkpoints, models, data, caches) is data: it runs nothing, reads nothing else, and tells no secrets.
+"""Recipes, checkpoints, models, data and caches from others are only data: they run no code, read no other files, and reveal no secrets.
 
-The hostile pickle of these tests writes a file when it is loaded; the first test shows that it does.
+The hostile pickle of these tests writes a file when it is loaded, as the first test shows.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 
 BOMB = "".join(f"{name}: &{name} [{', '.join([f'*{last}'] * 9)}]\n" for last, name in zip("abcdefgh", "bcdefghi", strict=True))
 
-# name -> (recipe, the line that is to blame, what the message must say)
+# name -> (recipe, the line with the error, the text that the message must contain)
 HOSTILE: dict[str, tuple[str, int, str]] = {
     "a call": ("train: {epochs: 1}\nmodel: !!python/object/apply:os.system ['touch pwned']\n", 2, "!!python/object/apply:os.system"),
     "an object": ("model:\n  name: !!python/object:fastloop.run.Run {}\n", 2, "!!python/object:fastloop.run.Run"),
@@ -101,7 +101,7 @@ def test_harmless_yaml_features_are_supported():
 
 
 def test_a_bound_on_aliases_is_not_lifted_by_the_environment(monkeypatch):
-    """an environment variable that lifts OmegaConf's bounds: has no say"""
+    """an environment variable that lifts OmegaConf's bounds: has no effect"""
     monkeypatch.setenv("OMEGACONF_MAX_YAML_EXPANDED_NODES", "none")
     with pytest.raises(RecipeError, match="line 5"):
         load_recipe(write(HOSTILE["aliases in aliases"][0]))
@@ -564,7 +564,7 @@ def test_secrets_reach_no_file_and_no_console(fail, monkeypatch, capfd):
 
 
 def test_saved_recipe_needs_secrets_again_on_resume(monkeypatch, capfd):
-    """a saved recipe without its secrets: says what to set, and resumes when it is set"""
+    """a saved recipe without its secrets: the error names the variable to set, and the run resumes when it is set"""
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     name = secret_recipe()
     assert command(monkeypatch, "train", name, "train.max_steps=2") == 0
@@ -595,13 +595,13 @@ def test_names_of_secrets(key):
     "key", ["pad_token", "pad_token_id", "tokens", "tokenizer", "key", "monkey", "label_key", "max_tokens", "secretary"]
 )
 def test_names_of_no_secrets(key):
-    """control: keys of tokenizers and the like are left as they are"""
+    """control: keys of tokenizers and the like do not change"""
     tree = {"a": [{key: "x"}], "b": {key: 3}}
     assert secrets.hidden(tree) == tree
 
 
 def test_short_values_and_other_variables_stay(monkeypatch):
-    """control: variables that are no secrets, or too short to be told from words, stay in text"""
+    """control: variables that are no secrets, or too short to distinguish from words, stay in text"""
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "parallel")
     monkeypatch.setenv("SOME_KEY", "abc")
     monkeypatch.setenv("SOME_TOKEN", "abcdef")

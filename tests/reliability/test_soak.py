@@ -1,4 +1,4 @@
-"""Many small steps: memory, open files and threads stay as they are, and what a run leaves on disk does not grow with its length."""
+"""Many small steps: memory, open files and threads do not grow, and disk usage does not depend on the run's length."""
 
 from __future__ import annotations
 

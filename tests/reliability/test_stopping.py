@@ -1,4 +1,5 @@
-"""Asked to end, a run saves, says so and ends in time; started again and again, it reaches the end, with the numbers of one left alone."""
+"""A run that gets a stop signal saves, logs it and ends in time. A run that is restarted repeatedly reaches the end, with the numbers of an
+undisturbed run."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def code(name: str) -> int:
 
 @pytest.fixture(scope="module")
 def left_alone(tmp_path_factory):
-    """A folder with the recipe, and a run of it that was left alone."""
+    """A folder with the recipe, and an undisturbed run."""
     folder = tmp_path_factory.mktemp("left-alone")
     with contextlib.chdir(folder):
         write_recipe()
@@ -133,7 +134,7 @@ def test_a_signal_to_a_whole_group_of_processes_spares_data_workers():
 
 @pytest.mark.slow
 def test_failed_save_at_stop_is_reported():
-    """a signal, and a disk quota that is used up: exit code 75, and it is said which checkpoint is the newest"""
+    """a signal, and a disk quota that is used up: exit code 75, and the log names the newest checkpoint"""
     write_recipe(model={"module": "code.py:Net", "arguments": {"hidden": 4000}})
     quota = "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY)); me('SIGTERM')"
     assert train("output=run", environment={"FAULT": f"step 7 0 {quota}"}) == STOPPED
@@ -148,7 +149,7 @@ def test_failed_save_at_stop_is_reported():
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
 @pytest.mark.usefixtures("whole")
 def test_second_signal_stops_at_once(name):
-    """a step that hangs, and the same signal twice: the run ends at once, and goes on from the checkpoint before"""
+    """a step that hangs, and the same signal twice: the run ends at once, and resumes from the checkpoint before"""
     run = Forked("output=run", environment={"FAULT": f"step 14 0 me('{name}'); time.sleep(600)"})
     until(lambda: "once more to stop at once" in said())
     run.send(getattr(signal, name))
@@ -177,7 +178,7 @@ def test_ctrl_c_of_a_job_in_the_foreground():
 @pytest.mark.slow
 @pytest.mark.usefixtures("whole")
 def test_unresponsive_process_is_killed_after_timeout():
-    """a step that hangs, and one signal: the run ends when its time is up, and goes on from the checkpoint before"""
+    """a step that hangs, and one signal: the run ends at its time limit, and resumes from the checkpoint before"""
 
     def hurry() -> None:
         signals.STOP_TIMEOUT = 1.5
@@ -210,7 +211,7 @@ def pair_left_alone(tmp_path_factory):
 
 @pytest.fixture
 def pair(pair_left_alone):
-    """A run of two processes that was left alone, here, and the forms of starting one."""
+    """An undisturbed run of two processes, and the ways to start one."""
     shutil.copytree(pair_left_alone, ".", dirs_exist_ok=True)
     torchrun = [
         "-m",
@@ -277,7 +278,7 @@ def test_a_process_that_hangs_does_not_keep_the_launcher(whole):
 
 
 def killed_until_done(folder: str, kills: int, chance: random.Random, count: int, *options: str) -> int:
-    """``--resume`` in a loop, killed at random moments until there were so many kills; returns how many."""
+    """Run ``--resume`` in a loop and kill it at random moments, up to a number of kills; returns the number."""
     done = 0
     while True:
         runs = together(f"output={folder}", *options, "--resume", count=count)
@@ -297,7 +298,7 @@ def killed_until_done(folder: str, kills: int, chance: random.Random, count: int
 @pytest.mark.parametrize(("count", "short"), [(1, 3), (2, 1)])
 @pytest.mark.parametrize("options", [[], ["--with", "async-save"]], ids=["plain", "async"])
 def test_resume_in_a_loop_completes_after_random_kills(count, short, options, record_property):
-    """a run is killed at random moments, from its start on, and started again with --resume: it ends with the bits of one left alone"""
+    """a run is killed at random moments, from its start on, and restarted with --resume: it ends with the bits of an undisturbed run"""
     write_recipe(data={"module": "code.py:rows", "arguments": {"slow": 0.001}}, train={"epochs": 8})
     strategy = [*options, *(["--with", "ddp"] if count > 1 else [])]
     if count > 1 and options:
@@ -316,7 +317,7 @@ def test_resume_in_a_loop_completes_after_random_kills(count, short, options, re
 
 @pytest.mark.slow
 def test_resume_begins_where_the_runs_own_folder_holds_no_checkpoint_yet():
-    """--resume on a folder that does not exist, or whose run was killed before its first save: the run begins, and that is said"""
+    """--resume on a folder that does not exist, or whose run was killed before its first save: the run begins, and logs that"""
     write_recipe()
     assert train("output=whole") == 0
     assert train("output=run", "--resume", environment={"FAULT": "step 3 0 me('SIGKILL')"}) == -signal.SIGKILL
@@ -335,7 +336,7 @@ def test_resume_refuses_another_folder_without_a_checkpoint():
 
 
 def test_resume_of_complete_run_trains_nothing():
-    """--resume on a complete run that kept no checkpoint: exit code 2, and it is left as it is"""
+    """--resume on a complete run that kept no checkpoint: exit code 2, and the run does not change"""
     write_recipe(train={"save_every": None})
     assert train("output=run") == 0
     before: dict[str, Any] = record()

@@ -154,7 +154,7 @@ Bench = Callable[..., tuple[int, str, dict[str, Any]]]
 
 @pytest.fixture
 def bench(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Bench:
-    """Run the command in this process: exit code, what it printed, bench.json. ``here=True``: its measurements as well."""
+    """Run the command in this process; returns the exit code, the output, and bench.json. ``here=True``: its measurements as well."""
     monkeypatch.setenv("COLUMNS", "300")
     monkeypatch.setattr("rich._console", None)
 

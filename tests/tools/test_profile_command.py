@@ -1,4 +1,4 @@
-"""`fastloop profile`: runs that are slow for one planted reason each; that reason is what is said first."""
+"""`fastloop profile`: in slow runs with one planted cause each, the first suggestion is that cause."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def recipe() -> Callable[..., str]:
 
 @pytest.fixture
 def profile(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str, dict[str, Any]]]:
-    """Run the command in this process: exit code, what it printed, profile.json."""
+    """Run the command in this process; returns the exit code, the output, and profile.json."""
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr("rich._console", None)
 

@@ -65,7 +65,7 @@ PROFILE = {
 
 
 class Page(HTMLParser):
-    """What a page holds: open tags are closed in order, or it is refused."""
+    """Parses a page, and fails if open tags are not closed in order."""
 
     VOID = ("meta", "line", "path", "br", "circle", "rect")
 

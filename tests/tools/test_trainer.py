@@ -30,7 +30,7 @@ def make(model: nn.Module | None = None, data: Any = None, evaluated: Any = None
 
 
 def outputs(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
-    """What a raw loop computes, in eval mode."""
+    """The result of a raw loop, in eval mode."""
     was_training = model.training
     with torch.no_grad():
         found: torch.Tensor = model.eval()(inputs)

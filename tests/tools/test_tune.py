@@ -163,7 +163,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
 
 @pytest.fixture
 def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[int, str]]:
-    """Run a command and its measurements in this process: exit code, and what it printed."""
+    """Run a command and its measurements in this process; returns the exit code and the output."""
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr("rich._console", None)
 

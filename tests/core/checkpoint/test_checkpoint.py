@@ -1,4 +1,4 @@
-"""Checkpoints: what goes in comes out, and what is damaged is neither used nor lost from sight."""
+"""Checkpoints: a loaded state equals the saved one, and a damaged checkpoint is reported and not used."""
 
 from __future__ import annotations
 

@@ -591,7 +591,7 @@ def test_a_run_that_a_plugin_stopped_stays_stopped(train, every):
 
 
 class Draws(Plugin):
-    """Draws random numbers where a resumed run comes by again."""
+    """Draws random numbers at a point that a resumed run reaches again."""
 
     name = "draws"
 

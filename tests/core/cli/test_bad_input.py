@@ -1,6 +1,6 @@
-"""What is wrong with a recipe or a command is said in one readable message: the place, what was found, what to do.
+"""An error in a recipe or a command gives one readable message: the place, the finding, and the remedy.
 
-Every case runs the command line. Exit code 2 (what was asked is wrong) or 1 (only running could tell), no traceback, and no run folder.
+Every case runs the command line. The exit code is 2 (usage error) or 1 (found only while running). There is no traceback and no run folder.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *ar
     return int(exited.value.code or 0), captured.out + captured.err
 
 
-# name -> (changes to the recipe, further arguments, what the message must name)
+# name -> (changes to the recipe, further arguments, the text that the message must contain)
 RECIPES: dict[str, tuple[list[tuple[str, Any]], list[str], list[str]]] = {
     "unknown section": ([("trian", {})], [], ["r.yaml", "trian", "train"]),
     "unknown key": ([("train.learning_rate", 0.1)], [], ["r.yaml", "train.learning_rate", "no such option"]),
@@ -118,7 +118,7 @@ def test_a_bad_recipe_or_override_is_explained(name, capsys, monkeypatch):
     check(code, text, fragments)
 
 
-# name -> (rows, header, what the message must name)
+# name -> (rows, header, the text that the message must contain)
 DATA: dict[str, tuple[list[tuple[Any, ...]], str, list[str]]] = {
     "empty split": ([], "text,label", ["train", "empty"]),
     "labels out of range": ([("fine", 0), ("dull", 7)] * 8, "text,label", ["label", "7"]),

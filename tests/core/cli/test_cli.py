@@ -1,4 +1,4 @@
-"""The command line: what each command prints, and its exit code. What bad input is told is in test_bad_input.py."""
+"""The command line: the output and the exit code of each command. test_bad_input.py tests messages for bad input."""
 
 from __future__ import annotations
 

@@ -250,7 +250,7 @@ def test_accelerate_config_file_is_compared_with_recipe():
 
 
 def test_torchrun_restart_resumes_only_its_own_run(tmp_path, monkeypatch):
-    """An attempt that died before it made its folder left another run's there, which nobody asked to go on with."""
+    """An attempt that died before it made its folder leaves the folder of another run, which must not be resumed."""
     run, first = tmp_path / "run", tmp_path / "log" / "attempt_0"
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "log" / "attempt_1" / "0" / "error.json"))

@@ -105,7 +105,7 @@ class Sharded(Stream):
 
 
 class Positions(IterableDataset[Any]):
-    """Reads the positions that it is asked for, and records them. The sample at a position is ``epoch * 1000 + position``; its id, the
+    """Reads the requested positions, and records them. The sample at a position is ``epoch * 1000 + position``; its id, the
     same backwards."""
 
     def __init__(self, size: int) -> None:
@@ -312,7 +312,7 @@ def test_suggested_batch_sizes_divide():
 
 
 def by_value(dataset: Any, ids: list[int], processes: int) -> list[list[int]]:
-    """Uneven parts: the odd ids in threes, then each even one by itself."""
+    """Uneven parts: the odd ids in groups of three, then each even id alone."""
     odd = [index for index in ids if index % 2]
     return [odd[first : first + 3] for first in range(0, len(odd), 3)] + [[index] for index in ids if not index % 2]
 

@@ -1,4 +1,4 @@
-"""Several processes: until a plugin fills the slot ``strategy``, a run that was started so says it and ends."""
+"""Several processes: without a plugin in the slot ``strategy``, a run of several processes ends with an error."""
 
 from __future__ import annotations
 

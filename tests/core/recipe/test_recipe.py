@@ -1,4 +1,4 @@
-"""Recipes: how files, overrides and plugins come together, and what is said when they cannot."""
+"""Recipes: how files, overrides and plugins are merged, and the errors if they cannot be."""
 
 from __future__ import annotations
 

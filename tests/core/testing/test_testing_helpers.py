@@ -1,4 +1,4 @@
-"""The kit for plugin authors: fixtures, processes, and a suite that finds what a plugin does wrong."""
+"""The test helpers for plugin authors: fixtures, processes, and a suite that finds errors in plugins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""sample-audit: what each process and worker trained on is on record, and an epoch that is not every sample once is found.
+"""sample-audit: the record has the samples of each process and worker, and an epoch without every sample once is reported.
 
 The faults are real ones: an order drawn with replacement, processes that do not share out, a dataset whose length is not true.
 """

@@ -52,7 +52,7 @@ def test_a_second_run_maps_the_same_token_ids_from_disk_and_tokenises_nothing(ta
 
 
 class Unread:
-    """What must not be iterated."""
+    """A dataset that must not be iterated."""
 
     def __iter__(self) -> Iterator[Any]:
         return self

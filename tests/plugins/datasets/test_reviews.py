@@ -112,7 +112,7 @@ NEGATED = re.compile(
 
 
 def opinions(text):
-    """(label after negation, what stands before the word) for each opinion word; a second reading of the grammar."""
+    """(label after negation, text before the word) for each opinion word; an independent parser of the grammar."""
     found = []
     for match in re.finditer(r"\w+", text.lower()):
         label = POLARITY.get(match.group())

@@ -1,4 +1,4 @@
-"""The plugin ``compile``. Most tests use cheap backends of torch's own: what is tested is what the plugin does around them."""
+"""The plugin ``compile``. Most tests use cheap backends of torch, because they test the plugin's own work around a backend."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ def test_unavailable_cuda_graphs_are_logged(tiny_run, caplog):
 
 
 class AsIfRecorded(Compile):
-    """Does on a CPU what it does around CUDA graphs."""
+    """Does on a CPU the same work as around CUDA graphs."""
 
     @hookimpl
     def check_run(self):

@@ -38,7 +38,7 @@ def test_rate_and_scale(p, dtype):
 
 
 def test_the_rate_is_kept_where_few_bits_would_not():
-    """0.1 is not a multiple of 1/256: ten million draws would tell."""
+    """0.1 is not a multiple of 1/256: ten million draws would show the difference."""
     torch.manual_seed(1)
     kept = keep_mask((10_000_000,), 0.1, 2) != 0
     assert within(int(kept.sum()), kept.numel(), 0.9)

@@ -46,7 +46,7 @@ def wide_model() -> nn.Module:
 
 
 class Anywhere(TorchaoFp8):
-    """torchao computes fp8 on a CPU too, slowly: what is converted, and that it trains, can be seen there."""
+    """torchao also computes fp8 on a CPU, slowly: enough to test the conversion and a training."""
 
     requirements = ()
 
@@ -100,7 +100,7 @@ def train_decoder(kind: str, folder: Path, *plugins: str) -> list[float]:
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    ids = (torch.arange(16) + torch.arange(32)[:, None]) % 10  # each token tells the next
+    ids = (torch.arange(16) + torch.arange(32)[:, None]) % 10  # each token determines the next
     data = [{"input_ids": row, "labels": row} for row in ids]
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**SIZES[kind]))

@@ -1,4 +1,4 @@
-"""ddp and fsdp on real processes: what 1, 2 or 4 of them compute is one run, and it goes on under any of them."""
+"""ddp and fsdp on real processes: 1, 2 and 4 processes compute the same run, and any of them can resume it."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ended(processes: Callable[..., list[Ended]], folder: Path) -> list[Ended]:
-    """The first process of each start: one, then two, then four, then one again, which goes on from their runs."""
+    """The first process of each start: one, two and four processes, then one that resumes their runs."""
     return [processes(count, all_of, runs, folder=folder)[0] for count, runs in STARTS]
 
 
@@ -246,7 +246,7 @@ def test_in_one_process_a_strategy_changes_nothing(results, name):
 
 
 def test_gradients_are_exchanged_once_a_step(results):
-    """16 steps of two micro-steps: ddp exchanges once a step, fsdp at each micro-step unless told (three blocks and the rest)."""
+    """16 steps of two micro-steps: ddp exchanges once per step, and fsdp by default at each micro-step (three blocks and the rest)."""
     names = chosen(["ddp 2 accumulated", "fsdp 2 accumulated", "fsdp held", "hsdp 4 accumulated", "hsdp 4 held"])
     sums = {name: results[name]["exchanges"]["gloo:all_reduce"] for name in names}
     numbers = 3 * 16 + 3 * 2 + 2 * 5 + 1  # loss, weights and requests of each step; of evaluations; before and after saves; of the end

@@ -90,7 +90,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ended(processes: Callable[..., list[Ended]], folder: Path) -> list[Ended]:
-    """The first process of each start: first runs in one, then those of two, then what goes on in one from theirs."""
+    """The first process of each start: runs on one process, runs on two, then runs on one process that resume them."""
     plain, ema = {"plugins": ["lr-scheduler"]}, {"plugins": ["lr-scheduler", {"ema": {"decay": 0.5}}]}
     unclipped = {"name": "plain unclipped", "train": {"max_grad_norm": None}, **plain}
     before = [{"name": "plain", "train": {"micro_batch_size": 4}, **plain}, unclipped, {"name": "plain ema", **ema}]

@@ -1,4 +1,4 @@
-"""deepspeed: what is wrong with its options or the JSON is said before anything is loaded."""
+"""deepspeed: errors in its options or the JSON are reported before anything is loaded."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pretrained() -> list[dict[str, Any]]:
-    """Runs that go on from a plain run's exported model, with and without the meta device."""
+    """Runs that start from a plain run's exported model, with and without the meta device."""
     found = []
     for task, plugin, recipe in (("classify", "text-classification", CLASSIFY), ("generate", "causal-lm", GENERATE)):
         recipe = recipe | {"model": {"name": f"plain {task}/model"}}

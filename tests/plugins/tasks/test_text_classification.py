@@ -1,4 +1,4 @@
-"""Text classification: it learns, counts what it trains on, and exports what transformers loads."""
+"""Text classification: it learns, counts its samples and tokens, and exports a model that transformers loads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the text tasks read, and what they refuse: every message names the file and the key."""
+"""Data of the text tasks: accepted and rejected files. Every message names the file and the key."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def batch(lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 
 @pytest.fixture
 def masks(monkeypatch) -> list[Tensor | None]:
-    """What attention was called with, layer by layer (sdpa)."""
+    """The arguments of attention, layer by layer (sdpa)."""
     seen: list[Tensor | None] = []
     attend = ALL_ATTENTION_FUNCTIONS["sdpa"]
 

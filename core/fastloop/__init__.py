@@ -3,7 +3,7 @@
     from fastloop import Trainer
     Trainer(model, train_loader, eval_loader, plugins=["amp", "compile"], epochs=3).fit()
 
-Importing this imports no torch: what needs it is loaded when first used.
+Importing this package does not import torch. Names that need torch are loaded on first use.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The errors that users see.
 
-A message states where the problem is (file, key or plugin), what was found, what was expected, and what to do.
+A message states the place of the problem (file, key or plugin), the found and the expected value, and the remedy.
 """
 
 from __future__ import annotations

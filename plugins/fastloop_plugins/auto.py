@@ -3,13 +3,15 @@
     plugins:
       - auto
 
-Each plugin of fastloop has a rule, its method ``recommend``: whether it pays for a recipe on a machine, by device, dtypes, number of
-processes, task and type of the model. Nothing is measured. The run's own ``recipe.yaml`` lists the selected plugins instead of ``auto``,
-and `fastloop plan` shows the reasons. Plugins that the recipe lists stay as they are, and those that it turns off (``packing: false``,
-``--without packing``) stay off. ``--without auto`` trains without the selection. `fastloop tune` measures what the rules assume.
+Each plugin of fastloop has a rule, its method ``recommend``. It decides by device, dtypes, number of processes, task and type of the model
+whether the plugin speeds up a recipe on this machine. The rules measure nothing. `fastloop tune` measures the assumed effects.
+
+The run's own ``recipe.yaml`` lists the selected plugins instead of ``auto``, and `fastloop plan` shows the reasons. ``auto`` leaves
+the listed plugins unchanged, and plugins that the recipe turns off (``packing: false``, ``--without packing``) stay off.
+``--without auto`` trains without the selection.
 
 ``numerics`` is the largest effect on the numbers that a selected plugin may have. With the default, ``reduced-precision``, batches and
-schedule stay as they are. ``changes-training`` also allows plugins that group samples by length.
+schedule do not change. ``changes-training`` also allows plugins that group samples by length.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ EFFECTS: tuple[str, ...] = get_args(Numerics)
 
 
 class Auto(Plugin):
-    """Replaces itself in the recipe by the plugins that pay here."""
+    """Replaces itself in the recipe by plugins that speed up training on this machine."""
 
     name = "auto"
     numerics = "reduced-precision"

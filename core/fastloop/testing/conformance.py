@@ -1,19 +1,19 @@
-"""One suite that holds every plugin to what it promises: its declarations, its numerics class, its state, several processes, and being off.
+"""The conformance suite for plugins: it checks declarations, numerics class, state, several processes, and runs without the plugin.
 
     from fastloop.testing import TEXTS, Conformance
 
     class TestConformance(Conformance):
         plugin = "my-plugin"
-        options = {"strength": 2.0}     # of the plugin, when the defaults do nothing on a tiny task
-        requires = ("other-plugin",)    # further plugins, with which and against which it is tried
-        task = TEXTS                    # a recipe's model and data; VECTORS unless it is said, IMAGES and LANGUAGE are there too
+        options = {"strength": 2.0}     # of the plugin, if the defaults have no effect on a tiny task
+        requires = ("other-plugin",)    # further plugins, in the runs with and without yours
+        task = TEXTS                    # a recipe's model and data: VECTORS (the default), IMAGES, TEXTS or LANGUAGE
 
-The trainings take place once for a class, in processes of their own, and are a few dozen steps on the CPU, or on an accelerator with the
-variable FASTLOOP_TEST_DEVICE=auto. Speed is not judged: what a step costs with and without the plugin is recorded as a property of the test
-``test_cost``, which pytest's reports carry.
+The trainings run once for a class, in separate processes. They take a few dozen steps on the CPU, or on an accelerator with the environment
+variable FASTLOOP_TEST_DEVICE=auto. The suite does not judge speed: ``test_cost`` records the time of a step with and without the plugin as
+a property in pytest's report.
 
 Every check runs, unless a class lists it in ``slow`` and pytest runs with ``-m "not slow"``. ``fastloop.testing`` sets and registers that
-marker, so a package need not.
+marker for packages.
 """
 
 from __future__ import annotations
@@ -54,18 +54,18 @@ REPAIRS = {
 
 
 class Conformance:
-    """Derive from it, and set at least ``plugin``."""
+    """A test class for one plugin. Derive from it, and set at least ``plugin``."""
 
     plugin: ClassVar[str] = ""
-    """Its name."""
+    """Name of the plugin."""
     options: ClassVar[Mapping[str, Any]] = {}
-    """Options it is tried with."""
+    """Options of the plugin in the tests."""
     requires: ClassVar[Sequence[str | Mapping[str, Any]]] = ()
-    """Further plugins, as a recipe lists them. They are there in the trainings that it is compared with, too."""
+    """Further plugins, as a recipe lists them. The trainings without the plugin have them, too."""
     task: ClassVar[Mapping[str, Any]] = VECTORS
     """The task to train: a recipe's ``model`` and ``data``, and optionally ``plugins`` and ``train``."""
     device: ClassVar[str] = os.environ.get("FASTLOOP_TEST_DEVICE", "cpu")
-    """``auto`` for a plugin that needs an accelerator: it is then tried where there is one. FASTLOOP_TEST_DEVICE sets it for all others."""
+    """``auto`` for a plugin that needs an accelerator; its tests run if one is available. FASTLOOP_TEST_DEVICE sets it for all others."""
     slow: ClassVar[Collection[str]] = ()
     """Checks that get the marker ``slow``, such as ``"killed"`` or ``"processes[fsdp]"``: ``pytest -m "not slow"`` leaves them out."""
 
@@ -76,17 +76,17 @@ class Conformance:
                 raise UsageError(f"{cls.__name__}.slow: there is no check {check!r}.{did_you_mean(check, checks)}")
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """The strategies of ``test_processes``; pytest calls it for each test of the class."""
+        """Parametrize ``test_processes`` by strategy. pytest calls it for each test of the class."""
         if "strategy" in metafunc.fixturenames:
             metafunc.parametrize("strategy", strategies_for(self.plugin))
 
     @pytest.fixture(autouse=True)
     def _named(self, request: pytest.FixtureRequest) -> None:
-        """For tables that are made of reports."""
+        """Record properties for tables that are made from reports."""
         request.node.user_properties.append(("plugin", self.plugin))
 
     def test_declared(self, findings: Findings) -> None:
-        """Name, entry point, numerics class, what it configures; and it resolves with what it requires."""
+        """The name, entry point, numerics class and hooks are valid, and the plugin resolves with the plugins that it requires."""
         cls = findings.plugin
         if cls.numerics not in typing.get_args(Numerics):
             self.broken("a numerics class", f"{cls.numerics!r}", f"Expected one of: {', '.join(typing.get_args(Numerics))}")
@@ -95,7 +95,7 @@ class Conformance:
         findings.resolved()
 
     def test_options(self) -> None:
-        """Each says what it does, takes its own default, and refuses what it is not; an unknown one is refused by its path."""
+        """Each option has a description, accepts its default, and rejects wrong types. An unknown option is an error with its path."""
         cls, where = load(self.plugin), f"recipe.yaml: plugins.{self.plugin}"
         for field, row in zip(dataclasses.fields(cls.Config), describe(cls.Config), strict=True):
             if not row.help:
@@ -121,7 +121,7 @@ class Conformance:
             self.broken(f"to refuse {what}", "that it is taken", "Declare options in the dataclass `Config`, each with a narrow type")
 
     def test_documented(self) -> None:
-        """The module's docstring says what it is and shows a recipe; README and metadata describe this plugin: see ``documents``."""
+        """The module's docstring describes the plugin and shows a recipe; README and metadata describe this plugin: see ``documents``."""
         cls = load(self.plugin)
         text = inspect.getdoc(sys.modules[cls.__module__]) or ""
         if not text.partition("\n")[0].strip():
@@ -135,7 +135,7 @@ class Conformance:
                 self.broken(*problem)
 
     def test_numerics(self, findings: Findings) -> None:
-        """The first step's gradients, the losses and the final metric are what its numerics class allows."""
+        """The first step's gradients, the losses and the final metric keep the bounds of the numerics class."""
         ours, numerics = findings.run("ours"), findings.plugin.numerics
         if findings.plugin.slot == "task":
             pytest.skip("it is a task: there is no training without it")
@@ -155,7 +155,7 @@ class Conformance:
             self.broken(f"numerics {numerics!r}: the final metric as it is without it", found, REPAIRS[numerics])
 
     def _losses(self, numerics: str, ours: Trained, plain: Trained, again: Trained, where: str = "") -> None:
-        """Losses as the class allows."""
+        """Check that the losses keep the bounds of the class."""
         losses, expected = ours.losses, plain.losses
         if numerics == "changes-training":
             half = max(len(losses) // 2, 1)  # an epoch, so both halves have the same samples
@@ -175,13 +175,13 @@ class Conformance:
                 self.broken(promised, f"a relative difference of {verdict['difference']:.2e}", REPAIRS[numerics])
 
     def test_saved_and_loaded(self, findings: Findings) -> None:
-        """A run that is interrupted and resumed ends with the same bits and the same plugin state as one without interruption."""
+        """An interrupted and resumed run ends with the same bits and the same plugin state as an uninterrupted one."""
         findings.run("interrupted")
         whole, again = findings.run("whole"), findings.run("resumed")
         self._goes_on(whole, again, f"was interrupted after step {STOPS_AT}", STOPS_AT)
 
     def test_killed(self, findings: Findings) -> None:
-        """A new process that resumes from the newest checkpoint of a killed one ends with the same bits as one that was not killed."""
+        """A new process that resumes a killed run ends with the same bits as an undisturbed run."""
         findings.run("ours")
         if findings.killed.code != -KILL:
             ended = findings.killed.result
@@ -211,7 +211,7 @@ class Conformance:
             self.broken(f"the same result from a run that {what} and resumed{where}", "; ".join(wrong), repair)
 
     def test_processes(self, findings: Findings, strategy: str) -> None:
-        """On two processes its numerics class holds as well, and both have the same weights. A strategy can save and resume there."""
+        """The numerics class also holds on two processes, and both have the same weights. A strategy can save and resume there."""
         ranks = findings.pair(strategy)
         where = f" on two processes with {strategy!r}"
         numerics = "changes-training" if findings.plugin.slot == "task" else findings.plugin.numerics
@@ -227,7 +227,7 @@ class Conformance:
                 self._goes_on(whole, again, f"was interrupted after step {STOPS_AT}", STOPS_AT, f",{where} (process {rank})")
 
     def test_off(self, findings: Findings) -> None:
-        """A run without it is the same whether it was there before or not, and what it set is put back."""
+        """A run without the plugin is the same before and after a run with it, and the plugin restores changed settings."""
         findings.run("ours")
         plain, off, changed = findings.plain.run("plain"), findings.run("off"), findings.run("changed")
         if changed:
@@ -238,7 +238,7 @@ class Conformance:
             self.broken("to leave nothing behind: a run without it after one with it is the same to the bit", found, REPAIRS["bitwise"])
 
     def test_cost(self, findings: Findings, request: pytest.FixtureRequest) -> None:
-        """Recorded, not judged: the median seconds of a step without and with it, of runs that take turns."""
+        """Record the median seconds of a step with and without the plugin, from alternating runs. It fails on no value."""
         findings.run("ours")
         runs = {"without": ("before", "off"), "with": ("ours", "whole")}
         if findings.plugin.slot == "task":
@@ -248,12 +248,12 @@ class Conformance:
             request.node.user_properties.append((f"seconds a step {name} it", median(seconds)))
 
     def broken(self, promised: str, found: str, repair: str) -> None:
-        """Fail with what was promised, what was found, and what to do."""
+        """Fail with the promise, the finding, and the remedy."""
         pytest.fail(f"plugin {self.plugin!r} promises {promised}. Found: {found}. {repair}.", pytrace=False)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the marker ``slow``, so that packages that run with ``--strict-markers`` need not."""
+    """Register the marker ``slow`` for packages that run with ``--strict-markers``."""
     config.addinivalue_line("markers", "slow: takes more than a few seconds")
 
 
@@ -267,13 +267,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def few(values: Sequence[Any]) -> str:
-    """The first of them, and how many more there are."""
+    """The first items, and the number of further ones."""
     shown = [f"{value:.6g}" if isinstance(value, float) else str(value) for value in values[:SHOWN]]
     return "; ".join([*shown, *([f"... ({len(values)} in all)"] if len(values) > SHOWN else [])])
 
 
 def unequal(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """Names of values that differ, or that only one side has."""
+    """Names of values that differ or that only one side has."""
     return [
         name
         for name in ours | theirs  # type: ignore[operator]
@@ -297,7 +297,7 @@ def packed(state: Any) -> dict[str, Any]:
 
 
 def distance(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> float:
-    """The norm of the difference of two gradients over the norm of the second; infinite where they are of other weights."""
+    """The norm of the difference of two gradients divided by the norm of the second; infinite if their weights differ."""
     if ours.keys() != theirs.keys():
         return math.inf
     difference = sum(float((ours[name] - gradient).double().square().sum()) for name, gradient in theirs.items())

@@ -34,7 +34,7 @@ from fastloop.testing.settings import changes, snapshot
 STOPS_AT, SAVES_EVERY, DIES_AT = 6, 3, 8
 """Steps, in two epochs of five: interrupt one run after a step; let another save every n steps, and kill it in a step."""
 PATIENCE = 10.0
-"""Seconds that a checkpoint gets to be there."""
+"""Seconds to wait for a checkpoint."""
 TRAIN: dict[str, Any] = {"epochs": 2, "batch_size": 8, "micro_batch_size": 4, "lr": 1e-2, "save_every": None, "seed": 1}
 SEEDS = (2, 3, 4)
 
@@ -47,10 +47,10 @@ class Trained:
         losses: The mean loss of each step over all processes.
         lrs: Learning rate of each step.
         metrics: Each evaluation's split and metrics.
-        gradients: Name -> the gradient of the first step, whole; empty where a strategy does not show them.
-        seconds: From the end of each step to that of the next.
+        gradients: Name -> the full gradient of the first step; empty if a strategy does not expose gradients.
+        seconds: Seconds between the ends of successive steps.
         weights: Name -> tensor after training, on the CPU; on the main process only.
-        replicas: A checksum of the weights that every process holds whole.
+        replicas: A checksum of the weights that every process holds in full.
         states: If the run resumed: the state that the plugin had saved, and the state that it saves after loading it.
         summary: As in ``summary.json``.
     """
@@ -68,7 +68,7 @@ class Trained:
 
 @dataclass(kw_only=True)
 class Failed:
-    """A training that did not come to its end.
+    """A training that failed.
 
     Attributes:
         error: Type and message.
@@ -82,7 +82,7 @@ class Failed:
 
 
 class RunRecorder(Plugin):
-    """Records a run. It comes after the other plugins; ``of`` is the one whose state is kept."""
+    """Records a run. It comes after the other plugins; ``of`` is the plugin whose state is recorded."""
 
     name = "watch"
 
@@ -127,7 +127,7 @@ class RunRecorder(Plugin):
 
 
 class DisableDropout(Plugin):
-    """Switches dropout off, as `fastloop bench` does to separate other numbers from other random numbers."""
+    """Turns dropout off, like `fastloop bench`, so that random numbers do not hide other differences."""
 
     name = "still"
 
@@ -137,7 +137,7 @@ class DisableDropout(Plugin):
 
 
 class InterruptAtStep(Plugin):
-    """Asks the run to end at a step, as Ctrl-C does."""
+    """Requests a stop at a step, as Ctrl-C does."""
 
     name = "stops"
 
@@ -148,7 +148,7 @@ class InterruptAtStep(Plugin):
 
 
 class KillAtStep(Plugin):
-    """Ends its own process within a step, as it would end at ``kill -9``."""
+    """Kills its own process within a step, as ``kill -9`` would."""
 
     name = "dies"
 
@@ -173,12 +173,12 @@ def _replicas(run: Run) -> str:
 
 
 def train(recipe: Mapping[str, Any] | Recipe, *objects: Plugin, resume: Path | None = None, of: str = "") -> Trained:
-    """Train a recipe in this process, given as its YAML would hold it, or on this rank of several.
+    """Train a recipe, given as a dict, in this process, which may be one of several ranks.
 
     Args:
         objects: Further plugins, given in Python.
         resume: A run folder to resume from.
-        of: The plugin whose state is wanted in the result.
+        of: The plugin whose state the result contains.
     """
     watch = RunRecorder(of)
     recipe = recipe if isinstance(recipe, Recipe) else make_recipe(recipe)
@@ -190,18 +190,18 @@ def train(recipe: Mapping[str, Any] | Recipe, *objects: Plugin, resume: Path | N
 
 @cache
 def _idle() -> dict[str, Literal[False]]:
-    """The observers that are on by default, as a recipe turns them off. Tasks and guards stay."""
+    """Entries of a recipe that turn off the default observers. Tasks and guards stay."""
     return {name: False for name in sorted(defaults()) if load(name).read_only}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """A plugin, and what it is tried on: see ``Conformance``.
+    """A plugin, and the setup of its tests: see ``Conformance``.
 
     Attributes:
-        plugin: Its name; empty: nothing, which is what plugins are compared with.
-        without: The task without the plugin: the same, or another one where the plugin is the task.
-        still: Whether with and without are compared with dropout switched off.
+        plugin: Its name; empty: the control run without a plugin.
+        without: The task without the plugin: the same one, or another one if the plugin is the task.
+        still: Whether the comparison runs without dropout.
     """
 
     plugin: str
@@ -226,7 +226,7 @@ class Study:
         return make_recipe(task | {"plugins": _idle() | plugins, "train": train, "output": output})
 
     def train(self, output: str, *objects: Plugin, resume: bool = False, still: bool = False, **settings: Any) -> Trained | Failed:
-        """One training, or what was wrong with it."""
+        """One training, or its error."""
         try:
             quiet = [DisableDropout()] if still and self.still else []
             recipe = self.recipe(output, **settings)
@@ -236,20 +236,20 @@ class Study:
 
 
 def without(study: Study) -> dict[str, Any]:
-    """The trainings of one process that has never seen the plugin."""
+    """The trainings of a process that has not imported the plugin."""
     found = {name: study.train(name, on=False, still=True) for name in ("plain", "plain again")}
-    seeds = SEEDS if study.still else ()  # an exact plugin must not differ by as much as another seed does
+    seeds = SEEDS if study.still else ()  # a bitwise or reassociated plugin must differ less than another seed
     return found | {f"seed {seed}": study.train(f"seed {seed}", on=False, still=True, seed=seed) for seed in seeds}
 
 
 def dies(study: Study) -> Trained | Failed:
-    """Train with the plugin until killed: a process that returns from this was not."""
+    """Train with the plugin until killed. If the function returns, the process was not killed."""
     return study.train("killed", KillAtStep(), save_every=SAVES_EVERY)
 
 
 def alone(study: Study) -> dict[str, Any]:
-    """The trainings of one process with the plugin, after that of ``dies``; ``changed``: settings that it did not put back."""
-    found: dict[str, Any] = {"before": study.train("before", on=study.task != study.without)}  # its imports are not the plugin's to undo
+    """The trainings of one process with the plugin, after that of ``dies``; ``changed``: settings that it did not restore."""
+    found: dict[str, Any] = {"before": study.train("before", on=study.task != study.without)}  # imports, which the plugin need not undo
     before = snapshot()
     found["ours"] = study.train("ours", still=True)
     found["changed"] = changes(before, snapshot())
@@ -264,7 +264,7 @@ def alone(study: Study) -> dict[str, Any]:
 
 
 def together(study: Study, strategy: str) -> Trained | Failed:
-    """The training of one of several processes under a strategy; without a plugin where the study has none."""
+    """The training of one of several processes under a strategy, without a plugin if the study has none."""
     return study.train(strategy, on=bool(study.plugin), strategy=strategy, still=True)
 
 

@@ -1,6 +1,6 @@
-"""Real processes for tests: a function is called in each, they form one group over gloo, and none outlives its time.
+"""Real processes for tests: they call a function, form one group over gloo, and end within a time limit.
 
-They are forked from a process that has imported all that a training imports, and nothing of the test, so that each starts in a blink.
+They are forked from a process that has imported the modules of a training, but no module of the test, so that they start fast.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ PRELOADED = [
     "torch._dynamo",
     "torch._inductor.config",
 ]
-"""Modules that every started process has imported, beside those of fastloop's own plugins. None may start a thread or open a device:
-neither survives a fork. Without an accelerator deepspeed opens none; Accelerate imports it where it is installed, for every model that it
+"""Modules that every started process has imported, beside the modules of fastloop's own plugins. None may start a thread or open a device:
+neither survives a fork. Without an accelerator deepspeed opens none; Accelerate imports it, if it is installed, for every model that it
 prepares or exports."""
 OPENS_DEVICE = ["deepspeed.accelerator"]
 """Modules that are preloaded only without an accelerator, because they would open it."""
 PATIENCE = 10.0
-"""Seconds that the others get when one has failed."""
+"""Seconds that the other processes get after one has failed."""
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Ended:
     """A process that has ended.
 
     Attributes:
-        code: Its exit code; -n when it was ended by signal n; None when its time ran out.
+        code: Its exit code; -n if signal n ended it; None after the time limit.
         result: The return value of its function.
         output: Its text on stdout and stderr.
     """
@@ -81,15 +81,15 @@ def _context() -> Any:
 
 
 def start(count: int, function: Callable[..., Any], *arguments: Any, folder: Path | None = None, limit: float = 600.0) -> list[Ended]:
-    """Call a function in ``count`` new processes at once, and wait for all. No process is left when this returns.
+    """Call a function in ``count`` new processes, and wait for all. No process is left when this returns.
 
-    With more than one they are ranks of one group: whatever fastloop runs in them, or Accelerate, finds the others over gloo. Each computes
-    on one thread. Warnings are treated as the caller treats them.
+    Several processes are the ranks of one group: fastloop and Accelerate connect them over gloo. Each computes
+    on one thread. The caller's warning filters apply.
 
     Args:
-        function: One of an importable module, as a test's own is. It, ``arguments`` and the result go through pickle.
+        function: A function of an importable module, such as the test's own. It, ``arguments`` and the result go through pickle.
         folder: The current folder of the processes, made if it is missing; None: the caller's.
-        limit: Seconds that they get; then each writes where it is, and is ended.
+        limit: Time limit in seconds; then each process writes its stack and is killed.
 
     Returns:
         How each ended, by rank.
@@ -123,21 +123,21 @@ def start(count: int, function: Callable[..., Any], *arguments: Any, folder: Pat
 
 
 def _wait(processes: Sequence[Any], deadline: float) -> bool:
-    """Wait until all have ended, or, when one has failed, until the others had time to. Returns whether that was in time."""
+    """Wait until all have ended, or, after a failure, until the others had time to end. Returns whether they ended in time."""
     while running := [process for process in processes if process.exitcode is None]:
         if any(process.exitcode for process in processes):
             deadline = min(deadline, time.monotonic() + PATIENCE)
         if not connection.wait([process.sentinel for process in running], max(0.0, deadline - time.monotonic())):
             for process in running:
                 if hasattr(signal, "SIGABRT"):
-                    os.kill(process.pid, signal.SIGABRT)  # faulthandler writes where it is
+                    os.kill(process.pid, signal.SIGABRT)  # faulthandler writes the stack
                     process.join(PATIENCE)
             return any(process.exitcode not in (None, 0, -signal.SIGABRT) for process in processes)
     return True
 
 
 def _end(process: Any) -> None:
-    """End a process and all that it has started."""
+    """End a process and its children."""
     if process.pid is None:
         return
     with suppress(ProcessLookupError, PermissionError):
@@ -165,14 +165,14 @@ def _work(
 ) -> None:
     """Run the function in a started process."""
     if hasattr(os, "setsid"):
-        os.setsid()  # what it starts can be ended with it
-        signal.alarm(int(limit + 2 * PATIENCE))  # should the one that waits for it be gone
+        os.setsid()  # a group, so that its children can be killed with it
+        signal.alarm(int(limit + 2 * PATIENCE))  # in case the waiting process has died
     log = os.open(report.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # what it says stands before why it failed
     faulthandler.enable()
-    multiprocessing.set_start_method(None, force=True)  # what this process starts, it starts in the platform's way
+    multiprocessing.set_start_method(None, force=True)  # this process starts its own children with the platform's default method
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
@@ -199,7 +199,7 @@ def _work(
 def processes() -> Callable[..., list[Ended]]:
     """Call a function in several real processes: ``first, second = processes(2, train, recipe)``, then ``first.result.losses``.
 
-    As ``start``, and where one fails the test does, with what all of them said.
+    Like ``start``, but if a process fails, the test fails with the output of all.
     """
 
     def run(count: int, function: Callable[..., Any], *arguments: Any, folder: Path | None = None, limit: float = 600.0) -> list[Ended]:
@@ -212,7 +212,7 @@ def processes() -> Callable[..., list[Ended]]:
 
 
 def failure(ended: Sequence[Ended]) -> str:
-    """How processes ended, and the last of what each said."""
+    """How processes ended, and the last output of each."""
     lines = []
     for rank, process in enumerate(ended):
         how = {0: "done", None: "out of time"}.get(process.code, f"exit code {process.code}")

@@ -19,7 +19,7 @@ from fastloop.testing.tasks import TEXTS, VECTORS, write_texts
 
 
 def strategies() -> list[str]:
-    """The installed plugins that let several processes train one model; or those that FASTLOOP_TEST_STRATEGIES names."""
+    """The installed plugins that let several processes train one model, or the plugins in FASTLOOP_TEST_STRATEGIES."""
     wanted = os.environ.get("FASTLOOP_TEST_STRATEGIES")
     return list(_strategies(tuple(installed() if wanted is None else wanted.split(","))))
 
@@ -31,13 +31,13 @@ def _strategies(names: tuple[str, ...]) -> list[str]:
         try:
             if load(name).slot == "strategy":
                 found.append(name)
-        except PluginError:  # a broken one, which has its own tests
+        except PluginError:  # a broken strategy, which has its own tests
             continue
     return found
 
 
 def strategies_for(plugin: str) -> list[str]:
-    """The strategies that a plugin is tried with; a strategy is always tried with itself."""
+    """The strategies to test a plugin with; a strategy is always tested with itself."""
     try:
         own = [plugin] if load(plugin).slot == "strategy" else []
     except PluginError:  # its tests report it
@@ -49,7 +49,7 @@ class Findings:
     """The results of the trainings of one study. Each training runs once, on first use.
 
     Args:
-        where: A folder for them.
+        where: A folder for the runs.
         plain: The findings without the plugin; None: these are they.
     """
 
@@ -79,7 +79,7 @@ class Findings:
     def _alone(self) -> Ended:
         if self._plain is None:
             return start(1, without, self.study, folder=self.where)[0]
-        assert self.killed is not None  # its run is gone on with
+        assert self.killed is not None  # its run is resumed
         return start(1, alone, self.study, folder=self.where)[0]
 
     def _together(self, strategy: str) -> list[Ended]:
@@ -92,7 +92,7 @@ class Findings:
         return start(2, resumed_together, self.study, folder=self.where)
 
     def resolved(self, strategy: str | None = None) -> None:
-        """Skip where the plugin cannot run on this machine, or not with a strategy; with the message that a user gets."""
+        """Skip the test if the plugin cannot run on this machine or with a strategy, with the message that a user gets."""
         if strategy not in self._reasons:
             self._reasons[strategy] = self._unresolved(strategy)
         if reason := self._reasons[strategy]:
@@ -109,7 +109,7 @@ class Findings:
             if strategy is None:
                 raise
             return f"declared: {error}"
-        assert resolution.manager is not None  # its hooks are the contract's
+        assert resolution.manager is not None  # all its hooks exist
         for plugin in resolution.plugins:
             for need in plugin.requirements:
                 if missing := need.missing(plugin, machine):
@@ -117,12 +117,12 @@ class Findings:
         return ""
 
     def run(self, name: str) -> Any:
-        """A training of one process that came to its end; fails with what went wrong."""
+        """A completed training of one process; fails with its error."""
         if self._plain is not None:
             self.resolved()
         if self._alone.code != 0:
             pytest.fail(f"{self}: its process ended before its trainings did.\n{failure([self._alone])}", pytrace=False)
-        name = name if name in self._alone.result else "ours"  # which failed, so that the others were not tried
+        name = name if name in self._alone.result else "ours"  # it failed, so the other trainings did not run
         found = self._alone.result[name]
         if isinstance(found, Failed) and found.refused and self.plugin.slot == "strategy":
             pytest.skip(f"refused in one process: {found.error}")

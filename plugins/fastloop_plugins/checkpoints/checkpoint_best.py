@@ -29,7 +29,7 @@ class CheckpointBest(Plugin):
 
     name = "checkpoint-best"
     numerics = "bitwise"
-    runs_after = ("ema",)  # inside its wrapper: the weights kept are those that were evaluated
+    runs_after = ("ema",)  # inside its wrapper, so that it keeps the evaluated weights
     description = "keeps the best weights, and ends with them"
 
     @dataclass(kw_only=True)
@@ -87,7 +87,7 @@ class CheckpointBest(Plugin):
 
     @hookimpl
     def save_state(self, run: Run) -> dict[str, Any]:
-        stay: list[int] = []  # the checkpoints that are there once this one is
+        stay: list[int] = []  # all checkpoints after this save
         if run.is_main:
             now = run.state.step
             self.saved[now] = list(dict.fromkeys([*self.saved.get(now, ()), *(step for step, _ in self.kept)]))
@@ -137,7 +137,7 @@ class CheckpointBest(Plugin):
         return {"step": self.kept[0][0], "value": self.kept[0][1], "path": self.path(self.kept[0][0])} if self.kept else None
 
     def tidy(self, run: Run) -> None:
-        """Remove what is no longer among the best; only after the new one is whole."""
+        """Remove checkpoints that are no longer among the best, after the new one is complete."""
         if not run.is_main:
             return
         there = self.there(run)

@@ -79,7 +79,7 @@ def discard_step(run: Run, bad: Tensor, buffers: list[tuple[Tensor, Tensor]], by
         optimizer: Any = run.optimizer
         optimizer.found_inf = bad.float()  # a fused optimizer reads it
     elif run.accelerator.scaler is None and bad:
-        run.optimizer.zero_grad()  # weights without gradients are left alone
+        run.optimizer.zero_grad()  # weights without gradients do not change
 
 
 def write(run: Run, number: int, place: list[int], **found: Any) -> None:

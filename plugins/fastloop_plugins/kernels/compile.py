@@ -4,7 +4,7 @@
       - compile: {mode: default}
 
 Lengths are padded to ``data.pad_to_multiple_of``, by default 64, so that the compiler meets few shapes. Compiled code is cached between
-runs. A model that cannot be compiled runs eagerly, and one warning says why. Weights keep the names that they have uncompiled. The
+runs. A model that cannot be compiled runs eagerly, and one warning gives the reason. Weights keep the names that they have uncompiled. The
 summary's ``compile`` counts graphs, graph breaks and recompilations; ``compile_seconds`` is what training steps spent compiling.
 
 ``mode: reduce-overhead`` and ``max-autotune`` record CUDA graphs, one a shape: a step is then launched at once instead of kernel by kernel.

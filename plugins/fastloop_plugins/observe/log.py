@@ -74,7 +74,7 @@ class Log(Plugin):
         path = run.folder / "metrics.jsonl"
         path.touch()
         self.metrics = path.open("r+b")
-        self.metrics.truncate(min(self.offset, path.stat().st_size))  # what a killed run wrote after its last checkpoint happens again
+        self.metrics.truncate(min(self.offset, path.stat().st_size))  # a resumed run repeats the steps after its last checkpoint
         self.offset = self.metrics.seek(0, os.SEEK_END)
         self.handler = _LogFile(run.folder / "log.txt")
         self.handler.setFormatter(secrets.Formatter("%(asctime)s %(levelname)s %(message)s"))
@@ -129,7 +129,7 @@ class Log(Plugin):
         finite = {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in values.items()}
         try:
             self.metrics.write((json.dumps({"step": run.state.step, "epoch": epoch} | finite) + "\n").encode())
-            self.metrics.flush()  # what a full disk does not take is tried again with the next line
+            self.metrics.flush()  # lines that a full disk rejects are written with the next line
             self.offset = self.metrics.tell()
         except OSError as error:
             if not self.lost:

@@ -38,7 +38,7 @@ LEFT = 60.0
 PEAK_SIZE = 1024
 """Rows of the matrices that measure the peak: 0.1 s on two CPU cores, within about 10% of the peak of larger ones."""
 SAVING = 10.0
-"""Seconds of saves from which their share of the time counts: one slow save says little."""
+"""Minimum total seconds of saves before their share of the time counts: one slow save shows little."""
 
 
 class SpeedCheck(Plugin):

@@ -37,6 +37,10 @@ def test_recommended_sentences_pass(tmp_path):
         ("Every process must come by.", "'come by'"),
         ("What a plugin does is in its page.", "a sentence begins with 'What a plugin'"),
         ("**Why.** Of the two, one is kept.", "a sentence begins with 'Of the two,'"),
+        ("That every arm trained is checked.", "a sentence begins with 'That every arm'"),
+        ("A step of it takes a second.", "a sentence begins with 'A step of'"),
+        ("The scripts, which say how they work, are here.", "'which say'"),
+        ("The files are left alone.", "'are left alone'"),
         ("It " + "is very " * 20 + "long.", "a sentence of 42 words"),
     ],
 )

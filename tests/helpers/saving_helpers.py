@@ -127,7 +127,7 @@ def ranks(count: int) -> list[dict[str, str]]:
 
 
 class Forked:
-    """``fastloop train recipe.yaml ARGUMENTS`` in a process of its own; what it says goes to ``said.txt``.
+    """``fastloop train recipe.yaml ARGUMENTS`` in a separate process; its output goes to ``said.txt``.
 
     Args:
         environment: Variables that are added.

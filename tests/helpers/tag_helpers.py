@@ -1,4 +1,4 @@
-"""Shared by the tests of ``token-classification``: sentences, files of them, small runs, and the tags by a forward pass of one's own."""
+"""Helpers for the tests of ``token-classification``: sentences, files with them, small runs, and tags from a separate forward pass."""
 
 from __future__ import annotations
 

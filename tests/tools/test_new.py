@@ -1,4 +1,4 @@
-"""``fastloop new plugin``: what it writes, and what it refuses. That the package works is in tests/packages/."""
+"""``fastloop new plugin``: the files that it writes, and its errors. tests/packages/ tests the package itself."""
 
 from __future__ import annotations
 

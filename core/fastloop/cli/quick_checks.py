@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fastloop.run import Run
 
 OVERFIT_STEPS = 500
-"""Optimizer steps of ``--overfit`` without ``train.max_steps``: enough for most models to learn a few batches by heart."""
+"""Optimizer steps of ``--overfit`` without ``train.max_steps``: enough for most models to memorize a few batches."""
 NEAR_ZERO = 0.05
 """A loss is near zero below this share of the loss of the first pass. Dropout keeps the loss of most models above zero."""
 

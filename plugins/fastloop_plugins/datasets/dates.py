@@ -4,7 +4,7 @@
     target   2024-03-05
 
 A model must find the day, the month and the year, whose order depends on the form, and write the day and the month with two digits. No
-date occurs in two splits, so a model cannot learn targets by heart.
+date occurs in two splits, so a model cannot memorize targets.
 
 Only the standard library is needed, and one seed gives the same rows in every process.
 """

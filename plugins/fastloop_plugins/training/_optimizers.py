@@ -14,7 +14,8 @@ from fastloop.errors import PluginError, did_you_mean
 class Optimizers(Optimizer):
     """A dict of optimizers as one: ``run.optimizer["generator"]`` is one of them.
 
-    Loss scaling sees one optimizer: an overflow in any gradient skips all that step together. A scheduler of it schedules all groups.
+    Loss scaling sees one optimizer: an overflow in any gradient skips all that step together. One scheduler of this optimizer schedules all
+    groups.
 
     Args:
         members: Name -> optimizer, in the order in which they step. Adds the key ``optimizer``, the name, to their groups.

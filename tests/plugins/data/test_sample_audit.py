@@ -31,7 +31,7 @@ class Stream(IterableDataset):
 
 
 class Says(Stream):
-    """The same, with what it says of its length."""
+    """The same stream, with a length."""
 
     def __init__(self, size: int) -> None:
         self.size = size

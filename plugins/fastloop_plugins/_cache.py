@@ -141,5 +141,5 @@ def written(entry: Path) -> Iterator[Path]:
         made.rename(entry)
     except BaseException as error:
         shutil.rmtree(made, ignore_errors=True)
-        if not (isinstance(error, OSError) and entry.is_dir()):  # else another process wrote the same meanwhile
+        if not (isinstance(error, OSError) and entry.is_dir()):  # else another process has just written the same
             raise

@@ -18,7 +18,7 @@ GC_THRESHOLD = 50_000
 
 @contextmanager
 def reduced_gc() -> Iterator[None]:
-    """Collect garbage less often while torch is imported and a run is built, which saves an eighth of the startup time.
+    """Collect garbage less often while torch is imported and a run is built. This saves an eighth of the startup time.
 
     Then freeze the objects: later collections ignore them, and workers do not copy their pages."""
     original = gc.get_threshold()

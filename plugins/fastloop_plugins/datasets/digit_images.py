@@ -57,7 +57,7 @@ def digit_images(train: int = 1297, validation: int = 200, test: int = 300, size
                 Image.fromarray(gray).resize((size, size), Image.Resampling.BICUBIC).save(file)
         made.rename(target)
     except OSError:
-        if not target.is_dir():  # otherwise another process wrote the same meanwhile
+        if not target.is_dir():  # otherwise another process has just written the same
             raise
     finally:
         shutil.rmtree(made, ignore_errors=True)

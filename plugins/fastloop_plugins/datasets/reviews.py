@@ -16,7 +16,7 @@ swapped. A classifier that only counts words gives both twins the same answer, s
 half of those reviews; a correct classifier must read the word order. With the default sizes, logistic
 regression on word counts scores 100% on the plain kind, 50% on each of the others and 62.5% overall.
 
-The label is known by construction: in every template the opinion in the ``win`` slot decides, and
+The template determines the label: the opinion in the ``win`` slot decides, and
 the one in the ``lose`` slot is denied, conceded or played down.
 
 Only the standard library is needed, and one seed gives the same rows in every process.

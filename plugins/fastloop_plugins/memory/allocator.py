@@ -42,8 +42,8 @@ SETTINGS = {
     "jemalloc": {"MALLOC_CONF": "dirty_decay_ms:-1,muzzy_decay_ms:-1"},
 }
 TUNABLES = {"mmap_max": 0, "trim_threshold": 2**40, "top_pad": 2**26, "arena_max": 1, "tcache_count": 0, "mxfast": 0}
-"""Tunables of glibc.malloc. Without the last two, remainders of aligned blocks prevent the merging of their neighbours, and a freed block
-is too small for the next one of its size (glibc bug 14581, until 2.38)."""
+"""Tunables of glibc.malloc. Without the last two, remainders of aligned blocks prevent the merging of their neighbours. A freed block is
+then too small for the next block of its size (glibc bug 14581, until 2.38)."""
 CUDA_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Environment variables of CUDA's allocator. Torch 2.10 to 2.13 reads the first one that is set (CUDAAllocatorConfig.h)."""
 SEGMENTS = "expandable_segments"

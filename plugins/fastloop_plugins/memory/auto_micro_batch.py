@@ -3,10 +3,9 @@
     plugins:
       - auto-micro-batch
 
-A step keeps its samples and gets more micro-steps, so results differ only by the order of sums. If an evaluation does not fit, its own
-batches are halved; those of training stay. The summary and ``micro_batch.json`` in the run folder hold the sizes found. A run of the same
-recipe in that folder, resumed or new, starts with them. ``out_of_memory/`` holds the contents of the memory (CUDA: for
-pytorch.org/memory_viz).
+A step keeps its samples and gets more micro-steps, so results differ only by the order of sums. If an evaluation does not fit, only its own
+batches are halved. The summary and ``micro_batch.json`` in the run folder hold the sizes. A run of the same recipe in that folder, resumed
+or new, starts with them. ``out_of_memory/`` holds the contents of the memory (CUDA: for pytorch.org/memory_viz).
 
 A single process continues immediately. Several processes cannot agree on a size while some of them wait for the gradients of the failed
 one: the run ends, and all of them use the smaller batch when it is started again (``--resume``; torchrun's ``--max-restarts`` does so

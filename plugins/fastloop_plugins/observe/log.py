@@ -1,4 +1,4 @@
-"""Writes what happens to the run folder: ``metrics.jsonl`` (one object a log point) and ``log.txt``. On by default.
+"""Writes the log of a run to the run folder: ``metrics.jsonl`` (one object a log point) and ``log.txt``. On by default.
 
     plugins:
       - log

@@ -42,7 +42,7 @@ SAVING = 10.0
 
 
 class SpeedCheck(Plugin):
-    """Estimates what plugins that are not listed would save."""
+    """Estimates the time that unlisted plugins would save."""
 
     name = "speed-check"
     read_only = True

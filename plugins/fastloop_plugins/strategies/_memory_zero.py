@@ -1,7 +1,7 @@
 """Memory and traffic of ``deepspeed``. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020.
 
-Beside the paper's parts, DeepSpeed 0.19 keeps a flat fp32 copy of a process's share of the weights, also for fp32 weights (here part of
-``optimizer``), the full gradient of each weight of which a process steps a part, and a bucket of gradients.
+Beside the paper's parts, DeepSpeed 0.19 keeps three others: a flat fp32 copy of a process's share of the weights, also for fp32 weights
+(here part of ``optimizer``), the full gradient of each weight of which a process steps a part, and a bucket of gradients.
 """
 
 from __future__ import annotations

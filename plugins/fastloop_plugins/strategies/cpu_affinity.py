@@ -39,7 +39,7 @@ WINDOW = 0.2
 BUSY = 0.5
 """Cores that other programs use from which waiting threads should sleep."""
 LONG_STEP = 0.1
-"""Seconds of a step from which sleeping threads pay on a busy machine. Steps of 25 ms took twice as long with them."""
+"""Seconds of a step from which sleeping threads are faster on a busy machine. Steps of 25 ms took twice as long with them."""
 
 
 class CpuAffinity(Plugin):

@@ -5,7 +5,7 @@
 
 The model must have a plan: the layers to divide by columns and by rows (``tp_plan``). Llama, Qwen, Mistral and other language models of
 transformers have one. Layers without a rule, tied weights, and a vocabulary that the processes cannot divide evenly stay whole on each
-process. The processes exchange activations in each layer, so they need a fast connection, such as that of the devices of one machine.
+process. The processes exchange activations in each layer, so they need a fast connection, such as the one between devices of one machine.
 Experts and fused layers are refused. The plugin is not tested with ``compile``, and not on a GPU.
 
 All processes together form one copy of the model, and ``train.batch_size`` is not divided. Processes draw the same random numbers, so

@@ -26,7 +26,7 @@ def import_torchmetrics() -> None:
     if {"torchmetrics", "scipy.signal"} & sys.modules.keys():
         return
     sys.modules["scipy.signal"] = stand_in = ModuleType("scipy.signal")
-    stand_in.__dict__["hamming"] = None  # torchmetrics leaves the module as it is
+    stand_in.__dict__["hamming"] = None  # torchmetrics does not change the module
     try:
         import torchmetrics  # noqa: F401
     finally:

@@ -81,7 +81,7 @@ class StreamedData:
 
 
 def check_streaming(data: TextData, given: dict[str, Any]) -> None:
-    """Refuse what cannot hold for a stream.
+    """Check the options that a stream does not support.
 
     Args:
         given: The recipe's ``data`` section.

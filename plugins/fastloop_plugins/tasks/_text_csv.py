@@ -81,7 +81,7 @@ def rows_of_lines(path: Path, head: str, lines: Iterator[str], columns: Mapping[
 
 
 class _File:
-    """One file, and what its first lines show about it."""
+    """One file, and the format that its first lines show."""
 
     def __init__(self, path: Path, how: Read, sample: str, text: Mapping[str, str], labels: Sequence[str]) -> None:
         self.path, self.how, self.sample, self.notes = path, how, sample, list[str]()

@@ -1,4 +1,4 @@
-"""Trains your own ``nn.Module``: model, datasets, loss and metrics come from a Python file next to the recipe, or from a package.
+"""Trains your own ``nn.Module``. Model, datasets, loss and metrics come from a Python file next to the recipe, or from a package.
 
     model: {module: "digits_module.py:Digits", arguments: {hidden: 64}}
     data:  {module: "digits_module.py:digits"}

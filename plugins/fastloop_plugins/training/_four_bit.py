@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("fastloop")
 
 BLOCK = 64
-"""Weights that share a scale. On a CPU, bitsandbytes 0.50 dequantizes other values if a block spans two rows, so layers whose number of
-inputs is not a multiple of it keep their weights."""
+"""Weights that share a scale. On a CPU, bitsandbytes 0.50 dequantizes other values if a block spans two rows. A layer therefore keeps its
+weights if its number of inputs is not a multiple of the block size."""
 COMPUTE = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Accelerate's mixed precision -> the dtype of the dequantized weights in forward and backward."""
 
@@ -53,7 +53,7 @@ class FourBitLinear(Linear4bit):  # type: ignore[misc] # mypy skips bitsandbytes
         self.train(layer.training)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The output has ``dtype`` under autocast, else that of ``x``. bitsandbytes' own forward would round the bias for good."""
+        """The output has ``dtype`` under autocast, else that of ``x``. bitsandbytes' own forward would round the bias permanently."""
         bias = None if self.bias is None else self.bias.to(self.compute_dtype)
         result: Tensor = bitsandbytes.matmul_4bit(x.to(self.compute_dtype), self.weight, self.weight.quant_state, bias=bias)
         return result if torch.is_autocast_enabled(x.device.type) else result.to(x.dtype)

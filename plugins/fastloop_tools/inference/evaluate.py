@@ -44,8 +44,8 @@ def evaluate(
 ) -> None:
     """Evaluate a trained model on a split or a file.
 
-    Shows the loss, the task's metrics, and the metrics of each class. They are those that the training run computes for the same split and
-    number of processes. The results are also written to RUN/evaluation, where `fastloop report RUN` finds them.
+    Shows the loss, the task's metrics, and the metrics of each class. They equal the metrics that the training run computes for the same
+    split and number of processes. The results are also written to RUN/evaluation, where `fastloop report RUN` finds them.
     """
     from fastloop_tools.inference.target import build_run, load, read_file_instead
 

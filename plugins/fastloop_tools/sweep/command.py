@@ -40,8 +40,9 @@ def sweep(
     """Train and compare a grid of values, seeds and folds.
 
     Runs start one after another, each in a folder of the output folder. There, sweep.json has the results: the mean and the deviation of
-    each point over the seeds and folds, and its differences to the best point for the same ones, with a 95% interval. A run that fails is
-    recorded, and the sweep continues. Exit codes: 0 done; 1 a run failed; 2 usage error; 75 or 130 stopped, continue with --resume.
+    each point over the seeds and folds. It also has the differences to the best point for the same seeds and folds, with a 95% interval. A
+    run that fails is recorded, and the sweep continues. Exit codes: 0 done; 1 a run failed; 2 usage error; 75 or 130 stopped, continue with
+    --resume.
     """
     from fastloop.cli.messages import show_messages
     from fastloop.errors import UsageError

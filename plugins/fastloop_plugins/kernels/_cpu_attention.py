@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from fastloop_plugins.kernels._native import KernelUnavailable, load, processor_flags
 
@@ -94,6 +95,7 @@ class RowAttention(torch.autograd.Function):
         return output
 
     @staticmethod
+    @once_differentiable  # autograd does not see the kernel: a second derivative would lack terms
     def backward(ctx: Any, output_grad: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of query, key and value, with the same masks."""
         query, key, value, output, log_sums = ctx.saved_tensors

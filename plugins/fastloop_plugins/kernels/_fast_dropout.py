@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from fastloop_plugins._models import transformers_model
 
@@ -54,18 +55,18 @@ def masked(tensor: Tensor, mask: Tensor) -> Tensor:
 
 
 class Dropout(torch.autograd.Function):
-    """Autograd function with the semantics of ``torch.nn.functional.dropout``."""
+    """``tensor & mask`` times ``scale``. Backward applies the same function, so it can be differentiated, too."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, p: float) -> Tensor:
-        """Keep elements with probability ``1 - p`` and scale them by ``1 / (1 - p)``."""
-        ctx.mask, ctx.scale = keep_mask(tensor.shape, p, tensor.element_size()), 1 / (1 - p)
-        return masked(tensor, ctx.mask).mul_(ctx.scale)
+    def forward(ctx: Any, tensor: Tensor, mask: Tensor, scale: float) -> Tensor:
+        """Keep the elements whose bits are set in the mask, and scale them."""
+        ctx.mask, ctx.scale = mask, scale
+        return masked(tensor, mask).mul_(scale)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         """Apply the same mask and scale to the gradient."""
-        return masked(gradient, ctx.mask).mul_(ctx.scale), None
+        return Dropout.apply(gradient, ctx.mask, ctx.scale), None, None  # type: ignore[no-untyped-call]
 
 
 class Attention(torch.autograd.Function):
@@ -102,6 +103,7 @@ class Attention(torch.autograd.Function):
         return output.mul_(1 / (1 - p)) if p else output
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
         """Gradients of query, key and value."""
         query, key, value, probabilities = ctx.saved_tensors
@@ -139,7 +141,8 @@ def pieces(probabilities: Tensor) -> Iterator[tuple[slice, slice]]:
 @torch.compiler.disable  # type: ignore[untyped-decorator] # a compiler would take two masks of one shape for the same
 def dropout(tensor: Tensor, p: float) -> Tensor:
     """Dropout of a tensor of any float dtype, 0 < p < 1."""
-    result: Tensor = Dropout.apply(tensor, p)  # type: ignore[no-untyped-call]
+    mask = keep_mask(tensor.shape, p, tensor.element_size())
+    result: Tensor = Dropout.apply(tensor, mask, 1 / (1 - p))  # type: ignore[no-untyped-call]
     return result
 
 
@@ -158,13 +161,14 @@ def attention(
     """Attention in the form of transformers' attention functions: from (B, H, T, D) to (B, T, H, D).
 
     Calls transformers' ``sdpa`` without gradients, with a causal mask (which would mask half of the scores), for sequences too long to keep
-    their probabilities, and for dropout without ``drops``.
+    their probabilities, for dropout without ``drops``, and for a trained bias: ``position_bias`` (T5), or a mask with gradients (BEiT).
     """
     from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
     causal = attention_mask is None and query.shape[2] > 1 and bool(kwargs.get("is_causal") or getattr(module, "is_causal", False))
     torchs = not drops if dropout else causal or query.shape[2] * key.shape[2] > LONGEST**2
-    if torchs or not torch.is_grad_enabled():
+    biased = kwargs.get("position_bias") is not None or (attention_mask is not None and attention_mask.requires_grad)
+    if torchs or biased or not torch.is_grad_enabled():
         plain: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )

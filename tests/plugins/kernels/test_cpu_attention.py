@@ -119,6 +119,15 @@ def test_dropout_has_the_rate_and_its_elements_are_independent():
 
 
 @needs_kernel
+def test_a_second_derivative_raises():
+    query, key, value = (torch.randn(20, 2, 32, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    loss = RowAttention.apply(query, key, value, (ends_of([20]), ends_of([20])), 0.2, 0.0, False).square().sum()
+    (gradient,) = torch.autograd.grad(loss, query, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        (loss + gradient.square().sum()).backward()
+
+
+@needs_kernel
 def test_numbers_that_are_not_finite_are_not_hidden():
     tensors = [torch.randn(40, 2, 32).bfloat16() for _ in range(3)]
     tensors[1][3, 0, 5] = math.nan

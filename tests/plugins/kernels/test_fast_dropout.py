@@ -12,7 +12,7 @@ from text_helpers import make_run
 from torch import nn
 
 from fastloop.lifecycle import execute
-from fastloop_plugins.kernels._fast_dropout import Attention, dropout, keep_mask
+from fastloop_plugins.kernels._fast_dropout import Attention, dropout, keep_mask, use
 from fastloop_plugins.kernels.fast_dropout import FastDropout
 from fastloop_plugins.memory.activation_checkpointing import ActivationCheckpointing
 
@@ -77,6 +77,26 @@ def test_the_gradient_goes_where_the_mask_lets_it(dtype):
     assert torch.equal(tensor.grad, (weight * (result != 0) * (1 / 0.75)).t())
 
 
+def test_second_derivatives_have_the_mask():
+    """A penalty on gradients differentiates them."""
+    tensor = torch.randn(6, 5, dtype=torch.float64, requires_grad=True)
+
+    def dropped(values: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(4)
+        return dropout(values.tanh(), 0.4)
+
+    assert torch.autograd.gradcheck(dropped, tensor)
+    assert torch.autograd.gradgradcheck(dropped, tensor)
+
+
+def test_a_second_derivative_of_attention_raises():
+    query, key, value = (torch.randn(1, 2, 5, 4, requires_grad=True) for _ in range(3))
+    loss = Attention.apply(query, key, value, None, 0.5, 0.2).square().sum()
+    (gradient,) = torch.autograd.grad(loss, query, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        (loss + gradient.square().sum()).backward()
+
+
 @pytest.mark.parametrize("heads", [None, 1])
 def test_attention_is_its_own_formula(heads):
     torch.manual_seed(0)
@@ -94,6 +114,37 @@ def test_attention_is_its_own_formula(heads):
     theirs = torch.autograd.grad((expected * weight).sum(), (query, key, value))
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("kind", ["t5", "beit"])
+@pytest.mark.parametrize("drops", [True, False])
+def test_a_trained_bias_of_attention_is_added_and_gets_gradients(kind, drops):
+    """T5 passes its relative positions as ``position_bias``, BEiT as a mask."""
+    import transformers
+
+    torch.manual_seed(0)
+    if kind == "t5":
+        sizes = {"vocab_size": 20, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "dropout_rate": 0.0}
+        model: Any = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0))
+        inputs = {"input_ids": torch.arange(2, 12)[None], "labels": torch.arange(4, 10)[None]}
+    else:
+        sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "image_size": 8}
+        config = transformers.BeitConfig(**sizes, patch_size=4, use_relative_position_bias=True, drop_path_rate=0.0)
+        model, inputs = transformers.BeitForImageClassification(config), {"pixel_values": torch.randn(1, 3, 8, 8)}
+    name = "relative_attention_bias" if kind == "t5" else "relative_position_bias_table"
+    biases = [parameter for key, parameter in model.named_parameters() if name in key]
+    with torch.no_grad():
+        for bias in biases:
+            bias.normal_()
+    results = []
+    for replaced in (False, True):
+        if replaced:
+            assert use(model, "fast_dropout_of_test", drops=drops)
+        logits = model.train()(**inputs).logits
+        results.append([logits, *torch.autograd.grad(logits.logsumexp(-1).sum(), biases)])
+    assert all(grad.abs().max() > 0 for grad in results[0][1:])
+    for plain, ours in zip(*results, strict=True):
+        torch.testing.assert_close(ours, plain)
 
 
 def test_a_model_trains_resumes_to_the_bit_and_evaluates_as_without(tiny_run, tmp_path):

@@ -26,7 +26,7 @@ from fastloop import log_points
 from fastloop.checkpoint import resume
 from fastloop.errors import PluginError
 from fastloop.evaluation_results import EvaluationResults, evaluating
-from fastloop.runtime.random_states import preserve_random_states, random_states, restore_random_states
+from fastloop.runtime.random_states import preserve_random_states
 from fastloop.runtime.regions import region
 from fastloop.state import Batch
 
@@ -140,17 +140,15 @@ def _step_error(run: Run, loss: Any) -> PluginError:
 
 
 def evaluate(run: Run, split: str) -> None:
-    """Evaluate a split through the ``evaluate`` hook. If a signal interrupts it, it stays due, and the random states are restored."""
-    with run.clock("evaluate"), region("evaluate"):
+    """Evaluate a split through the ``evaluate`` hook. If a signal interrupts it, it stays due. The random states are restored."""
+    with run.clock("evaluate"), region("evaluate"), preserve_random_states():  # evaluation data may be random
         if split == "validation":
             run.state.evaluate_requested = False
-        states = random_states()
         run.hooks.before_evaluate(run=run, split=split)
         try:
             with run.scalars.paused():
                 metrics = retry_after_recovery(run, lambda: run.hooks.evaluate(run=run, split=split), split)
         except EvaluationInterrupted:
-            restore_random_states(states)
             run.state.request_evaluate()
             return
         run.state.metrics[split] = metrics

@@ -6,7 +6,9 @@ import bz2
 import csv
 import io
 import json
+import os
 import shutil
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -363,7 +365,20 @@ def test_what_is_refused(trained, language_model, cli):
         assert "there is no column 'text', which data.text names. Its columns: words" in refused(run, name)
     Path("empty.csv").write_text("text\n")
     assert "the predict split is empty" in refused(run, "empty.csv")
+    Path("texts.csv").write_text("text\na good film\n")
+    assert "--out texts.csv: this is the file to predict" in refused(run, "texts.csv", "--out", "texts.csv")
+    assert Path("texts.csv").read_text() == "text\na good film\n"
     assert "continues texts, and a split has blocks" in refused(language_model, "--split", "test")
     assert "max_new_tokens: found 99, expected fewer than the model's 32" in refused(
         language_model, "a", "plugins.causal-lm.max_new_tokens=99"
     )
+
+
+@pytest.mark.slow
+def test_a_reader_that_closes_stdout_ends_the_command_quietly(trained):
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "fastloop", "predict", str(trained / "run"), "a good film"]
+    with os.fdopen(writer, "w") as stdout:
+        done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stderr) == (1, "")

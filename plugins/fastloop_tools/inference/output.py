@@ -10,6 +10,7 @@ import csv
 import io
 import json
 import logging
+import os
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
@@ -62,10 +63,18 @@ class Output:
         return bool(self.parts) and self.parts[-1].suffix == ".last"
 
     def add(self, columns: Columns, last: bool) -> None:
-        """Write the predictions of the next chunk."""
+        """Write the predictions of the next chunk.
+
+        Raises:
+            SystemExit: The program that reads stdout has closed it, as ``head`` does.
+        """
         if self.path is None:
-            sys.stdout.writelines(json_lines(columns))
-            sys.stdout.flush()
+            try:
+                sys.stdout.writelines(json_lines(columns))
+                sys.stdout.flush()
+            except BrokenPipeError:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes the rest when it exits
+                raise SystemExit(1) from None
             return
         part = self.folder / (f"{len(self.parts):08}" + ".last" * last)
         unfinished = self.folder / "unfinished"

@@ -62,6 +62,8 @@ def predict(
         raise UsageError("found nothing to predict. Expected a FILE, - for stdin, a TEXT, or --split NAME.")
     name = None if split is not None else given.pop(0)
     source = None if name is None else read_source(name)
+    if out is not None and isinstance(source, Path) and out.exists() and out.samefile(source):
+        raise UsageError(f"--out {out}: this is the file to predict, which the predictions would replace. Give another file.")
     recipe = load(target, given, Inference(Path(), split or "predict", source, chunk=chunk), names(with_), names(without))
     output = Output(out, None if name == "-" else describe(recipe, target, name))
     if out is None:

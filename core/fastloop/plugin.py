@@ -207,6 +207,9 @@ class Plugin:
     """Whether the plugin only observes: a run without it computes the same numbers. It must not wrap hooks, implement hooks that change a
     run, or call collective operations (``run.processes.barrier``, ``run.full_state_dict``), so that a failure on one process does not
     block the others. Users can set ``on_error: disable`` to disable it when it fails."""
+    publishes: ClassVar[bool] = False
+    """Whether the plugin sends results out of the run folder, such as to a server. Commands that discard the run folder, such as `bench`,
+    leave it out."""
     fallback_hooks: tuple[str, ...] = ()
     """*First* hooks that it implements only for runs in which no other plugin does. ``__init__`` may set it from options."""
     hookspecs: Any = None  # no ClassVar: mypy does not let a module override one
@@ -220,8 +223,7 @@ class Plugin:
         """No options."""
 
     def __init__(self, **options: Any) -> None:
-        where: str = _place.get() or self.name
-        self.where: str = where
+        where = self.where = _place.get() or self.name
         if "on_error" in options and self.read_only:
             self.on_error = parse(Observer, {"on_error": options.pop("on_error")}, where).on_error
         check_options(type(self).Config, f"{where}: its Config")

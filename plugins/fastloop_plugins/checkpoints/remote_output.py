@@ -45,6 +45,7 @@ class RemoteOutput(Plugin):
     name = "remote-output"
     numerics = "bitwise"
     requirements = (When(lambda config: config.url.startswith(("s3://", "s3a://")), Package("s3fs", extra="s3")),)
+    publishes = True
     description = "uploads the run folder"
 
     @dataclass(kw_only=True)

@@ -48,6 +48,7 @@ class Trackers(Plugin):
 
     name = "trackers"
     read_only = True
+    publishes = True
     description = "logs to experiment trackers, such as MLflow and W&B"
 
     @dataclass(kw_only=True)

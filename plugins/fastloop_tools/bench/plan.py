@@ -201,10 +201,13 @@ def check(recipe: Recipe) -> PluginSet:
 
 
 def _tested(recipe: Recipe) -> Iterator[str]:
-    """The plugins that the recipe lists, without its task and the defaults."""
+    """The plugins that the recipe lists, without its task, the defaults and those that publish results."""
     ours = defaults()
     for name, options in recipe.plugins.items():
-        if options is not False and name not in ours and load_listed(recipe, name).slot != "task":
+        if options is False or name in ours:
+            continue
+        plugin = load_listed(recipe, name)
+        if plugin.slot != "task" and not plugin.publishes:
             yield name
 
 

@@ -136,13 +136,13 @@ def best_of(run: Path) -> Path | None:
 
 
 def training_recipe(recipe: Recipe, adapter: bool, scratch: Path) -> Recipe:
-    """The recipe that builds the model of training on one process, without plugins that only observe."""
+    """The recipe that builds the model of training on one process, without plugins that only observe or publish."""
     from fastloop.registry import load_listed
 
     plugins = dict(recipe.plugins)
     for name, options in recipe.plugins.items():
         cls = load_listed(recipe, name) if options is not False else None
-        if cls is not None and (cls.slot == "strategy" or cls.read_only):
+        if cls is not None and (cls.slot == "strategy" or cls.read_only or cls.publishes):
             plugins[name] = False
     if (options := plugins.get("lora", False)) is not False:
         plugins["lora"] = {**options, "merge": not adapter}

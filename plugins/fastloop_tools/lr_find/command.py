@@ -87,12 +87,13 @@ def range_test(recipe: Recipe, finder: LRFinder) -> Run:
     from fastloop.plugin import defaults
     from fastloop.recipe import make_recipe
     from fastloop.registry import load_listed, resolve
+    from fastloop_tools.measure.recipes import without_publishers
 
     listed = [name for name, options in recipe.plugins.items() if options is not False and load_listed(recipe, name).read_only]
     observers = [*listed, *(name for name, point in defaults().items() if point.load().read_only)]
     tree = recipe.to_dict()
     tree["train"] |= {"max_steps": finder.steps, "epochs": 10**6, "evaluate_every": None, "save_every": None}
-    tree["plugins"] = recipe.listed(recipe.plugins | dict.fromkeys((*observers, *LEFT_OUT), False))
+    tree["plugins"] = recipe.listed(recipe.plugins | dict.fromkeys((*observers, *LEFT_OUT), False) | without_publishers(recipe))
     with tempfile.TemporaryDirectory(prefix="fastloop-lr-find-") as scratch:
         short = make_recipe(tree | {"output": f"{scratch}/run"}, recipe.source)
         with reduced_gc():

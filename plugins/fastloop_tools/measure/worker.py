@@ -237,12 +237,14 @@ def measure(spec: Spec, length: Mapping[str, Any], prepare: Prepare | None = Non
         prepare: Called before torch is imported, to set the environment variables that plugins need; None: they stay as they are.
     """
     from fastloop.recipe import make_recipe
+    from fastloop_tools.measure.recipes import without_publishers
 
     warnings, logger = WarningCollector(), logging.getLogger("fastloop")
     logger.addHandler(warnings)
     logger.propagate = False
     try:
         recipe = make_recipe(spec.recipe, Path(spec.source) if spec.source else None)
+        recipe = dataclasses.replace(recipe, plugins=recipe.plugins | without_publishers(recipe))
         if prepare is not None:
             prepare(recipe)
         from fastloop.lifecycle import execute  # after a restart, which must not import torch twice

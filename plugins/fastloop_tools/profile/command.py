@@ -74,6 +74,7 @@ def look(recipe: Recipe, folder: Path, window: Window, never: list[str]) -> bool
     from fastloop.recipe import make_recipe
     from fastloop.registry import resolve
     from fastloop.runtime.files import write
+    from fastloop_tools.measure.recipes import without_publishers
     from fastloop_tools.measure.worker import Spec, WarningCollector, whole_length
     from fastloop_tools.profile import page
     from fastloop_tools.profile.observe import Observer
@@ -81,7 +82,7 @@ def look(recipe: Recipe, folder: Path, window: Window, never: list[str]) -> bool
 
     tree = recipe.to_dict()
     tree["train"] |= {"max_steps": 10**9, "epochs": 10**6, "save_every": None}
-    tree["plugins"] = recipe.listed(recipe.plugins | dict.fromkeys(("log", "progress", "speed-check"), False))
+    tree["plugins"] = recipe.listed(recipe.plugins | dict.fromkeys(("log", "progress", "speed-check"), False) | without_publishers(recipe))
     trace = folder / f"rank{ranks.rank()}.trace.json"
     observer = Observer(Spec(recipe={}, source=None, **vars(window)), WarningCollector(), trace)
     with tempfile.TemporaryDirectory(prefix="fastloop-profile-") as scratch:

@@ -1,8 +1,4 @@
-"""The plugin ``remote-output`` with s3fs and a server that speaks S3, on this machine.
-
-The packages of AWS need python-dateutil below 3, and constraints.txt pins 4. So these tests need an environment without that pin:
-``pip install s3fs 'moto[s3]' flask flask-cors``. They are skipped elsewhere.
-"""
+"""The plugin ``remote-output`` with s3fs and a server that speaks S3, on this machine."""
 
 from __future__ import annotations
 

@@ -2,17 +2,20 @@
 
     python benchmarks/streaming.py                        # 0.5 and 2 GB
     python benchmarks/streaming.py --sizes 0.5 2 8 20     # needs as much disk as the largest; removes it
+    python benchmarks/streaming.py --sizes 20 --kinds rows.parquet --minutes 20     # adds one row; the other rows of the table stay
 
-Generates shards of 250 MB, and reads each size once in a fresh process, without training and without data workers. ``rows`` is
+Generates shards of 250 MB, and reads each size once in a fresh process, without training and without data workers. With ``--minutes``, a
+pass stops after that time: row groups of all files are shuffled, so it has then read a part of the rows of every file. ``rows`` is
 ``text-classification`` on rows of 10,000 characters. They are truncated to 4 tokens, so that reading takes most of the time. ``blocks`` is
 ``causal-lm`` with ``data.blocks``, which tokenizes every character twice: once at the start to count tokens, and once to read. Memory is
-the peak of the process, as Linux counts it.
+that of the process, as Linux counts it: its peak, and the growth of its resident memory after the first 50,000 samples (0.5 GB of rows).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import tempfile
@@ -32,6 +35,8 @@ SHARD = 25_000
 GROUP = 1000
 """Rows of a row group."""
 NAMES = ("bad", "good")
+FIRST = 50_000
+"""Samples before the growth of memory is measured: the buffer and all lanes are full by then."""
 KINDS = {"rows.parquet": 1, "rows.jsonl": 4, "blocks.parquet": 40}
 """Kind of samples -> divisor of each size: slower kinds read less."""
 
@@ -62,8 +67,8 @@ def write_shards(folder: Path, rows: int, suffix: str) -> None:
                 lines.writelines(json.dumps(dict(zip(table, row, strict=True))) + "\n" for row in zip(*table.values(), strict=True))
 
 
-def measure(kind: str, paths: list[str]) -> dict[str, Any]:
-    """Read files once in this process."""
+def measure(kind: str, minutes: float, paths: list[str]) -> dict[str, Any]:
+    """Read files once in this process, for ``minutes`` at most."""
     from _measure import memory
     from streaming_helpers import LANGUAGE, classify, data_section
     from text_helpers import make_run
@@ -75,26 +80,35 @@ def measure(kind: str, paths: list[str]) -> dict[str, Any]:
         run = make_run("causal-lm", model, data_section(paths, buffer | {"blocks": True, "max_length": 64}))
     else:
         run = classify(paths, max_length=4, **buffer)
-    built, cpu, samples = time.perf_counter(), time.process_time(), 0
+    built, cpu, samples, first = time.perf_counter(), time.process_time(), 0, None
     for batch in run.train_loader.batches():
         samples += batch.samples
+        if first is None and samples >= FIRST:
+            first = memory("VmRSS")
+        if time.perf_counter() - built > 60 * minutes:
+            break
     end, used = time.perf_counter(), time.process_time() - cpu
-    sizes = {"samples": samples, "bytes": sum(Path(path).stat().st_size for path in paths)}
-    return {"kind": kind, **sizes, "startup": built - start, "seconds": end - built, "cpu": used, "peak": memory("VmHWM")}
+    sizes = {"samples": samples, "rows": len(run.datasets["train"]), "bytes": sum(Path(path).stat().st_size for path in paths)}
+    growth = {} if first is None else {"growth": memory("VmRSS") - first}
+    return {"kind": kind, **sizes, "startup": built - start, "seconds": end - built, "cpu": used, "peak": memory("VmHWM"), **growth}
 
 
 def report(found: list[dict[str, Any]], facts: str) -> str:
     """The results in markdown."""
     from _measure import table
 
-    head = ["read", "GB", "samples", "peak MiB", "start, s", "MB/s", "samples/s", "MB per CPU second"]
+    head = ["files", "GB", "GB read", "samples read", "peak MiB", "growth, MiB", "start, s", "MB/s", "samples/s", "MB per CPU second"]
     rows = []
     for row in found:
-        speed = [row["bytes"] / 1e6 / row["seconds"], row["samples"] / row["seconds"], row["bytes"] / 1e6 / row["cpu"]]
-        size, peak = f"{row['bytes'] / 1e9:.2f}", f"{row['peak'] / 2**20:.0f}"
-        rows.append([f"`{row['kind']}`", size, row["samples"], peak, f"{row['startup']:.1f}", *(f"{value:.0f}" for value in speed)])
+        read = row["bytes"] * row["samples"] / row.get("rows", row["samples"])
+        speed = [read / 1e6 / row["seconds"], row["samples"] / row["seconds"], read / 1e6 / row["cpu"]]
+        sizes = [f"{row['bytes'] / 1e9:.2f}", f"{read / 1e9:.2f}", row["samples"], f"{row['peak'] / 2**20:.0f}"]
+        growth = f"{row['growth'] / 2**20:.0f}" if "growth" in row else "-"
+        rows.append([f"`{row['kind']}`", *sizes, growth, f"{row['startup']:.1f}", *(f"{value:.0f}" for value in speed)])
     most = max(row["bytes"] for row in found) / 1e9
     lines = [f"Written by `python benchmarks/streaming.py`, which describes how it measures; the largest size here is {most:.1f} GB."]
+    if any(row["samples"] < row.get("rows", 0) for row in found):
+        lines.append("The passes that read fewer GB than their files have were ended by `--minutes`.")
     lines += [
         "One process reads, without training and without data workers. Starting includes all imports.",
         "",
@@ -111,15 +125,16 @@ def main() -> None:
 
     parser = argparse.ArgumentParser()
     parser.add_argument("--sizes", type=float, nargs="+", default=[0.5, 2.0], help="GB of each pass")
-    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS), help="keep the last results of other kinds")
+    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS), help="kinds to measure; the results of others stay")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="end a pass after this time")
     parser.add_argument("--measure", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.measure:
-        print(json.dumps(measure(options.measure[0], options.measure[1:])))
+        print(json.dumps(measure(options.measure[0], options.minutes, options.measure[1:])))
         return
     path = RESULTS / "streaming.json"
     kept = json.loads(path.read_text())["rows"] if path.exists() else []
-    found: list[dict[str, Any]] = [row for row in kept if row["kind"] not in options.kinds]
+    found: list[dict[str, Any]] = []
     for kind in options.kinds:
         part = KINDS[kind]
         with tempfile.TemporaryDirectory() as name:
@@ -130,9 +145,13 @@ def main() -> None:
                     path.unlink()
                 write_shards(folder, rows, suffix)
                 os.chdir(folder)
-                found.append(spawn([Path(__file__).resolve(), "--measure", kind, *sorted(map(str, folder.iterdir()))]))
+                arguments = ["--minutes", options.minutes, "--measure", kind, *sorted(map(str, folder.iterdir()))]
+                found.append(spawn([Path(__file__).resolve(), *arguments]))
                 os.chdir(HERE)
                 print(found[-1], flush=True)
+    measured = {(row["kind"], row["bytes"]) for row in found}
+    found += [row for row in kept if (row["kind"], row["bytes"]) not in measured]
+    found.sort(key=lambda row: (list(KINDS).index(row["kind"]), row["bytes"]))
     facts = machine("torch", "transformers", "tokenizers", "pyarrow")
     write("streaming", {"machine": facts, "rows": found})
     write_section("Memory and speed", report(found, f"{show_machine(facts)} {load(found)}"), HERE.parent / "docs" / "streaming.md")

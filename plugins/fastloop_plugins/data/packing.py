@@ -166,11 +166,11 @@ class Packing(Plugin):
             logger.info("packing: removes padding, %.0f%% of the tokens of padded batches", 100 * share)
         if run.device.type == "cuda" and run.recipe.data.get("pad_to_multiple_of") is None:
             self.collator.multiple = multiple_for(rows, run.loader_settings.pad_to_multiple_of or MULTIPLE)
-        widths = [self.collator.width(row) for row in rows]
-        logger.info(
-            "packing: rows are padded to a multiple of %d tokens: %d shapes, %.0f%% more tokens",
-            self.collator.multiple, len(set(widths)), 100 * (sum(widths) / sum(rows) - 1),
-        )  # fmt: skip
+        widths, multiple = [self.collator.width(row) for row in rows], self.collator.multiple
+        if multiple > 1:
+            more = 100 * (sum(widths) / sum(rows) - 1)
+            shapes = len(set(widths))
+            logger.info("packing: rows are padded to a multiple of %d tokens: %d shapes, %.0f%% more tokens", multiple, shapes, more)
 
 
 def shortened(sample: Mapping[str, Any], size: int) -> dict[str, Any]:

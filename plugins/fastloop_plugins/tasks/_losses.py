@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from fastloop import Batch, RecipeError, UsageError, option
+from fastloop import RecipeError, UsageError, option
 from fastloop.errors import did_you_mean
 from fastloop.options import parse
 
@@ -132,21 +132,6 @@ class ClassLoss:
             return cross_entropy(logits, targets, self._placed, label_smoothing=self.options.label_smoothing)
         log = log_softmax(logits, 1)
         return nll_loss((1 - log.exp()) ** self.options.gamma * log, targets, self._placed)
-
-
-class WeightedCollator:
-    """Sets ``loss_weight`` of batches ``(inputs, targets)`` to the sum of the targets' class weights."""
-
-    def __init__(self, collate: Callable[[list[Any]], Any], loss: ClassLoss) -> None:
-        self.collate, self.loss = collate, loss
-
-    def __call__(self, samples: list[Any]) -> Batch:
-        result = self.collate(samples)
-        batch = result if isinstance(result, Batch) else Batch(result)
-        if not (isinstance(batch.inputs, Sequence) and len(batch.inputs) == 2):
-            raise UsageError(f"{self.loss.where}: needs batches (inputs, targets), and found one of type {type(batch.inputs).__name__}.")
-        batch.loss_weight = self.loss.weight_of(batch.inputs[1])
-        return batch
 
 
 def targets_of(dataset: Any, where: str) -> Any:

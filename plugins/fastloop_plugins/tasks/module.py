@@ -6,11 +6,11 @@
       - module: {loss: cross_entropy, metrics: {accuracy: {type: MulticlassAccuracy, num_classes: 10}}}
 
 A loss with arguments is a mapping: ``{name: cross_entropy, label_smoothing: 0.1}``, ``{name: focal, gamma: 2}``. ``class_weights``
-of ``cross_entropy`` and ``focal`` are a list, or ``balanced``: from the targets of the training split. Micro-batches and processes then
-give the weighted loss of one big batch.
+of ``cross_entropy`` and ``focal`` are a list, or ``balanced``: from the targets of the training split.
 
 ``data.module`` is a function that returns ``{"train": dataset, "validation": dataset, "test": dataset}``; the last two are optional. The
-loss of a sample ``(inputs, target)`` is ``loss(model(inputs), target)``; that of a mapping is ``model(**batch).loss``.
+loss of a sample ``(inputs, target)`` is ``loss(model(inputs), target)``; that of a mapping is ``model(**batch).loss``. Micro-batches and
+processes give the loss of one big batch: over targets that are not -100 for ``cross_entropy`` and transformers models, else over samples.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from fastloop import Output, Plugin, RecipeError, hookimpl, option
 from fastloop.errors import did_you_mean
 from fastloop.options import parse
-from fastloop_plugins.tasks._losses import ClassLoss, WeightedCollator, targets_of, torch_loss, with_arguments
+from fastloop_plugins.tasks._losses import ClassLoss, targets_of, torch_loss, with_arguments
 from fastloop_plugins.tasks._metrics import collect, find_metrics, make_metrics
 from fastloop_plugins.tasks._warm_start import HELP, STRICT_HELP, load_weights, weight_files
 
@@ -108,6 +108,7 @@ class Module(Plugin):
             check_reference(reference, recipe, key)
         weight_files(recipe)
         self.loss: Any = None
+        self.counters: list[Any] = []  # the collator of each split
         chosen: Any = self.config.loss
         place, metrics = f"{recipe.where}: plugins.module.loss", self.config.metrics
         if self.uses_classes:
@@ -144,13 +145,11 @@ class Module(Plugin):
         return datasets
 
     @hookimpl
-    def build_collator(self) -> Callable[[list[Any]], Any] | None:
-        collate = self.found.get("plugins.module.collate")
-        if not self.uses_classes or self.loss.weights is None:
-            return collate
-        from torch.utils.data import default_collate
+    def build_collator(self) -> Callable[[list[Any]], Any]:
+        from fastloop_plugins.tasks._target_counts import TargetCounter
 
-        return WeightedCollator(collate or default_collate, self.loss)
+        self.counters.append(TargetCounter(self.found.get("plugins.module.collate"), self.loss))
+        return self.counters[-1]
 
     @hookimpl
     def build_model(self) -> nn.Module:
@@ -160,6 +159,8 @@ class Module(Plugin):
         if not isinstance(model, nn.Module):
             raise RecipeError(f"{self.where}: model.module: made a {type(model).__name__}, expected a torch.nn.Module.")
         load_weights(model, self.recipe)
+        for counter in self.counters:
+            counter.set_model(model)
         return model
 
     @hookimpl

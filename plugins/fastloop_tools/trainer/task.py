@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import BatchSampler, default_collate
+from torch.utils.data import BatchSampler
 
 from fastloop import DataLoaderDraft, Output, Plugin, Run, UsageError, hookimpl
 from fastloop_plugins.tasks._forward import forward, outputs
+from fastloop_plugins.tasks._target_counts import TargetCounter
 from fastloop_tools.trainer.optimizers import UserOptimizer
 from fastloop_tools.trainer.user_loader import UserLoader
 
@@ -83,7 +84,8 @@ class TrainerTask(Plugin):
 
     @hookimpl
     def build_collator(self, split: str) -> Callable[[list[Any]], Any]:
-        return self.splits[split].collate_fn or self.splits["train"].collate_fn or default_collate
+        collate = self.splits[split].collate_fn or self.splits["train"].collate_fn
+        return TargetCounter(collate, self.loss, self.model)
 
     @hookimpl
     def build_model(self) -> nn.Module:

@@ -1,0 +1,182 @@
+"""Losses that are a mean over the targets which are not ignored: micro-batches and processes give the gradients of one batch."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertForTokenClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from fastloop import Batch, Trainer
+from fastloop.testing import Ended
+
+WORDS = 12
+TINY = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8, "vocab_size": WORDS}
+OFF = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+MODELS: dict[str, Any] = {
+    "causal": lambda: GPT2LMHeadModel(
+        GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=WORDS, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+    ),
+    "masked": lambda: BertForMaskedLM(BertConfig(**TINY, **OFF)),
+    "tags": lambda: BertForTokenClassification(BertConfig(**TINY, **OFF, num_labels=3)),
+    "seq2seq": lambda: T5ForConditionalGeneration(
+        T5Config(vocab_size=WORDS, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, dropout_rate=0.0, decoder_start_token_id=0)
+    ),
+}
+
+
+def samples(classes: int) -> list[dict[str, torch.Tensor]]:
+    """Eight rows of six labels, at least two of which are targets: a causal model does not predict the first."""
+    generator = torch.Generator().manual_seed(0)
+    rows = []
+    for number in range(8):
+        labels = torch.randint(1, classes, (6,), generator=generator)
+        labels[2 + (number * 3) % 5 :] = -100
+        rows.append({"input_ids": torch.randint(0, WORDS, (6,), generator=generator), "labels": labels})
+    return rows
+
+
+class Scores(nn.Module):
+    """Scores (batch, classes, 6) of inputs (batch, 6)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(WORDS, 3)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.table(ids).transpose(1, 2)
+
+
+def trained(model: nn.Module, data: Any, micro: int, **settings: Any) -> dict[str, torch.Tensor]:
+    """The weights after one step on all eight rows, in micro-batches."""
+    model = copy.deepcopy(model)
+    options = {
+        "batch_size": 8,
+        "micro_batch_size": micro,
+        "optimizer": "SGD",
+        "lr": 0.5,
+        "epochs": 1,
+        "device": "cpu",
+        "output": f"run-{micro}",
+    }
+    Trainer(model, data, plugins=[{"log": False}, {"progress": False}], **options, **settings).fit()
+    return model.state_dict()
+
+
+def raw(model: nn.Module, loss: Any) -> dict[str, torch.Tensor]:
+    """The weights after a step of a hand-written loop on all rows at once."""
+    model = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    loss(model).backward()
+    optimizer.step()
+    return model.state_dict()
+
+
+def stacked(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_transformers_model_gives_the_weights_of_one_batch(kind):
+    torch.manual_seed(0)
+    model, rows = MODELS[kind](), samples(3)
+    expected = raw(model, lambda copied: copied(**stacked(rows)).loss)
+    for micro in (8, 2, 1):
+        torch.testing.assert_close(trained(model, rows, micro), expected, rtol=1e-5, atol=1e-6)
+
+
+LOSSES = {
+    "function": functional.cross_entropy,
+    "partial": partial(functional.cross_entropy, ignore_index=0, label_smoothing=0.1),
+    "module": nn.CrossEntropyLoss(),
+    "weighted module": nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 5.0])),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_cross_entropy_gives_the_weights_of_one_batch(name):
+    rows, model, loss = samples(3), Scores(), LOSSES[name]
+    if name == "partial":
+        rows = [row | {"labels": row["labels"].clamp(min=0)} for row in rows]
+    batch = stacked(rows)
+    expected = raw(model, lambda copied: loss(copied(batch["input_ids"]), batch["labels"]))
+    pairs = [(row["input_ids"], row["labels"]) for row in rows]
+    for micro in (8, 2):
+        torch.testing.assert_close(trained(model, pairs, micro, loss=loss), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_weight_that_a_collator_sets_is_kept():
+    def collate(rows: list[Any]) -> Batch:
+        return Batch(stacked(rows), loss_weight=len(rows))
+
+    rows = samples(3)
+    torch.manual_seed(0)
+    model = MODELS["tags"]()
+
+    def by_samples(copied: nn.Module) -> torch.Tensor:
+        return torch.stack([copied(**stacked(rows[at : at + 2])).loss for at in range(0, 8, 2)]).mean()
+
+    data = DataLoader(rows, batch_size=8, collate_fn=collate)  # type: ignore[arg-type] # rows are a map-style dataset
+    model_of = copy.deepcopy(model)
+    Trainer(
+        model_of, data, plugins=[{"log": False}, {"progress": False}], micro_batch_size=2, optimizer="SGD", lr=0.5, epochs=1, device="cpu",
+        output="run",
+    ).fit()  # fmt: skip
+    torch.testing.assert_close(model_of.state_dict(), raw(model, by_samples), rtol=1e-5, atol=1e-6)
+
+
+def weights_on_a_process() -> dict[str, torch.Tensor]:
+    pairs = [(row["input_ids"], row["labels"]) for row in samples(3)]
+    model = Scores()
+    options = {"batch_size": 8, "optimizer": "SGD", "lr": 0.5, "epochs": 1, "device": "cpu", "output": "run"}
+    Trainer(model, pairs, plugins=["ddp", {"log": False}, {"progress": False}], loss=functional.cross_entropy, **options).fit()
+    return model.state_dict()
+
+
+def test_two_processes_give_the_weights_of_one_batch(processes: Any):
+    batch = stacked(samples(3))
+    expected = raw(Scores(), lambda copied: functional.cross_entropy(copied(batch["input_ids"]), batch["labels"]))
+    ended: list[Ended] = processes(2, weights_on_a_process)
+    for process in ended:
+        torch.testing.assert_close(process.result, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_recipes_module_counts_targets(tmp_path):
+    """``module`` with a loss by name, and with a model that computes its own loss."""
+    from fastloop.lifecycle import build, execute
+    from fastloop.recipe import make_recipe
+    from fastloop.registry import resolve
+
+    (tmp_path / "own.py").write_text(
+        "from test_target_counts import MODELS, Scores, samples\n"
+        "import torch\n"
+        "def pairs(): return {'train': [(row['input_ids'], row['labels']) for row in samples(3)]}\n"
+        "def mappings(): return {'train': samples(3)}\n"
+        "def tagger():\n    torch.manual_seed(0)\n    return MODELS['tags']()\n"
+    )
+    for model, data, task in (("Scores", "pairs", {"loss": "cross_entropy"}), ("tagger", "mappings", {})):
+        found = []
+        for micro in (8, 2):
+            tree = {"model": {"module": f"{tmp_path}/own.py:{model}"}, "data": {"module": f"{tmp_path}/own.py:{data}"}}
+            train = {"optimizer": "SGD", "lr": 0.5, "batch_size": 8, "micro_batch_size": micro, "epochs": 1, "device": "cpu"}
+            plugins = [{"module": task}, {"log": False}, {"progress": False}]
+            recipe = make_recipe(tree | {"train": train, "plugins": plugins, "output": str(tmp_path / f"{model}-{micro}")})
+            run = build(recipe, resolve(recipe))
+            execute(run)
+            found.append(run.unwrap_model().state_dict())
+        torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)

@@ -13,6 +13,8 @@ Arms
 Both arms train the same number of tokens, in blocks of the same length, from the same files and tokenizer. Both use AdamW (betas 0.9 and
 0.95, weight decay 0.1 on matrices), clip gradients at 1, and have the same learning rate. nanoGPT draws blocks at random places; fastloop
 shuffles the blocks that follow each other. The validation loss is each program's own, on the same tokens, after the last step.
+nanoGPT's script sets its own seed, so all its rounds train the same. fastloop's rounds have different seeds: the losses of two of them
+differ by up to 0.3 after so few steps.
 
 Every arm is a fresh process. Each program logs the seconds of a step; the speed counts the steps after the first ``WARMUP``.
 Rounds are interleaved, A B, B A.

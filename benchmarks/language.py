@@ -3,8 +3,10 @@
     git clone https://github.com/karpathy/nanoGPT
     python benchmarks/language.py --nanogpt nanoGPT --repeats 3        # about 15 minutes on two cores
 
-* gpt: the model of recipes/gpt_stdlib.yaml. nanoGPT trains its own ``GPT`` of the same size, in its ``train.py`` with default options.
-* llama: a Llama-like model of 30M parameters. Both arms train transformers' ``LlamaForCausalLM``: ``train.py`` imports it as its ``model``.
+* gpt: the model of recipes/gpt_stdlib.yaml. nanoGPT trains its own ``GPT`` of the same size, with the default options of its script
+  ``nanoGPT/train.py``.
+* llama: a Llama-like model of 30M parameters. Both arms train transformers' ``LlamaForCausalLM``, which nanoGPT's script imports as its
+  ``model``.
 
 Arms
 * nanogpt: ``train.py --device=cpu --compile=False``. On a CPU it computes in fp32, without autocast.

@@ -223,7 +223,8 @@ class Plugin:
         """No options."""
 
     def __init__(self, **options: Any) -> None:
-        where = self.where = _place.get() or self.name
+        self.where: str = _place.get() or self.name
+        where = self.where
         if "on_error" in options and self.read_only:
             self.on_error = parse(Observer, {"on_error": options.pop("on_error")}, where).on_error
         check_options(type(self).Config, f"{where}: its Config")

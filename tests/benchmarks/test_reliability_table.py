@@ -21,9 +21,9 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def docstrings(file: Path) -> dict[str, str]:
-    """Test -> docstring."""
+    """Test -> docstring, as one line."""
     functions = [node for node in ast.parse(file.read_text(encoding="utf-8")).body if isinstance(node, ast.FunctionDef)]
-    return {node.name: ast.get_docstring(node) or "" for node in functions if node.name.startswith("test_")}
+    return {node.name: " ".join((ast.get_docstring(node) or "").split()) for node in functions if node.name.startswith("test_")}
 
 
 def test_every_file_of_tests_has_its_group(script: Any) -> None:

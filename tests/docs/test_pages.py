@@ -205,7 +205,7 @@ def test_migration_pages_name_existing_arguments():
     import transformers
 
     page = (ROOT / "docs/migrate/hf-trainer.md").read_text()
-    cells = [line.split("|")[1] for line in page.partition("## What goes where")[2].splitlines() if line.startswith("| `")]
+    cells = [line.split("|")[1] for line in page.partition("## Mapping of arguments")[2].splitlines() if line.startswith("| `")]
     words = {word for cell in cells for word in re.findall(r"`(\w+)(?:=[^`]*)?`", cell)}
     fields = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
     elsewhere = {"model", "from_pretrained", "load_dataset", "map", "compute_metrics", "peft", "resume_from_checkpoint"}

@@ -208,7 +208,7 @@ class Rows(Dataset):
     def __len__(self):
         return 64
     def __getitem__(self, index):
-        if self.fault == "allocate" and get_worker_info() is not None:
+        if self.fault == "allocate itself" or self.fault == "allocate" and get_worker_info() is not None:
             self.held = torch.ones(2**29)  # 2 GiB
         if self.fault == "kill" and index == 40:
             Path("/sys/fs/cgroup/memory.events").write_text(KILL)
@@ -232,28 +232,34 @@ def write_hungry(fault: str) -> None:
 
 @pytest.fixture
 def group():
-    """A control group with a limit of 1 GiB."""
-    path = Path("/sys/fs/cgroup", f"fastloop-test-{os.getpid()}")
+    """A control group with a limit of 1 GiB, of cgroup v2 or v1."""
+    root, limit = Path("/sys/fs/cgroup"), "memory.max"
+    if (root / "memory").is_dir():
+        own = next(line for line in Path("/proc/self/cgroup").read_text().splitlines() if ":memory:" in line)
+        root, limit = root / "memory" / own.rpartition(":")[2][1:], "memory.limit_in_bytes"
+    path = root / f"fastloop-test-{os.getpid()}"
     try:
-        if "memory" not in path.with_name("cgroup.subtree_control").read_text().split():
+        if limit == "memory.max" and "memory" not in (root / "cgroup.subtree_control").read_text().split():
             pytest.skip("control groups have no memory limit here")
         path.mkdir()
-        (path / "memory.max").write_text(str(2**30))
+        (path / limit).write_text(str(2**30))
         if (path / "memory.swap.max").exists():
             (path / "memory.swap.max").write_text("0")
     except OSError as error:
-        pytest.skip(f"this user cannot make a control group (cgroup v2) with a memory limit: {error}")
+        pytest.skip(f"this user cannot create a control group with a memory limit: {error}")
     yield path
     path.rmdir()
 
 
-def test_worker_above_the_limit_of_its_control_group(group):
-    """a data worker that allocates more than memory.max of its control group: the kernel kills it, and the error names the limit and what to do"""  # noqa: E501
-    write_hungry("allocate")
-    workers = ("--with", "dataloader-workers", "plugins.dataloader-workers.num_workers=1")
-    assert Forked("output=run", *workers, first=lambda: (group / "cgroup.procs").write_text("0")).wait() == 1
+@pytest.mark.parametrize("who", ["worker", "rank"])
+def test_worker_above_the_limit_of_its_control_group(who, group):
+    """a data worker or a rank that allocates more than the limit of its control group: the kernel kills it, and the error names the limit and what to do"""  # noqa: E501
+    write_hungry("allocate" if who == "worker" else "allocate itself")
+    more = {"worker": ["--with", "dataloader-workers", "plugins.dataloader-workers.num_workers=1"], "rank": ["--nproc", "1"]}
+    ended = Forked("output=run", *more[who], first=lambda: (group / "cgroup.procs").write_text("0")).wait()
+    assert ended == (1 if who == "worker" else 128 + signal.SIGKILL), said()
     assert "was ended by SIGKILL. The kernel did that because the memory of this control group ran out" in said()
-    assert "Its limit is 1,024 MiB (memory.max)." in said()
+    assert "Its limit is 1,024 MiB." in said()
 
 
 @pytest.mark.parametrize("who", ["worker", "rank"])
@@ -273,5 +279,5 @@ def test_kill_that_a_control_group_counts(who):
     (error,) = [line for line in said().splitlines() if line.startswith("error: ")]
     assert error.startswith("error: worker 0 of the 1" if who == "worker" else "error: process 0 of 1")
     assert "was ended by SIGKILL. The kernel did that because the memory of this control group ran out" in error
-    assert "Its limit is 768 MiB (memory.max)." in error
+    assert "Its limit is 768 MiB." in error
     assert "fewer workers" in error

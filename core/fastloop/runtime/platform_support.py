@@ -7,7 +7,7 @@ fastloop is developed on Linux. On macOS and Windows it trains on one process.
     ``resource``: peak memory        Windows           the peak working set that psutil reports
     ``resource``: page faults        Windows           0
     ``resource``: memory limits      Windows           none: a recipe with a memory limit is refused
-    control groups (cgroup v2)       macOS, Windows    none: no limit of processors or memory is known
+    control groups                   macOS, Windows    none: no limit of processors or memory is known
     SIGUSR1, SIGKILL                 Windows           the stop signals that exist; SIGTERM, which ends a process at once
     ``sigwaitinfo`` (data workers)   macOS, Windows    none: SIGTERM from any process ends a worker
     processor affinity               macOS, Windows    all processors; no pinning
@@ -24,6 +24,7 @@ import importlib
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
@@ -43,7 +44,9 @@ KILL: signal.Signals = getattr(signal, "SIGKILL", signal.SIGTERM)
 RENAMES_OPEN_FOLDERS = os.name != "nt"
 """Whether a folder can be renamed while a process holds one of its files open."""
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
-"""The root of cgroup v2."""
+"""The root of cgroup v2, and the parent of the roots of cgroup v1."""
+VERSION_1 = {"memory.max": "memory.limit_in_bytes", "memory.events": "memory.oom_control"}
+"""Names of files in cgroup v2 -> in v1."""
 LOCKED_BYTE = 2**30
 """Position of the byte that ``msvcrt`` locks: after the file's text, because other processes cannot read a locked byte."""
 
@@ -102,20 +105,20 @@ def cores() -> int:
     return min([len(processors()), *quotas])
 
 
-def control_group(name: str) -> list[list[str]]:
-    """The words of a file of cgroup v2, such as ``memory.max``, in this process's control group and in each one around it."""
-    found = []
+def control_group(name: str) -> Iterator[list[str]]:
+    """The words of a file of cgroup v2, such as ``memory.max``, in this process's control group and in each one around it; also for v1."""
     with suppress(OSError):
-        group = CONTROL_GROUPS / Path("/proc/self/cgroup").read_text().rpartition("0::/")[2].strip()
-        for folder in (group, *group.parents):
-            with suppress(OSError):
-                found.append((folder / name).read_text().split())
-    return found
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            controllers, group = line.split(":", 2)[1:]
+            file = CONTROL_GROUPS / controllers / group[1:] / (VERSION_1.get(name, name) if controllers else name)
+            for folder in file.parents if controllers in ("", "memory") else ():
+                with suppress(OSError):
+                    yield (folder / file.name).read_text().split()
 
 
 def kills() -> int:
     """Processes of this control group that the kernel has killed because memory ran out; 0 if that is not known."""
-    events = next(iter(control_group("memory.events")), ["oom_kill", "0"])
+    events = next(control_group("memory.events"), ["oom_kill", "0"])
     return int(events[events.index("oom_kill") + 1])
 
 
@@ -123,9 +126,9 @@ def explain_kill(before: int) -> str:
     """Why a process was ended by SIGKILL. ``before``: the result of ``kills`` when the process began."""
     if kills() <= before:
         return "The system does that when memory runs out (see dmesg)."
-    limits = [int(words[0]) for words in control_group("memory.max") if words != ["max"]]
-    limit = f" Its limit is {min(limits) / 2**20:,.0f} MiB (memory.max)." if limits else ""
-    return f"The kernel did that because the memory of this control group ran out (oom_kill in memory.events).{limit}"
+    limit = min([float(words[0]) for words in control_group("memory.max") if words != ["max"]], default=2.0**60)
+    shown = f" Its limit is {limit / 2**20:,.0f} MiB." if limit < 2**60 else ""  # cgroup v1 writes a huge number for no limit
+    return f"The kernel did that because the memory of this control group ran out (its count oom_kill has grown).{shown}"
 
 
 def sync(path: Path) -> None:

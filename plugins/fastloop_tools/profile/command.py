@@ -32,7 +32,7 @@ def profile(
     nproc: Annotated[int | None, typer.Option(min=1, metavar="N", help="Start N processes on this machine.")] = None,
     output: Annotated[str, typer.Option(metavar="FOLDER", help="Where to write [default: runs/profile-RECIPE].")] = "",
 ) -> None:
-    """Show where the time of a step goes, and which edits would reduce it.
+    """Show where the time of a step goes, and what would save it.
 
     Suggestions are edits of the recipe. The run is short: a warm-up, steps that are timed alone, and a few under torch's profiler. It keeps
     only the figures and a trace (ui.perfetto.dev).

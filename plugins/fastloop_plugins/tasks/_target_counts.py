@@ -65,8 +65,6 @@ class TargetCounter:
         if self.count is None:
             return result
         batch = result if isinstance(result, Batch) else Batch(result)
-        if batch.loss_weight:
-            return batch
         inputs = batch.inputs
         if isinstance(inputs, Sequence) and len(inputs) == 2:
             targets = inputs[1]
@@ -74,8 +72,10 @@ class TargetCounter:
             raise UsageError(f"{self.loss.where}: needs batches (inputs, targets), and found one of type {type(inputs).__name__}.")
         else:
             targets = inputs.get("labels") if isinstance(inputs, Mapping) else None
-        if isinstance(targets, Tensor):
-            batch.loss_weight = self.count(targets)
+        weight = self.count(targets) if isinstance(targets, Tensor) else 0
+        if batch.loss_weight or weight in (0, len(samples)):  # without a Batch, plugins that wrap the collator read the plain inputs
+            return result
+        batch.loss_weight = weight
         return batch
 
 

@@ -140,6 +140,19 @@ def test_the_weight_that_a_collator_sets_is_kept():
     torch.testing.assert_close(model_of.state_dict(), raw(model, by_samples), rtol=1e-5, atol=1e-6)
 
 
+def test_one_target_for_each_sample_needs_no_batch():
+    """A plugin that wraps the collator, such as a mixup, reads (inputs, targets)."""
+    from torch.utils.data import default_collate
+
+    from fastloop_plugins.tasks._target_counts import TargetCounter
+
+    rows = [(torch.ones(2), number % 3) for number in range(4)]
+    _, targets = TargetCounter(default_collate, functional.cross_entropy)(rows)
+    assert targets.tolist() == [0, 1, 2, 0]
+    rows[0] = (torch.ones(2), -100)
+    assert TargetCounter(default_collate, functional.cross_entropy)(rows).loss_weight == 3
+
+
 def weights_on_a_process() -> dict[str, torch.Tensor]:
     pairs = [(row["input_ids"], row["labels"]) for row in samples(3)]
     model = Scores()

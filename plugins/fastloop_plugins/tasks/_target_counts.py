@@ -97,7 +97,7 @@ def count_for_loss(loss: Any) -> Callable[[Tensor], float] | None:
 def count_for_model(model: nn.Module) -> Callable[[Tensor], float] | None:
     """The function for a model of transformers that computes a mean cross entropy of its ``labels``; None for other models."""
     transformers = sys.modules.get("transformers")  # it has created the model, so it is imported
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base: Any = getattr(model, "get_base_model", lambda: model)()  # that of a PeftModel
     if transformers is None or not isinstance(base, transformers.PreTrainedModel):
         return None
     if base.loss_type in ("ForMaskedLM", "ForTokenClassification", "ForSequenceClassification", "ForImageClassification"):

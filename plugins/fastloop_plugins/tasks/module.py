@@ -148,8 +148,8 @@ class Module(Plugin):
     def build_collator(self) -> Callable[[list[Any]], Any]:
         from fastloop_plugins.tasks._target_counts import TargetCounter
 
-        self.counters.append(TargetCounter(self.found.get("plugins.module.collate"), self.loss))
-        return self.counters[-1]
+        self.counters.append(counter := TargetCounter(self.found.get("plugins.module.collate"), self.loss))
+        return counter
 
     @hookimpl
     def build_model(self) -> nn.Module:

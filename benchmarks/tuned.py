@@ -74,9 +74,9 @@ def main() -> None:
     facts = machine("torch", "transformers", "fastloop")
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder, "tuned.yaml")
-        report = tune(options.data.resolve(), options.budget, target)
+        tuned = tune(options.data.resolve(), options.budget, target)
         ratios = against_hand(options.data.resolve(), target, Path(folder))
-    text = json.dumps({"machine": facts, "report": report, "over_hand": ratios})
+    text = json.dumps({"machine": facts, "report": tuned, "over_hand": ratios})
     for place, name in ((options.data.resolve(), "data"), (minilm(), "minilm"), (ROOT, ".")):
         text = text.replace(str(place), name)
     results = json.loads(text)

@@ -235,7 +235,7 @@ def group():
     """A control group with a limit of 1 GiB, of cgroup v2 or v1."""
     root, limit = Path("/sys/fs/cgroup"), "memory.max"
     if (root / "memory").is_dir():
-        own = next(line for line in Path("/proc/self/cgroup").read_text().splitlines() if ":memory:" in line)
+        own = next((line for line in Path("/proc/self/cgroup").read_text().splitlines() if ":memory:" in line), ":memory:/")
         root, limit = root / "memory" / own.rpartition(":")[2][1:], "memory.limit_in_bytes"
     path = root / f"fastloop-test-{os.getpid()}"
     try:

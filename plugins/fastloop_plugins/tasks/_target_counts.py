@@ -44,7 +44,7 @@ class TargetRule:
 
 
 class TargetCounter:
-    """Sets the ``loss_weight`` of batches to their number of targets, unless the collator has set it.
+    """Sets the ``loss_weight`` of batches to their number of targets. Keeps one that the collator has set, but not for ``ClassLoss``.
 
     Attributes:
         count: The function for the targets of batches ``(inputs, targets)`` and the ``labels`` of mappings; None: samples are counted.
@@ -65,15 +65,17 @@ class TargetCounter:
         if self.count is None:
             return result
         batch = result if isinstance(result, Batch) else Batch(result)
-        inputs = batch.inputs
+        inputs, has_classes = batch.inputs, isinstance(self.loss, ClassLoss)
+        if batch.loss_weight and not has_classes:
+            return result
         if isinstance(inputs, Sequence) and len(inputs) == 2:
             targets = inputs[1]
-        elif isinstance(self.loss, ClassLoss):
+        elif has_classes:
             raise UsageError(f"{self.loss.where}: needs batches (inputs, targets), and found one of type {type(inputs).__name__}.")
         else:
             targets = inputs.get("labels") if isinstance(inputs, Mapping) else None
         weight = self.count(targets) if isinstance(targets, Tensor) else 0
-        if batch.loss_weight or weight in (0, len(samples)):  # without a Batch, plugins that wrap the collator read the plain inputs
+        if result is not batch and weight in (0, len(samples)):  # plugins that wrap the collator read the plain inputs
             return result
         batch.loss_weight = weight
         return batch

@@ -153,6 +153,16 @@ def test_one_target_for_each_sample_needs_no_batch():
     assert TargetCounter(default_collate, functional.cross_entropy)(rows).loss_weight == 3
 
 
+def test_class_weights_replace_the_weight_of_a_collator():
+    from fastloop_plugins.tasks._losses import ClassLoss
+    from fastloop_plugins.tasks._target_counts import TargetCounter
+
+    loss = ClassLoss({"name": "cross_entropy", "class_weights": [1.0, 2.0, 5.0]}, "here")
+    loss.set_weights(lambda: None)
+    counter = TargetCounter(lambda rows: Batch((torch.ones(len(rows), 2), torch.tensor(rows)), loss_weight=9), loss)
+    assert counter([0, 1, 2, 2]).loss_weight == 13
+
+
 def weights_on_a_process() -> dict[str, torch.Tensor]:
     pairs = [(row["input_ids"], row["labels"]) for row in samples(3)]
     model = Scores()

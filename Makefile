@@ -79,11 +79,14 @@ dist: $(VENV)/ready
 audit: $(VENV)/ready
 	$(BIN)/pip-audit --strict --requirement constraints.txt --no-deps --disable-pip --progress-spinner off --timeout 15
 
-# Every package but torch is checked against its hashes, setuptools first: it builds those that are published as source only. The last command
-# adds torch, and packages that only other systems than Linux need. With an index of CPU builds of torch, nothing pulls gigabytes of CUDA.
+# Packages that are published as source only are built with these. Without setuptools-scm, seqeval builds as version 0.0.0, which pip refuses.
+BUILD_TOOLS = packaging|setuptools|setuptools-scm|vcs-versioning
+
+# Every package but torch is checked against its hashes, build tools first. The last command adds torch, and packages that only other systems
+# than Linux need. With an index of CPU builds of torch, nothing pulls gigabytes of CUDA.
 $(VENV)/ready: pyproject.toml constraints.txt requirements.txt
 	$(PYTHON) -m venv $(VENV)
-	sed -n '/^setuptools==/,/[^\\]$$/p' requirements.txt | $(BIN)/pip install --quiet --require-hashes --requirement /dev/stdin
+	sed -nE '/^($(BUILD_TOOLS))==/,/[^\\]$$/p' requirements.txt | $(BIN)/pip install --quiet --require-hashes --requirement /dev/stdin
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation --require-hashes --requirement requirements.txt
 	$(BIN)/pip install --quiet --no-build-isolation --constraint constraints.txt --editable '.[dev]'
 	touch $@

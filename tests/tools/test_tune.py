@@ -23,6 +23,7 @@ from fastloop_tools.measure.pairs import Window
 from fastloop_tools.measure.worker import Spec, measure
 from fastloop_tools.profile import observe
 from fastloop_tools.tune.search import Search
+from fastloop_tools.tune.trials import decide
 from fastloop_tools.tune.write import text
 
 CODE = """
@@ -109,6 +110,42 @@ class Slowstart(Plugin):
             if not run.state.step:
                 time.sleep(5.0)
 
+class Awake(Plugin):
+    "Removes the planted delay."
+    name = "awake"
+
+    @dataclass(kw_only=True)
+    class Config:
+        on: Annotated[bool, option("Read without a delay.")] = False
+
+    @classmethod
+    def estimate_speedup(cls, seen, recipe):
+        claim = SpeedupEstimate(seconds=0.8 * seen.seconds, why="The data sleeps.", options={"on": True})
+        return None if recipe.plugins["awake"].get("on") else claim
+
+    @hookimpl
+    def before_fit(self, run):
+        if self.config.on:
+            run.datasets["train"].sleep = 0.0
+
+class Drag(Plugin):
+    "Estimates a speedup, and slows training."
+    name = "drag"
+
+    @dataclass(kw_only=True)
+    class Config:
+        on: Annotated[bool, option("Sleep in each step.")] = False
+
+    @classmethod
+    def estimate_speedup(cls, seen, recipe):
+        claim = SpeedupEstimate(seconds=0.5 * seen.seconds, why="Trust me.", options={"on": True})
+        return None if recipe.plugins["drag"].get("on") else claim
+
+    @hookimpl
+    def before_step(self):
+        if self.config.on:
+            time.sleep(0.1)
+
 class Fails(Plugin):
     "Would be fast, if it worked."
     name = "fails"
@@ -139,7 +176,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
     metadata = site / "planted-1.0.dist-info"
     metadata.mkdir(parents=True)
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: planted\nVersion: 1.0\n")
-    points = "".join(f"{name} = planted_tune:{name.capitalize()}\n" for name in ("brake", "cheat", "fails", "slowstart"))
+    points = "".join(f"{name} = planted_tune:{name.capitalize()}\n" for name in ("awake", "brake", "cheat", "drag", "fails", "slowstart"))
     (metadata / "entry_points.txt").write_text(f"[fastloop.plugins]\n{points}")
     (site / "planted_tune.py").write_text(PLUGINS)
     monkeypatch.syspath_prepend(site)
@@ -212,6 +249,38 @@ def test_tune_removes_plugin_that_slows_training(recipe, command):
     assert load_recipe("tiny.tuned.yaml").plugins["brake"] is False
     assert "--without brake: x" in out
     assert "brake: false" in Path("tiny.tuned.yaml").read_text()
+
+
+@pytest.mark.slow
+def test_tune_makes_all_suggested_edits_at_once_and_undoes_the_slow_one(recipe, command):
+    given = (recipe("awake", "drag", sleep=0.1), "--without", "dataloader-workers,fused-optimizer")
+    code, out = command("tune", *given, "--budget", "2m", "--accept", "bitwise", *SHORT)
+    assert code == 0, out
+    record = json.loads(Path("tiny.tuned.json").read_text())
+    assert record["together"]["edit"] == "2 edits at once: awake, drag"
+    assert record["together"]["kept"]
+    awake, drag = (next(trial for trial in record["trials"] if trial["edit"] == f"plugins.{name}.on=True") for name in ("awake", "drag"))
+    assert awake["kept"], out
+    assert not drag["kept"], out
+    assert len(drag["ratios"]) == 1, "one measurement without the edit shows that it slows training"
+    assert drag["ratios"][0] < 1 < awake["ratios"][0]
+    found = load_recipe("tiny.tuned.yaml").plugins
+    assert found["awake"] == {"on": True}
+    assert found["drag"] in ({}, False)  # by noise it may be left out, since it costs nothing without the edit
+    assert record["check"]["ratios"][0] >= 2
+    assert record["check"]["numerics"]["class"] == "bitwise"
+    assert "| `2 edits at once: awake, drag` |" in Path("tiny.tuned.md").read_text()
+
+
+@pytest.mark.slow
+def test_tune_tries_single_edits_if_all_at_once_fail(recipe, command):
+    given = (recipe("awake", "fails", sleep=0.1), "--without", "dataloader-workers,fused-optimizer")
+    code, out = command("tune", *given, "--budget", "2m", "--accept", "bitwise", *SHORT)
+    assert code == 0, out
+    record = json.loads(Path("tiny.tuned.json").read_text())
+    assert "ValueError: planted" in record["together"]["why"]
+    assert not record["together"]["kept"]
+    assert load_recipe("tiny.tuned.yaml").plugins["awake"] == {"on": True}
 
 
 @pytest.mark.slow
@@ -380,15 +449,15 @@ def test_tune_rejects_edit_with_startup_cost_above_its_savings(recipe, command):
         ([1.04], 1.2, None),
         ([1.2, 1.1], 0.0, True),
         ([1.2, 1.01], 1.04, None),
-        ([0.98, 0.99], 1.5, False),
+        ([0.98], 1.5, False),
+        ([1.2, 0.98], 1.5, False),
         ([1.2, 1.01, 1.03], 0.0, True),
         ([1.2, 0.99, 1.3], 1.04, False),
         ([1.01, 1.01, 1.01], 1.5, False),
     ],
 )
 def test_decide_measures_more_pairs_if_ratios_are_close(ratios, estimate, kept):
-    search = Search(make_recipe({}), {"bitwise"}, 1.0, None, None, print)  # type: ignore[arg-type] # nothing is measured
-    assert search.decide(ratios, estimate) is kept
+    assert decide(ratios, estimate) is kept
 
 
 def test_tune_written_recipe_round_trips():
@@ -419,8 +488,7 @@ def test_tune_written_recipe_round_trips():
     ],
 )
 def test_decide_requires_five_pairs_or_seven_with_an_outlier(ratios, kept):
-    search = Search(make_recipe({}), {"bitwise"}, 1.0, None, None, print, pairs=5)  # type: ignore[arg-type] # nothing is measured
-    assert search.decide(ratios) is kept
+    assert decide(ratios, pairs=5) is kept
 
 
 class Clock:
@@ -428,11 +496,26 @@ class Clock:
 
     def __init__(self) -> None:
         self.warmups: list[int] = []
+        self.steps: list[float] = []
 
     def measure(self, recipe: Recipe, window: Window, number: int = 0) -> dict[str, Any]:
         self.warmups.append(window.warmup)
         step = recipe.train.lr
+        self.steps.append(step)
         return {"seconds_a_step": step, "process_seconds": 5 * step, "samples": 1, "tokens": 0, "seconds": step}
+
+
+@pytest.mark.parametrize(("step", "measured"), [(2.0, [2.0]), (6.0, [10.0, 6.0])])
+def test_last_check_measures_the_given_recipe_again_only_if_it_is_not_far_slower(step, measured):
+    given, found = (make_recipe({"train": {"lr": seconds}}) for seconds in (10.0, step))
+    clock = Clock()
+    search = Search(given, {"bitwise"}, 1e6, clock, Window(), print)  # type: ignore[arg-type] # it only measures
+    search.first = search.measure(given)
+    search.measure(found)
+    search.best = found
+    search.last_check()
+    assert clock.steps[2:] == measured
+    assert search.check["ratios"] == pytest.approx([10 / step])
 
 
 @pytest.mark.parametrize(("step", "pairs", "expected"), [(5.0, None, 1), (9.0, None, 5), (5.0, 5, 5)])

@@ -34,8 +34,9 @@ def tune(
 ) -> None:
     """Find the fastest set of plugins for a recipe on this machine.
 
-    The result is written as a recipe. Plugins estimate their speedups; the largest is tried next, in a process of its own, and kept
-    when it is faster. At the end the result is compared with the given recipe, in speed and in losses. A slower result is never written.
+    The result is written as a recipe. Plugins estimate their speedups. All of their edits are tried at once, and each is then left out to
+    measure what it adds. Further edits are tried one at a time, in processes of their own, and kept if they are faster. At the end the
+    result is compared with the given recipe, in speed and in losses. A slower result is never written.
 
     With --stop-after suggestions it tries only what `fastloop profile` suggests, and keeps an edit only when it is faster beyond noise.
     """

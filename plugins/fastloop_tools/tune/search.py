@@ -1,89 +1,45 @@
-"""Greedy search for the fastest recipe: try the edit with the largest estimate next, and compare it with the best recipe so far.
+"""Search for the fastest recipe: first all edits that are estimated to be faster at once, then one edit at a time.
 
 measure the given recipe, and profile its steps
+if the recipe with all edits of plugins for which a speedup is estimated is faster, continue with it
 while there is time:
-    of the edits for which plugins estimate a speedup, try the largest that was not tried
+    of the further edits for which plugins estimate a speedup, try the largest that was not tried
     keep it if it is faster: a clear case needs one pair of measurements, a close one three
-try without each plugin listed for speed, and other micro-batch sizes
-measure the given recipe and the result pair by pair until the result is clear, and compare their losses; a slower one is not written
+try without each of the edits that were made at once, without each plugin listed for speed, and other micro-batch sizes
+compare the losses of the given recipe and the result; measure both pair by pair until the result is clear; a slower one is not written
+
+Making many edits at once saves time: most measurements are then of a fast recipe.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from time import monotonic
 from typing import Any, get_args
 
 from fastloop.cli.numerics import BROKEN, FAILED
 from fastloop.errors import FastloopError, UsageError
 from fastloop.estimates import StepProfile
-from fastloop.plugin import Numerics, Plugin
+from fastloop.plugin import Numerics
 from fastloop.recipe import Recipe, make_recipe
 from fastloop.registry import load_listed, select
 from fastloop_tools.bench.plan import check
 from fastloop_tools.measure.pairs import TrialRunner, Window, faster
 from fastloop_tools.measure.results import Measurement, speed
 from fastloop_tools.measure.statistics import break_even, interval, median, verdict
-from fastloop_tools.profile.suggestions import suggest
+from fastloop_tools.profile.suggestions import Suggestion, suggest
+from fastloop_tools.tune.trials import CLEAR, ONCE, Proposal, Trial, decide, first_cost, for_speed
 
 CLASSES = get_args(Numerics)
 """From the smallest to the largest effect on the numbers."""
-PAIRS, CHECKS = 3, 5
-"""Pairs for a close case, and for the last check if it is not clear and there is time."""
-CLEAR, WORTH, LEAST = 1.3, 1.05, 1.02
-"""Speedups that need one pair; two pairs that agree, or one pair and the estimate; and three pairs."""
+CHECKS = 5
+"""Pairs for the last check, if it is not clear and there is time."""
+CERTAIN = 2.0
+"""Speedup from which the last check takes the first measurement of the given recipe. Noise is far smaller."""
 LOSSES = 3
 """Steps whose losses are compared."""
-MORE = 2
-"""Further pairs for an edit that was slower in one: the interval of five reaches the smallest ratio, that of seven the second smallest."""
-ONCE = 2.0
-"""Seconds. A smaller one-time cost of an edit is ignored: the start of a process varies by as much."""
-
-
-@dataclass
-class Trial:
-    """One edit that was tried, and its results.
-
-    Attributes:
-        edit: The edit as a user would type it.
-        plugin: Its plugin; empty for the micro-batch size.
-        numerics: Its numerics class.
-        estimate: The estimated speedup; None: there was no estimate.
-        ratios: Speed with it over the speed without it, pair by pair.
-        kept: Whether the best recipe has it.
-        why: Why it was not kept, if it could not be measured.
-        before: Seconds of a step without it, in each measurement.
-        after: Seconds of a step with it, in each measurement.
-        once: One-time cost in seconds: extra time of the start and the first steps, with nothing compiled yet.
-        pays_after: Steps until it has saved its one-time cost; None: never.
-    """
-
-    edit: str
-    plugin: str
-    numerics: str
-    estimate: float | None = None
-    ratios: list[float] = field(default_factory=list)
-    kept: bool = False
-    why: str = ""
-    before: list[float] = field(default_factory=list)
-    after: list[float] = field(default_factory=list)
-    once: float = 0.0
-    pays_after: int | None = None
-
-    @property
-    def interval(self) -> tuple[float, float]:
-        """95% bootstrap interval of the median ratio."""
-        return interval(self.ratios)
-
-
-@dataclass(frozen=True)
-class Proposal:
-    """An edit, and the recipe with it."""
-
-    trial: Trial
-    recipe: Recipe
 
 
 class Search:
@@ -101,7 +57,8 @@ class Search:
 
     Attributes:
         best: The fastest recipe so far.
-        trials: All trials, in order.
+        together: The recipe with all suggested edits of plugins against the given one; None: it was not measured.
+        trials: All trials of one edit, in order.
         check: Comparison of the given recipe with the result: ``ratios`` and ``numerics``.
     """
 
@@ -118,7 +75,9 @@ class Search:
     ) -> None:
         self.pairs, self.never, self.given, self.best = pairs, set(never), recipe, recipe
         self.accept, self.budget, self.shop, self.window, self.say = accept, budget, shop, window, say
+        self.together: Trial | None = None
         self.trials: list[Trial] = []
+        self.first: Measurement = {}
         self.check: dict[str, Any] = {"ratios": [], "numerics": None}
         self.started = monotonic()
         self.costs: dict[str, tuple[float, float]] = {}
@@ -130,13 +89,17 @@ class Search:
             FastloopError: The given recipe cannot be measured.
         """
         self.shop.listen()
-        here = self.measure(self.given)
+        self.first = here = self.measure(self.given)
         if "error" in here:
             raise (UsageError if here["kind"] == "usage" else FastloopError)(f"the recipe cannot be measured: {here['error']}")
         rate, unit = speed(here)
         self.say(f"as given: {rate:,.1f} {unit}/s")
+        if self.pairs is None:
+            here = self.try_together(here)
         while (proposal := self.next(here)) is not None:
-            here = self.try_(proposal, here)
+            if not proposal.removes:
+                self.trials.append(proposal.trial)
+            here = self.compare(proposal, here)
         self.hold()
         self.last_check()
         return self.best
@@ -148,27 +111,39 @@ class Search:
         tried = {trial.edit for trial in self.trials}
         refused = {trial.plugin for trial in self.trials if trial.estimate is not None and not trial.kept}
         for proposal in self.proposals(here):
-            again = proposal.trial.edit in tried or (proposal.trial.estimate is not None and proposal.trial.plugin in refused)
-            if not again and proposal.trial.numerics in self.accept:
-                hoped = max(proposal.trial.estimate or 1.0, 1.0)
-                missing = self.cost(self.best, hoped=hoped) + self.reserve(hoped) - self.left()
-                if missing <= 0:
+            trial = proposal.trial
+            again = not proposal.removes and (trial.edit in tried or (trial.estimate is not None and trial.plugin in refused))
+            if not again and trial.numerics in self.accept:
+                if (missing := self.missing(proposal)) <= 0:
                     return proposal
                 enough = "" if self.trials else f" before anything was tried: give at least --budget {self.budget + missing:.0f}s"
                 self.say(f"the time is over{enough}")
                 return None
         return None
 
+    def missing(self, proposal: Proposal) -> float:
+        """Seconds that the budget lacks for an edit and the checks at the end; negative: it has them."""
+        return self.cost(self.best, hoped=proposal.speedup) + self.reserve(max(proposal.speedup, 1.0)) - self.left()
+
+    def suggestions(self, seen: StepProfile, recipe: Recipe, never: Collection[str]) -> Iterator[tuple[Trial, Suggestion]]:
+        """Yield the edits of a recipe for which plugins estimate a speedup, largest first."""
+        for found in suggest(seen, recipe, never)[0]:
+            factor = seen.seconds / max(seen.seconds - found.estimate.seconds, 0.01 * seen.seconds)
+            yield Trial(found.edit, found.plugin, found.numerics, factor), found
+
     def proposals(self, here: Measurement) -> Iterator[Proposal]:
         """Yield edits of the best recipe so far."""
         seen = StepProfile(**here["profile"])
         left_out = {trial.plugin for trial in self.trials if trial.kept and trial.estimate is None}
-        found, _ = suggest(seen, self.best, self.never | left_out)
-        for suggestion in found:
-            factor = seen.seconds / max(seen.seconds - suggestion.estimate.seconds, 0.01 * seen.seconds)
-            yield Proposal(Trial(suggestion.edit, suggestion.plugin, suggestion.numerics, factor), suggestion.recipe)
+        for trial, suggestion in self.suggestions(seen, self.best, self.never | left_out):
+            yield Proposal(trial, suggestion.recipe)
         if self.pairs is not None:
             return
+        for trial in reversed(self.trials):  # the smallest estimate of those that were added at once is the most doubtful
+            if trial.kept and not trial.ratios and not trial.why:
+                without = self.edited("plugins", {trial.plugin: self.given.plugins.get(trial.plugin)})
+                if without is not None:
+                    yield Proposal(trial, without, removes=True)
         for name, options in self.given.plugins.items():
             if options is not False and self.best.plugins.get(name) not in (None, False):
                 plugin = load_listed(self.given, name)
@@ -187,7 +162,7 @@ class Search:
         """The best recipe with some keys of a section set; None if it cannot run."""
         tree = copy.deepcopy(self.best.to_dict()) | {"plugins": copy.deepcopy(self.best.plugins)}
         tree[section].update(change)
-        tree["plugins"] = self.best.listed(tree["plugins"])
+        tree["plugins"] = self.best.listed({name: options for name, options in tree["plugins"].items() if options is not None})
         try:
             recipe = make_recipe(tree, self.best.source)
             check(recipe)
@@ -197,25 +172,58 @@ class Search:
 
     # -- trying --------------------------------------------------------------------------------------------------------------
 
-    def try_(self, proposal: Proposal, here: Measurement) -> Measurement:
-        """Measure an edit against the best recipe; returns the newest measurement of the recipe that is best afterwards."""
-        trial, base, decision = proposal.trial, here, None
-        self.trials.append(trial)
+    def try_together(self, here: Measurement) -> Measurement:
+        """Measure the given recipe with all suggested edits of plugins.
+
+        Returns:
+            The newest measurement of the recipe that is best afterwards.
+        """
+        parts: list[Trial] = []
+        seen, recipe, found = StepProfile(**here["profile"]), self.best, True
+        while found:
+            added = self.never | {trial.plugin for trial in parts}
+            found = False
+            for trial, suggestion in self.suggestions(seen, recipe, added):
+                if trial.numerics in self.accept and not suggestion.estimate.overrides:
+                    parts.append(trial)
+                    recipe, found = suggestion.recipe, True
+                    break
+        if len(parts) < 2:
+            return here
+        numerics = max((trial.numerics for trial in parts), key=CLASSES.index)
+        joint = Trial(f"{len(parts)} edits at once: {', '.join(trial.plugin for trial in parts)}", "", numerics)
+        proposal = Proposal(joint, recipe)
+        if self.missing(proposal) > 0:
+            return here
+        self.together = joint
+        here = self.compare(proposal, here)
+        if joint.kept:
+            self.trials += [replace(trial, kept=True) for trial in parts]
+        return here
+
+    def compare(self, proposal: Proposal, here: Measurement) -> Measurement:
+        """Compare the best recipe with another. Records the result in the trial, and continues with the better recipe.
+
+        Returns:
+            The newest measurement of the recipe that is best afterwards.
+        """
+        trial, base, other, decision = proposal.trial, here, here, None
         while decision is None:
-            there = self.measure(proposal.recipe)
-            if "error" in there:
-                trial.why = there["error"]
-                self.say(f"{trial.edit}: {trial.why}")
+            other = self.measure(proposal.recipe)
+            if "error" in other:
+                trial.why = other["error"]
+                self.say(f"{trial.edit}{' left out' if proposal.removes else ''}: {trial.why}")
                 return base
+            without, with_ = (other, base) if proposal.removes else (base, other)
             if not trial.ratios:
-                trial.once = max(0.0, first_cost(there) - first_cost(base))
-            trial.ratios.append(faster(there, base))
-            trial.before.append(base["seconds_a_step"])
-            trial.after.append(there["seconds_a_step"])
-            decision = self.decide(trial.ratios, trial.estimate or 0.0)
+                trial.once = max(0.0, first_cost(with_) - first_cost(without))
+            trial.ratios.append(faster(with_, without))
+            trial.before.append(without["seconds_a_step"])
+            trial.after.append(with_["seconds_a_step"])
+            decision = decide(trial.ratios, trial.estimate or 0.0, self.pairs)
             pair = self.cost(self.best) + self.cost(proposal.recipe)
             if decision is None and self.pairs is None and self.left() < pair + self.reserve():
-                decision = False
+                decision = proposal.removes  # no time for a close case: the best recipe stays
             if decision is None:
                 base = self.measure(self.best)
                 if "error" in base:
@@ -223,30 +231,18 @@ class Search:
                     self.say(f"{trial.edit}: {trial.why}")
                     return here
         trial.pays_after = break_even(trial.once, median(trial.before) - median(trial.after))
-        length = there["total_steps"]
+        length = other["total_steps"]
         if decision and trial.once > ONCE and length is not None and (trial.pays_after is None or trial.pays_after >= length):
             decision, trial.why = False, f"it costs {trial.once:.0f} s once, which {length} steps do not save"
         trial.kept = decision
-        shown = ", ".join(f"{ratio:.2f}" for ratio in trial.ratios)
+        ratios = ", ".join(f"{ratio:.2f}" for ratio in trial.ratios)
         estimate = "" if trial.estimate is None else f" (estimate {trial.estimate:.2f})"
         pays = f", pays after {trial.pays_after} steps" if decision and trial.once > ONCE else ""
-        self.say(f"{trial.edit}: x {shown}{estimate}: {'kept' if decision else trial.why or 'not kept'}{pays}")
-        if decision:
-            self.best = proposal.recipe
-        return there if decision else base
-
-    def decide(self, ratios: list[float], estimate: float = 0.0) -> bool | None:
-        """Whether to keep an edit with these ratios; None: another pair is needed."""
-        if self.pairs is not None:
-            slower = sum(ratio <= 1 for ratio in ratios)
-            if slower > 1:
-                return False
-            return None if len(ratios) < self.pairs + MORE * slower else verdict(ratios) == "faster"
-        if len(ratios) == 1:
-            return True if ratios[0] >= CLEAR or min(ratios[0], estimate) >= WORTH else False if ratios[0] <= 1 / WORTH else None
-        if len(ratios) < PAIRS:
-            return True if min(ratios) >= WORTH else False if max(ratios) <= 1.0 else None
-        return min(ratios) > 1.0 and median(ratios) >= LEAST
+        self.say(f"{trial.edit}: x {ratios}{estimate}: {'kept' if decision else trial.why or 'not kept'}{pays}")
+        if decision == proposal.removes:
+            return base
+        self.best = proposal.recipe
+        return other
 
     def measure(self, recipe: Recipe, number: int = 0, profiles: bool = True) -> Measurement:
         """Measure a recipe in a process of its own."""
@@ -285,6 +281,10 @@ class Search:
         kept = [trial for trial in self.trials if trial.kept]
         if len(kept) == 1 and len(kept[0].ratios) >= CHECKS:  # which were these two
             ratios += kept[0].ratios
+        if self.certain():
+            newest = self.measure(self.best, profiles=False)
+            if "error" not in newest and faster(newest, self.first) >= CERTAIN:
+                ratios.append(faster(newest, self.first))
         pair = self.cost(self.given) + self.cost(self.best)
         for number in range(len(ratios), CHECKS):
             if ratios and (self.left() < pair or (self.pairs is None and min(ratios) >= CLEAR)):
@@ -304,7 +304,7 @@ class Search:
         """Return to the given recipe."""
         self.say(f"{why}: nothing is changed")
         self.best = self.given
-        for trial in self.trials:
+        for trial in (*self.trials, *([self.together] if self.together else ())):
             if trial.kept:
                 trial.kept, trial.why = False, f"undone: {why}"
 
@@ -324,7 +324,13 @@ class Search:
     def reserve(self, hoped: float = 1.0) -> float:
         """Seconds needed for the checks at the end, if the best recipe becomes ``hoped`` times as fast: losses, and one pair."""
         given, best = self.given, self.best
-        return self.cost(given, LOSSES) + self.cost(best, LOSSES, hoped) + self.cost(given) + self.cost(best, hoped=hoped)
+        losses = self.cost(given, LOSSES) + self.cost(best, LOSSES, hoped)
+        return losses + self.cost(best, hoped=hoped) + (0.0 if self.certain() else self.cost(given))
+
+    def certain(self) -> bool:
+        """Whether the result is so much faster that the last check does not measure the given recipe again."""
+        given, best = (self.costs[repr(recipe.to_dict())][1] for recipe in (self.given, self.best))
+        return bool(self.first) and self.pairs is None and given >= CERTAIN * best
 
     def record(self) -> dict[str, Any]:
         """The results of the search, for the report."""
@@ -334,17 +340,8 @@ class Search:
             "accept": sorted(self.accept, key=CLASSES.index),
             "budget_seconds": self.budget,
             "seconds": monotonic() - self.started,
+            "together": asdict(self.together) if self.together else None,
             "trials": [asdict(trial) for trial in self.trials],
             "check": self.check,
             "foreign_load": {"before": self.shop.before, "worst": self.shop.worst},
         }
-
-
-def first_cost(found: Measurement) -> float:
-    """Seconds before the first step, and the extra seconds of the first steps."""
-    return float(found["startup_seconds"] + found["warmup_extra_seconds"])
-
-
-def for_speed(plugin: type[Plugin]) -> bool:
-    """Whether a plugin makes runs faster, that is, whether it estimates a speedup."""
-    return plugin.estimate_speedup.__func__ is not Plugin.estimate_speedup.__func__  # type: ignore[attr-defined]

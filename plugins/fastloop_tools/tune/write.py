@@ -11,13 +11,15 @@ import yaml
 
 from fastloop.recipe import Recipe, Train, anchored
 from fastloop_tools.measure.statistics import median
-from fastloop_tools.tune.search import ONCE, Search
+from fastloop_tools.tune.search import Search
+from fastloop_tools.tune.trials import ONCE, Trial
 
 
 def factor(search: Search) -> str:
     """The result of the last check as text."""
     ratios = search.check["ratios"]
-    return f"{median(ratios):.2f} times as fast as given ({min(ratios):.2f} to {max(ratios):.2f} in {len(ratios)} pairs)"
+    pairs = "one pair" if len(ratios) == 1 else f"{min(ratios):.2f} to {max(ratios):.2f} in {len(ratios)} pairs"
+    return f"{median(ratios):.2f} times as fast as given ({pairs})"
 
 
 def tuned(search: Search, last: str, folder: Path) -> str:
@@ -31,8 +33,7 @@ def tuned(search: Search, last: str, folder: Path) -> str:
     for trial in search.trials:
         if trial.kept:
             key = trial.edit.partition("=")[0] if trial.edit.startswith(("data.", "train.", "model.")) else trial.plugin
-            pays = f", pays after {trial.pays_after} steps" if trial.once > ONCE else ""
-            remarks[key] = f"x {median(trial.ratios):.2f}" + (", one pair" if len(trial.ratios) == 1 else "") + f"{pays}; {trial.numerics}"
+            remarks[key] = f"{measured(trial)}; {trial.numerics}"
     name, numerics = search.given.source.stem if search.given.source else "recipe", search.check["numerics"]
     head = [f"{name}, tuned on this machine: {factor(search)}.", f"Losses, {numerics['class']}: {numerics['verdict']}.", last]
     best, source = search.best, search.best.source
@@ -48,19 +49,27 @@ def tuned(search: Search, last: str, folder: Path) -> str:
     return text(best, head, remarks)
 
 
+def measured(trial: Trial) -> str:
+    """The speedup of an edit that was kept, as text."""
+    if not trial.ratios:
+        return "measured with the others"
+    pays = f", pays after {trial.pays_after} steps" if trial.once > ONCE else ""
+    return f"x {median(trial.ratios):.2f}" + (", one pair" if len(trial.ratios) == 1 else "") + pays
+
+
 def reports(search: Search) -> str:
     """A markdown table of all trials."""
     lines = ["| edit | before | after | x measured | x estimate | pays after | numerics | |", "|---|---:|---:|---:|---:|---:|---|---|"]
-    for trial in search.trials:
-        measured = ["", "", trial.why]
+    for trial in (*([search.together] if search.together else ()), *search.trials):
+        cells = ["", "", trial.why or "with the others"]
         if trial.ratios:
             low, high = trial.interval
             seconds = [f"{median(values):.3f} s" for values in (trial.before, trial.after)]
-            measured = [*seconds, f"{median(trial.ratios):.2f} ({low:.2f} to {high:.2f})"]
+            cells = [*seconds, f"{median(trial.ratios):.2f} ({low:.2f} to {high:.2f})"]
         estimate = "" if trial.estimate is None else f"{trial.estimate:.2f}"
         pays = "" if trial.once <= ONCE else "never" if trial.pays_after is None else f"{trial.pays_after} steps"
         verdict = "kept" if trial.kept else trial.why or "not kept"
-        lines.append(f"| `{trial.edit}` | {' | '.join(measured)} | {estimate} | {pays} | {trial.numerics} | {verdict} |")
+        lines.append(f"| `{trial.edit}` | {' | '.join(cells)} | {estimate} | {pays} | {trial.numerics} | {verdict} |")
     return "\n".join(lines) + "\n"
 
 

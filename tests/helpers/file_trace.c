@@ -3,9 +3,10 @@
    FILE_TRACE       the file to which records are appended; several processes may share it
    FILE_TRACE_ROOT  the folder, without links in its path
 
-   A record is written after its call has returned, so a call that depends on another has its record later. The record of an fsync has
-   the length of the trace when the fsync began: the fsync covers exactly the records before that position. The trace is opened for each
-   record, so that a process may close all of its files.
+   A record is written after its call has returned, so a call that depends on another has its record later. Another process may see a new
+   name before its record is written, so calls that change names hold a lock until then. The record of an fsync has the length of the trace
+   when the fsync began: the fsync covers exactly the records before that position. The trace is opened for each record, so that a process
+   may close all of its files.
 
    LD_PRELOAD sees calls of libc only. safetensors renames its files by a system call of its own, so the records of an open file have its
    path: crash_states.py infers the rename from the next one. */
@@ -19,6 +20,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/uio.h>
@@ -90,14 +92,37 @@ static int path_at(int folder, const char *name, char *path) {
     return length < PATH_MAX && is_traced(path);
 }
 
+/* Wait for the calls of other processes that change names. Returns the lock to unlock, -1 without one: the name is not traced. */
+static int lock(int folder, const char *name) {
+    char path[PATH_MAX];
+    if (!path_at(folder, name, path)) return -1;
+    int trace = open_trace();
+    while (trace >= 0 && flock(trace, LOCK_EX) && errno == EINTR);
+    return trace;
+}
+
+#define LOCKED(kind, folder, path, name, ...)                                                                                              \
+    int locked = lock(folder, path);                                                                                                       \
+    CALL(kind, name, __VA_ARGS__)
+#define UNLOCK                                                                                                                             \
+    if (locked >= 0) {                                                                                                                     \
+        flock(locked, LOCK_UN); /* a process that was forked meanwhile has the file open, too */                                           \
+        close(locked);                                                                                                                     \
+    }                                                                                                                                      \
+    RETURN
+
 static uint64_t inode_of(int file) {
     struct stat facts;
     return fstat(file, &facts) ? 0 : facts.st_ino;
 }
 
+static int changes_names(int flags) {
+    return flags & (O_CREAT | O_TRUNC) && (flags & O_TMPFILE) != O_TMPFILE;
+}
+
 static void opened(int file, int flags) {
     char path[PATH_MAX];
-    if (file >= 0 && flags & (O_CREAT | O_TRUNC) && (flags & O_TMPFILE) != O_TMPFILE && path_of(file, path))
+    if (file >= 0 && changes_names(flags) && path_of(file, path))
         record('O', inode_of(file), flags & O_TRUNC, path, "", "", 0);
 }
 
@@ -112,16 +137,18 @@ static void opened(int file, int flags) {
 #define OPEN(name)                                                                                                                         \
     int name(const char *path, int flags, ...) {                                                                                           \
         MODE;                                                                                                                              \
+        int locked = changes_names(flags) ? lock(AT_FDCWD, path) : -1;                                                                     \
         CALL(int, name, path, flags, mode);                                                                                                \
         opened(result, flags);                                                                                                             \
-        RETURN;                                                                                                                            \
+        UNLOCK;                                                                                                                            \
     }
 #define OPENAT(name)                                                                                                                       \
     int name(int folder, const char *path, int flags, ...) {                                                                               \
         MODE;                                                                                                                              \
+        int locked = changes_names(flags) ? lock(folder, path) : -1;                                                                       \
         CALL(int, name, folder, path, flags, mode);                                                                                        \
         opened(result, flags);                                                                                                             \
-        RETURN;                                                                                                                            \
+        UNLOCK;                                                                                                                            \
     }
 OPEN(open)
 OPEN(open64)
@@ -209,27 +236,27 @@ static void renamed(char kind, int from, const char *old, int to, const char *ne
 }
 
 int rename(const char *old, const char *new) {
-    CALL(int, rename, old, new);
+    LOCKED(int, AT_FDCWD, new, rename, old, new);
     if (result == 0) renamed('R', AT_FDCWD, old, AT_FDCWD, new);
-    RETURN;
+    UNLOCK;
 }
 
 int renameat(int from, const char *old, int to, const char *new) {
-    CALL(int, renameat, from, old, to, new);
+    LOCKED(int, to, new, renameat, from, old, to, new);
     if (result == 0) renamed('R', from, old, to, new);
-    RETURN;
+    UNLOCK;
 }
 
 int link(const char *old, const char *new) {
-    CALL(int, link, old, new);
+    LOCKED(int, AT_FDCWD, new, link, old, new);
     if (result == 0) renamed('L', AT_FDCWD, old, AT_FDCWD, new);
-    RETURN;
+    UNLOCK;
 }
 
 int linkat(int from, const char *old, int to, const char *new, int flags) {
-    CALL(int, linkat, from, old, to, new, flags);
+    LOCKED(int, to, new, linkat, from, old, to, new, flags);
     if (result == 0) renamed('L', from, old, to, new);
-    RETURN;
+    UNLOCK;
 }
 
 static void removed(int folder, const char *name) {
@@ -238,21 +265,21 @@ static void removed(int folder, const char *name) {
 }
 
 int unlink(const char *name) {
-    CALL(int, unlink, name);
+    LOCKED(int, AT_FDCWD, name, unlink, name);
     if (result == 0) removed(AT_FDCWD, name);
-    RETURN;
+    UNLOCK;
 }
 
 int rmdir(const char *name) {
-    CALL(int, rmdir, name);
+    LOCKED(int, AT_FDCWD, name, rmdir, name);
     if (result == 0) removed(AT_FDCWD, name);
-    RETURN;
+    UNLOCK;
 }
 
 int unlinkat(int folder, const char *name, int flags) {
-    CALL(int, unlinkat, folder, name, flags);
+    LOCKED(int, folder, name, unlinkat, folder, name, flags);
     if (result == 0) removed(folder, name);
-    RETURN;
+    UNLOCK;
 }
 
 static void made(int folder, const char *name) {
@@ -262,15 +289,15 @@ static void made(int folder, const char *name) {
 }
 
 int mkdir(const char *name, mode_t mode) {
-    CALL(int, mkdir, name, mode);
+    LOCKED(int, AT_FDCWD, name, mkdir, name, mode);
     if (result == 0) made(AT_FDCWD, name);
-    RETURN;
+    UNLOCK;
 }
 
 int mkdirat(int folder, const char *name, mode_t mode) {
-    CALL(int, mkdirat, folder, name, mode);
+    LOCKED(int, folder, name, mkdirat, folder, name, mode);
     if (result == 0) made(folder, name);
-    RETURN;
+    UNLOCK;
 }
 
 /* -- durability ------------------------------------------------------------------------------------------------------------------ */

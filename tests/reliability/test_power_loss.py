@@ -131,6 +131,26 @@ def test_replay_lists_every_state_of_a_small_trace(library, tmp_path):
     assert states == {(), (("a", None),), *((("a", None), ("a/b", content)) for content in (b"", b"x", b"\0"))}
 
 
+MAKERS = """
+import os, sys
+for number in range(300):
+    os.makedirs(f"traced/{number}", exist_ok=True)
+    open(f"traced/{number}/{sys.argv[1]}", "w").close()
+    while not os.path.exists(f"traced/{number}/{1 - int(sys.argv[1])}"):
+        pass
+"""
+
+
+def test_trace_of_two_processes_has_folders_before_their_files(library, tmp_path):
+    """control: a process uses a folder that another has just made; the record of the folder is written first"""
+    root = tmp_path.resolve() / "traced"
+    root.mkdir()
+    Path("makers.py").write_text(MAKERS)
+    records = file_trace.record(library, root, [[sys.executable, "makers.py", str(rank)] for rank in range(2)], [{}, {}])
+    history = History(records, root)
+    assert len(history.last()) == 900
+
+
 def test_trace_that_misses_a_change_is_refused(library, tmp_path):
     """control: a trace that does not lead to the files on disk, or has writes that cannot be traced, is refused"""
     root = tmp_path.resolve() / "traced"

@@ -61,6 +61,7 @@ class Auto(Plugin):
         candidates.sort(key=lambda cls: -EFFECTS.index(cls.numerics))  # plugins that arrange the data come first: rules of others read it
         chosen: dict[str, Recommendation] = {}
         plugins = {name: options for name, options in recipe.plugins.items() if name != self.name}
+        problem = self._problem(dataclasses.replace(recipe, plugins=dict(plugins), selected={}))
         for cls in candidates:
             trial = dataclasses.replace(recipe, plugins=dict(plugins), selected={})
             found = cls.recommend(trial, machine)
@@ -70,10 +71,21 @@ class Auto(Plugin):
             try:
                 select(trial)
             except PluginError as error:
-                logger.info("auto: leaves out %s: %s", cls.name, error)
+                if str(error) != problem:
+                    logger.info("auto: leaves out %s: %s", cls.name, error)
                 continue
             plugins, chosen[cls.name] = trial.plugins, found
         return chosen
+
+    def _problem(self, recipe: Recipe) -> str:
+        """The error of a recipe's own plugins; empty if there is none. It is reported when the recipe is resolved."""
+        from fastloop.registry import select
+
+        try:
+            select(recipe)
+        except PluginError as error:
+            return str(error)
+        return ""
 
     @hookimpl
     def check_run(self, run: Run) -> None:

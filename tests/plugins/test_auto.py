@@ -7,6 +7,7 @@ import logging
 
 import pytest
 
+from fastloop.errors import PluginError
 from fastloop.recipe import load_recipe, make_recipe
 from fastloop.registry import resolve
 from fastloop.runtime.hardware import Machine
@@ -109,6 +110,12 @@ def test_reasons_name_auto_and_resolving_twice_keeps_them():
     first = resolve(recipe, CPU)
     assert first.reasons["packing"] == "auto: no padding is computed"
     assert resolve(recipe, CPU).reasons == first.reasons
+
+
+def test_an_error_of_the_recipe_is_reported_once(caplog):
+    with caplog.at_level(logging.INFO, "fastloop"), pytest.raises(PluginError, match="'deepspeed' and 'fsdp' fill the slot"):
+        select(CPU, "auto", "deepspeed", "fsdp")
+    assert not caplog.messages
 
 
 def test_a_machine_without_a_known_speedup_is_reported(tiny_run, caplog, monkeypatch):

@@ -76,11 +76,11 @@ class StepSampler(Sampler[MicroBatchIds]):
         return ids if self.arrange is None else self.arrange(ids, self.batch_size, generator)
 
     def fingerprint(self) -> str:
-        """A string that changes with an epoch's samples and their order; empty for all samples in the default order."""
+        """A string that changes with the samples and their order in the first epoch; empty for all samples in the default order."""
         used = f"{self.size} of an epoch's {self.drawn} taken" if self.size < self.drawn else ""
-        if self.user_order is None:
+        if self.user_order is None and (self.arrange is None or not self.shuffle):  # no run resumes within an evaluation
             return used
-        digest = hashlib.sha256(np.array(self.user_order(0), np.int64).tobytes()).hexdigest()[:12]
+        digest = hashlib.sha256(np.array(self.order(), np.int64).tobytes()).hexdigest()[:12]
         return " ".join(filter(None, (used, f"{self.drawn} drawn in the order {digest}")))
 
     def micro_batches(self, ids: list[int]) -> list[list[int]]:

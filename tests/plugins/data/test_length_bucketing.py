@@ -13,11 +13,11 @@ from text_helpers import TINY, make_run
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
-from fastloop import Batch, DataLoaderDraft, Plugin, PluginError, Trainer, hookimpl
+from fastloop import Batch, CheckpointError, DataLoaderDraft, Plugin, PluginError, Trainer, hookimpl
 from fastloop.data import StepSampler
-from fastloop.lifecycle import build
+from fastloop.lifecycle import build, execute
 from fastloop.recipe import make_recipe
-from fastloop.registry import select
+from fastloop.registry import resolve, select
 from fastloop.runtime import hardware as machine
 from fastloop_plugins.data.length_bucketing import LengthBucketing
 from fastloop_plugins.data.sample_audit import SampleAudit
@@ -132,6 +132,27 @@ def test_a_run_goes_on_inside_an_epoch():
     first, _ = train(LengthBucketing(), epochs=2, max_steps=31, save_every=1000)
     second, _ = train(LengthBucketing(), epochs=2, resume=True)
     assert first.ids + second.ids == whole.ids
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, 2), (2, None), (2, 5)], ids=["added", "removed", "another-window"])
+def test_a_run_does_not_resume_in_another_order(before, after):
+    Path("a.csv").write_text("text,label\n" + "".join(f"{'good ' * (1 + i % 20)},{i % 2}\n" for i in range(64)))
+    train_texts(before, None, max_steps=3, save_every=3)
+    with pytest.raises(CheckpointError, match=r"other data \(train: .* 64 drawn in the order .* Resume with the same data"):
+        train_texts(after, Path("run"))
+
+
+def train_texts(window: int | None, resume: Path | None, **settings: Any) -> None:
+    """Train on the texts of a.csv, with windows of that many batches; None: without length-bucketing."""
+    tree = {
+        "model": {"config": TINY, "tokenizer": {"kind": "word"}},
+        "data": {"files": {"train": "a.csv"}, "label": "label", "max_length": 32, "validation_fraction": 0},
+        "train": {"epochs": 1, "batch_size": 8, "device": "cpu"} | settings,
+        "plugins": ["text-classification", *([{"length-bucketing": {"window": window}}] if window else [])],
+        "output": "run",
+    }
+    recipe = make_recipe(tree, Path("recipe.yaml"))
+    execute(build(recipe, resolve(recipe), resume))
 
 
 def test_evaluation_has_the_same_metrics():

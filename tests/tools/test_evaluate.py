@@ -74,6 +74,16 @@ def test_training_data_is_not_read(tmp_path, cli):
     assert results(cli, tmp_path / "run")["metrics"] == summary(tmp_path / "run")["test"]
 
 
+def test_cached_labels_are_those_of_the_model(trained, tmp_path, cli):
+    pretrained = {"name": str(trained / "run" / "model")}  # with its own tokenizer, so that the cache holds the labels, too
+    recipe = write_recipe(tmp_path, [{"token-cache": {"folder": str(tmp_path / "cache")}}], model=pretrained)
+    train(recipe)
+    assert results(cli, tmp_path / "run")["metrics"] == summary(tmp_path / "run")["test"]
+    write_csv(tmp_path / "train.csv", [*texts(60), *({"text": f"an awful film {index}", "label": "awful"} for index in range(12))])
+    train(recipe)
+    assert results(cli, tmp_path / "run")["metrics"] == summary(tmp_path / "run")["test"]
+
+
 def test_held_out_rows_are_those_of_training(tmp_path, cli):
     recipe = write_recipe(tmp_path)
     tree = yaml.safe_load(recipe.read_text())

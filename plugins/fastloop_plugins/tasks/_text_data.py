@@ -269,7 +269,7 @@ class TextData(StreamedData):
         chosen = {"options": options, "splits": vars(self.splits), "limit": vars(self.limit), "draw": DRAW, "reader": READER}
         chosen["skip_unreadable"] = self.skip_unreadable
         if self.inference is not None:
-            chosen["inference"] = [str(self.inference.model), self.inference.split]
+            chosen["inference"] = [str(self.inference.model), self.inference.split, self.classes]  # labels are ids of these classes
         facts = [json.dumps(chosen, sort_keys=True)]
         for split, paths in self.files.items():
             for path in paths:

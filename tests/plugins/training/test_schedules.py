@@ -10,7 +10,7 @@ from recipe_runs import LR, assert_same, make_run, torch_loop, trained
 from torch.optim import AdamW, lr_scheduler
 from transformers import get_scheduler
 
-from fastloop import RecipeError, UsageError
+from fastloop import CheckpointError, RecipeError, UsageError
 from fastloop.lifecycle import execute
 from fastloop.testing import tiny_data
 
@@ -58,6 +58,21 @@ def test_a_resumed_run_has_the_weights_of_a_whole_one(case):
     rest = make_run("output=cut", plugins=plugins, resume=Path("cut"))
     execute(rest)
     assert_same(rest.unwrap_model().state_dict(), whole)
+
+
+@pytest.mark.parametrize("schedule", ["CosineAnnealingLR", "OneCycleLR"])
+def test_a_schedule_of_torch_does_not_resume_with_another_length(schedule):
+    execute(make_run("output=cut", plugins=[{"lr-scheduler": {"schedule": schedule}}]))
+    longer = make_run("output=cut", "train.epochs=5", plugins=[{"lr-scheduler": {"schedule": schedule}}], resume=Path("cut"))
+    with pytest.raises(CheckpointError, match=rf"{schedule} was saved in a run of {STEPS} steps, and this run has 40.*={STEPS}"):
+        execute(longer)
+
+
+def test_a_schedule_of_a_given_length_resumes_in_a_longer_run():
+    options = {"schedule": "CosineAnnealingLR", "arguments": {"T_max": STEPS}}
+    execute(make_run("output=cut", plugins=[{"lr-scheduler": options}]))
+    longer = make_run("output=cut", "train.epochs=5", plugins=[{"lr-scheduler": options}], resume=Path("cut"))
+    assert execute(longer)["steps"] == 40
 
 
 @pytest.mark.parametrize(

@@ -222,6 +222,21 @@ def test_a_sweep_trains_the_grid_and_continues_after_a_failure():
 
 
 @pytest.mark.slow
+def test_a_run_that_keeps_its_best_weights_counts_by_their_value():
+    best = ["--with", "checkpoint-best", "--without", "progress", "train.evaluate_every=1"]
+    done = fastloop("sweep", "recipe.yaml", "train.lr=3e-2,1", "--monitor", "loss", *best)
+    assert done.returncode == 0, done.stdout + done.stderr
+    summaries = [json.loads(Path("run", name, "summary.json").read_text()) for name in ("lr-3e-2", "lr-1")]
+    values = [summary["best"]["value"] for summary in summaries]
+    assert values != [summary["validation"]["loss"] for summary in summaries], "the last evaluation of a run is not its best"
+    assert [point["mean"] for point in record()["points"]] == values
+    other = fastloop("sweep", "recipe.yaml", "train.lr=3e-2,1", "--monitor", "accuracy", *best, "output=other")
+    assert other.returncode == 0, other.stdout + other.stderr
+    last = [metrics(f"other/{name}")["accuracy"] for name in ("lr-3e-2", "lr-1")]
+    assert [point["mean"] for point in record("other")["points"]] == last, "checkpoint-best goes by the loss"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_a_killed_sweep_resumes_without_repeating_a_finished_run(number):
     command = ["sweep", "recipe.yaml", "train.lr=1e-2,3e-2", "--seeds", "1", "--without", "progress", "data.arguments={wait: true}"]

@@ -6,16 +6,13 @@ import contextlib
 import json
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 from fastloop.cli import launch
 from fastloop.cli.arguments import RecipeName, With, Without, names
 from fastloop.distributed import signals
-
-if TYPE_CHECKING:
-    from fastloop.recipe import Recipe
 
 Values = Annotated[
     list[str] | None,
@@ -75,6 +72,7 @@ def search(
     from fastloop_tools.search import results, space
     from fastloop_tools.search.study import hide_password, open_study, storage_errors
     from fastloop_tools.search.worker import Worker
+    from fastloop_tools.sweep.results import monitored
 
     axes, fixed = space.parse(values or ())
     if not axes:
@@ -145,16 +143,6 @@ def search(
     if json_file not in ("", "-"):
         Path(json_file).write_text(text, encoding="utf-8")
     raise typer.Exit(int(any(row["error"] for row in rows)))
-
-
-def monitored(recipe: Recipe) -> tuple[str | None, str, Literal["auto", "min", "max"]]:
-    """The metric of ``checkpoint-best``, if the recipe lists it; the metric that the recipe monitors, and its mode."""
-    for plugin in ("checkpoint-best", "early-stopping"):
-        options = recipe.plugins.get(plugin, False)
-        if options is not False:
-            metric = str(options.get("monitor", "loss"))
-            return metric if plugin == "checkpoint-best" else None, metric, options.get("mode", "auto")
-    return None, "loss", "auto"
 
 
 def check_folder(folder: Path) -> None:

@@ -22,6 +22,7 @@ from fastloop_tools.search.space import Axis
 from fastloop_tools.search.study import ERROR, RUNS, SURPLUS, WORKER, counts, fail_lost_trials
 from fastloop_tools.sweep.command import STOPPED
 from fastloop_tools.sweep.grid import SweepRun
+from fastloop_tools.sweep.results import read_metrics
 
 POLL_SECONDS = 1.0
 """Seconds between two looks at the trials of other workers, at the end of a search."""
@@ -112,12 +113,10 @@ class Worker:
         summary = read_summary(folder)
         run.status = "finished" if code == 0 else "stopped" if code in STOPPED else "failed"
         if code == 0:
-            run.metrics = dict(summary.get("validation") or {})
+            run.metrics = read_metrics(summary, self.monitor, self.kept_best)
             if self.monitor not in run.metrics:
                 there = f"has no metric {self.monitor!r}" if run.metrics else "does not exist"
                 raise UsageError(f"--monitor {self.monitor}: the validation split {there}.{did_you_mean(self.monitor, run.metrics)}")
-            if self.kept_best and summary.get("best"):
-                run.metrics[self.monitor] = summary["best"]["value"]
             if not math.isfinite(run.metrics[self.monitor]):
                 run.status, run.reason = "failed", f"validation {self.monitor} is {run.metrics[self.monitor]}"
         elif run.status == "failed":

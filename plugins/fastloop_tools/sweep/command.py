@@ -67,8 +67,9 @@ def sweep(
         raise UsageError("train.seed has several values, and --seeds sets it, too. Leave one of the two out.")
     numbers = [None] if seeds is None else [base.train.seed + index for index in range(seeds)]
     runs = parsed.runs(numbers, range(folds) if folds is not None else (None,))
+    kept = []  # for each run: the metric of its checkpoint-best
     for run in runs:  # a value that is wrong ends the sweep before the first run
-        load_recipe(recipe, [*parsed.fixed, *run.overrides], added, names(without))
+        kept.append(results.monitored(load_recipe(recipe, [*parsed.fixed, *run.overrides], added, names(without)))[0])
     show_messages()
     folder = Path(base.output)
     record = Record(folder, {"recipe": str(base.source), "base": base.to_dict()}, runs, monitor, Monitor("sweep", monitor, mode).minimise)
@@ -88,7 +89,7 @@ def sweep(
             code = launch.launch(arguments, nproc, 1, 0, None, output)
             run.status = "finished" if code == 0 else "stopped" if code in STOPPED else "failed"
             summary = record.read_summary(run)
-            run.metrics = summary.get("validation") if code == 0 else None
+            run.metrics = results.read_metrics(summary, monitor, kept[number - 1] == monitor) or None if code == 0 else None
             run.reason = (
                 (summary.get("reason") or f"exit code {code}, before training; its error is in the output")
                 if run.status == "failed"

@@ -3,12 +3,37 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean, stdev
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from fastloop_tools.measure.statistics import mean_interval
 from fastloop_tools.sweep.grid import SweepRun
+
+if TYPE_CHECKING:
+    from fastloop.recipe import Recipe
+
+
+def monitored(recipe: Recipe) -> tuple[str | None, str, Literal["auto", "min", "max"]]:
+    """The metric of ``checkpoint-best``, if the recipe lists it; the metric that the recipe monitors, and its mode."""
+    for plugin in ("checkpoint-best", "early-stopping"):
+        options = recipe.plugins.get(plugin, False)
+        if options is not False:
+            metric = str(options.get("monitor", "loss"))
+            return metric if plugin == "checkpoint-best" else None, metric, options.get("mode", "auto")
+    return None, "loss", "auto"
+
+
+def read_metrics(summary: Mapping[str, Any], monitor: str, kept_best: bool) -> dict[str, Any]:
+    """The last metrics of the validation split; empty if there are none.
+
+    Args:
+        kept_best: Whether the exported model is the best one by ``monitor``, so that its value counts, and not the last one.
+    """
+    found = dict(summary.get("validation") or {})
+    if kept_best and monitor in found and summary.get("best"):
+        found[monitor] = summary["best"]["value"]
+    return found
 
 
 def compare(runs: Sequence[SweepRun], monitor: str, minimise: bool) -> tuple[list[dict[str, Any]], str | None]:

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 from torch.utils.data import Dataset
 
-from fastloop import PluginError
+from fastloop import CheckpointError, PluginError
 
 pytest.importorskip("peft")
 
@@ -104,6 +104,12 @@ def test_a_resumed_run_has_the_same_adapters(bert_run):
     _, resumed, _ = bert_run("run", epochs=3, resume=True, merge=False)
     a, b = whole.run.unwrap_model().state_dict(), resumed.run.unwrap_model().state_dict()
     assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_run_does_not_resume_with_another_scale_of_the_adapters(bert_run):
+    bert_run(epochs=1, merge=False, alpha=8)
+    with pytest.raises(CheckpointError, match=r"plugins\.lora\.alpha: the adapters were trained with 8, and 64 would scale them"):
+        bert_run(epochs=2, resume=True, merge=False, alpha=64)
 
 
 def test_a_target_that_matches_nothing_is_an_error_that_names_the_layers(bert_run):

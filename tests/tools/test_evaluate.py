@@ -13,7 +13,7 @@ import forked
 import pytest
 import yaml
 from inference_runs import CLASSES, texts, train, write_csv, write_recipe
-from text_helpers import TINY_GPT
+from text_helpers import TINY, TINY_GPT
 
 from fastloop.recipe import Inference, load_recipe
 from fastloop.registry import resolve
@@ -82,6 +82,18 @@ def test_cached_labels_are_those_of_the_model(trained, tmp_path, cli):
     write_csv(tmp_path / "train.csv", [*texts(60), *({"text": f"an awful film {index}", "label": "awful"} for index in range(12))])
     train(recipe)
     assert results(cli, tmp_path / "run")["metrics"] == summary(tmp_path / "run")["test"]
+
+
+def test_a_warm_start_is_evaluated_with_its_trained_weights(trained, tmp_path, cli):
+    weights = tmp_path / "initial.safetensors"
+    shutil.copy(trained / "run" / "model" / "model.safetensors", weights)
+    recipe = write_recipe(tmp_path, model={"config": TINY, "tokenizer": {"kind": "word"}, "weights": str(weights)})
+    found = train(recipe)["test"]
+    assert results(cli, tmp_path / "run")["metrics"] == found
+    weights.unlink()
+    assert results(cli, tmp_path / "run")["metrics"] == found
+    initial = results(cli, trained / "run", "--file", tmp_path / "test.csv")["metrics"]
+    assert abs(initial["loss"] - found["loss"]) > 1e-2, "training has changed the weights"
 
 
 def test_held_out_rows_are_those_of_training(tmp_path, cli):

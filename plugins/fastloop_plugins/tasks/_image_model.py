@@ -69,8 +69,7 @@ class ImageModel:
             self.library = LibraryModel(self.name, self.options.arguments or {}, self.where)
         else:
             self._check_transformers()
-        if recipe.inference is None:
-            weight_files(recipe)
+        weight_files(recipe)
 
     def _check_transformers(self) -> None:
         name, folder = self.name, self.recipe.find(self.name)
@@ -186,8 +185,7 @@ class ImageModel:
         else:
             model = self.library.build(len(labels.names), initial)
             model.class_names = labels.names  # `fastloop evaluate` shows them
-        if self.recipe.inference is None:
-            load_weights(model, self.recipe)
+        load_weights(model, self.recipe)
         built: nn.Module = model
         return built
 

@@ -28,13 +28,13 @@ LISTED = 5
 
 
 def weight_files(recipe: Recipe) -> list[Path]:
-    """The files that ``model.weights`` names; none without the key.
+    """The files that ``model.weights`` names; none without the key, and none in inference, which has the trained weights.
 
     Raises:
         RecipeError: There is no such file.
     """
     name = recipe.model.get("weights")
-    if name is None:
+    if name is None or (recipe.inference is not None and recipe.inference.model is not None):
         return []
     path = recipe.find(name)
     if path.is_file():

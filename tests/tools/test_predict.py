@@ -363,8 +363,7 @@ def test_what_is_refused(trained, language_model, cli):
     for name, content in (("other.csv", "words,label\na,b\n"), ("other.jsonl", '{"words": "a"}\n')):
         Path(name).write_text(content)
         assert "there is no column 'text', which data.text names. Its columns: words" in refused(run, name)
-    Path("empty.csv").write_text("text\n")
-    assert "the predict split is empty" in refused(run, "empty.csv")
+    assert "found an empty text to predict" in refused(run, "")
     Path("texts.csv").write_text("text\na good film\n")
     assert "--out texts.csv: this is the file to predict" in refused(run, "texts.csv", "--out", "texts.csv")
     assert Path("texts.csv").read_text() == "text\na good film\n"
@@ -372,6 +371,18 @@ def test_what_is_refused(trained, language_model, cli):
     assert "max_new_tokens: found 99, expected fewer than the model's 32" in refused(
         language_model, "a", "plugins.causal-lm.max_new_tokens=99"
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "content"), [("a.csv", ""), ("a.csv", "text\n"), ("a.jsonl", "\n"), ("a.json", "[]"), ("a.txt", ""), ("-", "")]
+)
+def test_input_without_a_sample_is_named(trained, cli, monkeypatch, name, content):
+    if name == "-":
+        monkeypatch.setattr(sys, "stdin", io.StringIO(content))
+    else:
+        Path(name).write_text(content)
+    code, _, err = cli("predict", str(trained / "run"), name)
+    assert (code, err) == (2, f"error: {'stdin' if name == '-' else name}: found nothing to predict. Expected at least one sample.\n")
 
 
 @pytest.mark.slow

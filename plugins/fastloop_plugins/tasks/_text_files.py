@@ -182,8 +182,9 @@ def _read_as(path: Path, suffix: str, how: Read, text: Mapping[str, str], labels
     if suffix == ".txt":  # paragraphs, or lines if there are no paragraphs
         blocks = re.split(r"\n\s*\n", content.strip("\n")) if re.search(r"\S\s*\n\s*\n\s*\S", content) else content.split("\n")
         return Part(str(path), {next(iter(text)): [block for block in blocks if block.strip()]})
+    without_rows = Part(str(path), {name: [] for name in text})
     if content.lstrip().startswith("["):
-        return make_part(str(path), parse_json(path, 1, content))
+        return make_part(str(path), listed) if (listed := parse_json(path, 1, content)) else without_rows
     rows, broken = [], 0
     for number, line in enumerate(content.split("\n"), 1):
         if line.strip():
@@ -195,7 +196,7 @@ def _read_as(path: Path, suffix: str, how: Read, text: Mapping[str, str], labels
                         raise
                     raise json.JSONDecodeError(error.msg, "\n" * (number - 1) + line, number - 1) from None
                 broken += 1
-    part = make_part(str(path), rows) if rows else Part(str(path), {name: [] for name in text})
+    part = make_part(str(path), rows) if rows else without_rows
     part.unreadable = broken
     return part
 

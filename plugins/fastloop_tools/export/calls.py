@@ -73,7 +73,7 @@ def build(recipe: Recipe) -> tuple[Run, bool]:
         UsageError: The recipe or the model is wrong, or the task needs data to build its model.
     """
     from fastloop.registry import load_listed
-    from fastloop_tools.inference.chunks import SplitChunks
+    from fastloop_tools.inference.chunks import Chunks
     from fastloop_tools.inference.target import build_run
 
     inference = recipe.inference
@@ -88,7 +88,7 @@ def build(recipe: Recipe) -> tuple[Run, bool]:
             problem = error  # the last one is about the training split, which every recipe has
     try:
         text = dataclasses.replace(inference, split="predict", source=[""], chunk=1)
-        return build_run(dataclasses.replace(recipe, inference=text), [SplitChunks()]), False
+        return build_run(dataclasses.replace(recipe, inference=text), [Chunks(None)]), False
     except UsageError:
         assert problem is not None
         raise problem from None

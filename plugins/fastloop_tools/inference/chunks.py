@@ -2,43 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import Subset
 
-from fastloop import Plugin, PluginError, RecipeError, Run, hookimpl, loop
+from fastloop import Plugin, PluginError, RecipeError, Run, UsageError, hookimpl, loop
 from fastloop.evaluation_results import evaluating
 
 if TYPE_CHECKING:
     from fastloop.data import Loader
 
 
-class SplitChunks(Plugin):
-    """Divides a split into chunks, for tasks that do not provide prediction data for it."""
+class Chunks(Plugin):
+    """Divides a split into chunks, for tasks that do not provide prediction data for it, and refuses input without a sample.
 
-    name = "split-chunks"
-    fallback_hooks = ("build_prediction_data",)
+    Args:
+        name: The input as it stands on the command line, for messages; None: a split.
+    """
 
-    @hookimpl
-    def build_prediction_data(self, run: Run, source: Any, start: int, size: int) -> Iterator[Any]:
-        """Parts of a map-style split.
+    name = "prediction-chunks"
+
+    def __init__(self, name: str | None) -> None:
+        super().__init__()
+        self.input = "stdin" if name == "-" else name
+
+    @hookimpl(wrapper=True)
+    def build_prediction_data(self, run: Run, source: Any, start: int, size: int) -> Generator[None, Iterable[Any] | None, Iterator[Any]]:
+        chunks = yield
+        return split_chunks(run, source, start, size) if chunks is None else self.refuse_none(iter(chunks))
+
+    def refuse_none(self, chunks: Iterator[Any]) -> Iterator[Any]:
+        """The chunks, unchanged.
 
         Raises:
-            RecipeError: The task reads no files, the recipe's data has no such split, or the split is iterable.
+            UsageError: A file, a folder or stdin has no sample.
         """
-        task, split = run.plugins.in_slot("task"), run.loaders.first
-        if source is not None:
-            raise RecipeError(f"{run.recipe.where}: the task {task!r} reads no files or texts to predict. Predict a split: --split test.")
-        datasets = run.hooks.build_datasets(run=run) or {}
-        dataset: Any = datasets.get(split)
-        if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
-            there = f"there are: {', '.join(datasets) or 'none'}"
-            found = f"it is {type(dataset).__name__}, which is iterable" if split in datasets else there
-            raise RecipeError(f"{run.recipe.where}: data: cannot predict the split {split!r}: {found}. Expected a map-style split.")
-        ends = range(start, len(dataset), size)
-        return (Subset(dataset, range(first, min(first + size, len(dataset)))) for first in ends)
+        first = next(chunks, ())
+        if self.input is not None and len(first) == 0:
+            raise UsageError(f"{self.input}: found nothing to predict. Expected at least one sample.")
+        yield first
+        yield from chunks
+
+
+def split_chunks(run: Run, source: Any, start: int, size: int) -> Iterator[Any]:
+    """Parts of a map-style split.
+
+    Raises:
+        RecipeError: The task reads no files, the recipe's data has no such split, or the split is iterable.
+    """
+    task, split = run.plugins.in_slot("task"), run.loaders.first
+    if source is not None:
+        raise RecipeError(f"{run.recipe.where}: the task {task!r} reads no files or texts to predict. Predict a split: --split test.")
+    datasets = run.hooks.build_datasets(run=run) or {}
+    dataset: Any = datasets.get(split)
+    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        there = f"there are: {', '.join(datasets) or 'none'}"
+        found = f"it is {type(dataset).__name__}, which is iterable" if split in datasets else there
+        raise RecipeError(f"{run.recipe.where}: data: cannot predict the split {split!r}: {found}. Expected a map-style split.")
+    ends = range(start, len(dataset), size)
+    return (Subset(dataset, range(first, min(first + size, len(dataset)))) for first in ends)
 
 
 @torch.no_grad()

@@ -74,9 +74,9 @@ def predict(
         if not output.complete:
             assert recipe.inference is not None
             recipe.inference = dataclasses.replace(recipe.inference, start=len(output.parts) * chunk)
-            from fastloop_tools.inference.chunks import SplitChunks
+            from fastloop_tools.inference.chunks import Chunks
 
-            run = build_run(recipe, [SplitChunks()])
+            run = build_run(recipe, [Chunks(name)])
             if output.parts:
                 log.info("predict: continues after %d rows of an interrupted job", len(output.parts) * chunk)
             from fastloop import lifecycle
@@ -92,10 +92,12 @@ def read_source(name: str) -> Path | Iterable[str]:
     """The argument FILE, - or TEXT as a path, which may be a folder, or as texts.
 
     Raises:
-        UsageError: It has the suffix of a file that does not exist.
+        UsageError: It is an empty text, or has the suffix of a file that does not exist.
     """
     if name == "-":
         return (line.rstrip("\r\n") for line in sys.stdin)
+    if not name.strip():
+        raise UsageError("found an empty text to predict. Expected a FILE, - for stdin, or a TEXT.")
     if len(name) < 4096 and "\n" not in name:
         if Path(name).exists():
             return Path(name)

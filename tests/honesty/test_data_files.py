@@ -166,6 +166,19 @@ def test_a_file_without_header_is_refused_with_the_columns_to_give():
     assert named_rows(text_data(path, read={"columns": ["text", "label"]})) == ROWS
 
 
+@pytest.mark.parametrize(
+    ("header", "hint"),
+    [
+        ("lovely,fine", " If line 1 is data and not column names, give data.read.columns=[text,label]."),  # short cells, as in a header
+        ("review,label", ""),  # it has one of the columns
+        ("texts,sentiment", " Did you mean 'texts'?"),
+    ],
+)
+def test_a_first_line_that_may_be_data_gives_a_hint(header, hint):
+    message = refusal(write("train.csv", f"{header}\ndull,bad\nsuperb,good\n"))
+    assert message.endswith(f"Its columns: {header.replace(',', ', ')}.{hint}")
+
+
 def test_the_columns_to_give_are_in_the_order_of_the_file():
     path = write("train.tsv", "".join(f"{i}\t{label}\t{text}\n" for i, (text, label) in enumerate(ROWS)))
     assert refusal(path).endswith("give data.read.columns=[column1,label,text].")

@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from fastloop.errors import RecipeError
+from fastloop.errors import RecipeError, did_you_mean
 from fastloop_plugins.tasks._text_files import Part, Read, check_names, missing_column, open_text
 
 DELIMITERS = {",": "comma", "\t": "tab", ";": "semicolon", "|": "bar"}
@@ -130,10 +130,11 @@ class _File:
             return f" If the delimiter is a {DELIMITERS[wider[0]]}, give data.read.delimiter={_written(wider[0])}."
         cells = [[row[index] for row in rows if index < len(row)] for index in range(len(first))]
         number = re.compile(r"\s*[+-]?[0-9]+(\.[0-9]*)?\s*")
-        if not any(
+        is_data = any(
             cell in below or number.fullmatch(cell) or len(cell) > 40 or cell.count(" ") > 3
             for cell, below in zip(first, cells, strict=True)
-        ):
+        )
+        if not is_data and any(name in first or " Did you" in did_you_mean(name, first) for name in self.wanted):
             return ""
         names = [f"column{index + 1}" for index in range(len(first))]
         order = sorted(range(len(first)), key=lambda index: -sum(map(len, [first[index], *cells[index]])))
@@ -142,7 +143,8 @@ class _File:
         rest = sorted(order[len(self.text) :], key=lambda index: len({first[index], *cells[index]}))
         for index, name in zip(sorted(rest[: len(self.labels)]), self.labels, strict=False):
             names[index] = name
-        return f" Line 1 looks like data, not like column names: if so, give data.read.columns=[{','.join(names)}]."
+        reason = "Line 1 looks like data, not like column names: if so" if is_data else "If line 1 is data and not column names"
+        return f" {reason}, give data.read.columns=[{','.join(names)}]."
 
     # -- reading -------------------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -23,6 +23,20 @@ def names(listed: str | Sequence[str] | None) -> list[str]:
     """Split ``"a, b"`` into ``["a", "b"]``. A repeated option gives the names of all values, in order and without duplicates."""
     texts = [listed] if isinstance(listed, str) else listed or ()
     return list(dict.fromkeys(name.strip() for text in texts for name in text.split(",") if name.strip()))
+
+
+def choice(option: str, values: Sequence[str], help: str) -> Any:
+    """An option that accepts only ``values``. The error for another value names the option and suggests a value."""
+
+    def parse(text: str) -> str:
+        from fastloop.errors import UsageError, did_you_mean
+
+        if text not in values:
+            suggestion = did_you_mean(text, values).partition(" Expected")[0]
+            raise UsageError(f"{option}: found {text!r}, expected one of: {', '.join(values)}.{suggestion}")
+        return text
+
+    return typer.Option(option, parser=parse, metavar="|".join(values), help=help)
 
 
 ACCEPTED = "bitwise,reassociated,reduced-precision"

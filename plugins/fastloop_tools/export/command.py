@@ -8,11 +8,11 @@ import logging
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
-from fastloop.cli.arguments import With, Without, names
+from fastloop.cli.arguments import With, Without, choice, names
 from fastloop.distributed import ranks, signals
 from fastloop.errors import UsageError
 from fastloop_tools.inference.evaluate import Arguments, Target
@@ -21,6 +21,7 @@ log = logging.getLogger("fastloop")
 
 PACKAGES = {"onnx": "1.17", "onnxruntime": "1.20", "onnxscript": "0.2"}
 """Package -> the oldest version that ``--to onnx`` works with. The extra ``onnx`` installs them."""
+FORMS = ("safetensors", "adapter", "onnx")
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "README.md", ".*")
 """Files of an exported model that an ONNX folder does not have. The others are the tokenizer's and the configuration with the labels."""
 
@@ -29,8 +30,8 @@ def export(
     target: Target,
     arguments: Arguments = None,
     to: Annotated[
-        Literal["safetensors", "adapter", "onnx"],
-        typer.Option(help="safetensors: all weights, with LoRA merged. adapter: the LoRA weights alone. onnx: needs the extra onnx."),
+        str,
+        choice("--to", FORMS, "safetensors: all weights, with LoRA merged. adapter: the LoRA weights alone. onnx: needs the extra onnx."),
     ] = "safetensors",
     checkpoint: Annotated[
         str | None, typer.Option(metavar="NAME", help="Export this checkpoint of the run: last, best or its folder's name.")

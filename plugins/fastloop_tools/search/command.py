@@ -6,12 +6,12 @@ import contextlib
 import json
 import shlex
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
 from fastloop.cli import launch
-from fastloop.cli.arguments import RecipeName, With, Without, names
+from fastloop.cli.arguments import RecipeName, With, Without, choice, names
 from fastloop.distributed import signals
 
 Values = Annotated[
@@ -38,7 +38,7 @@ def search(
             help="The metric of the validation split to optimize. Default: that of checkpoint-best or early-stopping, else loss.",
         ),
     ] = None,
-    mode: Annotated[Literal["auto", "min", "max"], typer.Option(help="Whether a lower or a higher value is better.")] = "auto",
+    mode: Annotated[str, choice("--mode", ("auto", "min", "max"), "Whether a lower or a higher value is better.")] = "auto",
     seeds: Annotated[int | None, typer.Option(min=1, metavar="N", help="Train each trial with N seeds, from train.seed on.")] = None,
     with_: With = None,
     without: Without = None,

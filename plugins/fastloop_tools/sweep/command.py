@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 from fastloop.cli import launch
-from fastloop.cli.arguments import RecipeName, With, Without, names
+from fastloop.cli.arguments import RecipeName, With, Without, choice, names
 from fastloop.distributed import signals
 
 Values = Annotated[
@@ -31,7 +31,7 @@ def sweep(
         int | None, typer.Option(min=2, metavar="K", help="Cross-validate: train each point K times, each with another fold as validation.")
     ] = None,
     monitor: Annotated[str, typer.Option(metavar="METRIC", help="The metric of the validation split to compare.")] = "loss",
-    mode: Annotated[Literal["auto", "min", "max"], typer.Option(help="Whether a lower or a higher value is better.")] = "auto",
+    mode: Annotated[str, choice("--mode", ("auto", "min", "max"), "Whether a lower or a higher value is better.")] = "auto",
     nproc: Annotated[int, typer.Option(min=1, metavar="N", help="Start N processes for each run.")] = 1,
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue the sweep in the output folder. Finished runs are not repeated.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean, stdev
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from fastloop_tools.measure.statistics import mean_interval
 from fastloop_tools.sweep.grid import SweepRun
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from fastloop.recipe import Recipe
 
 
-def monitored(recipe: Recipe) -> tuple[str | None, str, Literal["auto", "min", "max"]]:
+def monitored(recipe: Recipe) -> tuple[str | None, str, str]:
     """The metric of ``checkpoint-best``, if the recipe lists it; the metric that the recipe monitors, and its mode."""
     for plugin in ("checkpoint-best", "early-stopping"):
         options = recipe.plugins.get(plugin, False)

@@ -7,11 +7,11 @@ import os
 import tempfile
 from contextlib import closing
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
-from fastloop.cli.arguments import ACCEPTED, Overrides, RecipeName, With, Without, names, numerics_classes, parse_time
+from fastloop.cli.arguments import ACCEPTED, Overrides, RecipeName, With, Without, choice, names, numerics_classes, parse_time
 from fastloop.distributed import ranks
 
 
@@ -21,8 +21,12 @@ def tune(
     with_: With = None,
     without: Without = None,
     stop_after: Annotated[
-        Literal["budget", "suggestions"],
-        typer.Option(help="budget: when the time is over. suggestions: when each suggested edit was measured in five pairs or more."),
+        str,
+        choice(
+            "--stop-after",
+            ("budget", "suggestions"),
+            "budget: when the time is over. suggestions: when each suggested edit was measured in five pairs or more.",
+        ),
     ] = "budget",
     budget: Annotated[str, typer.Option(metavar="TIME", help="With --stop-after budget, how long it may take: 90s, 10m, 1h.")] = "10m",
     accept: Annotated[str, typer.Option(metavar="A,B", help="What plugins may do to the numbers (numerics classes).")] = ACCEPTED,

@@ -178,6 +178,11 @@ def test_a_file_that_is_no_recipe_is_explained(text, fragments, capsys, monkeypa
         (["plugins", "ampp"], ["ampp", "Did you mean 'amp'?"]),
         (["recipes", "quickstrat"], ["quickstrat", "Did you mean 'quickstart'?"]),
         (["plan", "nope.yaml"], ["nope.yaml", "no such file"]),
+        (["export", "run", "--to", "merged"], ["--to: found 'merged', expected one of: safetensors, adapter, onnx."]),
+        (["export", "run", "--to", "onx"], ["--to", "'onx'", "Did you mean 'onnx'?"]),
+        (["sweep", "nope.yaml", "--mode", "mni"], ["--mode", "'mni'", "auto, min, max", "Did you mean 'min'?"]),
+        (["search", "nope.yaml", "--mode", "up"], ["--mode", "'up'", "auto, min, max"]),
+        (["tune", "nope.yaml", "--stop-after", "suggestion"], ["--stop-after", "budget, suggestions", "Did you mean 'suggestions'?"]),
     ],
     ids=" ".join,
 )

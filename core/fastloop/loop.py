@@ -157,7 +157,8 @@ def evaluate(run: Run, split: str) -> None:
         run.hooks.after_evaluate(run=run, split=split, metrics=metrics)
         log_points.emit(run, {f"{split}/{name}": value for name, value in metrics.items()})
         run.sync_requests()
-        log.info("step %d, %s: %s", run.state.step, split, ", ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
+        step = f"step {run.state.step}, " if run.recipe.inference is None else ""
+        log.info("%s%s: %s", step, split, ", ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
 
 
 def evaluation_batches(run: Run, loader: Loader) -> Iterator[Batch]:

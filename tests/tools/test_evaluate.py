@@ -180,6 +180,7 @@ def test_the_table_and_json_on_stdout(trained, cli):
     assert code == 0
     assert f"test accuracy  {summary(trained / 'run')['test']['accuracy']:.4f}" in out
     assert [line.split()[0] for line in out.splitlines()[-4:-1]] == list(CLASSES)
+    assert "\ntest: loss " in out, "without a step: the run that evaluates has none"
     code, out, _ = cli("evaluate", str(trained / "run"), "--json", "-")
     assert json.loads(out[out.index("{\n") :])["metrics"] == summary(trained / "run")["test"]
 

@@ -69,8 +69,7 @@ class Lock:
             return None
 
     def _owner_may_live(self) -> bool:
-        owner = self._owner()
-        return owner is not None and (owner["host"] != socket.gethostname() or psutil.pid_exists(owner["pid"]))
+        return (owner := self._owner()) is not None and (owner["host"] != socket.gethostname() or psutil.pid_exists(owner["pid"]))
 
     def release(self) -> None:
         """Release the lock."""

@@ -33,7 +33,7 @@ class State:
         tokens: Tokens trained on so far, without padding, over all processes; 0 if the task does not count them.
         metrics: Split (``validation``, ``test``) -> its newest metrics.
         evaluated_at: Step of the newest evaluation on ``validation``; -1 before the first.
-        best: ``{"step", "value", "path"}`` of the best checkpoint, when a plugin keeps one.
+        best: ``{"step", "metric", "value", "path"}`` of the best checkpoint, when a plugin keeps one.
         evaluate_requested: Whether an evaluation is requested and not yet done.
         save_requested: Whether a save is requested and not yet done.
         stop_reason: Why training ends early; None while it continues.

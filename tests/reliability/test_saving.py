@@ -413,7 +413,7 @@ def test_nan_metric_is_never_best(bad, mode, tiny_run, caplog):
     best = {"checkpoint-best": {"monitor": "score", "mode": mode}}
     stops = {"early-stopping": {"monitor": "score", "mode": mode, "patience": 9, "threshold": 0.0 if mode == "min" else 9.0}}
     run = tiny_run([Scores(bad, 2.0, bad, 3.0 if mode == "min" else 1.0, bad), best, stops], epochs=5, evaluate_every="epoch")
-    assert run.summary["best"] == {"step": 18, "value": 2.0, "path": "checkpoints/best-00000018"}
+    assert run.summary["best"] == {"step": 18, "metric": "score", "value": 2.0, "path": "checkpoints/best-00000018"}
     assert run.summary["status"] == "completed"
     assert "which is ignored" in caplog.text
 

@@ -154,8 +154,8 @@ def show_summary(summary: dict[str, Any], folder: Path) -> None:
     for split in ("validation", "test"):
         if summary[split]:
             row(split, ", ".join(f"{name} {value:.4f}" for name, value in summary[split].items()))
-    if summary["best"]:
-        row("best", f"{summary['best']['value']:.4f} at step {summary['best']['step']}")
+    if best := summary["best"]:
+        row("best", f"{best.get('metric', '')} {best['value']:.4f} at step {best['step']}".lstrip())
     row("steps", f"{summary['steps']} ({summary['epochs']} epochs, {summary['samples']} samples)")
     spent = ("train", "evaluate", "save", "startup", "compile")
     row("seconds", ", ".join(f"{name} {summary[f'{name}_seconds']:.1f}" for name in spent if summary[f"{name}_seconds"]))

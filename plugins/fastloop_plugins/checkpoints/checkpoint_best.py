@@ -3,7 +3,8 @@
     plugins:
       - checkpoint-best: {monitor: accuracy, keep_checkpoints: 1}
 
-They lie in ``checkpoints/best-*`` of the run folder, which the rotation of resume checkpoints does not touch.
+They lie in ``checkpoints/best-*`` of the run folder, which the rotation of resume checkpoints does not touch. ``best`` in ``summary.json``
+has the step, the metric's name and value, and the path.
 """
 
 from __future__ import annotations
@@ -134,7 +135,10 @@ class CheckpointBest(Plugin):
 
     def best(self) -> dict[str, Any] | None:
         """For ``run.state``."""
-        return {"step": self.kept[0][0], "value": self.kept[0][1], "path": self.path(self.kept[0][0])} if self.kept else None
+        if not self.kept:
+            return None
+        step, value = self.kept[0]
+        return {"step": step, "metric": self.monitor.name, "value": value, "path": self.path(step)}
 
     def tidy(self, run: Run) -> None:
         """Remove checkpoints that are no longer among the best, after the new one is complete."""

@@ -208,8 +208,8 @@ class Plugin:
     run, or call collective operations (``run.processes.barrier``, ``run.full_state_dict``), so that a failure on one process does not
     block the others. Users can set ``on_error: disable`` to disable it when it fails."""
     publishes: ClassVar[bool] = False
-    """Whether the plugin sends results out of the run folder, such as to a server. Commands that discard the run folder, such as `bench`,
-    leave it out."""
+    """Whether the plugin sends results out of the run folder, such as to a server. Commands that discard the run folder, such as `bench`
+    and `train --fast-dev-run`, leave it out."""
     fallback_hooks: tuple[str, ...] = ()
     """*First* hooks that it implements only for runs in which no other plugin does. ``__init__`` may set it from options."""
     hookspecs: Any = None  # no ClassVar: mypy does not let a module override one

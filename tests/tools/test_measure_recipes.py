@@ -8,9 +8,9 @@ import pytest
 import yaml
 from saving_helpers import RECIPE, write_recipe
 
+from fastloop.cli.quick_checks import without_publishers
 from fastloop.recipe import load_recipe
 from fastloop_tools.bench.plan import make_ablation
-from fastloop_tools.measure.recipes import without_publishers
 from fastloop_tools.measure.worker import Spec, measure
 
 SHORT = ("--steps", "4", "--seconds", "0", "--warmup", "1", "--profile-steps", "2")

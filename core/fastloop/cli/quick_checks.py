@@ -9,7 +9,7 @@ from collections.abc import Generator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
@@ -129,7 +129,9 @@ class Overfit(Plugin):
 
 
 def prepare(recipe: Recipe, samples: int | None) -> None:
-    """Set the schedule and the output folder of a quick check. The folder is beside the recipe's own, which stays as it is.
+    """Set the schedule and the output folder of a quick check, and leave out plugins that publish results.
+
+    The folder is beside the recipe's own, which stays as it is.
 
     Args:
         samples: Those of ``--overfit``; None: for ``--fast-dev-run``.
@@ -140,6 +142,18 @@ def prepare(recipe: Recipe, samples: int | None) -> None:
         changes = {"epochs": 10**6, "max_steps": recipe.train.max_steps or OVERFIT_STEPS, "save_every": None}
     recipe.train = replace(recipe.train, evaluate_every=None, **changes)
     recipe.output = f"{recipe.output}.{'fast-dev-run' if samples is None else 'overfit'}"
+    recipe.plugins |= without_publishers(recipe)
+
+
+def without_publishers(recipe: Recipe) -> dict[str, dict[str, Any] | Literal[False]]:
+    """Turn off the plugins that send results out of the run folder (``Plugin.publishes``): nobody keeps those of a check or a measurement.
+
+    Returns:
+        Name -> False, to update ``recipe.plugins`` with.
+    """
+    from fastloop.registry import load_listed
+
+    return {name: False for name, options in recipe.plugins.items() if options is not False and load_listed(recipe, name).publishes}
 
 
 def check_options(fast_dev_run: bool, overfit: int | None, resume: str | None, nproc: int | None) -> None:

@@ -35,9 +35,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fastloop")
 
-QUICK_CHECKS = {"fast-dev-run", "overfit"}
-"""Plugins of runs whose results are not kept."""
-
 
 class RemoteOutput(Plugin):
     """Uploads logs, checkpoints and the exported model, and downloads the newest checkpoint."""
@@ -81,7 +78,7 @@ class RemoteOutput(Plugin):
 
     @hookimpl
     def check_run(self, run: Run) -> None:
-        is_new = run.resume_point is None and not self.resumes and not self.is_quick_check(run)
+        is_new = run.resume_point is None and not self.resumes
         if is_new and (found := self.try_remote(run, self.remote.results)):
             raise UsageError(
                 f"{self.where}.url: {self.remote.url} holds a run already, with {found[0]}. Continue it with --resume, or set another "
@@ -92,7 +89,7 @@ class RemoteOutput(Plugin):
     def before_fit(self, run: Run) -> None:
         from fastloop_plugins.checkpoints._uploader import Uploader
 
-        if run.is_main and not self.is_quick_check(run):
+        if run.is_main:
             config = self.config
             self.uploader = Uploader(self.remote, run.folder, run.recipe.train.keep_checkpoints, config.every, config.retries)
             self.uploader.start()
@@ -132,8 +129,3 @@ class RemoteOutput(Plugin):
         if problem is not None:
             raise UsageError(f"{problem} Expected a URL that this machine can reach, and credentials for it.")
         return result
-
-    @staticmethod
-    def is_quick_check(run: Run) -> bool:
-        """Whether the run's results are not kept."""
-        return bool(QUICK_CHECKS & set(run.plugins.names()))

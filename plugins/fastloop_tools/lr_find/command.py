@@ -81,13 +81,13 @@ def range_test(recipe: Recipe, finder: LRFinder) -> Run:
     Raises:
         KeyboardInterrupt: A signal stopped it.
     """
+    from fastloop.cli.quick_checks import without_publishers
     from fastloop.cli.startup import reduced_gc
     from fastloop.hooks import PluginSet
     from fastloop.lifecycle import build, execute
     from fastloop.plugin import defaults
     from fastloop.recipe import make_recipe
     from fastloop.registry import load_listed, resolve
-    from fastloop_tools.measure.recipes import without_publishers
 
     listed = [name for name, options in recipe.plugins.items() if options is not False and load_listed(recipe, name).read_only]
     observers = [*listed, *(name for name, point in defaults().items() if point.load().read_only)]

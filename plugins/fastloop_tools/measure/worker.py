@@ -236,8 +236,8 @@ def measure(spec: Spec, length: Mapping[str, Any], prepare: Prepare | None = Non
         length: The recipe's own ``epochs`` and ``max_steps``.
         prepare: Called before torch is imported, to set the environment variables that plugins need; None: they stay as they are.
     """
+    from fastloop.cli.quick_checks import without_publishers
     from fastloop.recipe import make_recipe
-    from fastloop_tools.measure.recipes import without_publishers
 
     warnings, logger = WarningCollector(), logging.getLogger("fastloop")
     logger.addHandler(warnings)

@@ -68,13 +68,13 @@ def look(recipe: Recipe, folder: Path, window: Window, never: list[str]) -> bool
     import rich
     from rich.markdown import Markdown
 
+    from fastloop.cli.quick_checks import without_publishers
     from fastloop.estimates import StepProfile
     from fastloop.hooks import PluginSet
     from fastloop.lifecycle import build, execute
     from fastloop.recipe import make_recipe
     from fastloop.registry import resolve
     from fastloop.runtime.files import write
-    from fastloop_tools.measure.recipes import without_publishers
     from fastloop_tools.measure.worker import Spec, WarningCollector, whole_length
     from fastloop_tools.profile import page
     from fastloop_tools.profile.observe import Observer

@@ -12,6 +12,18 @@ import yaml
 
 from fastloop.testing.tasks import VECTORS
 
+PUBLISHES = """
+from pathlib import Path
+from fastloop import Plugin, hookimpl
+
+class Mine(Plugin):
+    name = "mine"
+    publishes = True
+
+    @hookimpl
+    def before_fit(self):
+        Path("sent").touch()
+"""
 TRAIN = {"batch_size": 8, "lr": 1e-2, "device": "cpu"}
 
 
@@ -39,6 +51,14 @@ def test_a_fast_dev_run_of_a_recipe_that_fails_exits_1_and_leaves_nothing():
     done = train("--fast-dev-run", "data.module=missing_module:data")
     assert done.returncode != 0
     assert not Path("out.fast-dev-run").exists()
+
+
+@pytest.mark.parametrize("check", [("--fast-dev-run",), ("--overfit", "8", "train.max_steps=2")], ids=["fast-dev-run", "overfit"])
+def test_a_plugin_that_publishes_is_left_out(check):
+    Path("mine.py").write_text(PUBLISHES)
+    done = train("--with", "./mine.py", *check)
+    assert "2 steps" in done.stdout
+    assert not Path("sent").exists()
 
 
 def test_overfit_reports_whether_the_loss_falls_to_near_zero():

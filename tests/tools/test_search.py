@@ -243,3 +243,12 @@ def test_another_worker_completes_the_search_of_a_stopped_one(number):
     assert [trial.state.name for trial in trials()] == ["COMPLETE", "FAIL", "COMPLETE", "COMPLETE"]
     assert "trial 0 of 3" not in done.stdout
     assert [row.split()[:2] for row in done.stdout.splitlines() if row.strip().startswith("1 ")] == [["1", "lost"]]
+
+
+@pytest.mark.slow
+def test_searches_with_one_url_keep_their_trials_apart():
+    Path("recipe.yaml").write_text(yaml.safe_dump(RECIPE | {"plugins": [*RECIPE["plugins"], {"remote-output": {"url": "far"}}]}))
+    for output in ("run", "other"):
+        done = fastloop("search", "recipe.yaml", "train.lr=1e-4..1e-1", "--trials", "1", f"output={output}")
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(str(path.parent) for path in Path("far").rglob("summary.json")) == ["far/other/trial-0000", "far/run/trial-0000"]

@@ -299,3 +299,17 @@ def test_a_metric_that_does_not_exist_ends_the_sweep_after_one_run():
     assert [run["status"] for run in record()["runs"]] == ["finished", "pending"]
     done = fastloop("sweep", "recipe.yaml", "--seeds", "2", "--monitor", "accuracy", "--without", "progress", "--resume")
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_sweeps_with_one_url_keep_their_runs_apart():
+    Path("recipe.yaml").write_text(yaml.safe_dump(RECIPE | {"plugins": [*RECIPE["plugins"], {"remote-output": {"url": "far"}}]}))
+    for output in ("run", "deep/other"):
+        done = fastloop("sweep", "recipe.yaml", "--seeds", "1", f"output={output}")
+        assert done.returncode == 0, done.stdout + done.stderr
+    kept = sorted(str(path.parent) for path in Path("far").rglob("summary.json"))
+    assert kept == ["far/other/seed-123", "far/run/seed-123"]
+    assert json.loads(Path("far/run/seed-123/summary.json").read_text())["upload"]["url"].endswith("far/run/seed-123")
+    again = fastloop("sweep", "recipe.yaml", "--seeds", "1", "output=another/run")
+    assert again.returncode == 1
+    assert "run/seed-123 holds a run already" in again.stderr

@@ -10,7 +10,8 @@ files, and a checkpoint without a manifest is not complete. So after a kill, the
 stay as ``train.keep_checkpoints``. If a run saves faster than it uploads, some checkpoints are skipped.
 
 With ``--resume``, a newer complete checkpoint at the URL is first downloaded and verified, with its logs. So the same command continues
-the run on a new machine. A new run refuses a URL that holds a run.
+the run on a new machine. A new run refuses a URL that holds a run. Runs of a sweep or search get ``SWEEP/RUN`` as ``folder``: the names of
+its output folder and of their own. So sweeps with one URL and different output folders stay apart.
 
 A failed upload is repeated, then logged, and training continues. The end of the run waits for the last upload; if that fails, the
 run folder is complete, and the command fails. ``s3://`` needs ``pip install 'fastloop[s3]'``, other protocols the package that fsspec
@@ -50,6 +51,7 @@ class RemoteOutput(Plugin):
         """Options."""
 
         url: Annotated[str, option("The folder for the run's folder: a URL of fsspec, or a path.", min_length=1)]
+        folder: Annotated[str | None, option("Name of the run's folder there; null: the name of the output folder.", min_length=1)] = None
         every: Annotated[float, option("Seconds between two searches for files to upload.", gt=0)] = 10.0
         retries: Annotated[int, option("Times that a failed upload is repeated, after 1, 2, 4, ... seconds.", ge=0)] = 4
 
@@ -63,7 +65,9 @@ class RemoteOutput(Plugin):
         from fastloop_plugins.checkpoints._remote_folder import RemoteFolder
 
         try:
-            self.remote: RemoteFolder = RemoteFolder(f"{self.config.url.rstrip('/')}/{Path(recipe.output).absolute().name}")
+            self.remote: RemoteFolder = RemoteFolder(
+                f"{self.config.url.rstrip('/')}/{self.config.folder or Path(recipe.output).absolute().name}"
+            )
         except (ImportError, ValueError) as error:
             problem = f"{error}. Expected a URL such as s3://bucket/runs, and an installed package for it."
             raise PluginError(f"{self.where}.url: found {self.config.url!r}: {problem}") from None

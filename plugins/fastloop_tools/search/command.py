@@ -72,6 +72,7 @@ def search(
     from fastloop_tools.search import results, space
     from fastloop_tools.search.study import hide_password, open_study, storage_errors
     from fastloop_tools.search.worker import Worker
+    from fastloop_tools.sweep.grid import remote_folder
     from fastloop_tools.sweep.results import monitored
 
     axes, fixed = space.parse(values or ())
@@ -107,7 +108,8 @@ def search(
         command += [key, ",".join(listed)] if listed else []
 
     def train(overrides: list[str], output: Path) -> int:
-        return launch.launch(["train", *command, *overrides, f"output={output}"], nproc, 1, 0, None, output)
+        own = [*overrides, f"output={output}", *remote_folder(base, output)]
+        return launch.launch(["train", *command, *own], nproc, 1, 0, None, output)
 
     def write() -> None:
         results.write_sweep(folder, study, origin, monitor)

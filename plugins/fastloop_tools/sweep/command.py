@@ -85,7 +85,8 @@ def sweep(
             run.status, run.reason = "running", None
             record.write()
             output = folder / run.name
-            arguments = ["train", *command, *run.overrides, f"output={output}", *(["--resume="] if checkpoints(output) else [])]
+            own = [*run.overrides, f"output={output}", *grid.remote_folder(base, output)]
+            arguments = ["train", *command, *own, *(["--resume="] if checkpoints(output) else [])]
             code = launch.launch(arguments, nproc, 1, 0, None, output)
             run.status = "finished" if code == 0 else "stopped" if code in STOPPED else "failed"
             summary = record.read_summary(run)

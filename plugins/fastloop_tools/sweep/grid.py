@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from fastloop.errors import UsageError
+
+if TYPE_CHECKING:
+    from fastloop.recipe import Recipe
 
 CLOSING = {"[": "]", "{": "}", "(": ")"}
 LONGEST_VALUE = 40
@@ -44,6 +49,12 @@ class SweepRun:
         seed = [] if self.seed is None else [f"train.seed={self.seed}"]
         fold = [] if self.fold is None else [f"plugins.folds.number={self.fold}"]
         return [*(f"{key}={value}" for key, value in self.values.items()), *seed, *fold]
+
+
+def remote_folder(recipe: Recipe, run: Path) -> list[str]:
+    """The override that gives a run of a sweep its own folder at the URL of ``remote-output``; empty if the recipe lacks that plugin."""
+    listed = recipe.plugins.get("remote-output", False) is not False
+    return [f"plugins.remote-output.folder={json.dumps(f'{run.absolute().parent.name}/{run.name}')}"] if listed else []
 
 
 @dataclass

@@ -212,6 +212,12 @@ def test_a_step_that_is_saved_again_replaces_the_first(tmp_path):
     assert checkpoint.read(tmp_path / "far" / "checkpoints" / "step-00000004")[1] == {"number": 3}
 
 
+def test_the_folder_at_the_url_can_be_named(tiny_run):
+    result = tiny_run([remote(folder="mine/first")], output="run")
+    assert result.summary["upload"]["url"] == "far/mine/first"
+    assert tree(Path("far/mine/first")) == tree(Path("run"))
+
+
 @pytest.mark.slow
 def test_quick_checks_upload_nothing(cli):
     write_recipe(plugins=[{"module": {"loss": "cross_entropy"}}, {"progress": False}, remote()], output="run")

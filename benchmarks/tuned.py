@@ -111,7 +111,8 @@ def report(results: dict[str, Any]) -> str:
 
 def show(ratios: list[float]) -> str:
     """The median of the ratios and its interval."""
-    return f"{show_ratio({'median': statistics.median(ratios), 'interval95': interval(ratios)})}, {len(ratios)} pairs"
+    ratio = show_ratio({"median": statistics.median(ratios), "interval95": interval(ratios)})
+    return f"{ratio}, {len(ratios)} pair{'s' * (len(ratios) != 1)}"
 
 
 if __name__ == "__main__":

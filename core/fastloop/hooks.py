@@ -174,13 +174,13 @@ class Hooks(pluggy.PluginManager):
             self.failure = error, plugin, hook
 
     def _disable(self, plugin: Plugin, hook: str, error: Exception) -> bool:
-        """Disable a failed plugin if its ``on_error`` is ``disable``. Returns whether it did."""
+        """Disable a failed plugin if its ``on_error`` is ``disable``. Its ``teardown`` is still called. Returns whether it did."""
         if plugin.on_error != "disable" or (isinstance(error, UsageError) and hook in ("check_recipe", "check_run")):
             return False
         reason = str(make_crash(plugin, hook, error))
-        self.disabled[plugin.name] = reason
-        for impl, _ in self.implementations(plugin):
-            impl.function = lambda *arguments: None
+        self.disabled.setdefault(plugin.name, reason)  # if teardown fails too, the first reason is the cause
+        for impl, implemented in self.implementations(plugin):
+            impl.function = impl.function if implemented == "teardown" else lambda *arguments: None
         log.warning("%s. The plugin is disabled, and the run continues", reason)
         return True
 

@@ -346,5 +346,5 @@ def on_exception(run: Run, error: BaseException) -> None:
 @hookspec
 def teardown(run: Run) -> None:
     """The run is over: close files, end threads, restore settings. Fires once on every process, also when the run could not be built (see
-    ``Run``). Call no collective operation: other processes may be gone. An error is logged with the plugin's name. It does not stop the
-    other plugins' teardown or replace the run's own error, but fails a run that succeeded."""
+    ``Run``) or ``on_error`` has disabled the plugin. Call no collective operation: other processes may be gone. An error is logged with the
+    plugin's name. It does not stop the other plugins' teardown or replace the run's own error, but fails a run that succeeded."""

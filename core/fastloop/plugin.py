@@ -216,7 +216,8 @@ class Plugin:
     """A class or module of hooks that the plugin declares."""
 
     on_error: Literal["raise", "disable"] = "raise"
-    """For a ``read_only`` plugin, what an error in a hook does: fail the run, or disable the plugin."""
+    """For a ``read_only`` plugin, what an error in a hook does: fail the run, or disable the plugin. A disabled plugin's ``teardown`` is
+    still called, so that it can close files and end threads; no other hook is."""
 
     @dataclass(kw_only=True)
     class Config:

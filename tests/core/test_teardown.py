@@ -168,3 +168,37 @@ def trained() -> None:
 def test_it_fires_on_every_process(processes, tmp_path):
     processes(2, trained, folder=tmp_path)
     assert {path.name: path.read_text() for path in tmp_path.glob("rank*")} == {"rank0": "1", "rank1": "1"}
+
+
+class Watches(Plugin):
+    """A plugin that fails in its first step, and then in the hook ``also``. It can be disabled."""
+
+    name = "watches"
+    read_only = True
+
+    def __init__(self, also: str) -> None:
+        super().__init__(on_error="disable")
+        self.also = also
+        self.fired: list[str] = []
+
+    @hookimpl
+    def after_step(self, run: Any) -> None:
+        self.fired.append("after_step")
+        raise ValueError("broken")
+
+    @hookimpl
+    def teardown(self, run: Any) -> None:
+        self.fired.append("teardown")
+        if self.also == "teardown":
+            raise OSError("closed twice")
+
+
+@pytest.mark.parametrize("also", ["", "teardown"], ids=["teardown-succeeds", "teardown-fails"])
+def test_a_disabled_plugin_is_torn_down_and_called_for_nothing_else(tiny_run, caplog, also):
+    plugin, other = Watches(also), Other()
+    result = tiny_run([plugin, other], epochs=1)
+    assert plugin.fired == ["after_step", "teardown"]
+    assert other.fired[-1] == "teardown"
+    assert result.summary["status"] == "completed"
+    assert result.summary["disabled"]["watches"].endswith("failed in after_step: ValueError: broken")
+    assert ("failed in teardown: OSError: closed twice" in caplog.text) == bool(also)

@@ -1,8 +1,8 @@
 """Tokenized film reviews: the file that all arms of a comparison read, and the task with which fastloop trains on that file.
 
-A file is a ``.npz`` with three arrays for each split: ``SPLIT_ids`` (uint16, the token ids of all reviews, end to end), ``SPLIT_lengths``
-(uint16, tokens in a review) and ``SPLIT_labels`` (uint8, 0 or 1). The ids come from BERT's uncased vocabulary. Reviews are truncated to 512
-tokens.
+A file is a ``.npz`` with three arrays for each split. ``SPLIT_ids`` (uint16) has the token ids of all reviews, end to end,
+``SPLIT_lengths`` (uint16) the tokens in a review, and ``SPLIT_labels`` (uint8) 0 or 1. The ids come from BERT's uncased vocabulary. Reviews
+are truncated to 512 tokens.
 """
 
 from __future__ import annotations

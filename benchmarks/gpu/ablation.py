@@ -2,15 +2,14 @@
 
     bash benchmarks/gpu/all.sh ablation
 
-* The work: DistilBERT's architecture (66M parameters, random weights) on IMDB's reviews as BERT's tokenizer cuts them, 512 tokens at most;
-  AdamW at 5e-5, 12 reviews a step, dropout as the model has it. The baseline is fp32 without TF32, every review padded to 512.
+* The work: DistilBERT's architecture (66M parameters, random weights) on IMDB's reviews as BERT's tokenizer cuts them, 512 tokens at most.
+  It trains by AdamW at 5e-5, 12 reviews a step, with the model's dropout. The baseline is fp32 without TF32, every review padded to 512.
 * A variant adds to the one that it names in ``over``. All see the same reviews, drawn evenly over all lengths.
 * Each variant is a process that is started and warmed up once. Its windows are whole epochs over these reviews, with the device
   synchronized at both ends. Rounds are interleaved, A B C, C B A; ratios are formed inside a round.
 * After the first round, a variant is dropped if its speed is below nine tenths of the variant that it extends.
-* The whole job: the fastest variant of 12 reviews a step trains 3 epochs of 35,000 reviews, with an evaluation of 5,000 after each, from
-  token ids to the written model, in a fresh process: with an empty folder of compiled code (cold), and with the one that this run left
-  (warm).
+* The whole job: the fastest variant of 12 reviews a step trains 3 epochs of 35,000 reviews, and evaluates 5,000 after each. A fresh process
+  goes from token ids to the written model: with an empty folder of compiled code (cold), and with the one that this run left (warm).
 * Accuracy: pretrained MiniLM-L6 trains one epoch with the baseline and with the fastest variant.
 """
 

@@ -163,8 +163,8 @@ def resolve(recipe: Recipe, machine: Machine | None = None, objects: Iterable[Pl
         objects: Plugin objects from Python, which follow the recipe's plugins.
 
     Raises:
-        PluginError: A plugin is unknown, conflicts with another, or lacks a requirement; two plugins fill one slot or implement one
-            *first* hook; the ordering constraints are circular; or a numerics class is unknown.
+        PluginError: A plugin is unknown, conflicts with another, or lacks a requirement. Or two plugins fill one slot or implement one
+            *first* hook, the ordering constraints are circular, or a numerics class is unknown.
         RecipeError: An option of a plugin is invalid.
     """
     expand(recipe, machine)

@@ -111,8 +111,12 @@ class RemoteFolder:
         self.put(source / checkpoint.MANIFEST, f"{folder}/{checkpoint.MANIFEST}")
 
     def get_checkpoint(self, folder: str, target: Path) -> str | None:
-        """Download a checkpoint, verify it, and put it at ``target``. Returns None, the problem if it is damaged, or an empty string if its
-        manifest is not complete: a kill may leave one in part, where a store is a file system."""
+        """Download a checkpoint, verify it, and put it at ``target``.
+
+        Returns:
+            None, the problem if it is damaged, or an empty string if its manifest is not complete. On a store that is a file system, a kill
+            may leave a part of a manifest.
+        """
         aside = target.with_name(f".{target.name}.partial")
         shutil.rmtree(aside, ignore_errors=True)
         manifest = self.manifest(folder) or b""

@@ -3,8 +3,9 @@
 ``torch.nn.attention.varlen.varlen_attn`` wraps the same operator without dropout, so this module calls the operator itself:
 ``torch.ops.aten._flash_attention_forward``. It takes dropout, and torch derives its backward.
 
-Requirements of the kernel, from torch's ``flash_api.cpp`` (``mha_varlen_fwd``, ``mha_varlen_bwd``): fp16 or bf16, compute capability 8.0 or
-newer, head sizes that are multiples of 8 and at most 256, int32 sequence ends, and query heads that are a multiple of key heads.
+The kernel requires fp16 or bf16, compute capability 8.0 or newer, and int32 sequence ends. Head sizes are multiples of 8 and at most 256,
+and the number of query heads is a multiple of that of key heads. Source: ``mha_varlen_fwd`` and ``mha_varlen_bwd`` in torch's
+``flash_api.cpp``.
 
 Uncovered tokens: the kernel writes only tokens that belong to a sequence, up to ``max_length`` in each, and leaves the rest of its output
 uninitialised. ``PackedCollator`` therefore makes the padding at a row's end the last sequence. That sequence may be empty: the kernel's

@@ -160,8 +160,9 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Attention in the form of transformers' attention functions: from (B, H, T, D) to (B, T, H, D).
 
-    Calls transformers' ``sdpa`` without gradients, with a causal mask (which would mask half of the scores), for sequences too long to keep
-    their probabilities, for dropout without ``drops``, and for a trained bias: ``position_bias`` (T5), or a mask with gradients (BEiT).
+    Calls transformers' ``sdpa`` without gradients, for dropout without ``drops``, and for sequences too long to keep their probabilities.
+    It also calls it with a causal mask, which would mask half of the scores, and for a trained bias. Such a bias is ``position_bias`` (T5),
+    or a mask with gradients (BEiT).
     """
     from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 

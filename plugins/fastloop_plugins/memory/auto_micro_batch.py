@@ -8,8 +8,8 @@ batches are halved. The summary and ``micro_batch.json`` in the run folder hold 
 or new, starts with them. ``out_of_memory/`` holds the contents of the memory (CUDA: for pytorch.org/memory_viz).
 
 A single process continues immediately. Several processes cannot agree on a size while some of them wait for the gradients of the failed
-one: the run ends, and all of them use the smaller batch when it is started again (``--resume``; torchrun's ``--max-restarts`` does so
-automatically).
+one, so the run ends. When it is started again with ``--resume``, all processes use the smaller batch. torchrun's ``--max-restarts`` starts
+it again automatically.
 
 On a CPU, the system kills a process that uses too much memory. With ``limit_gib`` the allocation fails instead, and the plugin can recover.
 """

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("fastloop")
 
 CPU_CALL_SECONDS = 3e-4
-"""For estimates: seconds that a matrix product on a CPU takes longer in bf16, apart from its arithmetic: it casts its operands, and oneDNN
+"""For estimates: seconds that a matrix product on a CPU takes longer in bf16, apart from its arithmetic. It casts its operands, and oneDNN
 prepares a kernel for each new shape. Measured in ``benchmarks/planted.py`` with AMX: 0.29 and 0.33 ms a call."""
 
 

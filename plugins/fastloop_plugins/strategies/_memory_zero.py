@@ -1,7 +1,8 @@
 """Memory and traffic of ``deepspeed``. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020.
 
-Beside the paper's parts, DeepSpeed 0.19 keeps three others: a flat fp32 copy of a process's share of the weights, also for fp32 weights
-(here part of ``optimizer``), the full gradient of each weight of which a process steps a part, and a bucket of gradients.
+DeepSpeed 0.19 keeps three parts that the paper does not count. The first is a flat fp32 copy of a process's share of the weights, also
+for fp32 weights; here it is part of ``optimizer``. The others are a bucket of gradients, and the full gradient of each weight of which a
+process steps a part.
 """
 
 from __future__ import annotations

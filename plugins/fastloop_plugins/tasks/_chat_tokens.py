@@ -105,8 +105,8 @@ def encode_rows(
 def chat_ids(tokenizer: Any, messages: list[dict[str, Any]], train_on: str, where: Callable[[], str]) -> tuple[list[int], list[int]]:
     """Token ids of a conversation, and a 1 for each one that has a loss, else 0.
 
-    With ``{% generation %}`` in the template, these are the tokens inside; otherwise those between the prompt for an answer and the end of
-    that answer, found by rendering the conversation up to each of them.
+    With ``{% generation %}`` in the template, these are the tokens inside. Otherwise they are the tokens from the prompt for an answer to
+    the end of that answer. The function finds both ends by rendering the conversation up to each of them.
 
     Raises:
         RecipeError: As ``encode_rows``.

@@ -119,8 +119,9 @@ def windows(targets: NDArray[np.int32], room: int) -> list[int]:
 class TagCollator(Collator):
     """Pads the rows of sentences.
 
-    Beside the model's inputs, a batch has ``labels`` (rows, tokens), the tag or -100; ``sentences`` (rows, tokens), the number of the
-    sentence at the first token of each word, else -1; and ``rows`` (sentences,), the place of each sentence in its dataset. All are int64.
+    A batch has three int64 tensors beside the model's inputs. ``labels`` (rows, tokens) holds the tag or -100. ``sentences`` (rows, tokens)
+    holds the number of the sentence at the first token of each word, else -1. ``rows`` (sentences,) holds each sentence's place in its
+    dataset.
 
     Args:
         special: Ids of the tokens before and after a sentence.

@@ -13,9 +13,9 @@ Needs the extra: ``pip install 'fastloop[lora]'``. Method: Hu et al., "LoRA: Low
       - lora: {r: 8, quantize: nf4, target_modules: all-linear}
 
 Adapters, embeddings, norms and the head stay in float32, and so do layers whose number of inputs is not a multiple of 64. The layers are
-quantized one by one, after the model is loaded: the host needs memory for the model in float32 in each process, and again for the export,
-which merges the adapters into dequantized weights in float32. A checkpoint holds the 4-bit weights. On several processes, use ``ddp``.
-Needs the extra: ``pip install 'fastloop[qlora]'``. Method: Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs", 2023.
+quantized one by one, after the model is loaded. So the host needs memory for the model in float32 in each process. It needs it again for
+the export, which merges the adapters into dequantized weights in float32. A checkpoint holds the 4-bit weights. On several processes, use
+``ddp``. Needs the extra: ``pip install 'fastloop[qlora]'``. Method: Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs", 2023.
 """
 
 from __future__ import annotations

@@ -14,8 +14,9 @@
 built. The other keys are arguments of the optimizer. If several entries match a parameter, the later one sets the value. Layers do not
 decay an ``lr`` of an entry. Schedules multiply the rate of each group.
 
-``layer_lr_decay`` counts layers from the output. With ``n`` blocks, block ``i`` (from 0) learns with ``lr * decay ** (n - i)``, parameters
-before the first block with ``lr * decay ** (n + 1)``, and those after the last one with ``lr``. Method: Clark et al., "ELECTRA", 2020.
+``layer_lr_decay`` counts layers from the output. With ``n`` blocks, block ``i`` (from 0) learns with ``lr * decay ** (n - i)``. Parameters
+before the first block learn with ``lr * decay ** (n + 1)``, and those after the last block with ``lr``. Method: Clark et al., "ELECTRA",
+2020.
 
 Norms are modules whose class name contains ``Norm``. Biases are parameters named ``bias``.
 """

@@ -1,8 +1,8 @@
 """Where a name would be imported from: its file, and the installed package that lists the file. Imports nothing.
 
 ``importlib.util.find_spec("a.b")`` imports ``a``. This module therefore finds each part of a dotted name in the folders of the part before
-it. It does not call finders that packages add to ``sys.meta_path``. A package is installed if its ``RECORD`` lists the file, or if it is
-installed in editable mode and the file lies in a folder that its ``.pth`` file adds to the import path.
+it. It does not call finders that packages add to ``sys.meta_path``. A package is installed if its ``RECORD`` lists the file. A
+package in editable mode is installed if its ``.pth`` file adds the file's folder to the import path.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def run_suite(tests: Path, report: Path, *arguments: str, **variables: str) -> N
         sys.exit(f"error: pytest ended with {done.returncode}")
 
 
-def said_of(case: Element) -> dict[str, str]:
+def recorded_properties(case: Element) -> dict[str, str]:
     """The properties that a test recorded, from its ``testcase`` in a report."""
     return {item.get("name", ""): item.get("value", "") for item in case.iter("property")}
 

@@ -16,7 +16,7 @@ import tempfile
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
-from _measure import ROOT, run_suite, said_of
+from _measure import ROOT, recorded_properties, run_suite
 
 SUITE = ROOT / "tests" / "plugins" / "test_conformance.py"
 EXAMPLES = sorted(path.parent for path in ROOT.glob("examples/*/pyproject.toml"))
@@ -47,17 +47,17 @@ def read(*reports: Path) -> dict[str, dict[str, tuple[str, str]]]:
     """Plugin -> check -> result and reason; ``cost`` holds the seconds of a step without and with the plugin."""
     found: dict[str, dict[str, tuple[str, str]]] = {}
     for case in (case for report in reports for case in ElementTree.parse(report).iter("testcase")):
-        said = said_of(case)
-        if "plugin" not in said:
+        recorded = recorded_properties(case)
+        if "plugin" not in recorded:
             continue
-        row, check = found.setdefault(said["plugin"], {}), case.get("name", "").removeprefix("test_")
+        row, check = found.setdefault(recorded["plugin"], {}), case.get("name", "").removeprefix("test_")
         outcome = next((child for child in case if child.tag in OUTCOMES), None)
         row[check] = ("passed", "") if outcome is None else (OUTCOMES[outcome.tag], outcome.get("message", ""))
-        if check == f"processes[{said['plugin']}]" and said["plugin"] not in STRATEGIES:  # a strategy of examples/, with itself
+        if check == f"processes[{recorded['plugin']}]" and recorded["plugin"] not in STRATEGIES:  # a strategy of examples/, with itself
             result = row.pop(check)[0]
             row |= {f"processes[{name}]": (result, "with itself: it fills the slot 'strategy', too") for name in STRATEGIES}
         if check == "cost":
-            row[check] = said.get("seconds a step without it", ""), said.get("seconds a step with it", "")
+            row[check] = recorded.get("seconds a step without it", ""), recorded.get("seconds a step with it", "")
     return found
 
 

@@ -16,7 +16,7 @@ import xml.etree.ElementTree as ElementTree
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from _measure import ROOT, run_suite, said_of
+from _measure import ROOT, recorded_properties, run_suite
 
 SUITE = ROOT / "tests" / "reliability"
 TABLE = ROOT / "docs" / "reliability.md"
@@ -85,17 +85,17 @@ def read(*reports: Path) -> tuple[dict[str, dict[str, Row]], set[str]]:
             cases[key] = case
     for (file, name), case in cases.items():
         test = name.partition("[")[0]
-        said = said_of(case)
-        if file not in GROUPS or "fault" not in said:
-            sys.exit(f"error: {file}.{test} ({said}): not of tests/reliability, or it was not collected")
-        row = found[file].setdefault(test, Row(said["fault"], said["promise"]))
-        times.add(said["times"])
-        row.figures = said.get("figures", row.figures)
+        recorded = recorded_properties(case)
+        if file not in GROUPS or "fault" not in recorded:
+            sys.exit(f"error: {file}.{test} ({recorded}): not of tests/reliability, or it was not collected")
+        row = found[file].setdefault(test, Row(recorded["fault"], recorded["promise"]))
+        times.add(recorded["times"])
+        row.figures = recorded.get("figures", row.figures)
         row.cases += 1
         if (skipped := case.find("skipped")) is not None:
             row.skipped.append(" ".join(skipped.get("message", "").split()))
             continue
-        tried = int(said.get("faults", 1)) if failed(case) or row.fault != CONTROL else 0
+        tried = int(recorded.get("faults", 1)) if failed(case) or row.fault != CONTROL else 0
         row.tried += tried
         row.lost += tried * failed(case)
     return found, times

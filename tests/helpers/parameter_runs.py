@@ -64,10 +64,10 @@ def examines_updates(run: Any) -> bool:
     return check.updates is not None
 
 
-class Ended(Plugin):
+class LastExaminedStep(Plugin):
     """The step after which every trained parameter was known to change."""
 
-    name = "ended"
+    name = "last-examined-step"
     step: int | None = None
 
     @hookimpl
@@ -78,7 +78,7 @@ class Ended(Plugin):
 
 def run_one(spec: dict[str, Any]) -> dict[str, Any]:
     """One run, or its error."""
-    warnings, ended = Warnings(), Ended()
+    warnings, ended = Warnings(), LastExaminedStep()
     plugins = [{"log": False}, {"progress": False}, *spec["plugins"], ended, *([Replaces(spec["replaces"])] if "replaces" in spec else [])]
     train = {"lr": 1e-2, "batch_size": 8, "device": "cpu", "max_steps": 3, "save_every": None, "evaluate_every": None}
     logging.getLogger("fastloop").addHandler(warnings)

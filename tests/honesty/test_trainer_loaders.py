@@ -26,7 +26,7 @@ from torch.utils.data import (
 
 from fastloop import CheckpointError, Plugin, PluginError, Trainer, UsageError, hookimpl
 from fastloop.errors import DataError
-from fastloop.testing import Ended, tiny_data, tiny_model
+from fastloop.testing import ProcessResult, tiny_data, tiny_model
 
 
 @pytest.mark.parametrize("name", LOADERS)
@@ -96,7 +96,7 @@ def test_a_run_is_not_resumed_in_another_order():
 
 
 @pytest.mark.slow
-def test_several_processes_read_the_batches_of_one(processes: Callable[..., list[Ended]]):
+def test_several_processes_read_the_batches_of_one(processes: Callable[..., list[ProcessResult]]):
     names = ("drop_last", "weighted", "set_epoch", "shuffle, generator")
     runs = [{"loader": name, "settings": {"output": name, "epochs": 2}} for name in names]
     both = [process.result for process in processes(2, of_processes, runs)]

@@ -15,7 +15,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from transformers import BertConfig, BertForSequenceClassification
 
 from fastloop import Plugin, PluginError, Trainer, UsageError, hookimpl
-from fastloop.testing import Ended, tiny_data, tiny_model
+from fastloop.testing import ProcessResult, tiny_data, tiny_model
 
 QUIET: list[Any] = [{"log": False}, {"progress": False}]
 
@@ -275,7 +275,7 @@ def of_processes(strategy: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_several_processes_predict_together(strategy: str, processes: Callable[..., list[Ended]]):
+def test_several_processes_predict_together(strategy: str, processes: Callable[..., list[ProcessResult]]):
     first, second = (process.result for process in processes(2, of_processes, strategy))
     assert first == second
     assert first["validate"] == pytest.approx(first["fit"])

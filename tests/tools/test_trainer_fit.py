@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader
 
 from fastloop import Plugin, Run, Trainer, UsageError, hookimpl
-from fastloop.testing import Ended, tiny_data, tiny_model
+from fastloop.testing import ProcessResult, tiny_data, tiny_model
 
 QUIET: list[Any] = [{"log": False}, {"progress": False}]
 
@@ -239,11 +239,11 @@ def interrupted_on_each(strategy: str) -> Any:
 
 
 @pytest.mark.slow
-def test_several_processes_are_interrupted_and_continue(processes: Callable[..., list[Ended]]):
+def test_several_processes_are_interrupted_and_continue(processes: Callable[..., list[ProcessResult]]):
     assert [process.result for process in processes(2, interrupted_on_each, "ddp")] == [True, True]
 
 
 @pytest.mark.slow
-def test_sharded_models_need_a_new_object(processes: Callable[..., list[Ended]]):
+def test_sharded_models_need_a_new_object(processes: Callable[..., list[ProcessResult]]):
     for process in processes(2, interrupted_on_each, "fsdp"):
         assert "fit: plugins changed the structure of the model in the earlier call" in process.result

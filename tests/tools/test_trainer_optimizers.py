@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler, O
 from torch.utils.data import DataLoader
 
 from fastloop import CheckpointError, PluginError, Trainer, UsageError
-from fastloop.testing import Ended, tiny_data, tiny_model
+from fastloop.testing import ProcessResult, tiny_data, tiny_model
 
 QUIET: list[Any] = [{"log": False}, {"progress": False}]
 LOADER = {"batch_size": 8, "shuffle": False}
@@ -258,7 +258,9 @@ def with_strategy(strategy: Any, as_object: bool) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "as_object"), [("ddp", True), ("fsdp", False), ({"deepspeed": {"stage": 2}}, True)])
-def test_several_processes_train_the_same_with_what_their_strategy_takes(strategy, as_object, processes: Callable[..., list[Ended]]):
+def test_several_processes_train_the_same_with_what_their_strategy_takes(
+    strategy, as_object, processes: Callable[..., list[ProcessResult]]
+):
     if isinstance(strategy, dict):
         pytest.importorskip("deepspeed")
     first, _ = (process.result for process in processes(2, with_strategy, strategy, as_object))
@@ -269,7 +271,7 @@ def test_several_processes_train_the_same_with_what_their_strategy_takes(strateg
 
 
 @pytest.mark.slow
-def test_fsdp_refuses_an_object_that_holds_whole_parameters(processes: Callable[..., list[Ended]]):
+def test_fsdp_refuses_an_object_that_holds_whole_parameters(processes: Callable[..., list[ProcessResult]]):
     for process in processes(2, with_strategy, "fsdp", True):
         assert "they replaced 4 of the parameters that it holds (in before_prepare: fsdp" in process.result
         assert "Pass a function instead, which is called with the changed model" in process.result

@@ -28,8 +28,8 @@ from fastloop.testing.conformance import Conformance
 from fastloop.testing.conformance import pytest_collection_modifyitems as pytest_collection_modifyitems
 from fastloop.testing.conformance import pytest_configure as pytest_configure
 from fastloop.testing.runs import Trained, train
-from fastloop.testing.starting import Ended, processes, start
-from fastloop.testing.studies import findings
+from fastloop.testing.starting import ProcessResult, processes, start
+from fastloop.testing.studies import study_results
 from fastloop.testing.tasks import IMAGES, LANGUAGE, TEXTS, VECTORS, with_dropout, write_texts
 from fastloop.testing.tiny import Call, HookCalls, Recorder, TinyResult, hook_calls, tiny_data, tiny_model, tiny_run
 
@@ -40,15 +40,15 @@ __all__ = [
     "VECTORS",
     "Call",
     "Conformance",
-    "Ended",
     "HookCalls",
+    "ProcessResult",
     "Recorder",
     "TinyResult",
     "Trained",
-    "findings",
     "hook_calls",
     "processes",
     "start",
+    "study_results",
     "tiny_data",
     "tiny_model",
     "tiny_run",

@@ -39,7 +39,7 @@ from fastloop.runtime.platform_support import KILL
 from fastloop.testing.documents import problems
 from fastloop.testing.runs import DIES_AT, SAVES_EVERY, SEEDS, STOPS_AT, Failed, Trained
 from fastloop.testing.starting import failure
-from fastloop.testing.studies import Findings, strategies_for
+from fastloop.testing.studies import StudyResults, strategies_for
 from fastloop.testing.tasks import VECTORS
 
 SHOWN = 5
@@ -85,14 +85,14 @@ class Conformance:
         """Record properties for tables that are made from reports."""
         request.node.user_properties.append(("plugin", self.plugin))
 
-    def test_declared(self, findings: Findings) -> None:
+    def test_declared(self, study_results: StudyResults) -> None:
         """The name, entry point, numerics class and hooks are valid, and the plugin resolves with the plugins that it requires."""
-        cls = findings.plugin
+        cls = study_results.plugin
         if cls.numerics not in typing.get_args(Numerics):
             self.broken("a numerics class", f"{cls.numerics!r}", f"Expected one of: {', '.join(typing.get_args(Numerics))}")
         if not cls.description:
             self.broken("to say what it changes", "no `description`", "Set it in the class, in a few words: `fastloop plan` shows it")
-        findings.resolved()
+        study_results.resolved()
 
     def test_options(self) -> None:
         """Each option has a description, accepts its default, and rejects wrong types. An unknown option is an error with its path."""
@@ -134,12 +134,12 @@ class Conformance:
             for problem in problems(cls, distribution):
                 self.broken(*problem)
 
-    def test_numerics(self, findings: Findings) -> None:
+    def test_numerics(self, study_results: StudyResults) -> None:
         """The first step's gradients, the losses and the final metric keep the bounds of the numerics class."""
-        ours, numerics = findings.run("ours"), findings.plugin.numerics
-        if findings.plugin.slot == "task":
+        ours, numerics = study_results.run("ours"), study_results.plugin.numerics
+        if study_results.plugin.slot == "task":
             pytest.skip("it is a task: there is no training without it")
-        plain, again = (findings.plain.run(name) for name in ("plain", "plain again"))
+        plain, again = (study_results.plain.run(name) for name in ("plain", "plain again"))
         self._losses(numerics, ours, plain, again)
         if numerics == "changes-training":
             return
@@ -148,7 +148,7 @@ class Conformance:
             found = f"a relative difference of {far:.2e}, and {BOUNDS[numerics]:g} is allowed"
             self.broken(f"numerics {numerics!r}: the first step's gradients as they are without it", found, REPAIRS[numerics])
         seeds = () if numerics == "bitwise" else SEEDS
-        finals = [findings.plain.run(name).metrics[-1][1]["loss"] for name in ("plain", *(f"seed {seed}" for seed in seeds))]
+        finals = [study_results.plain.run(name).metrics[-1][1]["loss"] for name in ("plain", *(f"seed {seed}" for seed in seeds))]
         final, spread = ours.metrics[-1][1]["loss"], max(finals) - min(finals)
         if not abs(final - finals[0]) <= spread:
             found = f"an evaluation loss of {final:.6g} instead of {finals[0]:.6g}, while other seeds change it by up to {spread:.3g}"
@@ -174,20 +174,20 @@ class Conformance:
                 promised = f"numerics {numerics!r}: each step's loss within {verdict['bound']:g} of what it is without it{where}"
                 self.broken(promised, f"a relative difference of {verdict['difference']:.2e}", REPAIRS[numerics])
 
-    def test_saved_and_loaded(self, findings: Findings) -> None:
+    def test_saved_and_loaded(self, study_results: StudyResults) -> None:
         """An interrupted and resumed run ends with the same bits and the same plugin state as an uninterrupted one."""
-        findings.run("interrupted")
-        whole, again = findings.run("whole"), findings.run("resumed")
+        study_results.run("interrupted")
+        whole, again = study_results.run("whole"), study_results.run("resumed")
         self._goes_on(whole, again, f"was interrupted after step {STOPS_AT}", STOPS_AT)
 
-    def test_killed(self, findings: Findings) -> None:
+    def test_killed(self, study_results: StudyResults) -> None:
         """A new process that resumes a killed run ends with the same bits as an undisturbed run."""
-        findings.run("ours")
-        if findings.killed.code != -KILL:
-            ended = findings.killed.result
-            why = ended.error if isinstance(ended, Failed) else failure([findings.killed])
+        study_results.run("ours")
+        if study_results.killed.code != -KILL:
+            ended = study_results.killed.result
+            why = ended.error if isinstance(ended, Failed) else failure([study_results.killed])
             self.broken(f"to train up to step {DIES_AT}, in which its process is killed", why, "It must train in a process of its own")
-        whole, again = findings.run("whole"), findings.run("after the kill")
+        whole, again = study_results.run("whole"), study_results.run("after the kill")
         self._goes_on(whole, again, f"was killed in step {DIES_AT}", DIES_AT // SAVES_EVERY * SAVES_EVERY)
 
     def _goes_on(self, whole: Trained, again: Trained, what: str, step: int, where: str = "") -> None:
@@ -210,26 +210,26 @@ class Conformance:
             repair = "Return from save_state all that the numbers depend on, and take it back in load_state"
             self.broken(f"the same result from a run that {what} and resumed{where}", "; ".join(wrong), repair)
 
-    def test_processes(self, findings: Findings, strategy: str) -> None:
+    def test_processes(self, study_results: StudyResults, strategy: str) -> None:
         """The numerics class also holds on two processes, and both have the same weights. A strategy can save and resume there."""
-        ranks = findings.pair(strategy)
+        ranks = study_results.pair(strategy)
         where = f" on two processes with {strategy!r}"
-        numerics = "changes-training" if findings.plugin.slot == "task" else findings.plugin.numerics
-        plain = findings.plain.pair(strategy)[0] if findings.plugin.slot != "strategy" else findings.plain.run("plain")
+        numerics = "changes-training" if study_results.plugin.slot == "task" else study_results.plugin.numerics
+        plain = study_results.plain.pair(strategy)[0] if study_results.plugin.slot != "strategy" else study_results.plain.run("plain")
         self._losses(numerics, ranks[0], plain, plain, where)
         if len({run.replicas for run in ranks}) > 1:
             repair = "Let every process do the same to its weights"
             self.broken(f"the same weights on all processes{where}", "that they differ after training", repair)
         if strategy == self.plugin:
-            findings.resumed_pair("interrupted")
-            pairs = zip(findings.resumed_pair("whole"), findings.resumed_pair("resumed"), strict=True)
+            study_results.resumed_pair("interrupted")
+            pairs = zip(study_results.resumed_pair("whole"), study_results.resumed_pair("resumed"), strict=True)
             for rank, (whole, again) in enumerate(pairs):
                 self._goes_on(whole, again, f"was interrupted after step {STOPS_AT}", STOPS_AT, f",{where} (process {rank})")
 
-    def test_off(self, findings: Findings) -> None:
+    def test_off(self, study_results: StudyResults) -> None:
         """A run without the plugin is the same before and after a run with it, and the plugin restores changed settings."""
-        findings.run("ours")
-        plain, off, changed = findings.plain.run("plain"), findings.run("off"), findings.run("changed")
+        study_results.run("ours")
+        plain, off, changed = study_results.plain.run("plain"), study_results.run("off"), study_results.run("changed")
         if changed:
             repair = "Restore it in teardown, the last hook of every run"
             self.broken("to leave nothing behind when it is off", few(changed), repair)
@@ -237,14 +237,14 @@ class Conformance:
             found = f"the losses {few(off.losses)} instead of {few(plain.losses)}"
             self.broken("to leave nothing behind: a run without it after one with it is the same to the bit", found, REPAIRS["bitwise"])
 
-    def test_cost(self, findings: Findings, request: pytest.FixtureRequest) -> None:
+    def test_cost(self, study_results: StudyResults, request: pytest.FixtureRequest) -> None:
         """Record the median seconds of a step with and without the plugin, from alternating runs. It fails on no value."""
-        findings.run("ours")
+        study_results.run("ours")
         runs = {"without": ("before", "off"), "with": ("ours", "whole")}
-        if findings.plugin.slot == "task":
+        if study_results.plugin.slot == "task":
             del runs["without"]
         for name, names in runs.items():
-            seconds = [second for run in names for second in findings.run(run).seconds]
+            seconds = [second for run in names for second in study_results.run(run).seconds]
             request.node.user_properties.append((f"seconds a step {name} it", median(seconds)))
 
     def broken(self, promised: str, found: str, repair: str) -> None:

@@ -54,8 +54,8 @@ PATIENCE = 10.0
 
 
 @dataclass
-class Ended:
-    """A process that has ended.
+class ProcessResult:
+    """The result of a process that has ended.
 
     Attributes:
         code: Its exit code; -n if signal n ended it; None after the time limit.
@@ -80,7 +80,9 @@ def _context() -> Any:
     return context
 
 
-def start(count: int, function: Callable[..., Any], *arguments: Any, folder: Path | None = None, limit: float = 600.0) -> list[Ended]:
+def start(
+    count: int, function: Callable[..., Any], *arguments: Any, folder: Path | None = None, limit: float = 600.0
+) -> list[ProcessResult]:
     """Call a function in ``count`` new processes, and wait for all. No process is left when this returns.
 
     Several processes are the ranks of one group: fastloop and Accelerate connect them over gloo. Each computes
@@ -119,7 +121,7 @@ def start(count: int, function: Callable[..., Any], *arguments: Any, folder: Pat
         finally:
             for process in processes:
                 _end(process)
-        return [_ended(Path(aside, str(rank)), process, in_time, limit) for rank, process in enumerate(processes)]
+        return [_process_result(Path(aside, str(rank)), process, in_time, limit) for rank, process in enumerate(processes)]
 
 
 def _wait(processes: Sequence[Any], deadline: float) -> bool:
@@ -146,12 +148,12 @@ def _end(process: Any) -> None:
     process.join()
 
 
-def _ended(report: Path, process: Any, in_time: bool, limit: float) -> Ended:
+def _process_result(report: Path, process: Any, in_time: bool, limit: float) -> ProcessResult:
     log, pickled = report.with_suffix(".log"), report.with_suffix(".result")
     said = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
     if process.exitcode == -signal.SIGABRT and not in_time:
-        return Ended(None, None, f"{said}\nIt was ended: {limit:g} seconds were over.")
-    return Ended(process.exitcode, pickle.loads(pickled.read_bytes()) if pickled.exists() else None, said)
+        return ProcessResult(None, None, f"{said}\nIt was ended: {limit:g} seconds were over.")
+    return ProcessResult(process.exitcode, pickle.loads(pickled.read_bytes()) if pickled.exists() else None, said)
 
 
 def _work(
@@ -196,13 +198,15 @@ def _work(
 
 
 @pytest.fixture(scope="session")
-def processes() -> Callable[..., list[Ended]]:
+def processes() -> Callable[..., list[ProcessResult]]:
     """Call a function in several real processes: ``first, second = processes(2, train, recipe)``, then ``first.result.losses``.
 
     Like ``start``, but if a process fails, the test fails with the output of all.
     """
 
-    def run(count: int, function: Callable[..., Any], *arguments: Any, folder: Path | None = None, limit: float = 600.0) -> list[Ended]:
+    def run(
+        count: int, function: Callable[..., Any], *arguments: Any, folder: Path | None = None, limit: float = 600.0
+    ) -> list[ProcessResult]:
         ended = start(count, function, *arguments, folder=folder, limit=limit)
         if any(process.code != 0 for process in ended):
             pytest.fail(failure(ended), pytrace=False)
@@ -211,7 +215,7 @@ def processes() -> Callable[..., list[Ended]]:
     return run
 
 
-def failure(ended: Sequence[Ended]) -> str:
+def failure(ended: Sequence[ProcessResult]) -> str:
     """How processes ended, and the last output of each."""
     lines = []
     for rank, process in enumerate(ended):

@@ -14,7 +14,7 @@ from fastloop.errors import PluginError
 from fastloop.plugin import Plugin
 from fastloop.registry import installed, load, select
 from fastloop.testing.runs import Failed, Study, Trained, alone, dies, resumed_together, together, without
-from fastloop.testing.starting import Ended, failure, start
+from fastloop.testing.starting import ProcessResult, failure, start
 from fastloop.testing.tasks import TEXTS, VECTORS, write_texts
 
 
@@ -45,23 +45,23 @@ def strategies_for(plugin: str) -> list[str]:
     return list(dict.fromkeys([*strategies(), *own]))
 
 
-class Findings:
+class StudyResults:
     """The results of the trainings of one study. Each training runs once, on first use.
 
     Args:
         where: A folder for the runs.
-        plain: The findings without the plugin; None: these are they.
+        plain: The results without the plugin; None: these are already without it.
     """
 
-    def __init__(self, study: Study, where: Path, plain: Findings | None = None) -> None:
+    def __init__(self, study: Study, where: Path, plain: StudyResults | None = None) -> None:
         self.study, self.where, self._plain = study, where, plain
-        self._pairs: dict[str, list[Ended]] = {}
+        self._pairs: dict[str, list[ProcessResult]] = {}
         self._reasons: dict[str | None, str] = {}
         write_texts(where)
 
     @property
-    def plain(self) -> Findings:
-        """The findings without the plugin."""
+    def plain(self) -> StudyResults:
+        """The results without the plugin."""
         assert self._plain is not None
         return self._plain
 
@@ -71,24 +71,24 @@ class Findings:
         return load(self.study.plugin)
 
     @cached_property
-    def killed(self) -> Ended:
+    def killed(self) -> ProcessResult:
         """The process that was killed."""
         return start(1, dies, self.study, folder=self.where)[0]
 
     @cached_property
-    def _alone(self) -> Ended:
+    def _alone(self) -> ProcessResult:
         if self._plain is None:
             return start(1, without, self.study, folder=self.where)[0]
         assert self.killed is not None  # its run is resumed
         return start(1, alone, self.study, folder=self.where)[0]
 
-    def _together(self, strategy: str) -> list[Ended]:
+    def _together(self, strategy: str) -> list[ProcessResult]:
         if strategy not in self._pairs:
             self._pairs[strategy] = start(2, together, self.study, strategy, folder=self.where)
         return self._pairs[strategy]
 
     @cached_property
-    def _resumed_together(self) -> list[Ended]:
+    def _resumed_together(self) -> list[ProcessResult]:
         return start(2, resumed_together, self.study, folder=self.where)
 
     def resolved(self, strategy: str | None = None) -> None:
@@ -140,7 +140,7 @@ class Findings:
         """One of the trainings that ``resumed_together`` does on two processes under this strategy, by rank."""
         return self._of_each(self._resumed_together, self.study.plugin, name)
 
-    def _of_each(self, processes: list[Ended], strategy: str, name: str | None = None) -> list[Trained]:
+    def _of_each(self, processes: list[ProcessResult], strategy: str, name: str | None = None) -> list[Trained]:
         if any(ended.code != 0 for ended in processes):
             pytest.fail(f"{self}: its two processes did not end well.\n{failure(processes)}", pytrace=False)
         found = [ended.result if name is None else ended.result[name] for ended in processes]
@@ -156,12 +156,12 @@ class Findings:
         return f"plugin {self.study.plugin!r}" if self.study.plugin else "without the plugin"
 
 
-_PLAIN: dict[str, Findings] = {}
-"""Setup without a plugin -> its findings, shared by all plugins that are tested on the same setup."""
+_PLAIN: dict[str, StudyResults] = {}
+"""Setup without a plugin -> its results, shared by all plugins that are tested on the same setup."""
 
 
 @pytest.fixture(scope="class")
-def findings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Findings:
+def study_results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> StudyResults:
     """Of one class of ``Conformance``."""
     ours, plugin = request.cls, load(request.cls.plugin)
     is_task = plugin.slot == "task"
@@ -170,5 +170,5 @@ def findings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     study = Study(plugin=ours.plugin, options=ours.options, task=ours.task, without=other, **common)
     plain = Study(plugin="", options={}, task=other, without=other, **common)
     if repr(plain) not in _PLAIN:
-        _PLAIN[repr(plain)] = Findings(plain, tmp_path_factory.mktemp("plain"))
-    return Findings(study, tmp_path_factory.mktemp("conformance"), _PLAIN[repr(plain)])
+        _PLAIN[repr(plain)] = StudyResults(plain, tmp_path_factory.mktemp("plain"))
+    return StudyResults(study, tmp_path_factory.mktemp("conformance"), _PLAIN[repr(plain)])

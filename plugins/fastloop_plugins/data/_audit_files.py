@@ -65,7 +65,7 @@ class Files:
 
 
 @dataclass
-class Findings:
+class EpochProblems:
     """Problems of an epoch: ids that are missing, ids that occurred more than once, and the number of ids outside the dataset.
 
     Attributes:
@@ -93,7 +93,7 @@ class Findings:
         return ", ".join(parts)
 
 
-def check(ids: Iterable[list[int]], size: int, complete: bool, passes: bool = False) -> Findings:
+def check(ids: Iterable[list[int]], size: int, complete: bool, passes: bool = False) -> EpochProblems:
     """Check that each id below ``size`` occurs once, at least once only if ``complete``. Memory: one number a sample and one list.
 
     Args:
@@ -105,7 +105,7 @@ def check(ids: Iterable[list[int]], size: int, complete: bool, passes: bool = Fa
     if passes:
         found = np.sort(np.concatenate([np.empty(0, np.int64), *(np.array(some, np.int64) for some in ids)]))
         repeated = np.unique(found[1:][found[1:] == found[:-1]]).tolist()
-        return Findings(size, [], repeated, 0, max(size - len(found), 0) if complete else 0)
+        return EpochProblems(size, [], repeated, 0, max(size - len(found), 0) if complete else 0)
     times, unknown = np.zeros(size, np.int32), 0
     for some in ids:
         numbers = np.array(some, np.int64)
@@ -113,7 +113,7 @@ def check(ids: Iterable[list[int]], size: int, complete: bool, passes: bool = Fa
         np.add.at(times, known, 1)
         unknown += len(numbers) - len(known)
     missing = np.flatnonzero(times == 0).tolist() if complete else []
-    return Findings(size, missing, np.flatnonzero(times > 1).tolist(), unknown)
+    return EpochProblems(size, missing, np.flatnonzero(times > 1).tolist(), unknown)
 
 
 def _some(values: list[Any], separator: str) -> str:

@@ -14,7 +14,7 @@ from strategy_helpers import COMPILER, logged_norms, same, save_at_end
 from strategy_runs import all_of
 
 from fastloop import checkpoint
-from fastloop.testing import Ended
+from fastloop.testing import ProcessResult
 
 pytestmark = [pytest.mark.slow, *COMPILER]
 
@@ -134,13 +134,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ended(processes: Callable[..., list[Ended]], folder: Path) -> list[Ended]:
+def ended(processes: Callable[..., list[ProcessResult]], folder: Path) -> list[ProcessResult]:
     """The first process of each start: one, two and four processes, then one that resumes their runs."""
     return [processes(count, all_of, runs, folder=folder)[0] for count, runs in STARTS]
 
 
 @pytest.fixture(scope="module")
-def results(ended: list[Ended]) -> dict[str, dict[str, Any]]:
+def results(ended: list[ProcessResult]) -> dict[str, dict[str, Any]]:
     """Results by name."""
     return {name: result for process in ended for name, result in process.result.items()}
 

@@ -16,7 +16,7 @@ from strategy_helpers import COMPILER, logged_norms, same, save_at_end
 from strategy_runs import all_of
 
 from fastloop import checkpoint
-from fastloop.testing import Ended
+from fastloop.testing import ProcessResult
 
 pytestmark = [
     pytest.mark.slow,
@@ -89,7 +89,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ended(processes: Callable[..., list[Ended]], folder: Path) -> list[Ended]:
+def ended(processes: Callable[..., list[ProcessResult]], folder: Path) -> list[ProcessResult]:
     """The first process of each start: runs on one process, runs on two, then runs on one process that resume them."""
     plain, ema = {"plugins": ["lr-scheduler"]}, {"plugins": ["lr-scheduler", {"ema": {"decay": 0.5}}]}
     unclipped = {"name": "plain unclipped", "train": {"max_grad_norm": None}, **plain}
@@ -99,7 +99,7 @@ def ended(processes: Callable[..., list[Ended]], folder: Path) -> list[Ended]:
 
 
 @pytest.fixture(scope="module")
-def result(ended: list[Ended]) -> Callable[[str], dict[str, Any]]:
+def result(ended: list[ProcessResult]) -> Callable[[str], dict[str, Any]]:
     """A run's result by name."""
     found = {name: run for process in ended for name, run in process.result.items()}
 

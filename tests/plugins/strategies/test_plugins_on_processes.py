@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from plugin_runs import all_of
 
-from fastloop.testing import Ended
+from fastloop.testing import ProcessResult
 
 pytestmark = pytest.mark.slow
 
@@ -46,7 +46,7 @@ ONE += [run(name, None, 6, (), audit={}, resume=True, **source) for name, source
 
 
 @pytest.fixture(scope="module")
-def ended(processes: Callable[..., list[Ended]], folder: Path) -> dict[int, list[Ended]]:
+def ended(processes: Callable[..., list[ProcessResult]], folder: Path) -> dict[int, list[ProcessResult]]:
     """Number of processes -> how each ended."""
     return {count: processes(count, all_of, runs, folder=folder) for count, runs in ((2, TWO), (3, THREE), (1, ONE))}
 
@@ -58,7 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def results(ended: dict[int, list[Ended]]) -> dict[int, dict[str, Any]]:
+def results(ended: dict[int, list[ProcessResult]]) -> dict[int, dict[str, Any]]:
     """Number of processes -> the first one's results by run."""
     return {count: processes[0].result for count, processes in ended.items()}
 

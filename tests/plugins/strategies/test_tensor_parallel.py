@@ -13,7 +13,7 @@ from strategy_helpers import same, save_at_end
 from strategy_runs import all_of
 
 from fastloop import checkpoint
-from fastloop.testing import LANGUAGE, Ended
+from fastloop.testing import LANGUAGE, ProcessResult
 from fastloop.testing.tasks import write_texts
 
 pytestmark = pytest.mark.slow
@@ -78,13 +78,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ended(processes: Callable[..., list[Ended]], folder: Path) -> list[list[Ended]]:
+def ended(processes: Callable[..., list[ProcessResult]], folder: Path) -> list[list[ProcessResult]]:
     """The processes of each start."""
     return [processes(count, all_of, runs, folder=folder) for count, runs in ((1, PLAIN), (2, TWO), (1, AFTER))]
 
 
 @pytest.fixture(scope="module")
-def results(ended: list[list[Ended]]) -> dict[str, dict[str, Any]]:
+def results(ended: list[list[ProcessResult]]) -> dict[str, dict[str, Any]]:
     """Results of the first processes, by name."""
     return {name: result for start in ended for name, result in start[0].result.items()}
 

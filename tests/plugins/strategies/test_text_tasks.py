@@ -13,7 +13,7 @@ import torch
 from strategy_helpers import same
 from strategy_runs import all_of
 
-from fastloop.testing import Ended
+from fastloop.testing import ProcessResult
 
 pytestmark = pytest.mark.slow
 
@@ -89,7 +89,7 @@ def pretrained() -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def results(processes: Callable[..., list[Ended]], folder: Path) -> dict[str, dict[str, Any]]:
+def results(processes: Callable[..., list[ProcessResult]], folder: Path) -> dict[str, dict[str, Any]]:
     """Results by name."""
     two = [run for strategy in STRATEGIES for run in runs(strategy)]
     one = processes(1, all_of, runs(), folder=folder)[0].result

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from fastloop import Batch, Trainer
-from fastloop.testing import Ended
+from fastloop.testing import ProcessResult
 
 WORDS = 12
 TINY = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8, "vocab_size": WORDS}
@@ -174,7 +174,7 @@ def weights_on_a_process() -> dict[str, torch.Tensor]:
 def test_two_processes_give_the_weights_of_one_batch(processes: Any):
     batch = stacked(samples(3))
     expected = raw(Scores(), lambda copied: functional.cross_entropy(copied(batch["input_ids"]), batch["labels"]))
-    ended: list[Ended] = processes(2, weights_on_a_process)
+    ended: list[ProcessResult] = processes(2, weights_on_a_process)
     for process in ended:
         torch.testing.assert_close(process.result, expected, rtol=1e-5, atol=1e-6)
 

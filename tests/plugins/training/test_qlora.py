@@ -23,7 +23,7 @@ from fastloop.lifecycle import build, execute
 from fastloop.recipe import make_recipe
 from fastloop.registry import resolve
 from fastloop.runtime.hardware import Machine
-from fastloop.testing import Ended
+from fastloop.testing import ProcessResult
 from fastloop.testing.runs import DIES_AT, SAVES_EVERY, KillAtStep, Trained, train
 from fastloop.testing.starting import start
 from fastloop_plugins.training.lora import LoRA
@@ -294,7 +294,7 @@ def test_commands_on_a_run(tuned, cli):
 
 
 @pytest.mark.slow
-def test_two_processes_are_one_run(tuned, processes: Callable[..., list[Ended]]):
+def test_two_processes_are_one_run(tuned, processes: Callable[..., list[ProcessResult]]):
     recipe = {name: section for name, section in tuned().items() if name in ("model", "data")}
     runs = [
         {"name": name, "recipe": recipe, "plugins": ["causal-lm", {"lora": NF4}, *strategy], "train": TRAIN | {"max_grad_norm": 0.5}}

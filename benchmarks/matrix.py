@@ -7,6 +7,9 @@ A subset with a strategy (ddp, fsdp, deepspeed) is started with `--nproc 2`, any
 from scratch on texts of 4 to 40 words, without dropout, for 32 optimizer steps. Two processes accumulate over two micro-steps. The check
 compares each step's loss with the plain run. The numerics class of the plugins limits the largest relative difference: bitwise 0,
 reassociated 1e-5, reduced-precision 0.1.
+
+`tensor-parallel` is not among the seven, since this model has no plan for it. Its page lists the plugins that it excludes, and
+`tests/plugins/strategies/test_tensor_parallel.py` trains a language model with it.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -157,6 +159,19 @@ def test_files_at_a_url_of_fsspec():
         assert ids_by_step(run, 2, 1) == ids_by_step(classify(["a.parquet", "b.jsonl"]))
     finally:
         system.rm("/shards", recursive=True)
+
+
+def test_files_of_an_http_server():
+    pytest.importorskip("aiohttp")
+    table = rows(100, NAMES)
+    files = [str(path) for path in (write_parquet("a.parquet", table[:60]), write_lines("b.jsonl", table[60:]))]
+    with ThreadingHTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            run = classify([f"http://127.0.0.1:{server.server_port}/{file}" for file in files])
+            assert ids_by_step(run, 2, 1) == ids_by_step(classify(files))
+        finally:
+            server.shutdown()
 
 
 @pytest.mark.slow

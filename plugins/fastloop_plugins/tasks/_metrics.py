@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 def import_torchmetrics() -> None:
     """Import torchmetrics without ``scipy.signal``, which takes a second of processor time.
 
-    torchmetrics 1.9 imports it only to restore a name that a package of audio metrics uses.
+    torchmetrics 1.9 imports it only to restore ``scipy.signal.hamming``, which a package of audio metrics uses. It has no switch for this,
+    so an empty module takes its place during the import. No thread may import ``scipy.signal`` meanwhile. Later imports are as usual.
     """
     if {"torchmetrics", "scipy.signal"} & sys.modules.keys():
         return

@@ -273,6 +273,52 @@ def test_all_processes_refuse_alike_and_weights_stay_sharded(strategy):
         assert sharded == (strategy == "fsdp")
 
 
+class Metrics(Plugin):
+    """Keeps the metrics of the last evaluation."""
+
+    name = "metrics"
+    found: Any = None
+
+    @hookimpl
+    def after_evaluate(self, metrics: dict[str, float]) -> None:
+        self.found = metrics
+
+
+def measured(samples: int, eval_batch_size: int) -> dict[str, float]:
+    """The metrics of ``samples`` numbers and classes, which the model predicts with an error."""
+    from torchmetrics import SpearmanCorrCoef
+    from torchmetrics.classification import BinaryAUROC, BinaryAveragePrecision
+
+    class Signs(BinaryAUROC):
+        def update(self, predictions: torch.Tensor, targets: torch.Tensor) -> None:
+            super().update(predictions, (targets > 0).long())
+
+    class Rows(BinaryAveragePrecision):
+        def update(self, predictions: torch.Tensor, targets: torch.Tensor) -> None:
+            super().update(predictions, (targets > 0).long())
+
+    inputs = torch.randn(samples, 4, generator=torch.Generator().manual_seed(1))
+    data, metrics = TensorDataset(inputs, inputs[:, 0].sin()), Metrics()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 1), nn.Flatten(0))
+    kinds = {"r2": R2Score(), "spearman": SpearmanCorrCoef(), "auroc": Signs(), "precision": Rows()}
+    settings = {"epochs": 1, "save_every": None, "eval_batch_size": eval_batch_size, "output": f"run-{samples}"}
+    train(kinds, data, "ddp", metrics, model=model, loss=lambda found, _: found.square().mean(), **settings)
+    return {name: float(value) for name, value in metrics.found.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The ``compute`` method of metric:UserWarning")  # the second process has no sample to measure
+@pytest.mark.filterwarnings("ignore:Metric `Spearman:UserWarning")
+@pytest.mark.parametrize(("samples", "eval_batch_size"), [(13, 1), (5, 8)], ids=["one sample a batch", "none on the second process"])
+def test_metrics_of_two_processes_are_those_of_one(samples, eval_batch_size):
+    """Of one sample, R2 has no value, so ``metric-check`` cannot compute it before training."""
+    (alone,), both = (start(count, measured, samples, eval_batch_size, limit=60) for count in (1, 2))
+    for ended in both:
+        assert ended.code == 0, ended.output
+        assert ended.result == pytest.approx(alone.result, rel=1e-5)
+
+
 def test_a_metric_of_one_class_in_the_first_batch_still_trains():
     """AUROC has no value for one class, and warns: the whole split has two."""
     from torchmetrics.classification import BinaryAUROC

@@ -55,7 +55,7 @@ def batch_values(metric: Metric, name: str, output: Output) -> Mapping[str, Any]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a batch may contain only one class
-            value = metric(output.predictions, output.targets)
+            value = metric.clone()(output.predictions, output.targets)  # a metric whose call raised would never sync again
     except Exception:
         return {}
     return value if isinstance(value, Mapping) else {name: value}

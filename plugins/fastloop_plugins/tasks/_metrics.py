@@ -101,8 +101,10 @@ def collect(metrics: Mapping[str, Metric], where: str) -> MetricCollection:
     """
     from torchmetrics import MetricCollection
 
+    from fastloop_plugins.tasks._metric_gather import gather_everywhere
+
     try:
-        return MetricCollection(dict(metrics))
+        return gather_everywhere(MetricCollection(dict(metrics)))
     except KeyError as error:  # names of nn.Module's attributes, such as float
         raise RecipeError(f"{where}: {error.args[0]}. Call the metric something else.") from None
 

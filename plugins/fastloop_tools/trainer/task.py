@@ -104,7 +104,9 @@ class TrainerTask(Plugin):
     def build_metrics(self) -> Any:
         from torchmetrics import MetricCollection
 
-        return MetricCollection(dict(self.metrics)) if self.metrics else None
+        from fastloop_plugins.tasks._metric_gather import gather_everywhere
+
+        return gather_everywhere(MetricCollection(dict(self.metrics))) if self.metrics else None
 
     @hookimpl
     def check_run(self, run: Run) -> None:

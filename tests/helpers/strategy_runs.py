@@ -93,6 +93,14 @@ class Normed(nn.Sequential):
         super().__init__(nn.Linear(8, 9), nn.BatchNorm1d(9), nn.ReLU(), nn.Linear(9, 3))
 
 
+class OwnLoss(Net):
+    """Returns its loss, like models of transformers."""
+
+    def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:  # type: ignore[override]
+        logits = super().forward(inputs)
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
 class Unused(Net):
     """Forgets a weight in its forward."""
 
@@ -117,9 +125,16 @@ def weighted(samples: list[Any]) -> Batch:
     return Batch((inputs, targets), loss_weight=int((targets + 1).sum()))
 
 
-MODELS = {"net": Net, "deep": Deep, "uniform": Uniform, "normed": Normed, "unused": Unused}
+def named(samples: list[Any]) -> dict[str, torch.Tensor]:
+    """A batch for ``OwnLoss``."""
+    inputs, targets = torch.utils.data.default_collate(samples)
+    return {"inputs": inputs, "labels": targets}
+
+
+MODELS = {"net": Net, "own loss": OwnLoss, "deep": Deep, "uniform": Uniform, "normed": Normed, "unused": Unused}
 DATA = {"even": lambda: data(64, 0), "uneven": lambda: data(59, 0), "stream": lambda: Stream(59)}
 DATA["weighted"] = lambda: DataLoader(data(59, 0), batch_size=8, collate_fn=weighted)
+DATA["named"] = lambda: DataLoader(data(60, 0), batch_size=8, collate_fn=named)  # the last step has 4 samples
 LOSSES = {"weighted": nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 3.0]))}  # torch's is the mean weighted by class
 
 

@@ -132,7 +132,8 @@ class DeepSpeed(Plugin):
 
     @hookimpl
     def backward(self, loss: Tensor) -> bool:
-        self.engine.backward(loss, scale_wrt_gas=False)  # the loop has weighted it; fp16 scaling is DeepSpeed's
+        # The loop has weighted the loss, and fp16 scaling is DeepSpeed's. Stage 0 would divide a tensor that the model itself returned.
+        self.engine.backward(loss.clone(), scale_wrt_gas=False)
         return True
 
     @hookimpl

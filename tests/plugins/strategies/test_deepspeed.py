@@ -46,6 +46,7 @@ RUNS = [
     *(deepspeed(f"stage {stage}", stage) for stage in STAGES),
     *(deepspeed(f"plain to {stage}", stage, "plain") for stage in STAGES),
     *(deepspeed(f"unclipped {stage}", stage, **UNCLIPPED) for stage in STAGES),
+    *(deepspeed(f"own loss {stage}", stage, model="own loss", data="named") for stage in STAGES),
     deepspeed("1 to 3", 3, "stage 1"),
     deepspeed("3 to 2", 2, "stage 3"),
     *(
@@ -93,7 +94,8 @@ def ended(processes: Callable[..., list[ProcessResult]], folder: Path) -> list[P
     """The first process of each start: runs on one process, runs on two, then runs on one process that resume them."""
     plain, ema = {"plugins": ["lr-scheduler"]}, {"plugins": ["lr-scheduler", {"ema": {"decay": 0.5}}]}
     unclipped = {"name": "plain unclipped", "train": {"max_grad_norm": None}, **plain}
-    before = [{"name": "plain", "train": {"micro_batch_size": 4}, **plain}, unclipped, {"name": "plain ema", **ema}]
+    own_loss = {"name": "plain own loss", "model": "own loss", "data": "named", **plain}
+    before = [{"name": "plain", "train": {"micro_batch_size": 4}, **plain}, unclipped, {"name": "plain ema", **ema}, own_loss]
     after = [{"name": f"{stage} to plain", "resume": f"stage {stage}/checkpoints/step-00000004", **plain} for stage in STAGES]
     return [processes(count, all_of, runs, folder=folder)[0] for count, runs in ((1, before), (2, RUNS), (1, after))]
 
@@ -124,6 +126,11 @@ def test_the_gradient_norm_is_that_of_one_process_and_is_logged_without_clipping
     run = result(f"unclipped {stage}")
     same(run, result("plain unclipped"), 1e-6)
     assert logged_norms(folder / f"unclipped {stage}") == {step: run["norms"][step - 1] for step in (4, 8, 12, 16)}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_loss_that_the_model_returns_is_not_divided_by_deepspeed(result, stage):
+    same(result(f"own loss {stage}"), result("plain own loss"), 1e-6)
 
 
 @pytest.mark.parametrize("stage", STAGES)

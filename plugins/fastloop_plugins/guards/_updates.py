@@ -101,8 +101,15 @@ class UpdateCheck:
             self.pending = {name: weight for name, weight in trained.items() if id(weight) not in left_out}
         rates = {id(weight): float(group.get("lr", 0.0)) for group in self.optimizer.param_groups for weight in group["params"]}
         for name, parameter in self.pending.items():
-            weight, gradient = _local(parameter), _local(parameter.grad)
-            if gradient is None or gradient.is_sparse or gradient.is_complex() or not gradient.numel() or id(parameter) not in rates:
+            weight, gradient = _local(parameter), _local(_shard_whole(parameter.grad, parameter))
+            if (
+                gradient is None
+                or gradient.shape != weight.shape
+                or gradient.is_sparse
+                or gradient.is_complex()
+                or not gradient.numel()
+                or id(parameter) not in rates
+            ):
                 continue
             places = torch.stack([gradient.argmax(), gradient.argmin()])
             sizes = gradient.reshape(-1)[places].abs()
@@ -169,3 +176,10 @@ def _read(samples: list[Sample], device: torch.device) -> list[Element]:
 def _local(tensor: Any) -> Any:
     """This process's shard of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _shard_whole(gradient: Any, parameter: Any) -> Any:
+    """Shard a replicated gradient like its parameter, without communication. Torch replicates those of divided embeddings."""
+    if isinstance(gradient, DTensor) and all(placement.is_replicate() for placement in gradient.placements):
+        return gradient.redistribute(placements=parameter.placements)
+    return gradient

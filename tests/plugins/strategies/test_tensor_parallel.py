@@ -41,8 +41,11 @@ QWEN = {"model_type": "qwen3", "head_dim": 4}
 """A model with norms of queries and keys, which each process applies to its heads."""
 MIXTURE = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
 TIED = {"tie_word_embeddings": True}
+EVEN = {"recipe": {"model": {"config": LLAMA, "tokenizer": {"kind": "word", "vocab_size": 50}}, "data": LANGUAGE["data"]}}
+"""A vocabulary that two processes can divide."""
 PLAIN = [
     run("plain"),
+    run("plain vocabulary", **EVEN),
     run("plain tied", config=TIED),
     run("plain qwen", config=QWEN),
     run("plain unclipped", train=TRAIN | {"max_grad_norm": None}),
@@ -50,6 +53,7 @@ PLAIN = [
 TWO = [
     run("tp", "tensor-parallel"),
     run("tp tied", "tensor-parallel", config=TIED),
+    run("tp vocabulary", "tensor-parallel", **EVEN),
     run("tp accumulated", "tensor-parallel", train=TRAIN | {"micro_batch_size": 2}),
     run("tp qwen", "tensor-parallel", config=QWEN, train=TRAIN | {"micro_batch_size": 2}),
     run("tp mixture", "tensor-parallel", config=MIXTURE),
@@ -94,6 +98,7 @@ def results(ended: list[list[ProcessResult]]) -> dict[str, dict[str, Any]]:
     [
         *((name, "plain") for name in ("tp", "tp accumulated", "tp recomputed")),
         ("tp tied", "plain tied"),
+        ("tp vocabulary", "plain vocabulary"),
         ("tp qwen", "plain qwen"),
         ("tp unclipped", "plain unclipped"),
     ],

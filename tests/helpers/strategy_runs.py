@@ -2,7 +2,8 @@
 
 A run: ``name``, which is its folder too; ``plugins``; ``train``: keys of a recipe's ``train``; ``resume``: a checkpoint; ``model``: a
 name in ``MODELS``; ``data``: a name in ``DATA``; ``model_mode``: train or eval; ``fp16``: force it; ``log``: options of the
-plugin. Its result: losses, learning rates and gradient norms of the steps, metrics, how often gradients were exchanged, or the error.
+plugin; ``twice``: ``add`` or ``replace``, for two passes a step. Its result: losses, learning rates and gradient norms of
+the steps, metrics, how often gradients were exchanged, or the error.
 """
 
 from __future__ import annotations
@@ -208,6 +209,29 @@ class Exchanges(Plugin):
         self.counts = Counter(event.name() for event in recorded if event.name().startswith("gloo:"))
 
 
+class Twice(Plugin):
+    """Computes the gradients of each step twice.
+
+    Args:
+        adds: Add the second ones to the first, instead of replacing them.
+    """
+
+    name = "twice"
+
+    def __init__(self, adds: bool) -> None:
+        super().__init__()
+        self.adds = adds
+
+    @hookimpl
+    def train_step(self, run: Any, batches: list[Batch]) -> torch.Tensor:
+        run.accumulate_gradients(batches)
+        if not self.adds:
+            run.optimizer.zero_grad()
+        loss: torch.Tensor = run.accumulate_gradients(batches)
+        run.apply_gradients(loss)
+        return loss
+
+
 def from_recipe(spec: dict[str, Any], plugins: list[Any]) -> dict[str, Any]:
     """The run of a recipe of a text task."""
     named = [plugin for plugin in plugins if not isinstance(plugin, Plugin)]
@@ -228,6 +252,8 @@ def run_one(spec: dict[str, Any]) -> dict[str, Any]:
         watch,
         *[Fp16()] * spec.get("fp16", False),
     ]
+    if "twice" in spec:
+        plugins.append(Twice(adds=spec["twice"] == "add"))
     if spec.get("exchanges"):
         plugins.append(exchanges := Exchanges())
     arguments = {**TRAIN, "output": spec["name"], **spec.get("train", {})}

@@ -36,6 +36,7 @@ class Sharded:
         from torch.distributed.device_mesh import DeviceMesh
 
         self.engine, self.stage, self.half = engine, stage, half
+        self.has_gradients = False  # of all micro-steps, before the optimizer's step
         self.zero: Any = engine.optimizer if stage else None
         self.mesh: DeviceMesh | None = None
         if stage and run.world_size > 1:
@@ -256,11 +257,16 @@ class Stepper:
 
     def step(self) -> None:
         """Unscale and clip gradients, update and exchange weights, and free the gradients."""
+        self.sharded.has_gradients = False
         self.sharded.engine.step()
         self.step_was_skipped = bool(getattr(self.sharded.engine.optimizer, "overflow", False))
 
     def zero_grad(self) -> None:
-        """Does nothing: ``step`` frees the gradients."""
+        """Drop the gradients of a step that is computed again, or that failed. ``step`` frees them, too."""
+        self.sharded.has_gradients = False
+        self.sharded.engine.optimizer.zero_grad()
+        if self.sharded.stage in (1, 2):
+            self.sharded.zero.micro_step_id = -1  # else an offloaded optimizer adds to the dropped gradients
 
     def empty_shard(self, shape: torch.Size) -> Tensor | None:
         """See ``Sharded.empty_shard``; a run that resumes calls it."""

@@ -46,6 +46,9 @@ RUNS = [
     *(deepspeed(f"stage {stage}", stage) for stage in STAGES),
     *(deepspeed(f"plain to {stage}", stage, "plain") for stage in STAGES),
     *(deepspeed(f"unclipped {stage}", stage, **UNCLIPPED) for stage in STAGES),
+    *(deepspeed(f"twice {stage}", stage, twice="replace") for stage in STAGES),
+    *(deepspeed(f"twice offloaded {stage}", stage, twice="replace", options={"offload_optimizer": True}) for stage in (1, 2, 3)),
+    *(deepspeed(f"added {stage}", stage, twice="add") for stage in STAGES),
     *(deepspeed(f"own loss {stage}", stage, model="own loss", data="named") for stage in STAGES),
     deepspeed("1 to 3", 3, "stage 1"),
     deepspeed("3 to 2", 2, "stage 3"),
@@ -94,8 +97,9 @@ def ended(processes: Callable[..., list[ProcessResult]], folder: Path) -> list[P
     """The first process of each start: runs on one process, runs on two, then runs on one process that resume them."""
     plain, ema = {"plugins": ["lr-scheduler"]}, {"plugins": ["lr-scheduler", {"ema": {"decay": 0.5}}]}
     unclipped = {"name": "plain unclipped", "train": {"max_grad_norm": None}, **plain}
+    added = {"name": "plain added", "twice": "add", **plain}
     own_loss = {"name": "plain own loss", "model": "own loss", "data": "named", **plain}
-    before = [{"name": "plain", "train": {"micro_batch_size": 4}, **plain}, unclipped, {"name": "plain ema", **ema}, own_loss]
+    before = [{"name": "plain", "train": {"micro_batch_size": 4}, **plain}, unclipped, {"name": "plain ema", **ema}, own_loss, added]
     after = [{"name": f"{stage} to plain", "resume": f"stage {stage}/checkpoints/step-00000004", **plain} for stage in STAGES]
     return [processes(count, all_of, runs, folder=folder)[0] for count, runs in ((1, before), (2, RUNS), (1, after))]
 
@@ -131,6 +135,21 @@ def test_the_gradient_norm_is_that_of_one_process_and_is_logged_without_clipping
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_loss_that_the_model_returns_is_not_divided_by_deepspeed(result, stage):
     same(result(f"own loss {stage}"), result("plain own loss"), 1e-6)
+
+
+@pytest.mark.parametrize("name", [*(f"twice {stage}" for stage in STAGES), *(f"twice offloaded {stage}" for stage in (1, 2, 3))])
+def test_a_second_pass_replaces_the_gradients_that_zero_grad_dropped(result, name):
+    same(result(name), result("plain"), 1e-6)
+
+
+def test_a_second_pass_adds_to_the_gradients_or_is_refused(result):
+    for stage in (0, 3):
+        same(result(f"added {stage}"), result("plain added"), 1e-6)
+    for stage in (1, 2):
+        assert (
+            f"plugins.deepspeed.stage: {stage} keeps only the gradients of the last run.accumulate_grad"
+            in result(f"added {stage}")["error"]
+        )
 
 
 @pytest.mark.parametrize("stage", STAGES)

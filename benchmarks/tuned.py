@@ -90,18 +90,19 @@ def main() -> None:
 def report(results: dict[str, Any]) -> str:
     """The section of docs/benchmarks.md."""
     report, rows = results["report"], []
-    for trial in report["trials"]:
+    together = [report["together"]] if report.get("together") else []
+    for trial in (*together, *report["trials"]):
         estimate = f"{trial['estimate']:.2f}" if trial["estimate"] else ""
-        measured = ", ".join(f"{ratio:.2f}" for ratio in trial["ratios"]) or trial["why"]
+        measured = ", ".join(f"{ratio:.2f}" for ratio in trial["ratios"]) or trial["why"] or "with the others"
         rows.append([f"`{trial['edit']}`", trial["numerics"], estimate, measured, "kept" if trial["kept"] else "not kept"])
-    check, minutes = report["check"], report["seconds"] / 60
+    check = report["check"]
     held = check["numerics"]
     return "\n\n".join(
         [
             show_machine(results["machine"]),
             (__doc__ or "").partition("Protocol\n")[2].strip(),
             table(["edit", "numerics", "x estimate", "x measured, pair by pair", ""], rows, 2),
-            f"Found in {minutes:.0f} minutes. Speedup over the given recipe: {show(check['ratios'])}. "
+            f"Found in {report['seconds']:.0f} seconds. Speedup over the given recipe: {show(check['ratios'])}. "
             f"Losses ({held['class']}): {held['verdict']}, they differ by {held['difference']:.1e} at the most.",
             f"Speedup over the recipe made by hand (`recipes/distilbert_imdb_cpu.yaml`): {show(results['over_hand'])}.",
             "Medians with 95% intervals. Raw figures: `benchmarks/results/tuned.json`.",

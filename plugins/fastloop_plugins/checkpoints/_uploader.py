@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
@@ -78,6 +79,8 @@ class Uploader(threading.Thread):
         shutil.rmtree(aside, ignore_errors=True)
         for path in new:
             shutil.copytree(path, aside / path.name, copy_function=link_or_copy)  # the run may remove a checkpoint during its upload
+            if not has_all_files(aside / path.name):
+                raise FileNotFoundError(f"{path} was removed while it was copied")
         for name in self._names():
             self._put_changed(name)
         for path in reversed(new):
@@ -121,6 +124,12 @@ def link_or_copy(source: str, target: str) -> None:
         raise
     except OSError:
         shutil.copyfile(source, target)
+
+
+def has_all_files(folder: Path) -> bool:
+    """Whether a copy of a checkpoint has each file of its manifest. The run may have removed some before they were copied."""
+    manifest = json.loads((folder / checkpoint.MANIFEST).read_bytes())
+    return all((folder / name).is_file() for name in manifest["files"])
 
 
 def is_hidden(part: str) -> bool:

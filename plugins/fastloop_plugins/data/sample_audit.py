@@ -3,10 +3,9 @@
     plugins:
       - sample-audit: {on_violation: error}
 
-``sample-audit/rank-R.jsonl`` in the run folder has one line for each optimizer step of process R. It has ``step`` and ``epoch`` (both from
+``sample-audit/rank-R.jsonl`` in the run folder has a line for each optimizer step of process R. It has ``step`` and ``epoch`` (both from
 0), and for each micro-batch its data-loader ``worker`` (-1: the process itself) and sample ``ids``. These are indices of samples, row
-numbers in a stream, or positions in another iterable dataset. The main process checks an epoch's ids at its end. Machines must share the
-run folder.
+numbers in a stream, or positions in another iterable dataset. The main process checks them at an epoch's end. Machines share the folder.
 """
 
 from __future__ import annotations

@@ -123,7 +123,8 @@ def test_the_newer_of_both_folders_counts(tiny_run):
 
 def test_a_damaged_checkpoint_at_the_url_is_not_used(tiny_run, caplog):
     tiny_run([remote()], output="run", save_every=4, keep_checkpoints=3)
-    shutil.copytree("run/checkpoints", "far/run/checkpoints", dirs_exist_ok=True)  # the upload may have skipped some
+    shutil.rmtree("far/run/checkpoints")
+    shutil.copytree("run/checkpoints", "far/run/checkpoints")  # the upload may have skipped some, and kept earlier ones instead
     assert steps("far/run") == [12, 16, 18]
     folder = Path("far/run/checkpoints/step-00000018")
     (folder / "state.json").write_bytes((folder / "state.json").read_bytes() + b" ")
@@ -197,6 +198,22 @@ def test_a_checkpoint_that_the_run_removes_is_uploaded_all_the_same(tmp_path):
     Uploader(far, run, 1, 1.0, 0).upload()
     assert checkpoint.verify(tmp_path / "far" / "checkpoints" / "step-00000001") is None
     assert not (run / ".upload").exists()
+
+
+def test_a_checkpoint_that_is_removed_before_it_is_copied_is_not_uploaded(tmp_path):
+    """The rotation of the run folder has removed one file of the checkpoint, and the manifest is still there."""
+    run, far = tmp_path / "run", RemoteFolder(str(tmp_path / "far"))
+    for step in (4, 8):
+        checkpoint.write(run / "checkpoints" / f"step-{step:08d}", {}, {"step": step})
+    uploader = Uploader(far, run, 1, 1.0, 0)
+    (run / "checkpoints" / "step-00000008" / "state.json").unlink()
+    uploader.upload()
+    assert isinstance(uploader.error, FileNotFoundError)
+    assert not far.names()
+    shutil.rmtree(run / "checkpoints" / "step-00000008")
+    uploader.upload()
+    assert uploader.error is None
+    assert checkpoint.verify(tmp_path / "far" / "checkpoints" / "step-00000004") is None
 
 
 def test_a_step_that_is_saved_again_replaces_the_first(tmp_path):

@@ -136,7 +136,8 @@ MODELS = {"net": Net, "own loss": OwnLoss, "deep": Deep, "uniform": Uniform, "no
 DATA = {"even": lambda: data(64, 0), "uneven": lambda: data(59, 0), "stream": lambda: Stream(59)}
 DATA["weighted"] = lambda: DataLoader(data(59, 0), batch_size=8, collate_fn=weighted)
 DATA["named"] = lambda: DataLoader(data(60, 0), batch_size=8, collate_fn=named)  # the last step has 4 samples
-LOSSES = {"weighted": nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 3.0]))}  # torch's is the mean weighted by class
+LOSSES = {"weighted": nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 3.0])), "named": None}
+"""Data -> its loss. Torch's weighted one is a mean weighted by class. The model of named inputs returns its own."""
 
 
 class Fp16(Plugin):

@@ -173,7 +173,7 @@ class Search:
     # -- trying --------------------------------------------------------------------------------------------------------------
 
     def try_together(self, here: Measurement) -> Measurement:
-        """Measure the given recipe with all suggested edits of plugins.
+        """Measure the given recipe with all suggested edits of plugins that have no one-time cost.
 
         Returns:
             The newest measurement of the recipe that is best afterwards.
@@ -184,7 +184,8 @@ class Search:
             added = self.never | {trial.plugin for trial in parts}
             found = False
             for trial, suggestion in self.suggestions(seen, recipe, added):
-                if trial.numerics in self.accept and not suggestion.estimate.overrides:
+                estimate = suggestion.estimate
+                if trial.numerics in self.accept and estimate.once <= ONCE and not estimate.overrides:  # one that compiles would slow all
                     parts.append(trial)
                     recipe, found = suggestion.recipe, True
                     break

@@ -7,6 +7,7 @@ Protocol
 * The work: MiniLM-L6 (22M parameters) learns IMDB's reviews, 12 a step, truncated at 512 tokens. The given recipe is fp32, with all
   reviews padded to 512.
 * `fastloop tune recipes/distilbert_imdb_baseline.yaml --budget 10m` runs as for users.
+* The speedup of an edit that was made at once with others is that over the recipe without it. Its estimate is for the given recipe.
 * Its result and recipes/distilbert_imdb_cpu.yaml, which was made by hand from the ablation, are measured in five interleaved pairs of
   fresh processes.
 """

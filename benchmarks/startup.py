@@ -2,7 +2,7 @@
 
     python benchmarks/startup.py                 # about three minutes on two cores
 
-* commands: `fastloop --help`, `fastloop plan quickstart`, and `fastloop train quickstart` until its first step is done, without and with
+* commands: the list of commands, `fastloop plan quickstart`, and `fastloop train quickstart` until its first step is done, without and with
   the plugin `auto`. A plugin in a file ends the process after that step.
 * torch: a process that imports torch, and ends.
 * bare script: a script that imports torch and transformers, builds the quickstart's model and an AdamW optimizer, and trains one step on
@@ -51,7 +51,7 @@ optimizer.step()
 """
 TRAIN = ("-m", "fastloop", "train", "quickstart", "--with", "first_step.py")
 ARMS = {
-    "`fastloop --help`": ("-m", "fastloop", "--help"),
+    "the list of commands (`--help`)": ("-m", "fastloop", "--help"),
     "`fastloop plan quickstart`": ("-m", "fastloop", "plan", "quickstart"),
     "torch": ("-c", "import torch"),
     "bare script, first step": ("bare.py",),

@@ -71,18 +71,22 @@ class Brake(Plugin):
     def before_step(self):
         time.sleep(0.05)
 
-class Cheat(Plugin):
-    "Says that it is exact. It is fast because it trains on something else."
-    name = "cheat"
+class Claims(Plugin):
+    "Estimates a speedup, which its option turns on."
+    share = 0.9
 
     @dataclass(kw_only=True)
     class Config:
-        on: Annotated[bool, option("Cheat.")] = False
+        on: Annotated[bool, option("Take effect.")] = False
 
     @classmethod
     def estimate_speedup(cls, seen, recipe):
-        claim = SpeedupEstimate(seconds=0.9 * seen.seconds, why="Trust me.", options={"on": True})
-        return None if recipe.plugins["cheat"].get("on") else claim
+        claim = SpeedupEstimate(seconds=cls.share * seen.seconds, why="Trust me.", options={"on": True})
+        return None if recipe.plugins[cls.name].get("on") else claim
+
+class Cheat(Claims):
+    "Says that it is exact. It is fast because it trains on something else."
+    name = "cheat"
 
     @hookimpl
     def before_fit(self, run):
@@ -90,18 +94,9 @@ class Cheat(Plugin):
             run.datasets["train"].sleep = 0.0
             run.datasets["train"].rows *= 3.0
 
-class Slowstart(Plugin):
+class Slowstart(Claims):
     "Is fast, once it has begun."
     name = "slowstart"
-
-    @dataclass(kw_only=True)
-    class Config:
-        on: Annotated[bool, option("Start slowly.")] = False
-
-    @classmethod
-    def estimate_speedup(cls, seen, recipe):
-        claim = SpeedupEstimate(seconds=0.9 * seen.seconds, why="Trust me.", options={"on": True})
-        return None if recipe.plugins["slowstart"].get("on") else claim
 
     @hookimpl
     def before_epoch(self, run):
@@ -110,54 +105,29 @@ class Slowstart(Plugin):
             if not run.state.step:
                 time.sleep(5.0)
 
-class Awake(Plugin):
+class Awake(Claims):
     "Removes the planted delay."
     name = "awake"
-
-    @dataclass(kw_only=True)
-    class Config:
-        on: Annotated[bool, option("Read without a delay.")] = False
-
-    @classmethod
-    def estimate_speedup(cls, seen, recipe):
-        claim = SpeedupEstimate(seconds=0.8 * seen.seconds, why="The data sleeps.", options={"on": True})
-        return None if recipe.plugins["awake"].get("on") else claim
+    share = 0.8
 
     @hookimpl
     def before_fit(self, run):
         if self.config.on:
             run.datasets["train"].sleep = 0.0
 
-class Drag(Plugin):
+class Drag(Claims):
     "Estimates a speedup, and slows training."
     name = "drag"
-
-    @dataclass(kw_only=True)
-    class Config:
-        on: Annotated[bool, option("Sleep in each step.")] = False
-
-    @classmethod
-    def estimate_speedup(cls, seen, recipe):
-        claim = SpeedupEstimate(seconds=0.5 * seen.seconds, why="Trust me.", options={"on": True})
-        return None if recipe.plugins["drag"].get("on") else claim
+    share = 0.5
 
     @hookimpl
     def before_step(self):
         if self.config.on:
             time.sleep(0.1)
 
-class Fails(Plugin):
+class Fails(Claims):
     "Would be fast, if it worked."
     name = "fails"
-
-    @dataclass(kw_only=True)
-    class Config:
-        on: Annotated[bool, option("Fail.")] = False
-
-    @classmethod
-    def estimate_speedup(cls, seen, recipe):
-        claim = SpeedupEstimate(seconds=0.9 * seen.seconds, why="Trust me.", options={"on": True})
-        return None if recipe.plugins["fails"].get("on") else claim
 
     @hookimpl
     def before_fit(self):

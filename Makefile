@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN     = $(VENV)/bin
 
-.PHONY: quickstart test test-all lint docs docs-sources api-snapshot matrix conformance reliability scale streaming hashes sbom dist audit clean
+.PHONY: quickstart test test-all lint docs docs-sources api-snapshot matrix architectures conformance reliability scale streaming hashes sbom dist audit clean
 
 quickstart: $(VENV)/ready
 	$(BIN)/fastloop train recipes/quickstart.yaml
@@ -42,6 +42,10 @@ docs: $(VENV)/ready
 # Every subset of seven plugins on two processes, into docs/matrix.md; `make matrix ARGS=--sample` does eight of them.
 matrix: $(VENV)/ready
 	$(BIN)/python benchmarks/matrix.py $(ARGS)
+
+# Every architecture of transformers against plain PyTorch, into docs/architectures.md; `make architectures ARGS=--sample` checks a few.
+architectures: $(VENV)/ready
+	$(BIN)/python benchmarks/architectures.py $(ARGS)
 
 # What every plugin promises and whether it keeps it, into docs/conformance.md.
 conformance: $(VENV)/ready

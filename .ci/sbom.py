@@ -2,7 +2,7 @@
 
     python .ci/sbom.py sbom/fastloop.cdx.json
 
-It lists the packages of `pip install fastloop`, without extras, in the versions that are installed here: those that CI tests.
+It lists the packages of `pip install fastloop-train`, without extras, in the versions that are installed here: those that CI tests.
 `cyclonedx-py environment` would list the development tools of the environment, too. Both use the library cyclonedx-python-lib.
 """
 
@@ -79,4 +79,4 @@ def sbom(name: str) -> str:
 if __name__ == "__main__":
     file = Path(sys.argv[1])
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(sbom("fastloop") + "\n", encoding="utf-8")
+    file.write_text(sbom("fastloop-train") + "\n", encoding="utf-8")

@@ -133,7 +133,7 @@ def main() -> None:
     options = parser.parse_args()
     data, folder = options.data.resolve(), options.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    results: dict[str, Any] = {"machine": machine("torch", "transformers", "fastloop")}
+    results: dict[str, Any] = {"machine": machine("torch", "transformers", "fastloop-train")}
     results["runs"] = [train(data, seed, folder / f"seed-{seed}") for seed in SEEDS]
     results["profile"] = profile(data, folder / "profile")
     results["pairs"] = compare(data, options.pairs, folder / "pairs")

@@ -248,7 +248,7 @@ def main() -> None:
         rows += more
         lines += shown
     shown_table = table(["model", "arm", "tokens/s", "over nanoGPT", "loss of the last 10 steps", "validation loss"], lines, text_columns=2)
-    facts, every = machine("torch", "transformers", "fastloop"), [row for one in runs for row in one.values()]
+    facts, every = machine("torch", "transformers", "fastloop-train"), [row for one in runs for row in one.values()]
     results = {"machine": facts, "models": MODELS, "llama": LLAMA, "load": load(every), "summary": rows, "rounds": runs}
     print(f"\n{shown_table}\n\n{load(every)}\n{write('language', results, options.results)}")
     if options.results == RESULTS:

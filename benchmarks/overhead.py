@@ -47,6 +47,8 @@ for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 NEEDS = {"raw": "torch", "accelerate": "accelerate", "hf-trainer": "transformers", "lightning": "lightning", "fastloop": "fastloop"}
+DISTRIBUTIONS = {"fastloop": "fastloop-train"}
+"""Package -> its distribution, where the names differ."""
 ROWS, WIDTH, CLASSES, BATCH, LOG_EVERY, WARMUP, SEED = 1024, 64, 10, 8, 10, 200, 0
 LR = 1e-3
 models: list[Any] = []  # every model made by ``work``; the last one is compared across arms
@@ -324,7 +326,8 @@ def results(
 ) -> dict[str, Any]:
     """The contents of the results file."""
     return {
-        "versions": {"python": platform.python_version()} | {package: version(package) for package in NEEDS.values()},
+        "versions": {"python": platform.python_version()}
+        | {package: version(DISTRIBUTIONS.get(package, package)) for package in NEEDS.values()},
         "cpu": cpu_model(),
         "cores": os.cpu_count(),
         "threads": rounds[0]["raw"]["threads"],

@@ -80,7 +80,7 @@ ALLOCATORS: dict[str, dict[str, str]] = {
 """Environment variables of ``+allocator``: those of the first installed allocator, as set by fastloop's plugin ``allocator``."""
 ENVIRONMENT = ("LD_PRELOAD", "GLIBC_TUNABLES", "MALLOC_CONF", "OMP_NUM_THREADS", "OMP_WAIT_POLICY")
 BATCH, WARMUP = 12, 2
-PACKAGES = ("torch", "transformers", "accelerate", "lightning", "fastloop")
+PACKAGES = ("torch", "transformers", "accelerate", "lightning", "fastloop-train")
 CHOICES = [arm for arm in ARMS if arm != "hf-trainer-compile"]  # hf-trainer-compile takes minutes to compile on a CPU
 ALLOCATED = "+allocator"
 

@@ -224,7 +224,7 @@ def main() -> None:
             }
             for value in values
         }
-    facts = machine("torch", "transformers", "accelerate", "fastloop")
+    facts = machine("torch", "transformers", "accelerate", "fastloop-train")
     results = {"machine": facts, "plugins": PLUGINS, "seconds": time.perf_counter() - started, "load": load(raw)}
     print(write("scaling", results | {"medians": medians, "raw": raw}, options.results))
     shown = [

@@ -94,7 +94,7 @@ def main() -> None:
         for number, arm in rounds(list(ARMS), options.repeats):
             found.append({"round": number, "arm": arm} | sample(ARMS[arm]))
         os.chdir(home)
-    results = {"machine": machine("torch", "transformers", "accelerate", "fastloop"), "samples": found}
+    results = {"machine": machine("torch", "transformers", "accelerate", "fastloop-train"), "samples": found}
     print(write("startup", results, options.results.resolve()))
     shown = report(results)
     print(shown)

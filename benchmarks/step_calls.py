@@ -123,7 +123,7 @@ def main() -> None:
     for name, row in rows.items():
         cells = [f"{row[key]:.0f} | {row[key] - raw[key]:+.0f}" if key in row else " | " for key in ("calls", "instructions")]
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    versions = {"python": sys.version.split()[0]} | {package: version(package) for package in ("torch", "accelerate", "fastloop")}
+    versions = {"python": sys.version.split()[0]} | {package: version(package) for package in ("torch", "accelerate", "fastloop-train")}
     table = "\n".join(lines)
     print(table)
     if target:

@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("--budget", default="10m", help="time budget of the search (default 10m)")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the JSON; with another folder, docs do not change")
     options = parser.parse_args()
-    facts = machine("torch", "transformers", "fastloop")
+    facts = machine("torch", "transformers", "fastloop-train")
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder, "tuned.yaml")
         tuned = tune(options.data.resolve(), options.budget, target)

@@ -32,7 +32,7 @@ from fastloop.cli.commands import Commands
 from fastloop.cli.plugins import hooks_of, is_wrapper, requirement
 from fastloop.cli.recipe_schema import recipe_schema, summary
 from fastloop.options import OptionInfo, describe
-from fastloop.plugin import DEFAULTS, Observer, Plugin, When
+from fastloop.plugin import DEFAULTS, Observer, Plugin, When, is_own
 from fastloop.recipe import Train
 from fastloop.registry import installed, load
 
@@ -45,7 +45,7 @@ WHOLE = "<!-- made by `make docs-sources` from {}: edit that file -->\n"
 @cache
 def ours() -> dict[str, type[Plugin]]:
     """The plugins of fastloop's own distribution, by name."""
-    return {name: load(name) for name, point in installed().items() if point.dist is not None and point.dist.name == "fastloop"}
+    return {name: load(name) for name, point in installed().items() if is_own(point)}
 
 
 def option_table(rows: list[OptionInfo]) -> str:

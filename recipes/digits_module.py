@@ -32,7 +32,7 @@ def digits(validation_fraction: float = 0.2, seed: int = 0) -> dict[str, Dataset
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise ImportError("scikit-learn is not installed. Install it: pip install 'fastloop[digits]'") from error
+        raise ImportError("scikit-learn is not installed. Install it: pip install 'fastloop-train[digits]'") from error
 
     images, targets = load_digits(return_X_y=True)
     inputs = torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 16  # pixel values are 0 to 16

@@ -60,7 +60,7 @@ def test_every_pinned_package_but_torch_has_hashes():
 
 
 def test_hashes_cover_everything_that_the_tests_need(sbom):
-    needed = set(sbom.needed_packages("fastloop", ["dev"])) - {"fastloop", "pip"} - UNHASHED  # Python's venv brings pip
+    needed = set(sbom.needed_packages("fastloop-train", ["dev"])) - {"fastloop-train", "pip"} - UNHASHED  # Python's venv brings pip
     assert len(needed) > 100
     missing = sorted(needed - set(hashes()))
     assert not missing, "pip would install these without hashes: add them to constraints.txt, and run `make hashes`"
@@ -76,15 +76,19 @@ def test_make_installs_by_hashes_before_anything_else():
 
 
 def test_sbom_lists_what_a_run_needs(sbom):
-    found = json.loads(sbom.sbom("fastloop"))  # raises if it does not fit the schema
+    found = json.loads(sbom.sbom("fastloop-train"))  # raises if it does not fit the schema
     assert (found["bomFormat"], found["specVersion"]) == ("CycloneDX", "1.6")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     root = found["metadata"]["component"]
-    assert (root["name"], root["version"], root["licenses"]) == ("fastloop", project["version"], [{"license": {"id": project["license"]}}])
+    assert (root["name"], root["version"], root["licenses"]) == (
+        "fastloop-train",
+        project["version"],
+        [{"license": {"id": project["license"]}}],
+    )
     versions = {component["name"]: component["version"] for component in found["components"]}
     direct = {canonicalize_name(Requirement(text).name) for text in project["dependencies"]}
     assert direct <= set(versions)
-    assert not {"pytest", "mypy", "fastloop"} & set(versions), "neither tools for development nor fastloop itself"
+    assert not {"pytest", "mypy", "fastloop-train"} & set(versions), "neither tools for development nor fastloop itself"
     pinned = pins()
     assert {name: version for name, version in versions.items() if name in direct} == {name: pinned[name] for name in direct}
     edges = {item["ref"]: set(item.get("dependsOn", ())) for item in found["dependencies"]}

@@ -27,7 +27,7 @@ from _reviews import MAX_LENGTH, Reviews, generate, load
 
 FOLDER = Path(__file__).resolve().parent
 DATA = FOLDER / "data"
-PACKAGES = ("torch", "triton", "transformers", "accelerate", "lightning", "tokenizers", "numpy", "fastloop")
+PACKAGES = ("torch", "triton", "transformers", "accelerate", "lightning", "tokenizers", "numpy", "fastloop-train")
 TINY_LENGTH = 64
 """Tokens of the longest review with ``--tiny``."""
 START_SECONDS = 300.0

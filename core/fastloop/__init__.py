@@ -15,14 +15,14 @@ from fastloop.errors import CheckpointError, FastloopError, PluginCrash, PluginE
 from fastloop.estimates import Recommendation, SpeedupEstimate, StepProfile
 from fastloop.hookspecs import hookspec
 from fastloop.options import option
-from fastloop.plugin import Device, Dtype, Package, Plugin, When, hookimpl
+from fastloop.plugin import DISTRIBUTION, Device, Dtype, Package, Plugin, When, hookimpl
 from fastloop.state import AcceleratorDraft, Batch, DataLoaderDraft, OptimizerDraft, Output, State
 
 if TYPE_CHECKING:
     from fastloop.run import Run
     from fastloop_tools.trainer.trainer import Trainer
 
-__version__ = version("fastloop")
+__version__ = version(DISTRIBUTION)
 
 __all__ = [
     "AcceleratorDraft",

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 else:
     HookTypes = object
 
-OnError = Callable[[Any, str, Exception], bool]
+OnError = Callable[[Any, str, Exception | SystemExit], bool]
 """``on_error(plugin, hook, error)`` returns whether to continue as if the implementation had returned None."""
 
 
@@ -59,7 +59,7 @@ def make_caller(name: str, implementations: Iterable[pluggy.HookImpl], is_first:
         for impl, names in calls:  # read `function` at each call: it may be replaced
             try:
                 result = impl.function(*map(arguments.__getitem__, names))
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 if not on_error(impl.plugin, name, error):
                     raise
                 continue
@@ -72,7 +72,7 @@ def make_caller(name: str, implementations: Iterable[pluggy.HookImpl], is_first:
         for impl, names in calls:
             try:
                 result = impl.function(*map(arguments.__getitem__, names))
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 if not on_error(impl.plugin, name, error):
                     raise
                 continue

@@ -9,8 +9,8 @@ import functools
 import importlib.metadata
 import logging
 import sys
-from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import ModuleType
@@ -19,6 +19,7 @@ from typing import Any
 import pluggy
 
 from fastloop import hookspecs, plugin_checks
+from fastloop.distributed.signals import Stopped
 from fastloop.errors import FastloopError, PluginCrash, PluginError, UsageError, UserCodeError
 from fastloop.hook_callers import HookCallers, make_caller
 from fastloop.plugin import GROUP, IMPLEMENTATIONS, Plugin, distributions_of, entry_points, own_entry_points
@@ -28,7 +29,6 @@ from fastloop.state import Draft
 
 log = logging.getLogger("fastloop")
 
-Span = Callable[[str], AbstractContextManager[Any]]
 Replacement = Callable[[Plugin, str, Callable[..., Any], bool], Callable[..., Any]]
 
 
@@ -109,19 +109,19 @@ class Hooks(pluggy.PluginManager):
                 if impl.plugin is plugin:
                     yield impl, caller.name
 
-    def replace(self, replacement: Replacement) -> Callable[[], None]:
+    def replace(self, replacement: Replacement) -> Callable[..., None]:
         """Call ``replacement(plugin, hook, function, is_wrapper)`` in place of each plugin's implementation. Returns a function that
-        undoes it."""
-        originals = []
+        undoes it for all hooks, or for the given ones where no other replacement followed."""
+        replaced = []
         for plugin in self.get_plugins():
             for impl, hook in self.implementations(plugin) if isinstance(plugin, Plugin) and plugin.name not in self.disabled else ():
-                originals.append((impl, impl.function))
-                impl.function = replacement(plugin, hook, impl.function, impl.wrapper)
+                replaced.append((impl, hook, impl.function, replacement(plugin, hook, impl.function, impl.wrapper)))
+                impl.function = replaced[-1][3]
 
-        def undo() -> None:
-            for impl, function in originals:
-                if impl.plugin.name not in self.disabled:
-                    impl.function = function
+        def undo(hooks: Collection[str] | None = None) -> None:
+            for impl, hook, before, function in replaced:
+                if impl.plugin.name not in self.disabled if hooks is None else hook in hooks and impl.function is function:
+                    impl.function = before
 
         return undo
 
@@ -132,7 +132,7 @@ class Hooks(pluggy.PluginManager):
         def call(*arguments: Any) -> Any:
             try:
                 return function(*arguments)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 if self.handle_error(plugin, hook, error):
                     return None
                 raise
@@ -151,29 +151,28 @@ class Hooks(pluggy.PluginManager):
                     resume(result)
             except StopIteration as done:
                 return done.value
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 if error is not inner:  # an inner error that the wrapper passes on is not its own
                     self._record_failure(error, plugin, hook)
                 raise
 
         return call_wrapper if wrapper else call
 
-    def handle_error(self, plugin: Any, hook: str, error: Exception) -> bool:
+    def handle_error(self, plugin: Any, hook: str, error: Exception | SystemExit) -> bool:
         """Disable the plugin whose hook raised, if its ``on_error`` is ``disable``, else record the failure. Returns whether the run
         continues."""
-        if not isinstance(plugin, Plugin):
-            return False  # the core
+        if not isinstance(plugin, Plugin) or isinstance(error, Stopped):
+            return False  # the core, or a signal
         if self._disable(plugin, hook, error):
             return True
         self._record_failure(error, plugin, hook)
         return False
 
-    def _record_failure(self, error: Exception, plugin: Plugin, hook: str) -> None:
-        is_recorded = self.failure is not None and self.failure[0] is error  # by a nested hook
-        if not is_recorded and not isinstance(error, FastloopError):
+    def _record_failure(self, error: BaseException, plugin: Plugin, hook: str) -> None:
+        if self.failure is None or self.failure[0] is not error:  # else a nested hook raised it
             self.failure = error, plugin, hook
 
-    def _disable(self, plugin: Plugin, hook: str, error: Exception) -> bool:
+    def _disable(self, plugin: Plugin, hook: str, error: BaseException) -> bool:
         """Disable a failed plugin if its ``on_error`` is ``disable``. Its ``teardown`` is still called. Returns whether it did."""
         if plugin.on_error != "disable" or (isinstance(error, UsageError) and hook in ("check_recipe", "check_run")):
             return False
@@ -268,7 +267,9 @@ class PluginSet:
         for plugin, call in self.each(hook):
             recipe, listed, _ = plugin.where.rpartition(": plugins.")
             draft.__dict__.update(_writer=plugin.name, _where=f"{recipe}: " if listed else "")
-            call(draft=draft)
+            if (result := call(draft=draft)) is not None:
+                found = f"a {type(result).__name__}, expected no result. docs/loop.md describes the hook."
+                raise PluginError(f"{draft._where}plugin {plugin.name!r}: {hook} returned {found}")
         return draft
 
     def chain(self, hook: str, model: Any, /, **arguments: Any) -> Any:
@@ -277,24 +278,6 @@ class PluginSet:
             replacement = call(model=model, **arguments)
             model = model if replacement is None else replacement
         return model
-
-    @contextmanager
-    def around(self, span: Span) -> Iterator[None]:
-        """Inside the block, surround each call of a plugin's hook with ``span("PLUGIN.HOOK")``. Wrappers get no span."""
-
-        def surround(plugin: Plugin, hook: str, function: Callable[..., Any], is_wrapper: bool) -> Callable[..., Any]:
-            @functools.wraps(function)
-            def call(*arguments: Any) -> Any:
-                with span(f"{plugin.name}.{hook}"):
-                    return function(*arguments)
-
-            return function if is_wrapper else call
-
-        undo = self.manager.replace(surround)
-        try:
-            yield
-        finally:
-            undo()
 
     @property
     def disabled(self) -> dict[str, str]:
@@ -311,9 +294,9 @@ class PluginSet:
         """
         try:
             yield
-        except FastloopError:
+        except (FastloopError, Stopped):
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # sys.exit() would end the run with the exit code 0
             if crash := self.attribute_error(error):
                 raise crash from error
             raise

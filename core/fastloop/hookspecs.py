@@ -12,7 +12,7 @@
     prepare                                         # move to the device, apply the strategy
     after_prepare                                   # the prepared model, on its device
     build_metrics
-    check_run                                       # everything is built, nothing is written yet
+    check_run                                       # everything is built, nothing is written yet. Then, with selected plugins: compute_loss
     load_model_state, load_optimizer_state, load_state   # only with --resume
 
     before_fit                                      # a plugin may call compute_loss here, to try a batch
@@ -160,7 +160,7 @@ def build_optimizer(run: Run, model: nn.Module) -> Optimizer | Mapping[str, Opti
 
 @first
 def build_scheduler(run: Run, optimizer: Optimizer) -> LRScheduler | Mapping[str, LRScheduler] | None:
-    """First. The loop steps it once per step, and not after a skipped update. Without a scheduler, the learning rate is constant.
+    """First. The loop steps it once per step, not by a metric, and not after a skipped update. Without one, the learning rate is constant.
     With several optimizers, one scheduler schedules all groups. A dict of an optimizer's name -> scheduler schedules each by its steps."""
 
 
@@ -200,7 +200,7 @@ def before_epoch(run: Run) -> None:
 
 @hookspec
 def before_step(run: Run, batches: list[Batch]) -> None:
-    """The step's micro-batches on this process, on the device. A plugin may replace their ``inputs``."""
+    """The step's micro-batches on this process, on the device. A plugin may replace their ``inputs``, but not change the list."""
 
 
 @first
@@ -273,7 +273,7 @@ def evaluate(run: Run, split: str) -> dict[str, float] | None:
 
 @hookspec
 def after_evaluate(run: Run, split: str, metrics: dict[str, float]) -> None:
-    """An evaluation is done. Call ``run.state.request_stop`` here to stop training."""
+    """An evaluation is done. ``metrics`` is a copy. Call ``run.state.request_stop`` here to stop training."""
 
 
 @first

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from time import perf_counter
@@ -20,10 +21,11 @@ from fastloop.checkpoint import folder, resume
 from fastloop.checkpoint.export import load_model
 from fastloop.data import Loaders
 from fastloop.data.loaders import micro_batches
-from fastloop.distributed.accelerator import build_accelerator
+from fastloop.distributed.accelerator import build_accelerator, restore_shared_state
 from fastloop.distributed.processes import Processes
+from fastloop.distributed.signals import Stopped
 from fastloop.distributed.skipped_steps import SkippedSteps
-from fastloop.errors import PluginError, RecipeError, SaveError
+from fastloop.errors import FastloopError, PluginError, RecipeError, SaveError
 from fastloop.hooks import PluginSet, make_crash
 from fastloop.recipe import Inference, Recipe
 from fastloop.run import Run
@@ -46,7 +48,15 @@ def build(recipe: Recipe, plugins: PluginSet, resume_from: Path | None = None) -
         UsageError: The recipe, the data or the environment is wrong.
     """
     started = perf_counter()
-    run = Run(recipe, plugins)
+    run, build_one = Run(recipe, plugins), partial(_build, resume_from=resume_from)
+    run = build_one(run) if recipe.selector is None else recipe.selector.build_selected(run, build_one)
+    set_seed(recipe.train.seed + run.rank)  # training draws the same numbers however the model was built
+    run.clock.seconds["startup"] = perf_counter() - started
+    return run
+
+
+def _build(run: Run, resume_from: Path | None) -> Run:
+    recipe = run.recipe
     with _teardown_after_error(run), explain_errors(run):
         run.hooks.check_recipe(recipe=recipe)
         _build_accelerator(run)
@@ -65,8 +75,7 @@ def build(recipe: Recipe, plugins: PluginSet, resume_from: Path | None = None) -
             run.metrics.to(run.device)
         if recipe.inference is None:
             run.hooks.check_run(run=run)
-    set_seed(recipe.train.seed + run.rank)  # training draws the same numbers however the model was built
-    run.clock.seconds["startup"] = perf_counter() - started
+            warn_of_batch_norm(run)
     return run
 
 
@@ -117,7 +126,7 @@ def _teardown(run: Run) -> BaseException | None:
         try:
             call(run=run)
         except BaseException as error:  # Ctrl-C also ends only one plugin's teardown
-            failure = make_crash(plugin, "teardown", error) if isinstance(error, Exception) else error
+            failure = error if isinstance(error, KeyboardInterrupt | Stopped) else make_crash(plugin, "teardown", error)
             log.error("%s", str(failure) or f"plugin {plugin.name!r} was stopped in teardown by {type(error).__name__}")
             first = first or failure
     return first
@@ -193,8 +202,7 @@ def _build_model(run: Run) -> None:
         if run.recipe.inference.model is not None:
             load_model(model, run.recipe.inference.model, run.recipe.where)
         run.built_model = run.plugins.chain("before_prepare", model, run=run)
-        prepared = run.accelerator.prepare_model(run.built_model, evaluation_mode=True)
-        run.model = run.plugins.chain("after_prepare", prepared, run=run)
+        run.model = run.plugins.chain("after_prepare", run.accelerator.prepare_model(run.built_model, evaluation_mode=True), run=run)
         return
     _set_train_mode(model)
     model = run.plugins.chain("before_prepare", model, run=run)
@@ -205,6 +213,7 @@ def _build_model(run: Run) -> None:
         raise PluginError(f"{run.recipe.where}: no plugin built an optimizer.")
     run.scheduler = run.hooks.build_scheduler(run=run, optimizer=optimizer)
     run.built_model = model
+    restore_shared_state(run.accelerator)
     model, run.optimizer = run.hooks.prepare(run=run, model=model, optimizer=optimizer)
     run.model = run.plugins.chain("after_prepare", model, run=run)
     run.skipped_steps = SkippedSteps(run.optimizer, run.accelerator.scaler)
@@ -220,6 +229,21 @@ def _set_train_mode(model: nn.Module) -> None:
         log.warning("%d modules stay in eval mode, as the model has them: %s%s", len(frozen), ", ".join(frozen[:3]), more)
 
 
+def warn_of_batch_norm(run: Run) -> None:
+    """Log a warning if batch norm normalizes over a part of a step's samples, which changes what is trained."""
+    norms = [module for module in run.built_model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training]
+    causes = []
+    if run.loader_settings.split is not None:
+        causes.append(f"plugin {run.loader_settings.writers['split']!r}, which splits steps")
+    elif run.loaders.micro_steps > 1:
+        causes.append("train.micro_batch_size")
+    part = "micro-batch" if causes else "process"
+    if run.loaders.processes.world_size > 1 and not all(isinstance(module, nn.SyncBatchNorm) for module in norms):
+        causes.append("the number of processes")
+    if norms and causes:
+        log.warning("batch norm uses only the samples of its own %s, so results depend on %s", part, " and ".join(causes))
+
+
 # -- execute -----------------------------------------------------------------------------------------------------------
 
 
@@ -233,19 +257,21 @@ def _train_and_summarize(run: Run) -> dict[str, Any]:
                 _export(run)
                 log_points.flush(run)
             _share_disabled(run)  # also a barrier: no process exits while another still needs it
+            return folder.summarize(run, "stopped" if run.state.stop_reason else "completed", run.state.stop_reason)
     except BaseException as error:
         stopped = isinstance(error, KeyboardInterrupt | SystemExit)
         if not stopped:
             run.saver.finish()  # so that the run can resume from this checkpoint
         run.hooks.on_exception(run=run, error=error)
         try:
-            folder.summarize(run, "stopped" if stopped else "failed", str(error) or type(error).__name__)
-        except SaveError as save_error:
-            log.error("%s", save_error)  # raise the original error instead
+            with explain_errors(run):
+                folder.summarize(run, "stopped" if stopped else "failed", str(error) or type(error).__name__)
+        except FastloopError as summary_error:  # raise the original error instead
+            if str(summary_error) != str(error):
+                log.error("%s", summary_error)
         raise
     finally:
         run.loaders.close()
-    return folder.summarize(run, "stopped" if run.state.stop_reason else "completed", run.state.stop_reason)
 
 
 def _share_disabled(run: Run) -> None:

@@ -151,7 +151,7 @@ def evaluate(run: Run, split: str) -> None:
         except EvaluationInterrupted:
             run.state.request_evaluate()
             return
-        run.state.metrics[split] = metrics
+        run.state.metrics[split] = dict(metrics)
         if split == "validation":
             run.state.evaluated_at = run.state.step
         run.hooks.after_evaluate(run=run, split=split, metrics=metrics)

@@ -30,13 +30,17 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, T
 
 import pluggy
 
-from fastloop.errors import RecipeError
+from fastloop.errors import RecipeError, UsageError
 from fastloop.options import check_options, option, parse
 
 if TYPE_CHECKING:
     from fastloop.estimates import Recommendation, SpeedupEstimate, StepProfile
     from fastloop.recipe import Recipe
+    from fastloop.run import Run
     from fastloop.runtime.hardware import Machine
+
+DISTRIBUTION = "fastloop-train"
+"""Name of fastloop's distribution. The name ``fastloop`` on the package index belongs to another project."""
 
 GROUP = "fastloop.plugins"
 """Entry-point group of plugins."""
@@ -76,7 +80,7 @@ class Package:
     distribution: str
     version: str = ""
     extra: str = ""
-    of: str = "fastloop"
+    of: str = DISTRIBUTION
 
     def missing(self, plugin: Plugin, machine: Machine) -> str | None:
         from packaging.specifiers import SpecifierSet
@@ -262,6 +266,14 @@ class Plugin:
         """Plugins that replace this one in the recipe: name -> reason and options. Empty: the plugin stays as it is."""
         return {}
 
+    def build_selected(self, run: Run, build: Callable[[Run], Run]) -> Run:
+        """Build a run, whose recipe lists the selected plugins, or another one without some of them. Every process calls it.
+
+        Args:
+            build: Builds a run and returns it. If that fails, it tears the run down, and raises the error of the recipe or of a plugin.
+        """
+        return build(run)
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.config})"
 
@@ -282,9 +294,13 @@ def defaults() -> dict[str, importlib.metadata.EntryPoint]:
 
 
 def own_entry_points(group: str) -> dict[str, importlib.metadata.EntryPoint]:
-    """Name -> entry point of a group, by name, without those of other distributions than fastloop."""
-    points = sorted(entry_points(group), key=lambda point: point.name)
-    return {point.name: point for point in points if point.dist is not None and name_and_version(point.dist)[0] == "fastloop"}
+    """Name -> entry point of a group, by name, without those of other distributions than fastloop's."""
+    return {point.name: point for point in sorted(entry_points(group), key=lambda point: point.name) if is_own(point)}
+
+
+def is_own(point: importlib.metadata.EntryPoint) -> bool:
+    """Whether fastloop's own distribution declares an entry point."""
+    return point.dist is not None and name_and_version(point.dist)[0] == DISTRIBUTION
 
 
 @lru_cache(maxsize=512)
@@ -295,7 +311,7 @@ def name_and_version(distribution: importlib.metadata.Distribution) -> tuple[str
 
 
 def entry_points(group: str) -> importlib.metadata.EntryPoints:
-    """The entry points of a group."""
+    """The entry points of a group. Raises ``UsageError`` if the other project's distribution ``fastloop`` is installed, too."""
     return _entry_points(_metadata_folders()).get(group, importlib.metadata.EntryPoints())
 
 
@@ -316,6 +332,12 @@ def _metadata_folders() -> tuple[tuple[str, int], ...]:
 
 @lru_cache(maxsize=2)
 def _entry_points(folders: tuple[tuple[str, int], ...]) -> dict[str, importlib.metadata.EntryPoints]:
+    for other in importlib.metadata.distributions(name="fastloop"):
+        raise UsageError(
+            f"two distributions with the import name fastloop are installed, and their files overwrite each other: {DISTRIBUTION}, and "
+            f"fastloop {other.version}, which is another project. Remove both, then install this one: "
+            f"pip uninstall --yes fastloop {DISTRIBUTION} && pip install {DISTRIBUTION}"
+        )
     points = importlib.metadata.entry_points()
     return {group: points.select(group=group) for group in points.groups if group.startswith(("fastloop.", "torch.backends"))}
 

@@ -7,6 +7,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from types import ModuleType
 from typing import Any, get_args
 
 from fastloop import hookspecs
@@ -20,6 +21,17 @@ REFERENCES = ("requires", "conflicts", "runs_after", "runs_before")
 CLOSE = 0.8
 """Similarity (difflib's ratio, in [0, 1]) from which an unknown name in a declaration is reported as misspelled. Higher than difflib's 0.6,
 because the name may be that of an optional plugin that is not installed."""
+RESEMBLES = 0.9
+"""Similarity from which an attribute of a plugin's class is reported as a misspelled declaration: one letter more, less or other in ten.
+Lower values would report attributes of a plugin's own, such as ``published`` and ``required``."""
+RENAMED = {
+    "parity": "numerics", "configures": "description", "observes": "read_only", "activates": "auto_enable", "needs": "requirements",
+    "forecast": "estimate_speedup",
+}  # fmt: skip
+"""Earlier name of a declaration -> its name. CHANGELOG.md lists both."""
+_DECLARED: dict[str, Any] = {name: value for name, value in vars(Plugin).items() if name[0] != "_" and not inspect.isfunction(value)}
+_LIKE: dict[type, Any] = {tuple: Collection, dict: (tuple, list, set, Mapping), type(None): (str, type, ModuleType)}
+"""Type of a declaration's default -> types of the values that an author may have meant for it; for other declarations: the type itself."""
 
 
 def exclusive_hooks() -> list[str]:
@@ -63,6 +75,36 @@ def check_together(plugins: Sequence[Plugin], installed: Collection[str], reason
         for message in misspelled(plugin, names, slots):
             _warn_once(f"{where}: {message}")
     _check_exclusive_hooks(plugins, reasons, where)
+
+
+def check_declarations(plugin: Plugin, where: str) -> None:
+    """Check that a plugin's class declares what ``Plugin`` knows, and that its ``__init__`` calls that of ``Plugin``.
+
+    Raises:
+        PluginError: An attribute of the class resembles a declaration that it lacks, or a declaration has another type.
+    """
+    where = f"{where}: plugin {plugin.name!r}"
+    if not hasattr(plugin, "where"):
+        raise PluginError(f"{where}: its __init__ does not call super().__init__(**options), which sets its options. Call it first.")
+    for name, default in _DECLARED.items():
+        value, kind = getattr(plugin, name), type(default)
+        if kind in (tuple, dict) and (isinstance(value, str) or isinstance(value, Mapping) != (kind is dict)):
+            raise PluginError(f"{where} declares {name} = {value!r}, expected a {kind.__name__}.")
+    classes = [cls for cls in reversed(type(plugin).__mro__) if issubclass(cls, Plugin) and cls is not Plugin]
+    own = {name: value for cls in classes for name, value in vars(cls).items()}
+    for name, value in own.items():
+        meant = RENAMED.get(name) or next((known for known in _DECLARED if name not in _DECLARED and _resembles(name, known)), None)
+        kind = type(_DECLARED.get(meant or name))
+        if meant and meant not in own and isinstance(value, _LIKE.get(kind, kind)):
+            hint = f"It is now {meant!r}: rename it." if name in RENAMED else f"Did you mean {meant!r}?"
+            raise PluginError(
+                f"{where}: its class has the attribute {name!r}, which is no declaration of a plugin. {hint} An attribute of your own may "
+                "have any name that begins with an underscore."
+            )
+
+
+def _resembles(name: str, known: str) -> bool:
+    return sorted(name) == sorted(known) or difflib.SequenceMatcher(None, name, known).ratio() >= RESEMBLES
 
 
 def misspelled(plugin: Plugin | type[Plugin], names: Collection[str], slots: Collection[str]) -> Iterator[str]:
@@ -135,6 +177,8 @@ def check_hooks(plugin: Plugin, known: Mapping[str, Sequence[str]], first: Colle
             implemented.append(hook)
         if marks["hookwrapper"]:
             raise PluginError(f"{where} is marked hookwrapper=True, an older form. Mark it wrapper=True.")
+        if inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method):
+            raise PluginError(f"{where} is an `async def`, and nothing would await it. Make it a `def`.")
         if hook not in known:
             if marks["optionalhook"]:
                 continue

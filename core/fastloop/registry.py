@@ -12,12 +12,12 @@ from typing import Any
 from fastloop.errors import FastloopError, PluginError, did_you_mean
 from fastloop.hooks import PluginSet, origin
 from fastloop.options import check_options
-from fastloop.plugin import GROUP, Plugin, defaults, entry_points, listed_at, name_and_version
-from fastloop.plugin_checks import check_together
+from fastloop.plugin import DISTRIBUTION, GROUP, Plugin, defaults, entry_points, is_own, listed_at, name_and_version
+from fastloop.plugin_checks import check_declarations, check_together
 from fastloop.recipe import Recipe
 from fastloop.recipe.importing import import_file
 from fastloop.recipe.plugin_references import split_file
-from fastloop.runtime.hardware import Machine, this_machine
+from fastloop.runtime import hardware
 
 
 def installed(group: str = GROUP, taken: Iterable[str] = ()) -> dict[str, importlib.metadata.EntryPoint]:
@@ -37,7 +37,7 @@ def installed(group: str = GROUP, taken: Iterable[str] = ()) -> dict[str, import
 
 def own_plugins() -> list[str]:
     """Names of the plugins that fastloop itself installs. Other packages are not imported before a recipe names them."""
-    return [name for name, point in installed().items() if _distribution(point) == "fastloop" and name == point.name]
+    return [name for name, point in installed().items() if is_own(point) and name == point.name]
 
 
 def _distribution(point: importlib.metadata.EntryPoint) -> str:
@@ -96,18 +96,21 @@ def unsupported(point: importlib.metadata.EntryPoint) -> str:
     from packaging.requirements import InvalidRequirement, Requirement  # takes long to import, and most runs need it not
     from packaging.utils import canonicalize_name
 
-    for text in (point.dist.requires if point.dist and _distribution(point) != "fastloop" else None) or ():
+    for text in (point.dist.requires if point.dist and not is_own(point) else None) or ():
         if "fastloop" not in text.lower():  # parsing takes long
             continue
         try:
             requirement = Requirement(text)
         except InvalidRequirement:
             continue
-        if canonicalize_name(requirement.name) != "fastloop" or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
+        name = canonicalize_name(requirement.name)
+        if name not in (DISTRIBUTION, "fastloop") or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
             continue
-        ours = importlib.metadata.version("fastloop")
+        if name != DISTRIBUTION:
+            return f"requires the distribution {text!r}, which is another project. Let its pyproject.toml require {DISTRIBUTION!r} instead."
+        ours = importlib.metadata.version(DISTRIBUTION)
         if not requirement.specifier.contains(ours, prereleases=True):
-            both = f"pip install -U {_distribution(point)} 'fastloop{requirement.specifier}'"
+            both = f"pip install -U {_distribution(point)} '{DISTRIBUTION}{requirement.specifier}'"
             return f"is made for fastloop {requirement.specifier}, and this is {ours}. Install versions that fit: {both}"
     return ""
 
@@ -125,8 +128,7 @@ def load_listed(recipe: Recipe, name: str) -> type[Plugin]:
         return load(reference, f"{recipe.where}: {key}")
     module = import_file(parts[0], recipe, key)
     own = [cls for cls in vars(module).values() if getattr(cls, "__module__", "") == module.__name__ and getattr(cls, "name", "") == name]
-    cls = getattr(module, parts[1], None) if parts[1] else next(iter(own), None)
-    return _check_class(cls, f"{recipe.where}: {key}: {reference}")
+    return _check_class(getattr(module, parts[1], None) if parts[1] else next(iter(own), None), f"{recipe.where}: {key}: {reference}")
 
 
 def make(recipe: Recipe, name: str) -> Plugin:
@@ -142,10 +144,9 @@ def make(recipe: Recipe, name: str) -> Plugin:
             return cls(**{str(key): value for key, value in options.items()})
     except FastloopError:
         raise
-    except Exception as error:
-        raise PluginError(
-            f"{recipe.place(name)}: {cls.__qualname__} ({origin(cls)}) cannot be created: {type(error).__name__}: {error}"
-        ) from error
+    except (Exception, SystemExit) as error:
+        problem = f"cannot be created: {type(error).__name__}: {error}"
+        raise PluginError(f"{recipe.place(name)}: {cls.__qualname__} ({origin(cls)}) {problem}") from error
 
 
 def _check_class(cls: Any, label: str) -> type[Plugin]:
@@ -155,7 +156,7 @@ def _check_class(cls: Any, label: str) -> type[Plugin]:
     return cls
 
 
-def resolve(recipe: Recipe, machine: Machine | None = None, objects: Iterable[Plugin] = ()) -> PluginSet:
+def resolve(recipe: Recipe, machine: hardware.Machine | None = None, objects: Iterable[Plugin] = ()) -> PluginSet:
     """Load the recipe's plugins, add the defaults, check them together, and order them.
 
     Args:
@@ -167,9 +168,8 @@ def resolve(recipe: Recipe, machine: Machine | None = None, objects: Iterable[Pl
             *first* hook, the ordering constraints are circular, or a numerics class is unknown.
         RecipeError: An option of a plugin is invalid.
     """
-    expand(recipe, machine)
-    resolution = _collect(recipe, objects)
-    machine = machine or this_machine(recipe.train.device)
+    resolution = select(recipe, objects, machine)
+    machine = machine or hardware.this_machine(recipe.train.device)
     for plugin in resolution.plugins:
         for need in plugin.requirements:
             if missing := need.missing(plugin, machine):
@@ -179,7 +179,7 @@ def resolve(recipe: Recipe, machine: Machine | None = None, objects: Iterable[Pl
     return resolution
 
 
-def expand(recipe: Recipe, machine: Machine | None = None) -> None:
+def expand(recipe: Recipe, machine: hardware.Machine | None = None) -> None:
     """Replace each plugin of the recipe that selects others, such as ``auto``, by the ones that it selects for the machine.
 
     The run writes the recipe as it is then, so its own recipe file does not depend on the machine.
@@ -187,20 +187,16 @@ def expand(recipe: Recipe, machine: Machine | None = None) -> None:
     for name, options in list(recipe.plugins.items()):
         if options is False or load_listed(recipe, name).select_plugins is Plugin.select_plugins:
             continue
-        if machine is None:
-            from fastloop.runtime.hardware import this_machine
-
-            machine = this_machine(recipe.train.device)
-        chosen = make(recipe, name).select_plugins(recipe, machine)
-        if not chosen:
+        plugin, machine = make(recipe, name), machine or hardware.this_machine(recipe.train.device)
+        if not (chosen := plugin.select_plugins(recipe, machine)):
             continue
-        before = list(recipe.plugins.items())
-        index = [key for key, _ in before].index(name)
-        recipe.plugins = dict(before[:index]) | {key: dict(found.options) for key, found in chosen.items()} | dict(before[index + 1 :])
+        added: dict[str, Any] = {key: dict(found.options) for key, found in chosen.items()}
+        entries = (added.items() if key == name else [(key, listed)] for key, listed in recipe.plugins.items())
+        recipe.plugins, recipe.selector = dict(itertools.chain.from_iterable(entries)), plugin
         recipe.selected |= {key: f"{name}: {found.why}" for key, found in chosen.items()}
 
 
-def select(recipe: Recipe, objects: Iterable[Plugin] = (), machine: Machine | None = None) -> PluginSet:
+def select(recipe: Recipe, objects: Iterable[Plugin] = (), machine: hardware.Machine | None = None) -> PluginSet:
     """``resolve`` without checking the requirements on the machine. Imports torch only for a recipe with ``auto``, without ``machine``."""
     expand(recipe, machine)
     return _collect(recipe, objects)
@@ -220,14 +216,16 @@ def _collect(recipe: Recipe, objects: Iterable[Plugin]) -> PluginSet:
             continue
         plugins.append(make(recipe, name))
         reasons[plugins[-1].name] = recipe.selected.get(name, "listed in the recipe")
-    for plugin in objects:
-        plugins.append(plugin)
-        reasons[plugin.name] = "given in Python"
+    plugins += (given := list(objects))
+    reasons |= {plugin.name: "given in Python" for plugin in given}
     filled = {plugin.slot for plugin in plugins if plugin.slot}
     for name, point in defaults().items():
-        if name in reasons or recipe.plugins.get(name) is False:
+        if recipe.plugins.get(name) is False:
             continue
         cls = point.load()
+        if name in reasons:
+            _check_replacement(recipe, next(plugin for plugin in plugins if plugin.name == name), cls)
+            continue
         reason = cls.auto_enable(recipe) if _takes_part(cls, recipe) else None
         if reason and (cls.slot is None or cls.slot not in filled):
             plugins.append(cls())
@@ -237,6 +235,16 @@ def _collect(recipe: Recipe, objects: Iterable[Plugin]) -> PluginSet:
     ordered = _order(plugins, reasons, recipe.where)
     check_together(ordered, names, reasons, recipe.where)
     return PluginSet(ordered, reasons)
+
+
+def _check_replacement(recipe: Recipe, plugin: Plugin, cls: type[Plugin]) -> None:
+    """Refuse a plugin from a file or from Python with the name of a default plugin. ``package:name`` is a user's choice."""
+    listed = plugin.name in recipe.plugins and split_file(recipe.references.get(plugin.name, "")) is None
+    if not listed and not isinstance(plugin, cls):
+        raise PluginError(
+            f"{recipe.where}: plugin {plugin.name!r} ({origin(type(plugin))}) has the name of a plugin that is on by default, "
+            f"and would replace it. Rename it. To leave the other one out, add {{{plugin.name!r}: False}} to the plugins."
+        )
 
 
 def _takes_part(cls: type[Plugin], recipe: Recipe) -> bool:
@@ -256,6 +264,7 @@ def _check(plugins: list[Plugin], names: Collection[str], where: str) -> None:
     for index, plugin in enumerate(plugins):
         if not plugin.name:
             raise PluginError(f"{where}: the plugin {type(plugin).__qualname__} has no name. Set `name` in its class.")
+        check_declarations(plugin, where)
         for other in plugins[:index]:
             if other.name == plugin.name:
                 raise PluginError(f"{where}: plugin {plugin.name!r} appears twice. Remove one.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -213,7 +213,8 @@ class Run:
         total = (totals.weight or 1) / self.loaders.processes.world_size  # processes average gradients, and their shares may differ
         step_loss: Tensor | None = None
         for index, batch in enumerate(batches):
-            with self.gradient_sync(last=index == len(batches) - 1):
+            is_last = index == len(batches) - 1 or self.processes.world_size == 1
+            with NO_CONTEXT if is_last else self.accelerator.no_sync(self.model):  # reduce gradients once
                 with region("loss"):
                     output = hooks.compute_loss(run=self, model=self.model, batch=batch.inputs)
                     loss = output.loss if batch.loss_weight == total else output.loss * (batch.loss_weight / total)
@@ -254,13 +255,6 @@ class Run:
             self.optimizer.zero_grad()
         self._clipped_at = -1
         self.updates += 1
-
-    def gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
-        """Delay the all-reduce of gradients until the last micro-batch of a step."""
-        if last or self.processes.world_size == 1:
-            return NO_CONTEXT
-        no_sync: AbstractContextManager[Any] = self.accelerator.no_sync(self.model)
-        return no_sync
 
     def clip_gradients(self) -> Tensor | None:
         """Clip the step's gradients to ``train.max_grad_norm``. From here to the optimizer's step, ``gradient_norm()`` may be called.

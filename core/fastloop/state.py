@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from torch import Generator, Tensor
     from torch.optim import Optimizer
+    from torch.utils.data import DataLoader
 
     class RunOptimizer(Optimizer):
         """The type of ``run.optimizer``. Take one by its name only where ``build_optimizer`` returned a dict."""
@@ -230,6 +231,9 @@ class DataLoaderDraft(Draft):
 
     num_workers: int = 0
     """Worker processes of a loader; 0: the process reads its batches itself."""
+    loader_class: type[DataLoader[Any]] | None = None
+    """Class of loaders with workers; its ``close()`` ends them. None: torch's. ``dataloader-workers`` sets one that explains why a worker
+    ended."""
     persistent_workers: bool = False
     """Keep the worker processes between epochs."""
     prefetch_factor: int | None = None
@@ -262,7 +266,10 @@ class DataLoaderDraft(Draft):
     same_batches: bool = False
     """All processes train on all samples of a step, because each computes a part of one model."""
 
-    READING = ("num_workers", "persistent_workers", "prefetch_factor", "pin_memory", "timeout", "multiprocessing_context", "worker_init_fn")
+    WORKERS = ("persistent_workers", "prefetch_factor", "timeout", "multiprocessing_context", "worker_init_fn")
+    """Fields that are arguments of a loader with workers."""
+
+    READING = ("num_workers", "pin_memory", "loader_class", *WORKERS)
     """Fields that may differ between splits."""
 
     def __init__(self, **defaults: Any) -> None:

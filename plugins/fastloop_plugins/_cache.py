@@ -8,6 +8,7 @@ at once.
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 import shutil
@@ -84,12 +85,16 @@ def flat(rows: Iterable[Sequence[int]]) -> Flat:
     return np.array(ids, dtype=np.int32), np.array(lengths, dtype=np.int64)
 
 
-def kept(folder: Path, key: str, rows: Iterable[Sequence[int]]) -> Flat:
-    """Rows of ids from the cache, mapped from disk. If they are not there, read ``rows`` and write them first."""
+def kept(folder: Path, key: str, rows: Iterable[Sequence[int]], facts: dict[str, int] | None = None) -> Flat:
+    """Rows of ids from the cache, mapped from disk. If they are not there, read ``rows`` and write them first.
+
+    Args:
+        facts: Written beside the rows, after reading them. If the rows are there, it gets the facts that were written.
+    """
     entry = folder / key
-    found = read(entry)
+    found = read(entry, facts)
     if found is None:
-        _write(entry, rows)
+        _write(entry, rows, facts if facts is not None else {})
         found = read(entry)
     else:
         logger.info("tokens: %d texts from %s", len(found[1]), entry)
@@ -98,8 +103,8 @@ def kept(folder: Path, key: str, rows: Iterable[Sequence[int]]) -> Flat:
     return found
 
 
-def read(entry: Path) -> Flat | None:
-    """Rows of ids that ``kept`` wrote, mapped from disk; None if they are missing or incomplete."""
+def read(entry: Path, facts: dict[str, int] | None = None) -> Flat | None:
+    """Rows of ids that ``kept`` wrote, mapped from disk; None if they are missing or incomplete. ``facts`` gets those beside them."""
     import numpy as np
 
     if not entry.is_dir():
@@ -109,7 +114,10 @@ def read(entry: Path) -> Flat | None:
         size = (entry / "ids.bin").stat().st_size
         if size != 4 * lengths.sum():
             raise ValueError(f"{size} bytes of ids, expected {4 * lengths.sum()}")
-    except (OSError, ValueError, EOFError, AttributeError) as error:
+        if facts is not None:
+            saved = json.loads((entry / "facts.json").read_text(encoding="utf-8"))
+            facts.update((name, int(value)) for name, value in saved.items())
+    except (OSError, ValueError, EOFError, AttributeError, TypeError, RecursionError) as error:
         logger.warning("tokens: %s is damaged (%s): its texts are tokenised again", entry, error)
         shutil.rmtree(entry, ignore_errors=True)
         return None
@@ -117,7 +125,7 @@ def read(entry: Path) -> Flat | None:
     return np.asarray(np.memmap(entry / "ids.bin", dtype=np.int32, mode="r")) if size else np.empty(0, np.int32), lengths
 
 
-def _write(entry: Path, rows: Iterable[Sequence[int]]) -> None:
+def _write(entry: Path, rows: Iterable[Sequence[int]], facts: dict[str, int]) -> None:
     import numpy as np
 
     with written(entry) as made:
@@ -127,6 +135,7 @@ def _write(entry: Path, rows: Iterable[Sequence[int]]) -> None:
                 lengths.append(len(row))
                 array("i", row).tofile(file)
         np.save(made / "lengths.npy", np.array(lengths, dtype=np.int64), allow_pickle=False)
+        (made / "facts.json").write_text(json.dumps(facts), encoding="utf-8")
 
 
 @contextmanager

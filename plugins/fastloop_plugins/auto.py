@@ -10,6 +10,10 @@ The run's own ``recipe.yaml`` lists the selected plugins instead of ``auto``, an
 the listed plugins unchanged, and plugins that the recipe turns off (``packing: false``, ``--without packing``) stay off.
 ``--without auto`` trains without the selection.
 
+The selected plugins are tried on the model while the run is built. If one refuses the model or fails, or if the loss and the gradients of
+two samples fail with it, the run is built again without it, and a warning gives the reason. So a recipe that trains without ``auto`` trains
+with it. A trial of gradients needs whole weights: with a strategy that shards them, only refusals and errors of plugins are found.
+
 ``numerics`` is the largest effect on the numbers that a selected plugin may have. With the default, ``reduced-precision``, batches and
 schedule do not change. ``changes-training`` also allows plugins that group samples by length.
 """
@@ -18,6 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
@@ -76,6 +81,12 @@ class Auto(Plugin):
                 continue
             plugins, chosen[cls.name] = trial.plugins, found
         return chosen
+
+    def build_selected(self, run: Run, build: Callable[[Run], Run]) -> Run:
+        """Leave out plugins that fail with the run's model."""
+        from fastloop_plugins._selection import SelectedBuild
+
+        return SelectedBuild(run, build).run()
 
     def _problem(self, recipe: Recipe) -> str:
         """The error of a recipe's own plugins; empty if there is none. It is reported when the recipe is resolved."""

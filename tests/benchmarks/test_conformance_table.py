@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from fastloop.plugin import is_own
 from fastloop.registry import installed
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -24,7 +25,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_every_plugin_of_ours_has_a_row_and_breaks_no_promise() -> None:
     text = (ROOT / "docs" / "conformance.md").read_text(encoding="utf-8")
     rows = [line.split(" | ")[0].removeprefix("| ") for line in text.splitlines() if line.startswith("| ")][1:]
-    ours = [name for name, point in installed().items() if point.dist is not None and point.dist.name == "fastloop"]
+    ours = [name for name, point in installed().items() if is_own(point)]
     projects = [tomllib.loads(path.read_text(encoding="utf-8"))["project"] for path in ROOT.glob("examples/*/pyproject.toml")]
     assert rows == sorted([*ours, *(name for project in projects for name in project["entry-points"]["fastloop.plugins"])])
     assert "FAILED" not in text
@@ -47,8 +48,8 @@ def test_a_report_becomes_a_table(script: Any, tmp_path: Path) -> None:
     found = script.read(tmp_path / "report.xml")
     assert found["ema"]["declared"] == ("passed", "")
     lines = script.table(found).splitlines()
-    assert lines[2].startswith("| ema | changes-training | passed | (1) | (1) | FAILED (2) |")
-    assert lines[2].endswith("| (3) | 1.00, 2.50 |")
+    assert lines[2].startswith("| ema | changes-training | passed | skipped (1) | skipped (1) | FAILED (2) |")
+    assert lines[2].endswith("| skipped (3) | 1.00, 2.50 |")
     assert lines[-3:] == ["1. not reported", "2. promised and not kept", "3. declared: not with it"]
 
 

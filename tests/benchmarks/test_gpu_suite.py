@@ -226,7 +226,7 @@ def test_the_checkout_is_found_as_an_installed_package(tmp_path: Path) -> None:
 
     info = write_metadata(tmp_path)
     found = importlib.metadata.PathDistribution(info)
-    ours = importlib.metadata.distribution("fastloop")
+    ours = importlib.metadata.distribution("fastloop-train")
     assert found.version == ours.version
     assert {(point.group, point.name, point.value) for point in found.entry_points} == {
         (point.group, point.name, point.value) for point in ours.entry_points

@@ -18,6 +18,7 @@ from fastloop import Output, Plugin, PluginCrash, PluginError, Trainer, checkpoi
 from fastloop.checkpoint import resume
 from fastloop.registry import PluginSet
 from fastloop.testing import tiny_data, tiny_model
+from fastloop_plugins.checkpoints.async_save import snapshot
 
 SPECS = {name: spec for name, spec in vars(hookspecs).items() if hasattr(spec, "fastloop_spec")}
 
@@ -371,19 +372,6 @@ def test_the_first_result_in_the_recipes_order_wins_and_the_rest_are_not_asked()
     assert asked == ["silent", "first"]
 
 
-def test_what_after_evaluate_adds_is_kept(tiny_run):
-    class Adds(Plugin):
-        name = "adds"
-
-        @hookimpl(tryfirst=True)
-        def after_evaluate(self, metrics: dict[str, float]) -> None:
-            metrics["perplexity"] = 7.0
-
-    result = tiny_run([Adds()], epochs=1)
-    assert result.summary["validation"]["perplexity"] == 7.0
-    assert result.recorder.metrics[0][1]["perplexity"] == 7.0
-
-
 def test_plugins_steer_by_requests(tiny_run):
     class Steers(Plugin):
         name = "steers"
@@ -483,7 +471,7 @@ def test_a_plugin_that_writes_checkpoints_later_is_waited_for(tiny_run, tmp_path
                 resume.write(run, folder, *copies)
 
             pool = ThreadPoolExecutor(1)
-            written = pool.submit(write, checkpoint.snapshot(model, state))
+            written = pool.submit(write, snapshot(model, state))
             pool.shutdown(wait=False)
             return written
 

@@ -247,7 +247,7 @@ def test_missing_or_old_package_is_rejected_with_install_command(install):
         "recipe: plugin 'a' needs nothing-of-this-name>=2, which is not installed. Install it: pip install 'nothing-of-this-name>=2'. "
         "Or leave it out: --without a."
     )
-    assert "pip install 'fastloop[lora]'" in refusal(make("a", requirements=(Package("nothing-of-this-name", extra="lora"),)))
+    assert "pip install 'fastloop-train[lora]'" in refusal(make("a", requirements=(Package("nothing-of-this-name", extra="lora"),)))
     assert "needs warm-pack>=2, but 1.2 is installed. Upgrade it: pip install -U 'warm-pack>=2'" in refusal(
         make("a", requirements=(Package("warm-pack", ">=2"),))
     )

@@ -35,7 +35,7 @@ from fastloop.cli.recipe_schema import recipe_schema
 from fastloop.data import Loaders
 from fastloop.distributed.processes import Processes
 from fastloop.options import describe
-from fastloop.plugin import Plugin
+from fastloop.plugin import Plugin, is_own
 from fastloop.recipe import Train
 from fastloop.registry import installed, load
 from fastloop.run import Run
@@ -49,7 +49,7 @@ API = (
     *(Run, State, Batch, BatchTotals, Output, AcceleratorDraft, DataLoaderDraft, OptimizerDraft),
     *(Plugin, Processes, Schedule, CheckpointSaver, Loaders),
 )
-OURS = [name for name, point in installed().items() if point.dist is not None and point.dist.name == "fastloop"]
+OURS = [name for name, point in installed().items() if is_own(point)]
 
 
 class Block(NamedTuple):

@@ -89,7 +89,8 @@ class CleanVenv:
         site = Path(sysconfig.get_path("purelib", "venv", vars={"base": str(folder)}))
         others = [path for path in sys.path if path.endswith("-packages") and Path(path).is_dir()]
         (site / "beside.pth").write_text("\n".join(others) + "\n")
-        self.install(*wheels)
+        if wheels:
+            self.install(*wheels)
 
     def install(self, *wheels: Path) -> None:
         """Install wheels, without what they require: an index is not asked."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +110,45 @@ class Unused(Net):
         self.unused = nn.Linear(4, 4)
 
 
+class Routed(nn.Module):
+    """Uses one of two layers, chosen by a micro-batch's first sample, and a third one in half of the steps.
+
+    Args:
+        unequal: Give one of the two weights of other shapes.
+    """
+
+    def __init__(self, unequal: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.one = nn.Linear(8, 9), nn.Linear(9, 9)
+        self.other = nn.Sequential(nn.Linear(9, 5), nn.Linear(5, 9)) if unequal else nn.Linear(9, 9)
+        self.paused, self.never, self.head, self.step = nn.Linear(9, 9), nn.Linear(9, 9), nn.Linear(9, 3), 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(inputs)
+        hidden = hidden + (self.one if inputs[0, 0] > 0 else self.other)(hidden).tanh()
+        if self.step % 4 < 2:  # the plugin sets it
+            hidden = hidden + self.paused(hidden)
+        return self.head(hidden)
+
+
+class Skipped(nn.Module):
+    """Five blocks: a micro-batch's first sample chooses one that is left out, and half of the steps use one less."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.blocks, self.head, self.step = nn.Linear(8, 9), nn.ModuleList([Block(9) for _ in range(5)]), nn.Linear(9, 3), 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(inputs)
+        left_out = {1 if inputs[0, 0] > 0 else 4} | ({2} if self.step % 4 > 1 else set())
+        for index, block in enumerate(self.blocks):
+            if index not in left_out:
+                hidden = block(hidden)
+        return self.head(hidden)
+
+
 class Stream(IterableDataset[Any]):
     """The same samples one after the other."""
 
@@ -132,7 +171,12 @@ def named(samples: list[Any]) -> dict[str, torch.Tensor]:
     return {"inputs": inputs, "labels": targets}
 
 
-MODELS = {"net": Net, "own loss": OwnLoss, "deep": Deep, "uniform": Uniform, "normed": Normed, "unused": Unused}
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "routed": Routed,
+    "routed unequal": lambda: Routed(unequal=True),
+    "skipped": Skipped,
+}
+MODELS |= {"net": Net, "own loss": OwnLoss, "deep": Deep, "uniform": Uniform, "normed": Normed, "unused": Unused}
 DATA = {"even": lambda: data(64, 0), "uneven": lambda: data(59, 0), "stream": lambda: Stream(59)}
 DATA["weighted"] = lambda: DataLoader(data(59, 0), batch_size=8, collate_fn=weighted)
 DATA["named"] = lambda: DataLoader(data(60, 0), batch_size=8, collate_fn=named)  # the last step has 4 samples
@@ -174,6 +218,10 @@ class Watch(Plugin):
         others = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter.ndim < 2]
         groups = [{"params": weights, "weight_decay": 0.1}, {"params": others, "lr": 5e-3}]
         return getattr(torch.optim, run.recipe.train.optimizer_name)(groups, lr=run.recipe.train.lr)
+
+    @hookimpl
+    def before_step(self, run: Any) -> None:
+        run.unwrap_model().step = run.state.step
 
     @hookimpl
     def before_optimizer_step(self, run: Any, grad_norm: Any) -> None:

@@ -185,6 +185,18 @@ def test_the_columns_to_give_are_in_the_order_of_the_file():
     assert named_rows(text_data(path, read={"columns": ["id", "label", "text"]})) == ROWS
 
 
+@pytest.mark.parametrize("labels", ["11010", "11111"])
+def test_the_column_of_labels_to_give_is_that_of_cola(labels):
+    """CoLA's columns: source, label, a star or nothing, sentence."""
+    stars = ["" if label == "1" else "*" for label in labels]
+    rows = [f"gj04\t{label}\t{star}\tA sentence, number {i}." for i, (label, star) in enumerate(zip(labels, stars, strict=True))]
+    path = write("train.tsv", "\n".join(rows) + "\n")
+    assert refusal(path, text="sentence").endswith("give data.read.columns=[column1,label,column3,sentence].")
+    if "0" in labels:
+        columns = ["column1", "label", "column3", "sentence"]
+        assert [name for _, name in named_rows(text_data(path, text="sentence", read={"columns": columns}))] == list(labels)
+
+
 def test_columns_for_a_file_with_a_header_are_refused():
     path = write("train.csv", table())
     message = refusal(path, read={"columns": ["text", "label"]})
@@ -446,7 +458,7 @@ def test_a_run_is_refused_before_its_model_is_built():
 def test_the_table_of_checks_names_tests_that_exist():
     here = Path(__file__).parent
     page = here.parents[1] / "docs" / "checks" / "data.md"
-    files = [*here.glob("test_data_*.py"), here.parent / "plugins" / "tasks" / "test_image_classification.py"]
+    files = [*here.glob("test_*.py"), *(here.parent / "plugins" / "tasks").glob("test_*.py")]
     defined = {name for file in files for name in re.findall(r"(?m)^def (test_\w+)", file.read_text())}
     named = set(re.findall(r"`(test_\w+)`", page.read_text()))
     assert len(named) > 20

@@ -164,6 +164,52 @@ def test_a_map_names_labels_of_several_kinds():
     assert names(jsonl_file([True, False]), label_map={True: "yes", False: "no"}) == ["yes", "no"]
 
 
+# -- rows without a label ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("write_file", [csv_file, jsonl_file])
+@pytest.mark.parametrize(("mark", "labels"), [("-", ["yes", "no"]), (-1, [0, 1])])
+def test_labels_mapped_to_null_leave_out_their_rows_with_a_count(write_file, mark, labels, caplog):
+    caplog.set_level(logging.INFO, "fastloop")
+    files = {"train": write_file([*labels, mark, *labels, mark]), "test": write_file([mark, labels[1]], f"t{Path(write_file([0])).suffix}")}
+    files["train"] = write_file([*labels, mark, *labels, mark])
+    data = text_data(files, label_map={mark: None})
+    assert named_rows(data) == [(f"film {i}", str(labels[i % 3])) for i in (0, 1, 3, 4)]
+    assert [text for text, _ in named_rows(data, "test")] == ["film 1"]
+    assert f"data: train: 2 of 6 rows are left out by their label (data.label_map): '{mark}' 2" in caplog.messages
+    assert f"data: test: 1 of 2 rows are left out by their label (data.label_map): '{mark}' 1" in caplog.messages
+    assert (
+        refusal(files | {"test": write_file([mark, mark], files["test"])}, label_map={mark: None})
+        == "recipe.yaml: data.label_map: leaves out all 2 rows of the test split. To leave out the split: data.splits.test=null."
+    )
+    assert "data.label_map: the label '7' never occurs." in refusal(files["train"], label_map={7: None})
+
+
+def test_rows_after_those_left_out_keep_their_numbers():
+    path = write("train.jsonl", "".join(json.dumps({"text": text, "label": "-ab"[i % 3]}) + "\n" for i, text in enumerate(["x", "y", 3])))
+    assert "train.jsonl, row 3: column 'text' holds 3 (int), expected text" in refusal(path, label_map={"-": None})
+
+
+def test_names_of_a_dataset_stay_when_rows_are_left_out():
+    from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
+
+    features = Features({"text": Value("string"), "label": ClassLabel(names=["no", "yes"])})
+    rows = {"text": ["a", "b", "c", "d"], "label": [0, -1, 1, -1]}
+    DatasetDict({"train": Dataset.from_dict(rows, features)}).save_to_disk("saved")
+    data = text_data(None, name="saved", label_map={-1: None}, splits={"validation": None, "test": None})
+    assert named_rows(data) == [("a", "no"), ("c", "yes")]
+
+
+def test_marks_of_missing_labels_come_with_the_map_that_leaves_them_out(caplog):
+    assert refusal(csv_file(["0", "1", "-1"])).endswith(
+        "If -1 marks rows without a label, leave them out: data.label_map={-1: null}. Or name it: data.label_map={-1: NAME}."
+    )
+    text_data(csv_file(["yes", "no", "-"] * 6)).load()
+    assert "the class '-' has the name of a missing value. If it is one, leave out its rows: data.label_map={'-': null}" in caplog.text
+    message = refusal({"train": csv_file(["yes", "no"]), "test": csv_file(["-", "no"], "test.csv")})
+    assert "To leave out its rows: data.label_map={'-': null}. To leave this split out: data.splits.test=null." in message
+
+
 # -- classes that look wrong -------------------------------------------------------------------------------------------
 
 
@@ -211,7 +257,10 @@ def test_classes_that_differ_by_case_or_spaces_warn_with_the_map_that_joins_them
 
 def test_a_class_with_the_name_of_a_missing_value_warns(caplog):
     text_data(csv_file(["neg", "pos", "nan"] * 6)).load()
-    assert "train.csv: the class 'nan' has the name of a missing value. If it is one, remove its rows" in caplog.text
+    assert (
+        "train.csv: the class 'nan' has the name of a missing value. If it is one, leave out its rows: data.label_map={'nan': null}"
+        in caplog.text
+    )
 
 
 @pytest.mark.parametrize("labels", [[f"a label of its own, number {i}".replace(",", "") for i in range(40)], [str(i) for i in range(40)]])

@@ -191,3 +191,27 @@ def test_corrupt_model_configuration_is_reported_by_loader(caplog):
         Path("checkpoint/config.json").write_text(text)
         with pytest.raises(RecipeError, match=r"model.name: checkpoint cannot be loaded"):
             text_run(CLASSIFY, "checkpoint", LABELLED)
+
+
+def test_a_folder_without_a_tokenizer_is_refused():
+    save_checkpoint(AutoModelForSequenceClassification, DISTILBERT)
+    for path in Path("checkpoint").glob("*token*"):
+        path.unlink()
+    with pytest.raises(RecipeError) as caught:
+        text_run(CLASSIFY, "checkpoint", LABELLED)
+    assert "model.name: checkpoint holds no tokenizer: every word would be unknown. Put its files there, or name" in str(caught.value)
+
+
+def test_a_model_that_needs_padding_to_train_is_refused_before_training():
+    """Reformer pads its input in eval mode only, and its axial positions need exactly 8 x 8 tokens."""
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "attention_head_size": 16, "feed_forward_size": 32, "is_decoder": False}
+    sizes |= {"axial_pos_shape": [8, 8], "axial_pos_embds_dim": [16, 16], "num_buckets": 4, "attn_layers": ["local", "lsh"]}
+    model = {"config": {"model_type": "reformer", "lsh_attn_chunk_length": 8, "local_attn_chunk_length": 8, **sizes}}
+    model |= {"tokenizer": {"kind": "word"}}
+    expected = (
+        r"recipe.yaml: model: ReformerForSequenceClassification cannot .* multiple of .* set data.pad_to_multiple_of, or data.padding"
+    )
+    with pytest.raises(RecipeError, match=expected):
+        text_run(CLASSIFY, model, LABELLED)
+    padded = text_run(CLASSIFY, model, LABELLED | {"max_length": 64, "pad_to_multiple_of": 64})
+    assert execute(padded)["status"] == "completed"

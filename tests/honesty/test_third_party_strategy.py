@@ -113,6 +113,6 @@ def test_strategy_without_gradient_exchange_fails_conformance(outcomes):
 def test_strategy_with_incomplete_checkpoint_fails_conformance(outcomes):
     outcome, message = outcomes["local-sgd"]["test_processes[local-sgd]"]
     assert outcome == "failure"
-    promised = "the same result from a run that was interrupted after step 6 and resumed, on two processes with 'local-sgd'"
+    promised = "the same result from a run that was interrupted after step 9 and resumed, on two processes with 'local-sgd'"
     assert promised in message
-    assert "other losses from step 7 on" in message or "other weights" in message
+    assert "other losses from step 10 on" in message or "other weights" in message

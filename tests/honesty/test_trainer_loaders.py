@@ -326,7 +326,7 @@ def test_workers_are_set_up_as_the_loader_says():
     used = trainer.run.train_loader.loader
     assert (used.num_workers, used.prefetch_factor, used.persistent_workers) == (2, 3, True)
     assert used.multiprocessing_context.get_start_method() == "fork"
-    assert trainer.run.train_loader.timeout == 77
+    assert used.limit == 77
     assert trainer.run.loader_settings.num_workers == 2
     assert trainer.run.eval_loaders["validation"].loader.num_workers == 0
 

@@ -47,7 +47,9 @@ class Bad:
         said: The text of the error after the name.
     """
 
-    def __init__(self, name: str, code: str, said: str, reference: str = "", group: str = "plugins", dependency: str = "fastloop") -> None:
+    def __init__(
+        self, name: str, code: str, said: str, reference: str = "", group: str = "plugins", dependency: str = "fastloop-train"
+    ) -> None:
         self.name, self.said, self.group, self.dependency = name, said, group, dependency
         self.package, self.module = f"bad-{name}", f"bad_{name.replace('-', '_')}"
         self.code, self.reference = code.replace("{name}", name), reference or f"{self.module}:It"
@@ -82,7 +84,7 @@ BAD = [
     Bad("hook", HEAD + HOOK.format(hook="after_stp", argument="run"), "there is no hook 'after_stp'. Did you mean 'after_step'?"),
     Bad("argument", HEAD + HOOK.format(hook="after_step", argument="los"), "after_step gets no argument 'los'. Did you mean 'loss'?"),
     Bad("observer", HEAD + "    read_only = True\n" + HOOK.format(hook="build_scheduler", argument="run"), "is declared read_only"),
-    Bad("newer", HEAD, "is made for fastloop >=99, and this is ", dependency="fastloop>=99"),
+    Bad("newer", HEAD, "is made for fastloop >=99, and this is ", dependency="fastloop-train>=99"),
     Bad("amp", HEAD, "'amp' is the name of plugins in several packages. Say which: "),
     Bad("command", "1 / 0\n", f"{IMPORT}ZeroDivisionError: division by zero", reference="bad_command:run", group="commands"),
     Bad("train", "def run(): print('theirs')\n", "", reference="bad_train:run", group="commands"),
@@ -139,7 +141,7 @@ def test_broken_packages_affect_no_other_run(venv, recipe):
     assert (code, err) == (0, "")
     rows = {row["name"]: row for row in json.loads(out)}
     assert {bad.name for bad in PLUGINS} - {"amp"} < set(rows)
-    assert {"bad-amp:amp", "fastloop:amp"} < set(rows)
+    assert {"bad-amp:amp", "fastloop-train:amp"} < set(rows)
     assert rows["crash"] == {
         "name": "crash",
         "distribution": "bad-crash",
@@ -179,7 +181,7 @@ def test_broken_plugin_is_rejected_with_one_line(venv, recipe, bad):
 
 
 def test_plugins_with_same_name_are_selected_by_package(venv, recipe):
-    code, out, _ = fastloop(venv, "plan", recipe, "-v", "--with", "fastloop:amp")
+    code, out, _ = fastloop(venv, "plan", recipe, "-v", "--with", "fastloop-train:amp")
     assert code == 0
     assert "amp  (slot precision, " in out
     code, out, _ = fastloop(venv, "plan", recipe, "-v", "--with", "bad-amp:amp")

@@ -14,11 +14,11 @@ import json
 from importlib.metadata import distribution, entry_points
 import fastloop, fastloop_plugins, torch
 from fastloop.recipe import shipped_recipes
-points = [point for point in entry_points(group="fastloop.plugins") if point.dist.name == "fastloop"]
+points = [point for point in entry_points(group="fastloop.plugins") if point.dist.name == "fastloop-train"]
 print(json.dumps({
     "fastloop": fastloop.__file__,
     "plugins": fastloop_plugins.__file__,
-    "metadata": str(distribution("fastloop").locate_file("fastloop")),
+    "metadata": str(distribution("fastloop-train").locate_file("fastloop")),
     "points": sorted({str(point.dist.locate_file("")) for point in points}),
     "recipe": str(shipped_recipes()["quickstart"]),
     "torch": torch.__file__,

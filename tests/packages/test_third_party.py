@@ -154,7 +154,9 @@ def test_a_package_cannot_add_implementations_to_every_run(install, tiny_run):
     install("rogue", "raise SystemExit", group="fastloop.implementations", rogue="rogue")
     assert [module.__name__ for module in own_implementations()] == [
         "fastloop.defaults",
+        "fastloop_plugins.guards._hook_checks",
         "fastloop_plugins.training._named_optimizer",
+        "fastloop_plugins.guards._sample_orders",
         "fastloop_plugins.training._several_optimizers",
     ]
     assert tiny_run(epochs=1).summary["steps"] == 9
@@ -170,7 +172,7 @@ def test_a_package_that_takes_a_name_of_ours_leaves_what_is_on_by_default_alone(
     assert select(make_recipe({"plugins": [{"log": False}]})).names() == ["metric-check", "optimizer-check", "progress", "speed-check"]
     with pytest.raises(PluginError, match="'log' is the name of plugins in several packages"):
         resolve(make_recipe({"plugins": ["log"]}))
-    assert type(resolve(make_recipe({"plugins": ["fastloop:log"]})).plugins[0]).__module__ == "fastloop_plugins.observe.log"
+    assert type(resolve(make_recipe({"plugins": ["fastloop-train:log"]})).plugins[0]).__module__ == "fastloop_plugins.observe.log"
 
 
 # -- the range of versions ----------------------------------------------------------------------------------------------------
@@ -179,14 +181,14 @@ def test_a_package_that_takes_a_name_of_ours_leaves_what_is_on_by_default_alone(
 @pytest.mark.parametrize(
     ("requires", "fits"),
     [
-        ("fastloop", True),
-        (f"fastloop>=0.0.1,<={fastloop.__version__}", True),
-        (f"FastLoop[lora]=={fastloop.__version__}", True),
-        ("fastloop>=99; extra == 'all'", True),
+        ("fastloop-train", True),
+        (f"fastloop-train>=0.0.1,<={fastloop.__version__}", True),
+        (f"FastLoop-Train[lora]=={fastloop.__version__}", True),
+        ("fastloop-train>=99; extra == 'all'", True),
         ("fastlooper>=99", True),
         ("", True),
-        ("fastloop>=99", False),
-        ("fastloop<0.0.1", False),
+        ("fastloop-train>=99", False),
+        ("fastloop-train<0.0.1", False),
     ],
 )
 def test_a_package_runs_on_the_versions_that_its_own_dependency_names(install, requires, fits):
@@ -196,12 +198,29 @@ def test_a_package_runs_on_the_versions_that_its_own_dependency_names(install, r
         return
     with pytest.raises(PluginError) as refused:
         load("warmth", "r.yaml: plugins[0]")
-    wanted = requires.removeprefix("fastloop")
+    wanted = requires.removeprefix("fastloop-train")
     assert str(refused.value) == (
         f"r.yaml: plugins[0]: plugin 'warmth' (warm_pack:Warmth of warm-pack 1.2) is made for fastloop {wanted}, and this is "
-        f"{fastloop.__version__}. Install versions that fit: pip install -U warm-pack 'fastloop{wanted}'"
+        f"{fastloop.__version__}. Install versions that fit: pip install -U warm-pack 'fastloop-train{wanted}'"
     )
     assert "warm_pack" not in sys.modules, "what does not fit is not imported"
+
+
+def test_a_package_that_requires_the_other_project_is_refused(install):
+    install("warm-pack", WARMTH, requires="fastloop>=0.1.0,<0.2", warmth="warm_pack:Warmth")
+    with pytest.raises(
+        PluginError, match=r"requires the distribution 'fastloop>=0.1.0,<0.2', which is another project\. .*'fastloop-train'"
+    ):
+        load("warmth", "r.yaml: plugins[0]")
+
+
+def test_the_other_project_beside_this_one_is_refused(cli, tmp_path, monkeypatch):
+    (tmp_path / "site" / "fastloop-0.1.128.dist-info").mkdir(parents=True)
+    (tmp_path / "site" / "fastloop-0.1.128.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: fastloop\nVersion: 0.1.128\n")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    code, out, err = cli("plan", "quickstart")
+    assert (code, out) == (2, "")
+    assert err.startswith("error: two distributions with the import name fastloop are installed")
 
 
 # -- plugins in files ---------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ build-backend = "hatchling.build"
 [project]
 name = "loud-pack"
 version = "0.7"
-dependencies = ["fastloop"]
+dependencies = ["fastloop-train"]
 
 [project.entry-points."fastloop.plugins"]
 loud = "loud_pack:Loud"

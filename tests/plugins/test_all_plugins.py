@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from fastloop.plugin import is_own
 from fastloop.registry import installed, load
 
-OURS = [name for name, point in installed().items() if point.dist is not None and point.dist.name == "fastloop"]
+OURS = [name for name, point in installed().items() if is_own(point)]
 
 
 def test_required_plugins_are_installed():

@@ -105,6 +105,13 @@ def test_sentences_of_tagged_words_are_packed_but_keep_their_last_layer():
     assert "cls-last-layer" not in chosen
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "mistral", "qwen2"])
+def test_texts_of_a_decoder_are_not_packed_but_its_tagged_words_are(kind):
+    model = {"config": {"model_type": kind}}
+    assert "packing" not in select(CPU, "auto", model=model), "it classifies a text by the last token"
+    assert "packing" in select(CPU, "auto", model=model, data={"files": {"train": "train.conll"}})
+
+
 def test_reasons_name_auto_and_resolving_twice_keeps_them():
     recipe = make_recipe({**MODEL, "plugins": ["auto"]})
     first = resolve(recipe, CPU)

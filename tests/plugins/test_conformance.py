@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from fastloop.plugin import is_own
 from fastloop.registry import installed
 from fastloop.testing import IMAGES, LANGUAGE, TEXTS, Conformance
 from fastloop.testing.studies import strategies
 
-OURS = [name for name, point in installed().items() if point.dist is not None and point.dist.name == "fastloop"]
+OURS = [name for name, point in installed().items() if is_own(point)]
 
 PAIRS = {
     "model": {
@@ -87,6 +88,7 @@ TRIED_ON: dict[str, dict[str, Any]] = {
     "ema": {"options": {"decay": 0.9}},
     "fast-dropout": {"task": TEXTS},
     "image-classification": {"task": IMAGE_FILES},
+    "deepspeed": {"refuses": ("one process",)},  # it needs a launcher
     "cls-last-layer": {"task": TEXTS, "requires": ("text-classification",)},
     "freeze": {"options": {"match": "*.bias"}},
     "length-bucketing": {"task": TEXTS, "options": {"window": 2}},

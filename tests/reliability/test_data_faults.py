@@ -57,7 +57,7 @@ class Kills(Plugin):
 
     def here(self, moment: str, run: Any) -> None:
         if moment == self.moment and run.state.step == self.step:
-            os.kill(run.train_loader.workers[self.worker].pid, self.signum)
+            os.kill(run.train_loader.loader.processes[self.worker].pid, self.signum)
 
     @hookimpl
     def before_step(self, run: Any) -> None:

@@ -26,7 +26,7 @@ from saving_helpers import times
 from fastloop import CheckpointError, FastloopError, PluginCrash, checkpoint
 from fastloop.data.loaders import micro_batches
 from fastloop.options import describe
-from fastloop.plugin import listed_at
+from fastloop.plugin import is_own, listed_at
 from fastloop.recipe import load_recipe, make_recipe, secrets, shipped_recipes
 from fastloop.recipe import safe_yaml as plain
 from fastloop.registry import installed, load, resolve
@@ -289,7 +289,7 @@ def test_overrides(record_property):
         junk.map(lambda value: yaml.safe_dump(value, default_flow_style=True).strip()), st.text(max_size=10), st.sampled_from(NASTY)
     )
     items = st.one_of(st.tuples(paths, values).map("=".join), st.text(max_size=12))
-    plugins = st.one_of(st.sampled_from([*installed(), "amp", "fastloop:amp", *NASTY]), st.text(max_size=8))
+    plugins = st.one_of(st.sampled_from([*installed(), "amp", "fastloop-train:amp", *NASTY]), st.text(max_size=8))
 
     @fuzz()
     @given(st.lists(items, max_size=3), st.lists(plugins, max_size=2), st.lists(plugins, max_size=2))
@@ -315,7 +315,7 @@ def values_for(kind: str) -> st.SearchStrategy[Any]:
 
 def test_options_of_every_plugin(record_property):
     """any options of any plugin: taken, or refused with the option's place"""
-    classes = {name: load(name) for name, point in installed().items() if point.dist and point.dist.name == "fastloop"}
+    classes = {name: load(name) for name, point in installed().items() if is_own(point)}
     assert len(classes) > 25
 
     @fuzz()

@@ -14,6 +14,7 @@ import pickle
 import shutil
 import sys
 import warnings
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -583,21 +584,61 @@ def test_invalid_secret_option_is_not_printed(monkeypatch, capfd):
     assert not leaks(error)
 
 
-@pytest.mark.parametrize(
-    "key", ["token", "hf_token", "api_key", "apikey", "secret", "client_secret", "db_password", "access-key", "credentials"]
-)
-def test_names_of_secrets(key):
+SECRET_KEYS = """token hf_token api_key apikey secret client_secret db_password access-key credentials authorization Authorization cookie
+proxy-authorization Set-Cookie accessToken refreshToken apiKey x-api-key secretKey secret_access_key access_key_id private_key privateKey
+ssh_key signing_key encryption_key account_key storageKey pwd pass db_pass passphrase auth bearer pat dsn connection_string connectionString
+database_url jwt sas_token webhook_url clientSecret token_value password2 credentials_json license_key otp X-CSRF-Token"""
+PLAIN_KEYS = """pad_token pad_token_id tokens tokenizer key monkey label_key max_tokens secretary image_token next_token padToken
+primary_key
+forward_pass passes compass pattern author authors patience token_column sort_key keyword bypass n_tokens tokens_per_second secret_name"""
+SECRET_VARIABLES = """HF_TOKEN AWS_SECRET_ACCESS_KEY AWS_ACCESS_KEY_ID AWS_SESSION_TOKEN GITHUB_TOKEN GITHUB_PAT PGPASSWORD MYSQL_PWD
+SENTRY_DSN
+DATABASE_URL REDIS_URL MONGODB_URI WANDB_API_KEY OPENAI_API_KEY OPENAI_APIKEY SLACK_WEBHOOK_URL AZURE_STORAGE_CONNECTION_STRING KAGGLE_KEY
+AZURE_STORAGE_KEY AZURE_SAS_TOKEN SSH_PRIVATE_KEY ENCRYPTION_KEY JWT SESSION_COOKIE AUTHORIZATION DOCKER_AUTH_CONFIG NPM_CONFIG__AUTH
+DB_PASS SMTP_PASS SECRET_KEY_BASE GPG_PASSPHRASE API_TOKEN_V2 MLFLOW_TRACKING_PASSWORD TWINE_PASSWORD GOOGLE_APPLICATION_CREDENTIALS"""
+PLAIN_VARIABLES = "PWD OLDPWD SSH_AUTH_SOCK XAUTHORITY TOKENIZERS_PARALLELISM GIT_ASKPASS KEYBOARD XDG_SESSION_ID DBUS_SESSION_BUS_ADDRESS"
+
+
+def test_names_of_secrets():
     """keys that are called like secrets: hidden"""
-    assert secrets.hidden({"a": [{key: "x"}]}) == {"a": [{key: secrets.HIDDEN}]}
+    shown = [key for key in SECRET_KEYS.split() if secrets.hidden({"a": [{key: "x"}]}) != {"a": [{key: secrets.HIDDEN}]}]
+    assert shown == []
 
 
-@pytest.mark.parametrize(
-    "key", ["pad_token", "pad_token_id", "tokens", "tokenizer", "key", "monkey", "label_key", "max_tokens", "secretary"]
-)
-def test_names_of_no_secrets(key):
+def test_names_of_no_secrets():
     """control: keys of tokenizers and the like do not change"""
-    tree = {"a": [{key: "x"}], "b": {key: 3}}
+    tree = {"a": [dict.fromkeys(PLAIN_KEYS.split(), "x")], "b": dict.fromkeys(PLAIN_KEYS.split(), 3)}
     assert secrets.hidden(tree) == tree
+
+
+def test_names_of_secret_variables(monkeypatch):
+    """variables with usual names of secrets: their values are in no text"""
+    for name in (SECRET_VARIABLES + " " + PLAIN_VARIABLES).split():
+        monkeypatch.setenv(name, f"value<{name}>")
+    assert [name for name in SECRET_VARIABLES.split() if f"<{name}>" in secrets.hide(f"value<{name}>")] == []
+    assert [name for name in PLAIN_VARIABLES.split() if f"<{name}>" not in secrets.hide(f"value<{name}>")] == []
+
+
+def test_passwords_of_urls(monkeypatch):
+    """URLs with a password, in text, variables and recipes: the password is hidden, also without its URL"""
+    monkeypatch.setenv("PLACE", "postgres://me:DoNotShow1@host/x")
+    make_recipe({"data": {"arguments": {"place": "redis://:DoNotShow2@host"}}})
+    text = "DoNotShow1 DoNotShow2 https://DoNotShow3@host/x mongodb://me:DoNot@Show4@host s3://me:DoNotShow5@host"
+    assert "Show" not in secrets.hide(text)
+    harmless = "ssh://git@host/x s3://bucket/a@b http://localhost:8080/a b@c"
+    assert secrets.hide(harmless) == harmless
+
+
+def test_secret_that_is_a_word_changes_no_key_of_a_file(tiny_run, tmp_path, monkeypatch):
+    """a secret that equals keys of summary.json and of recipe.yaml: the keys stay"""
+    before = tiny_run([], max_steps=2, output=tmp_path / "before").summary
+    for index, word in enumerate(("status", "validation", "plugins", "batch_size", "train_seconds")):
+        monkeypatch.setenv(f"X{index}_KEY", word)
+    tiny_run([], max_steps=2, output=tmp_path / "run")
+    assert json.loads((tmp_path / "run/summary.json").read_text()).keys() == before.keys()
+    saved = yaml.safe_load((tmp_path / "run/recipe.yaml").read_text())
+    assert {"plugins", "train"} <= saved.keys()
+    assert "batch_size" in saved["train"]
 
 
 def test_short_values_and_other_variables_stay(monkeypatch):
@@ -657,7 +698,7 @@ def test_the_report_escapes_every_field(tmp_path, monkeypatch):
         json.dumps({"profile": {"regions": {EVIL: 0.1}, "seconds": 0.2}, "suggestions": suggestions})
     )
     point = {"point": EVIL, "runs": [EVIL], "finished": 1, "mean": 0.5, "deviation": 0.1, "difference": None}
-    member = {"name": EVIL, "values": {EVIL: EVIL}, "metrics": {EVIL: 0.5}}
+    member = {"name": EVIL.replace("/", "|"), "values": {EVIL: EVIL}, "metrics": {EVIL: 0.5}}
     (tmp_path / "sweep").mkdir()
     (tmp_path / "sweep" / "sweep.json").write_text(
         json.dumps({"monitor": f"validation {EVIL}", "best": EVIL, "points": [point], "runs": [member]})
@@ -708,3 +749,95 @@ def test_a_broken_run_folder_is_no_traceback(file, text, monkeypatch, capfd):
     assert code == 0 or (code == 2 and "run" in error), error
     assert "Traceback" not in error
     assert not Path("pwned").exists()
+
+
+SWEEP = {
+    "monitor": "validation loss",
+    "best": "lr=1",
+    "points": [{"point": "lr=1", "runs": ["lr-1"], "finished": 1, "mean": 0.5, "deviation": None, "difference": None}],
+    "runs": [{"name": "lr-1", "values": {"lr": "1"}, "seed": None, "status": "finished", "metrics": {"loss": 0.5}}],
+}
+RATE = {"median": 1.0, "low": 0.5, "high": 2.0}
+BENCH = {"variants": [{"title": "a", "results": {"unit": "samples", "samples_per_second": RATE, "peak_memory_bytes": 1}}]}
+PROFILE = {"profile": {"regions": {"forward": 0.1}, "seconds": 0.2}, "suggestions": [{"edit": "x", "seconds": 0.1, "why": "y"}]}
+SUMMARY = {"status": "completed", "reason": None, "steps": 3, "plugins": ["ema"], "validation": {"loss": 0.5}, "device": "cpu"}
+RECORDS: dict[str, Any] = {"sweep.json": SWEEP, "bench.json": BENCH, "profile.json": PROFILE, "summary.json": SUMMARY}
+WRONG: list[Any] = [5, 10**400, "text", None, [], {}, [[]], {"a": [None]}, True, -1e308]
+
+
+def mutations(tree: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Copies of a JSON tree, each with one value replaced or left out: where, and the tree."""
+    for value in WRONG:
+        yield place, value
+    for key in list(tree) if isinstance(tree, dict) else range(len(tree)) if isinstance(tree, list) else ():
+        rest = {name: item for name, item in tree.items() if name != key} if isinstance(tree, dict) else tree[:key] + tree[key + 1 :]
+        yield (*place, key, "left out"), rest
+        for at, changed in mutations(tree[key], (*place, key)):
+            yield at, {**tree, key: changed} if isinstance(tree, dict) else [*tree[:key], changed, *tree[key + 1 :]]
+
+
+@pytest.mark.parametrize("file", RECORDS)
+def test_a_malformed_record_is_no_traceback(file, tmp_path):
+    """a record of a sweep, an ablation, a profile or a run with a wrong or missing value: a page, or a message that names the file"""
+    from fastloop_tools.report.page import render
+    from fastloop_tools.report.read import read
+
+    (tmp_path / "made").mkdir()
+    Path("made/recipe.yaml").write_text("train: {epochs: 1}\n")
+    Path("made", file).write_text(json.dumps(RECORDS[file]))
+    assert "<html" in render(read([Path("made")]), "control")
+    refused = []
+    for at, changed in mutations(RECORDS[file]):
+        Path("made", file).write_text(json.dumps(changed))
+        try:
+            render(read([Path("made")]), "title")
+        except UsageError as error:
+            refused.append((at, str(error)))
+    assert len(refused) > 20
+    assert all(file in message for _, message in refused)
+
+
+@pytest.mark.parametrize("name", ["../outside", "..", ".", "", "/etc", "a/b", "a/../../b"])
+def test_a_run_of_a_sweep_is_in_its_folder(name, tmp_path):
+    """a sweep.json whose runs are in other folders: refused by report, and by sweep --resume"""
+    from fastloop_tools.report.read import read
+    from fastloop_tools.sweep.grid import SweepRun
+    from fastloop_tools.sweep.record import Record
+
+    (tmp_path / "sweep").mkdir()
+    runs = [{**SWEEP["runs"][0], "name": name}]  # type: ignore[index]
+    Path("sweep/sweep.json").write_text(json.dumps(SWEEP | {"runs": runs}))
+    with pytest.raises(UsageError, match=r"sweep\.json: expected the runs and points"):
+        read([Path("sweep")])
+    with pytest.raises(UsageError, match=r"sweep\.json: expected the runs and points"):
+        Record(Path("sweep"), {}, [SweepRun("lr-1", {"lr": "1"}, None)], "loss", True).start(resume=True)
+
+
+STATES: list[tuple[tuple[str, ...], Any]] = [
+    *(((), value) for value in (5, None, [], {}, "text")),
+    *(((key,), value) for key in ("state", "clock", "recipe", "random", "optimizer", "plugins", "scalars") for value in (5, None)),
+    *((("state", key), value) for key in ("step", "epoch", "samples") for value in (10**400, "text", None, -5, 1.5)),
+    *((("state", key), 5) for key in ("metrics", "left_out", "nothing", "stop_reason_")),
+    *((("clock", "train"), value) for value in ("text", None, 10**400)),
+    *((("recipe", key), value) for key in ("train", "model", "data") for value in (5, None)),
+]
+
+
+def test_a_malformed_state_is_no_traceback(tiny_run, tmp_path):
+    """a checkpoint's state with a wrong value, its checksum made to fit: refused, with the checkpoint's name"""
+    tiny_run(["ema"], max_steps=2, output=tmp_path / "run")
+    (folder,) = (tmp_path / "run/checkpoints").glob("step-*")
+    text = (folder / "state.json").read_text()
+    for place, value in STATES:
+        tree = {"state": json.loads(text)}
+        inner = tree
+        for key in ("state", *place)[:-1]:
+            inner = inner[key]
+        inner[("state", *place)[-1]] = value
+        (folder / "state.json").write_text(json.dumps(tree["state"]))
+        seal(folder)
+        with pytest.raises(CheckpointError, match="step-00000002"):
+            tiny_run(["ema"], max_steps=4, output=tmp_path / "run", resume=True)
+    (folder / "state.json").write_text(text)
+    seal(folder)
+    assert tiny_run(["ema"], max_steps=4, output=tmp_path / "run", resume=True).summary["steps"] == 4  # control

@@ -13,6 +13,7 @@ import forked
 import pytest
 import yaml
 from inference_runs import CLASSES, texts, train, write_csv, write_recipe
+from safetensors.torch import load_file, save_file
 from text_helpers import TINY, TINY_GPT
 
 from fastloop.recipe import Inference, load_recipe
@@ -208,6 +209,66 @@ def test_a_module(tmp_path, cli, monkeypatch):
     code, _, err = cli("evaluate", str(tmp_path / "run"), "data.arguments={splits: [train]}")
     assert code == 2
     assert "there is no split 'test'. There are: train" in err
+
+
+TIED = """
+import torch
+from torch import nn
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, ids):
+        return self.head(self.words(ids).mean(1).tanh())
+
+class Wide(Tied):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(4, 9, bias=False)
+
+def data():
+    rows = [(torch.arange(3) + i % 5, i % 5) for i in range(20)]
+    return {"train": rows, "validation": rows}
+"""
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory):
+    """The run of a module with tied weights, and its metrics on the validation split."""
+    folder = tmp_path_factory.mktemp("tied")
+    (folder / "tied.py").write_text(TIED)
+    recipe = {
+        "model": {"module": "tied.py:Tied"},
+        "data": {"module": "tied.py:data"},
+        "train": {"epochs": 2, "batch_size": 5, "lr": 0.1, "device": "cpu"},
+        "plugins": [{"module": {"loss": "cross_entropy"}}],
+        "output": str(folder / "run"),
+    }
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    train(folder / "recipe.yaml")
+    return folder / "run"
+
+
+def test_tied_weights_of_a_module(tied, tmp_path, cli):
+    expected = summary(tied)["validation"]
+    assert results(cli, tied, "--split", "validation")["metrics"] == expected
+    folder = tmp_path / "model"
+    folder.mkdir()
+    weights = load_file(tied / "model" / "model.safetensors")
+    save_file({"head.weight": weights["head.weight"]}, folder / "model.safetensors")  # as safetensors' save_model writes it
+    assert results(cli, folder, tied.parent / "recipe.yaml", "--split", "validation")["metrics"] == expected
+    save_file(weights | {"head.weight": weights["head.weight"] + 1}, folder / "model.safetensors")
+    error = refused(cli, folder, tied.parent / "recipe.yaml", "--split", "validation")
+    assert "tied to one of another value: words.weight" in error
+
+
+def test_weights_of_other_layers_are_named(tied, cli):
+    error = refused(cli, tied, "model.module=tied.py:Wide", "--split", "validation")
+    assert "its weights are not those of Wide" in error
+    assert "size mismatch for head.weight" in error
 
 
 def test_a_language_model(tmp_path, cli):

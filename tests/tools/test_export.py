@@ -39,6 +39,15 @@ class Net(nn.Sequential):
     def __init__(self):
         super().__init__(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.5), nn.Flatten(), nn.Linear(144, 3))
 
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(36, 36, bias=False), nn.Linear(36, 36, bias=False)
+        self.last.weight = self.first.weight
+
+    def forward(self, images):
+        return self.last(self.first(images.flatten(1)).tanh())
+
 class Depends(nn.Module):
     def __init__(self):
         super().__init__()
@@ -218,6 +227,15 @@ def test_a_module_with_images(tmp_path, cli):
 
 
 @pytest.mark.slow
+def test_a_module_with_tied_weights(tmp_path, cli):
+    run = module_run(tmp_path, "Tied")
+    export(cli, run, "--to", "onnx", "--out", "onnx")
+    weight, images = load_file(run / "model" / "model.safetensors")["first.weight"], torch.randn(2, 1, 6, 6)
+    (found,) = session(Path("onnx")).run(None, {"images": images.numpy()})
+    assert np.abs(found - ((images.flatten(1) @ weight.T).tanh() @ weight.T).numpy()).max() < 1e-5
+
+
+@pytest.mark.slow
 def test_a_module_with_named_inputs_of_changing_sizes(tmp_path, cli):
     options = {"data": {"module": "code.py:tables"}, "plugins": [{"module": {"collate": "code.py:padded"}}]}
     run = module_run(tmp_path, "Table", **options)
@@ -235,7 +253,7 @@ def test_a_model_that_cannot_be_exported(tmp_path, cli):
     error = refused(cli, run, "--to", "onnx", "--out", "onnx")
     assert "run: Depends cannot be exported to ONNX. The exporter reports: " in error
     assert "data-dependent" in error
-    assert error.endswith("code.py:20).\n")
+    assert error.endswith("code.py:29).\n")
     assert len(error.splitlines()) == 1
     assert not Path("onnx").exists()
     assert no_leftovers(Path())
@@ -273,7 +291,7 @@ def test_a_missing_extra_names_the_command(trained, cli, monkeypatch):
 
     monkeypatch.setattr(metadata, "version", missing)
     error = refused(cli, trained / "run", "--to", "onnx")
-    assert "onnxscript>=0.2 is not installed. Install it: pip install 'fastloop[onnx]'" in error
+    assert "onnxscript>=0.2 is not installed. Install it: pip install 'fastloop-train[onnx]'" in error
     monkeypatch.setattr(metadata, "version", lambda name: "0.1")
     assert "needs onnx>=1.17, found 0.1. Upgrade it" in refused(cli, trained / "run", "--to", "onnx")
 

@@ -35,7 +35,7 @@ def test_only_a_run_that_is_kept_is_uploaded(cli, command):
 def test_a_measured_process_uploads_nothing():
     tree = load_recipe("recipe.yaml").to_dict()
     found = measure(Spec(recipe=tree | {"output": "measured"}, source=None, warmup=1, steps=3), {"epochs": 1, "max_steps": None})
-    assert found["steps"] == 3, found
+    assert found.get("steps") == 3, found
     assert not Path("far").exists()
 
 

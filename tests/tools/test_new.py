@@ -55,7 +55,7 @@ def test_the_package_asks_for_this_fastloop_and_names_its_author(new):
     assert project["authors"] == [{"name": 'Ada "the first" Ünal \\'}]
     assert project["entry-points"]["fastloop.plugins"] == {"night-watch": "night_watch:NightWatch"}
     (wanted,) = project["dependencies"]
-    versions = SpecifierSet(wanted.removeprefix("fastloop"))
+    versions = SpecifierSet(wanted.removeprefix("fastloop-train"))
     assert versions.contains(__version__, prereleases=True)
     assert not versions.contains("99.0")
 
@@ -107,7 +107,7 @@ def test_new_class_names_do_not_shadow_imports(name):
         (["My_Plugin"], "'My_Plugin' cannot be a plugin's name. Expected lower case words joined by hyphens.*Did you mean 'my-plugin'?"),
         (["../up"], "'../up' cannot be a plugin's name.*Did you mean 'up'?"),
         (["9"], "'9' cannot be a plugin's name. Expected lower case words joined by hyphens, such as 'my-plugin'.$"),
-        (["amp"], r"'amp' is the name of a plugin of fastloop \d.*: a recipe could not distinguish the two. Choose another name."),
+        (["amp"], r"'amp' is the name of a plugin of fastloop-train \d.*: a recipe could not distinguish the two. Choose another name."),
         (["json"], "'json' would be the Python module 'json', which already exists. Choose another name, such as 'my-json'."),
         (["class"], "'class' would be the Python module 'class', which already exists."),
         (["night-watch", "--license", "mit"], "--license: found 'mit'.*Expected one of: Apache-2.0, BSD-3-Clause, MIT, none."),

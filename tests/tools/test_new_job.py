@@ -38,7 +38,7 @@ def test_new_job_writes_files_and_prints_next_steps(new):
         "  podman build -t recipe:latest -f job/Containerfile . && kubectl apply -f job/trainjob.yaml",
         "  sky jobs launch job/sky.yaml",
     ]
-    assert f"fastloop=={__version__}\n" in Path("job/Containerfile").read_text()
+    assert f"fastloop-train=={__version__}\n" in Path("job/Containerfile").read_text()
 
 
 def directives(path: str) -> dict[str, str]:
@@ -115,7 +115,7 @@ def test_skypilot_job_keeps_the_run_folder_in_a_bucket(new):
         "workdir": ".",
         "resources": {"accelerators": "A100:4", "use_spot": True, "job_recovery": {"recover_on_exit_codes": [75]}},
         "file_mounts": {"/runs": {"name": "recipe-runs", "mode": "MOUNT"}},
-        "setup": f"pip install fastloop=={__version__}\n",
+        "setup": f"pip install fastloop-train=={__version__}\n",
     }
 
 

@@ -23,7 +23,8 @@ from fastloop_plugins.strategies import _memory_ddp, _memory_fsdp, _memory_zero
 from fastloop_plugins.strategies._memory_layout import Layout, Weight
 from fastloop_plugins.strategies.fsdp import FSDP
 from fastloop_tools.scale.activations import LiveBytes
-from fastloop_tools.scale.estimate import Variant, estimate, smallest_change
+from fastloop_tools.scale.change import smallest_change
+from fastloop_tools.scale.estimate import Variant, estimate
 from fastloop_tools.scale.sizes import format_size, parse_bytes, unit_for
 
 CHECKPOINTING = "activation-checkpointing"

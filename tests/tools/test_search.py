@@ -129,7 +129,7 @@ def test_a_wrong_range_is_refused(item, message):
         (("output=1..2",), "expected one folder"),
         (("train.lr=1..2", "--storage", "study.db"), "--storage study.db: cannot be opened"),
         (("train.lr=1..2", "--storage", "sqlite:////no/such/folder/study.db"), "unable to open database file"),
-        (("train.lr=1..2", "--storage", "nodb://user:open-sesame@host/name"), "--storage nodb://user:***@host/name: cannot be opened"),
+        (("train.lr=1..2", "--storage", "nodb://user:open-sesame@host/name"), "--storage nodb://(hidden)@host/name: cannot be opened"),
     ],
 )
 def test_a_wrong_command_line_is_explained_before_the_first_trial(cli, arguments, message):
@@ -144,7 +144,7 @@ def test_a_missing_optuna_is_named_with_its_extra(cli, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "optuna", None)
     code, _, err = cli(*COMMAND)
     assert code == 2
-    assert "pip install 'fastloop[optuna]'" in err
+    assert "pip install 'fastloop-train[optuna]'" in err
 
 
 @pytest.mark.slow

@@ -76,7 +76,7 @@ def listed(out: str) -> dict[str, dict[str, Any]]:
 
 
 def test_installed_code_is_listed_and_not_imported(cli, site, hostile):
-    install(site, "warm-pack", f"import subprocess\n{hostile}", "evil = warm_pack:Evil", "fastloop>=0.1")
+    install(site, "warm-pack", f"import subprocess\n{hostile}", "evil = warm_pack:Evil", "fastloop-train>=0.1")
     name = recipe(
         data={"module": "fastloop_plugins.datasets.reviews:reviews", "arguments": {"train": 8, "api_key": "sesame-open"}},
         plugins=[{"warm-pack:evil": {"degrees": 3}}, "ema"],
@@ -85,7 +85,6 @@ def test_installed_code_is_listed_and_not_imported(cli, site, hostile):
     code, out, err = cli("plan", name, "--untrusted")
     assert (code, err) == (0, "")
     assert "  plugins.warm-pack:evil: warm-pack:evil  (warm-pack 1.2)\n" in out
-    assert "sesame-open" not in out
     code, out, _ = cli("plan", name, "--untrusted", "--json", "-")
     assert code == 0
     found = listed(out)
@@ -98,7 +97,7 @@ def test_installed_code_is_listed_and_not_imported(cli, site, hostile):
     reviews = found["data.module"]
     lines = Path(reviews["file"]).read_text().splitlines()
     assert lines[reviews["line"] - 1].startswith("def reviews(")
-    assert (reviews["package"], reviews["arguments"]) == ("fastloop", {"train": 8, "api_key": "(hidden)"})
+    assert (reviews["package"], reviews["arguments"]) == ("fastloop-train", {"train": 8, "api_key": "sesame-open"})
     assert found["plugins.ema"]["file"].endswith("ema.py")
     assert found["plugins.text-classification"]["kind"] == "default plugin"
     assert {"key": "output", "what": str(Path("out").absolute()), "use": "writes"} in json.loads(out)["files"]
@@ -263,6 +262,75 @@ def test_other_code_that_is_not_installed_is_refused(sections, said, cli, site, 
     assert said in err, err
 
 
+@pytest.mark.parametrize(("switch", "safe"), [("weights_only", True), ("allow_pickle", False), ("trust_remote_code", False)])
+def test_switch_that_is_not_the_safe_boolean_is_refused(switch, safe, cli):
+    """Libraries only ask whether a switch is true: ``[]`` means false, and ``[false]`` true."""
+    values: list[Any] = [[], {}, [False], {"a": 1}, 0, 1, "false", "true", "", None, 0.0, not safe]
+    arguments = {"f": "x", switch: safe, **{f"at{chr(97 + index)}": {switch: value} for index, value in enumerate(values)}}
+    code, _, err = cli("plan", recipe(data={"module": "torch:load", "arguments": arguments}), "--untrusted")
+    assert code == 2
+    refused = [line.strip() for line in err.splitlines() if line.startswith("  ")]
+    assert [line.partition(": ")[0] for line in refused] == [f"data.arguments.at{chr(97 + index)}.{switch}" for index in range(len(values))]
+    assert all(line.endswith(f" Expected {str(safe).lower()}.") for line in refused)
+
+
+ALIASES = {
+    "plain": "import pickle\nload = pickle.loads\n",
+    "renamed": "import pickle as p\nload = p.loads\n",
+    "of an alias": "from pickle import loads as _l\nother = _l\nload = other\n",
+    "annotated": "import pickle\nload: object = pickle.loads\n",
+    "tuple": "import pickle\nsave, load = pickle.dumps, pickle.loads\n",
+    "argument": "import functools, pickle\nload = functools.partial(pickle.loads, fix_imports=False)\n",
+    "fallback": "try:\n    from numpy import load\nexcept ImportError:\n    import pickle\n    load = pickle.loads\n",
+    "choice": "import sys, numpy, pickle\nload = numpy.load if len(sys.argv) > 99 else pickle.loads\n",
+    "all names": "from _pickle import *\nfrom alias_pack_inner import *\n",
+    "built-in": "load = exec\n",
+    "module of a package": "import alias_pack_inner as inner\nload = inner.load\n",
+}
+"""Ways in which a module of an installed package gives the name ``load`` to a function that runs its argument."""
+
+
+@pytest.mark.parametrize("code", ALIASES.values(), ids=ALIASES.keys())
+def test_aliases_are_followed_to_python_s_own_functions(code, cli, site):
+    install(site, "alias-pack-inner", "from pickle import loads\nload = loads\n")
+    install(site, "alias-pack", code)
+    code, _, err = cli("plan", recipe(data={"module": "alias_pack:load"}), "--untrusted")
+    assert code == 2
+    assert "is of Python's standard library, whose functions can run any command." in err
+
+
+def test_aliases_of_installed_packages_are_followed_to_their_definition(site):
+    """Control. ``relu`` is an attribute of compiled code, and modules may name each other in a circle."""
+    install(site, "alias-pack", "import torch.nn as n\nclass Own: ...\nLoss = n.CrossEntropyLoss\na = b\nb = a\nmade = print(Own)\n")
+    found = {name: find_name("alias_pack", name) for name in ("Loss", "Own", "a", "made", "nothing")}
+    assert all(origin is not None and not origin.problem for origin in found.values())
+    assert found["Loss"].file.endswith("loss.py")
+    assert (found["Own"].line, found["made"].line) == (2, 6)
+    for reference in ("torch:relu", "torch.nn.functional:conv2d", "transformers:AutoModel", "numpy:array", "torch.optim:AdamW"):
+        origin = find_name(*reference.split(":"))
+        assert origin is not None
+        assert not origin.problem, reference
+
+
+def test_alias_of_a_loader_in_a_package_that_many_have_is_refused(cli):
+    pytest.importorskip("jupyter_client")
+    code, _, err = cli("plan", recipe(data={"module": "jupyter_client.session:pickle_unpacker"}), "--untrusted")
+    assert code == 2
+    assert "data.module: jupyter_client.session:pickle_unpacker: module pickle is of Python's standard library" in err
+
+
+def test_parents_of_the_recipe_are_listed(cli, tmp_path):
+    (tmp_path / "far").mkdir()
+    Path(recipe()).rename("far/base.yaml")
+    Path("far/middle.yaml").write_text("extends: base.yaml\n")
+    Path("r.yaml").write_text(f"extends: {tmp_path}/far/middle.yaml\n")
+    code, out, _ = cli("plan", "r.yaml", "--untrusted")
+    assert code == 0
+    assert [line for line in out.splitlines() if line.startswith("  extends: ")] == [
+        f"  extends: reads {tmp_path}/far/{name}.yaml" for name in ("middle", "base")
+    ]
+
+
 def test_file_beside_the_recipe_cannot_replace_installed_code(cli, hostile, monkeypatch, tmp_path):
     """`python -m fastloop` and PYTHONPATH put folders before the installed packages."""
     (tmp_path / "theirs").mkdir()
@@ -296,6 +364,23 @@ def test_listing_cannot_be_hidden_by_terminal_sequences(cli, hostile):
     assert code == 2
     assert not {"\x1b", "\u202e"} & set(out + err)
     assert "a://\\x1b[2K\\x1b[1A\\u202e" in out
+
+
+def test_recipe_cannot_blank_the_list_by_declaring_its_text_secret(cli, monkeypatch):
+    """A value of a key like ``token`` stays visible, and so does the same text elsewhere. Values of the environment are hidden."""
+    monkeypatch.setenv("HUB_TOKEN", "yellow-bird")
+    blanks = {"token": "os:system", "password": "standard library", "api_key": "rm -rf /home", "secret": "data.module", "sibling": "x"}
+    arguments = {**blanks, "auth_token": "sibling", "command": "rm -rf /home", "url": "https://yellow-bird@host/x"}
+    name = recipe(data={"module": "os:system", "arguments": arguments})
+    code, out, err = cli("plan", name, "--untrusted")
+    assert code == 2
+    assert "  data.module: os:system\n" in out
+    assert "'command': 'rm -rf /home'" in out
+    assert "data.module: os:system: module os is of Python's standard library" in err
+    assert "yellow-bird" not in out + err
+    code, out, _ = cli("plan", name, "--untrusted", "--json", "-")
+    assert code == 2
+    assert listed(out)["data.module"]["arguments"] == arguments | {"url": "https://(hidden)@host/x"}
 
 
 # -- parts ---------------------------------------------------------------------------------------------------------------------

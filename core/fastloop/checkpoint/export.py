@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_model as load_file
+from safetensors.torch import load_file
+from safetensors.torch import load_model as load_tensors
 
 from fastloop.checkpoint.store import save_tensors
 from fastloop.errors import RecipeError
@@ -55,7 +56,22 @@ def load_model(model: nn.Module, folder: Path, where: str) -> None:
         if pretrained is not None:
             model.load_state_dict(pretrained(folder).state_dict())
         else:
-            load_file(model, folder / "model.safetensors")
+            _load_file(model, folder / "model.safetensors")
     except (OSError, RuntimeError, SafetensorError) as error:
-        problem = str(error).strip().splitlines()[0].rstrip(".:")
+        lines = str(error).strip().splitlines()
+        problem = lines[isinstance(error, RuntimeError) and len(lines) > 1].strip().rstrip(".:")  # torch's first line names the model
         raise RecipeError(f"{folder}: its weights are not those of {type(model).__name__}, the model of {where}: {problem}.") from None
+
+
+def _load_file(model: nn.Module, file: Path) -> None:
+    """Load a file that has one of the names of each tied weight, or all of them.
+
+    Raises:
+        RuntimeError: A weight is missing, is not the model's, or has two values for two names.
+    """
+    missing, own = load_tensors(model, file, strict=False)[0], model.state_dict()
+    differs = {
+        name for name, saved in load_file(file).items() if name not in own or not own[name].allclose(saved.to(own[name]), 0, 0, True)
+    }
+    if missing or differs:
+        raise RuntimeError(f"missing, not the model's, or tied to one of another value: {', '.join(sorted({*missing, *differs}))}")

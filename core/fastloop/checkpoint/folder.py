@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import errno
 import json
@@ -123,7 +124,7 @@ def make(run: Run) -> Lock | None:
                 lock.release()
             files.make_folder(run.folder)
             lock = Lock(run.folder, run.recipe.where)
-        files.write(run.folder / "recipe.yaml", OmegaConf.to_yaml(OmegaConf.create(secrets.hidden(recipe.to_dict()))))
+        files.write(run.folder / "recipe.yaml", OmegaConf.to_yaml(OmegaConf.create(secrets.hidden(recipe.to_dict()))), hidden=True)
     except OSError as error:
         raise RecipeError(f"{run.recipe.where}: output: {run.folder} cannot be written: {error}.") from error
     return lock
@@ -135,7 +136,7 @@ def summarize(run: Run, status: str, reason: str | None) -> dict[str, Any]:
     Raises:
         SaveError: The summary cannot be written.
     """
-    state, seconds = run.state, run.clock.seconds
+    state, seconds, metrics = run.state, run.clock.seconds, copy.deepcopy(run.state.metrics)
     summary: dict[str, Any] = {
         "status": status,
         "reason": reason,
@@ -153,18 +154,20 @@ def summarize(run: Run, status: str, reason: str | None) -> dict[str, Any]:
         "evaluate_seconds": seconds["evaluate"],
         "save_seconds": seconds["save"],
         "peak_memory_bytes": peak_memory(run.device),
-        "validation": state.metrics.get("validation"),
-        "test": state.metrics.get("test"),
+        "validation": metrics.get("validation"),
+        "test": metrics.get("test"),
         "best": state.best,
         "save_errors": run.saver.errors,
     }
     if state.unreadable:
         summary["unreadable_samples"] = state.unreadable
-    run.hooks.write_summary(run=run, summary=summary)
-    summary["train_seconds"] = max(summary["train_seconds"] - summary["compile_seconds"], 0.0)  # steps compile
-    for name, count in (("samples", state.samples), ("tokens", state.tokens)):
-        summary[f"{name}_per_second"] = count / summary["train_seconds"] if summary["train_seconds"] else 0.0
-    write_summary(run, summary)
+    try:
+        run.hooks.write_summary(run=run, summary=summary)
+    finally:  # a run that fails here has a summary, too
+        summary["train_seconds"] = max(summary["train_seconds"] - summary["compile_seconds"], 0.0)  # steps compile
+        for name, count in (("samples", state.samples), ("tokens", state.tokens)):
+            summary[f"{name}_per_second"] = count / summary["train_seconds"] if summary["train_seconds"] else 0.0
+        write_summary(run, summary)
     return summary
 
 
@@ -176,7 +179,8 @@ def write_summary(run: Run, summary: dict[str, Any]) -> None:
     """
     if run.is_main and run.folder.exists():
         try:
-            files.write(run.folder / "summary.json", json.dumps(secrets.hidden(summary), indent=2) + "\n")
+            text = json.dumps(secrets.hidden(summary), indent=2, default=repr)
+            files.write(run.folder / "summary.json", text + "\n", hidden=True)
         except OSError as error:
             raise SaveError(f"{run.folder / 'summary.json'} cannot be written: {error}.") from error
 

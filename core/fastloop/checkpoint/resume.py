@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -116,33 +116,50 @@ def load(run: Run, path: Path, skipped: list[str]) -> None:
     if not run.is_main and (problem := checkpoint.verify(path, wait=True)):
         raise CheckpointError(f"{path}: process {run.rank} finds: {problem}. Put the run folder where all processes see the same files.")
     model, saved = checkpoint.read(path, sharded_target(run))
+    with _refused(f"{path}: malformed state.json. Resume from another checkpoint: "):
+        _restore(run, path, model, saved)
+    _restore_plugins(run, path, saved)
+
+
+@contextmanager
+def _refused(what: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Turn errors of these kinds into a CheckpointError. Without kinds: errors of reading a value from a tree of another form."""
+    try:
+        yield
+    except kinds or (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:  # noqa: B030
+        raise CheckpointError(f"{what}{type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
+
+
+def _restore(run: Run, path: Path, model: dict[str, Tensor], saved: dict[str, Any]) -> None:
+    """Check the settings of a checkpoint that was read, and restore the run's state from it."""
     recipe = secrets.hidden(run.recipe.to_dict())
     check_same(path, saved["recipe"], recipe)
     if "data" in saved:  # checkpoints of early versions have no fingerprints
         check_data(run, path, saved["data"])
-    try:
+    with _refused(f"{path}: not a checkpoint of this model: ", RuntimeError):
         run.hooks.load_model_state(run=run, state=model)
-    except RuntimeError as error:
-        raise CheckpointError(f"{path}: not a checkpoint of this model: {str(error).splitlines()[1].strip()}") from None
-    try:
+    with _refused(f"{path}: not a checkpoint of this optimizer, which needs the parameters of the run that saved it: ", ValueError):
         run.hooks.load_optimizer_state(run=run, state=saved["optimizer"])
-    except ValueError as error:
-        raise CheckpointError(
-            f"{path}: not a checkpoint of this optimizer: {error}. Train the same parameters as the run that saved it."
-        ) from None
     for name, part in (("scheduler", run.scheduler), ("scaler", run.accelerator.scaler)):
         if (part is None) != (saved[name] is None):
             then, now = "out" * (saved[name] is None), "out" * (part is None)
             raise CheckpointError(f"{path}: was saved with{then} a {name}, and this run is with{now} one.")
         if part is not None:
             part.load_state_dict(saved[name])
+    for key, value in saved["state"].items():
+        wrong_type = (usual := vars(run.state)[key]) is not None and type(value) is not type(usual)
+        if wrong_type or (isinstance(value, int) and not -1 <= value < 2**63):
+            raise ValueError(f"state.{key}: found {value!r:.40}")
     run.state.restore(saved["state"])
     if run.interrupted or any(saved["recipe"][key] != recipe[key] for key in ("train", "plugins")):
         run.state.stop_reason = None  # it may not apply to other epochs or plugins
     run.saver.resumed(run.state.step)
-    run.clock.seconds |= saved["clock"] | {"startup": run.clock.seconds["startup"]}
-    if "scalars" in saved:  # checkpoints of early versions have none
-        run.scalars.restore(saved["scalars"], run.processes)
+    run.clock.seconds |= {key: float(value) for key, value in saved["clock"].items()} | {"startup": run.clock.seconds["startup"]}
+    run.scalars.restore(saved["scalars"], run.processes)
+
+
+def _restore_plugins(run: Run, path: Path, saved: dict[str, Any]) -> None:
+    """Restore the state of plugins, and then the random states. An error of a plugin is its own."""
     log_points.start(run)
     for plugin, call in run.plugins.each("load_state"):
         if plugin.name not in saved["plugins"]:

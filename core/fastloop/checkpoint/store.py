@@ -108,18 +108,6 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     save_file(separate, path)
 
 
-def snapshot(model: Mapping[str, Tensor], state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Copy both to the CPU, so that later steps do not change them.
-
-    Raises:
-        TypeError: ``state`` contains a value that cannot be saved.
-    """
-    tensors: dict[str, Tensor] = {}
-    packed = pack(state, tensors, "state")
-    copies = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
-    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in model.items()}, unpack(packed, copies)
-
-
 def write(folder: Path, model: Mapping[str, Tensor], state: Mapping[str, Any], is_main: bool = True, group: Any = None) -> Path:
     """Write a checkpoint at ``folder``. If the process is killed at any time, ``find`` returns the new checkpoint or the one before.
 

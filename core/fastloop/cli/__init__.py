@@ -10,7 +10,6 @@ from typing import Annotated
 
 import typer
 
-from fastloop import __version__
 from fastloop.cli import doctor, launch, plan, plugins, recipes, schema, train
 from fastloop.cli.commands import Commands
 from fastloop.distributed import ranks, signals
@@ -34,6 +33,8 @@ app = typer.Typer(
 def show_version(requested: bool) -> None:
     """Print the version and exit."""
     if requested:
+        from fastloop import __version__
+
         typer.echo(f"fastloop {__version__}")
         raise typer.Exit
 

@@ -17,7 +17,7 @@ import typer
 from typer.core import TyperGroup
 
 from fastloop.errors import UsageError, did_you_mean
-from fastloop.plugin import entry_points, name_and_version, own_entry_points
+from fastloop.plugin import entry_points, is_own, name_and_version, own_entry_points
 
 GROUP = "fastloop.commands"
 OPTIONS = "fastloop.options"
@@ -91,7 +91,7 @@ def extended(command: Any) -> Any:
     calls: list[tuple[Any, set[str]]] = []
     own = command.callback, {parameter.name for parameter in command.params}
     for point in sorted(entry_points(OPTIONS), key=lambda point: point.name):
-        if point.name.partition(".")[0] == command.name and _is_own(point):
+        if point.name.partition(".")[0] == command.name and is_own(point):
             part = load(command.name, point)
             known = {parameter.name for parameter in command.params}
             command.params += [parameter for parameter in part.params if parameter.name not in known]
@@ -124,7 +124,7 @@ def load(name: str, point: EntryPoint, with_options: bool = True) -> Any:
     """
     origin = f"{point.value} of {' '.join(name_and_version(point.dist))}" if point.dist else point.value
     label = f"command {name!r} ({origin})"
-    if not _is_own(point):
+    if not is_own(point):
         from fastloop.registry import unsupported
 
         if problem := unsupported(point):
@@ -142,10 +142,6 @@ def load(name: str, point: EntryPoint, with_options: bool = True) -> Any:
     except (Exception, SystemExit) as error:
         raise UsageError(f"{label} cannot be imported: {type(error).__name__}: {error}") from error
     return command
-
-
-def _is_own(point: EntryPoint) -> bool:
-    return point.dist is not None and name_and_version(point.dist)[0] == "fastloop"
 
 
 def _app(name: str, function: Any, help_text: str | None = None) -> typer.Typer:

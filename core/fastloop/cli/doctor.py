@@ -6,6 +6,8 @@ import shutil
 
 import typer
 
+from fastloop.plugin import DISTRIBUTION
+
 
 def doctor() -> None:
     """Print the capabilities of this machine.
@@ -33,18 +35,18 @@ def doctor() -> None:
     line("backends", ", ".join(torch._dynamo.list_backends()))
     line("distributed", ", ".join(name for name in ("nccl", "gloo", "mpi") if getattr(torch.distributed, f"is_{name}_available")()) or "no")
     line("python", platform.python_version())
-    requirements = [Requirement(text) for text in importlib.metadata.requires("fastloop") or []]
+    requirements = [Requirement(text) for text in importlib.metadata.requires(DISTRIBUTION) or []]
     for requirement in requirements:
         if requirement.marker is None:
             line(requirement.name, _installed(requirement.name) or "missing")
-    for extra in importlib.metadata.metadata("fastloop").get_all("Provides-Extra") or []:
+    for extra in importlib.metadata.metadata(DISTRIBUTION).get_all("Provides-Extra") or []:
         required = [
             item.name
             for item in requirements
             if item.marker and item.marker.evaluate({"extra": extra}) and not item.marker.evaluate({"extra": ""})
         ]
-        missing = [name for name in required if name != "fastloop" and _installed(name) is None]
-        line(f"[{extra}]", f"not installed ({', '.join(missing)}): pip install 'fastloop[{extra}]'" if missing else "installed")
+        missing = [name for name in required if name != DISTRIBUTION and _installed(name) is None]
+        line(f"[{extra}]", f"not installed ({', '.join(missing)}): pip install '{DISTRIBUTION}[{extra}]'" if missing else "installed")
 
 
 def _installed(distribution: str) -> str | None:

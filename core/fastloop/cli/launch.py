@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -92,7 +93,7 @@ def launch(arguments: Sequence[str], nproc: int, nnodes: int, node_rank: int, ma
     if failed.returncode == -platform_support.KILL and platform_support.kills() > kills:
         message += f" {platform_support.explain_kill(kills)} Set a smaller train.micro_batch_size, use fewer workers, or raise the limit."
     if checkpoints(output):
-        message += f" Continue from its newest checkpoint with: fastloop {' '.join(arguments)} {launch_options} --resume"
+        message += f" Continue from its newest checkpoint with: {shlex.join(['fastloop', *arguments])} {launch_options} --resume"
     print(f"error: {secrets.hide(message)}", file=sys.stderr)
     return 128 - int(failed.returncode)
 

@@ -11,6 +11,10 @@ from fastloop.recipe import secrets
 class Messages(logging.Handler):
     """Prints to rich's console, above a live display."""
 
+    def format(self, record: logging.LogRecord) -> str:
+        """The message and its traceback, without secrets."""
+        return secrets.hide(super().format(record))
+
     def emit(self, record: logging.LogRecord) -> None:
         """Print a message. Warnings have a prefix."""
         import rich
@@ -27,8 +31,6 @@ def show_messages() -> None:
         logger.propagate = False
         return
     if not any(isinstance(handler, Messages) for handler in logger.handlers):
-        handler = Messages()
-        handler.setFormatter(secrets.Formatter())
-        logger.addHandler(handler)
+        logger.addHandler(Messages())
     logger.setLevel(logging.INFO)
     logger.propagate = False

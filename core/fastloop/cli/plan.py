@@ -63,7 +63,7 @@ def plan(
         details = ", ".join(filter(None, (plugin.slot and f"slot {plugin.slot}", plugin.numerics, reason)))
         typer.echo(f"{number:>2}. {plugin.name}  ({details})")
         options = [
-            f"{field.name}={secrets.hidden({field.name: value})[field.name]}"
+            f"{field.name}={secrets.hidden(value, secrets.is_secret(field.name))}"
             for field, default in zip(dataclasses.fields(plugin.config), describe(type(plugin).Config), strict=True)
             if (value := getattr(plugin.config, field.name)) is not None and str(value) != default.default
         ]
@@ -85,7 +85,7 @@ def plan(
     typer.echo(f"length   {loaded.train.max_steps or f'{loaded.train.epochs} epochs'}{' steps' * bool(loaded.train.max_steps)}")
     typer.echo(f"output   {loaded.output}")
     if not verbose:
-        typer.echo("\n`fastloop plan -v` shows each plugin's effect and options.")
+        typer.echo(f"\n`fastloop plan {recipe} -v` shows each plugin's effect and options.")
 
 
 def show_table(resolution: PluginSet) -> None:

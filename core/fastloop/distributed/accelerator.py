@@ -44,7 +44,14 @@ def build_accelerator(recipe: Recipe, resolution: PluginSet) -> Accelerator:
     if AcceleratorState._shared_state and AcceleratorState().mixed_precision != draft.mixed_precision:
         AcceleratorState._reset_state(reset_partial_state=False)  # an earlier run of this process had another precision
     PartialState(cpu=cpu, **(draft.init_handler.to_kwargs() if draft.init_handler else {}), **_own_store())
-    return Accelerator(mixed_precision=draft.mixed_precision, cpu=cpu, kwargs_handlers=draft.handlers())
+    accelerator = Accelerator(mixed_precision=draft.mixed_precision, cpu=cpu, kwargs_handlers=draft.handlers())
+    accelerator.state.__dict__ = dict(accelerator.state.__dict__)  # transformers' TrainingArguments clears the state that all share
+    return accelerator
+
+
+def restore_shared_state(accelerator: Accelerator) -> None:
+    """Put back the state that Accelerate's classes share, if user code cleared it. Accelerate reads it while it prepares."""
+    type(accelerator.state)._shared_state.update(vars(accelerator.state))
 
 
 def _own_store() -> dict[str, Any]:

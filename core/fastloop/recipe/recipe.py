@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,14 +38,13 @@ from typing import Annotated, Any, Literal
 
 from fastloop.errors import RecipeError, did_you_mean
 from fastloop.options import option, parse
-from fastloop.plugin import defaults
+from fastloop.plugin import Plugin, defaults
+from fastloop.recipe import interpolation, secrets
 from fastloop.recipe import safe_yaml as plain
-from fastloop.recipe import secrets
 from fastloop.recipe.paths import anchored, check_path, find_path, find_recipe
 from fastloop.recipe.plugin_references import plugin_name, plugins_by_name
 
 SECTIONS = ("model", "data", "train", "plugins", "output")
-_RESOLVER = re.compile(r"\$\{[^}]*?[:$][^}]*\}*")
 
 
 @dataclass(kw_only=True)
@@ -131,9 +129,11 @@ class Recipe:
     Attributes:
         plugins: Plugin name -> options, in the recipe's order. ``False`` turns a default plugin off.
         selected: Plugin name -> why another plugin, such as ``auto``, added it.
+        selector: That plugin, which builds the run (``Plugin.build_selected``); None: no plugin is selected.
         references: Plugin name -> its listed form, if that differs: ``package:name``, ``file.py``, ``file.py:Class``.
         source: The recipe's file, for messages and relative paths; None: made in Python.
         inference: The model to evaluate; None: the run trains.
+        parents: The files that ``source`` extends, nearest first.
     """
 
     model: dict[str, Any] = field(default_factory=dict)
@@ -144,7 +144,9 @@ class Recipe:
     references: dict[str, str] = field(default_factory=dict)
     source: Path | None = None
     selected: dict[str, str] = field(default_factory=dict)
+    selector: Plugin | None = None
     inference: Inference | None = None
+    parents: list[Path] = field(default_factory=list)
 
     @property
     def where(self) -> str:
@@ -188,7 +190,8 @@ def load_recipe(name: str, overrides: Iterable[str] = (), with_plugins: Iterable
     """
     path = find_recipe(name)
     references: dict[str, str] = {}
-    tree = _read(path, (), references)
+    read: list[Path] = []
+    tree = _read(path, read, references)
     for plugin in with_plugins:
         name = plugin_name(plugin, "--with", path, references)
         tree["plugins"][name] = tree["plugins"].get(name) or {}
@@ -199,6 +202,7 @@ def load_recipe(name: str, overrides: Iterable[str] = (), with_plugins: Iterable
         tree["plugins"][plugin_name(plugin, "--without", path, {})] = False
     tree["plugins"] = {references.get(name, name): options for name, options in tree["plugins"].items()}
     recipe = make_recipe(tree, path)
+    recipe.parents = read[1:]
     for name in overridden:
         if recipe.plugins[name] is not False and not defaults()[name].load().auto_enable(recipe):
             raise RecipeError(
@@ -238,19 +242,19 @@ def make_recipe(tree: Mapping[str, Any], source: Path | None = None) -> Recipe:
     )
 
 
-def _read(path: Path, seen: tuple[Path, ...], references: dict[str, str]) -> dict[str, Any]:
-    """Read a file and the recipes that it extends, with ``plugins`` by name. Adds to ``references``.
+def _read(path: Path, seen: list[Path], references: dict[str, str]) -> dict[str, Any]:
+    """Read a file and the recipes that it extends, with ``plugins`` by name. Adds to ``seen`` and ``references``.
 
     Args:
         seen: Files that extend this one, to find a circle.
     """
     if path.resolve() in seen:
         raise RecipeError(f"{path}: extends: recipes extend each other: {' -> '.join(map(str, (*seen, path)))}.")
+    seen.append(path.resolve())
     try:
-        text = path.read_text(encoding="utf-8")
+        tree = plain.load(path.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path}: cannot be read: {error}.") from None
-    tree = plain.load(text, str(path))
     if not isinstance(tree, dict) or not tree:
         raise RecipeError(f"{path}: expected a mapping with the sections {', '.join(SECTIONS)}.")
     secrets.remember(tree, str(path))
@@ -263,11 +267,10 @@ def _read(path: Path, seen: tuple[Path, ...], references: dict[str, str]) -> dic
     beside = path.parent / check_path(base, path)
     home = beside if beside.is_file() else find_recipe(base)
     inherited: dict[str, str] = {}
-    parent = _read(home, (*seen, path.resolve()), inherited)
+    parent = _read(home, seen, inherited)
     for name, reference in inherited.items():
         references.setdefault(name, reference if home.parent == path.parent else anchored(reference, home.parent))
-    merged: dict[str, Any] = _merge(parent, {section: value for section, value in tree.items() if value is not None})
-    return merged
+    return dict(_merge(parent, {section: value for section, value in tree.items() if value is not None}))
 
 
 def _merge(base: Any, top: Any) -> Any:
@@ -277,54 +280,43 @@ def _merge(base: Any, top: Any) -> Any:
     return {**base, **{key: _merge(base.get(key), value) for key, value in top.items()}}
 
 
-def _refuse_resolvers(tree: Any, where: str) -> None:
-    """Refuse ``${oc.env:HOME}``, but not ``${key}``: a recipe is data, and has the same meaning on every machine."""
-    if isinstance(tree, Mapping):
-        for key, value in tree.items():
-            _refuse_resolvers(value, f"{where}.{key}")
-    elif isinstance(tree, list):
-        for index, value in enumerate(tree):
-            _refuse_resolvers(value, f"{where}[{index}]")
-    elif isinstance(tree, str) and (found := _RESOLVER.search(tree)):
-        raise RecipeError(f"{where}: found {found[0]!r}. Expected ${{...}} with the name of another key of the recipe in it, and no more.")
-
-
 def _apply(tree: dict[str, Any], overrides: Iterable[str], where: str, references: Mapping[str, str]) -> dict[str, Any]:
     """Apply overrides, then OmegaConf's interpolations (``${train.lr}``). Plugins are by name before and after."""
     import yaml
     from omegaconf import OmegaConf
     from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-    for section, value in tree.items():
-        _refuse_resolvers(value, f"{where}: {section}")
-    config = OmegaConf.create(tree)
-    for item in overrides:
-        key, equals, value = item.partition("=")
-        if not equals or not key:
-            raise RecipeError(f"{item}: not an override. Expected key=value, such as train.lr=1e-4.")
-        head, _, rest = key.partition(".")
-        if head not in SECTIONS:
-            raise RecipeError(f"{item}: there is no section {head!r}.{did_you_mean(head, SECTIONS)}")
-        for listed, reference in references.items():
-            if head == "plugins" and rest.startswith(f"{reference}."):
-                rest = listed + rest.removeprefix(reference)
-                item = f"plugins.{rest}={value}"
-        name = rest.partition(".")[0]
-        if head == "plugins" and not name:
-            raise RecipeError(f"{item}: expected plugins.NAME.OPTION=value. Plugins are added by --with, and left out by --without.")
-        on_by_default = [plugin for plugin in defaults() if plugin not in tree["plugins"]]
-        if head == "plugins" and not isinstance(tree["plugins"].get(name), Mapping) and name not in on_by_default:
-            there = [plugin for plugin, options in tree["plugins"].items() if options is not False]
-            there += difflib.get_close_matches(name, on_by_default)
-            raise RecipeError(f"{item}: the recipe {where} does not list {name!r}.{did_you_mean(name, there)} Add it with --with {name}.")
-        _refuse_resolvers(item, key)
-        secrets.remember({key.rpartition(".")[2]: value}, key)
-        try:
-            plain.check(value, item)
-            config = OmegaConf.merge(config, OmegaConf.from_dotlist([item]))  # type: ignore[assignment]
-        except (OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
-            raise RecipeError(f"{item}: cannot be applied to {where}: {str(error).splitlines()[0]}.") from None
     try:
+        interpolation.measure(tree, where, (), {})
+        config = OmegaConf.create(tree)
+        for item in overrides:
+            key, equals, value = item.partition("=")
+            if not equals or not key:
+                raise RecipeError(f"{item}: not an override. Expected key=value, such as train.lr=1e-4.")
+            head, _, rest = key.partition(".")
+            if head not in SECTIONS:
+                raise RecipeError(f"{item}: there is no section {head!r}.{did_you_mean(head, SECTIONS)}")
+            for listed, reference in references.items():
+                if head == "plugins" and rest.startswith(f"{reference}."):
+                    rest = listed + rest.removeprefix(reference)
+                    item = f"plugins.{rest}={value}"
+            name = rest.partition(".")[0]
+            if head == "plugins" and not name:
+                raise RecipeError(f"{item}: expected plugins.NAME.OPTION=value. Plugins are added by --with, and left out by --without.")
+            on_by_default = [plugin for plugin in defaults() if plugin not in tree["plugins"]]
+            if head == "plugins" and not isinstance(tree["plugins"].get(name), Mapping) and name not in on_by_default:
+                there = [plugin for plugin, options in tree["plugins"].items() if options is not False]
+                there += difflib.get_close_matches(name, on_by_default)
+                raise RecipeError(
+                    f"{item}: the recipe {where} does not list {name!r}.{did_you_mean(name, there)} Add it with --with {name}."
+                )
+            interpolation.measure(item, key, (), {})
+            secrets.remember({key.rpartition(".")[2]: value}, key)
+            try:
+                plain.check(value, item)
+                config = OmegaConf.merge(config, OmegaConf.from_dotlist([item]))  # type: ignore[assignment]
+            except (OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
+                raise RecipeError(f"{item}: cannot be applied to {where}: {str(error).splitlines()[0]}.") from None
         resolved: dict[str, Any] = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
     except MissingMandatoryValue as error:
         raise RecipeError(f"{where}: {error.full_key}: found '???', which stands for a value to fill in. Set it.") from None

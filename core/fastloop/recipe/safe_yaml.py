@@ -5,7 +5,7 @@ The checks process the parser's events before any object is created, so nesting 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from types import SimpleNamespace as _Open
 from typing import Any
 
 from fastloop.errors import RecipeError
@@ -15,16 +15,6 @@ MAX_DEPTH = 32
 MAX_VALUES = 10_000
 """Maximum number of values in a file, with expanded aliases."""
 TAGS = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool", "null", "seq", "map"))
-
-
-@dataclass
-class _Open:
-    """A list or mapping that is not closed yet."""
-
-    anchor: str | None
-    before: int  # values counted before it
-    keys: dict[str, int] | None  # key -> line; None for a list
-    parts: int = 0  # keys and values of a mapping so far
 
 
 def check(text: str, where: str) -> None:
@@ -37,6 +27,8 @@ def check(text: str, where: str) -> None:
     import yaml
 
     sizes: dict[str, int] = {}
+    # The lists and mappings that are not closed yet. before: values counted before it. keys: key -> line; None for a list.
+    # parts: keys and values of a mapping so far.
     inside: list[_Open] = []
     count = 0
     token: Any
@@ -61,10 +53,10 @@ def check(text: str, where: str) -> None:
                 keys[token.value] = line
         tag = getattr(token, "tag", None)
         if tag and tag not in TAGS:
-            shown = tag.replace("tag:yaml.org,2002:", "!!")
-            raise RecipeError(f"{place}: found the tag {shown}. A recipe contains only text, numbers, lists and mappings.")
+            tag = tag.replace("tag:yaml.org,2002:", "!!")
+            raise RecipeError(f"{place}: found the tag {tag}. A recipe contains only text, numbers, lists and mappings.")
         if isinstance(token, yaml.CollectionStartEvent):
-            inside.append(_Open(token.anchor, count, {} if isinstance(token, yaml.MappingStartEvent) else None))
+            inside.append(_Open(anchor=token.anchor, before=count, keys={} if isinstance(token, yaml.MappingStartEvent) else None, parts=0))
             if len(inside) > MAX_DEPTH:
                 raise RecipeError(f"{place}: nested deeper than {MAX_DEPTH} levels.")
         elif isinstance(token, yaml.ScalarEvent) and token.anchor:

@@ -1,14 +1,16 @@
 """Hide secrets (tokens, keys, passwords) in everything that fastloop writes or prints.
 
-The names of environment variables (``HF_TOKEN``, ``AWS_SECRET_ACCESS_KEY``) and of recipe keys (``data.arguments.api_key``) decide which
-values are secret. ``(hidden)`` replaces them. To use a saved recipe, set its secrets again.
+The names of environment variables (``HF_TOKEN``, ``PGPASSWORD``) and of recipe keys (``data.arguments.api_key``, ``accessToken``) decide
+which values are secret. The user and the password of a URL are secret, too. ``(hidden)`` replaces them. To use a saved recipe, set its
+secrets again.
+
+Hide them before a tree becomes JSON or YAML: in the text of a file, a secret such as ``status`` would also replace the file's own keys.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-import logging
 import os
 import re
 from collections.abc import Mapping
@@ -19,23 +21,29 @@ from fastloop.errors import RecipeError
 HIDDEN = "(hidden)"
 MIN_LENGTH = 6
 """Minimum characters of a value to hide inside text. Shorter values could match parts of ordinary words."""
-_VARIABLE = re.compile(r"(^|_)(TOKEN|SECRET|(API)?KEY|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?)$", re.IGNORECASE)
-_KEY = re.compile(
-    r"(^|[_-])(token|secret|password|passwd|passphrase|credentials?|(api|access|secret|private|auth)[_-]?key)$", re.IGNORECASE
+_SECRET = re.compile(
+    r"(?!.*(pad|bos|eos|unk|sep|cls|mask|start|end|special|image|audio|video|stop|first|last|next|per|text)_token$).*"  # of tokenizers
+    r"((password|passwd|passphrase|passcode|secret|credential)s?"  # also clientsecret, PGPASSWORD
+    r"|(^|_)(authorization|auth|bearer|cookies?|dsn|jwt|otp|pat|pwd|sas|webhook(_url)?|connection_?string)"
+    r"|(^|_)(access|api|auth|bearer|csrf|id|refresh|session)?token|(^|_)(database|db|broker|mongo(db)?|mysql|postgres(ql)?|redis)_ur[il]"
+    r"|(^|_)(access|account|admin|api|app|auth|client|consumer|deploy|encrypt(ion)?|gpg|hmac|license|master|private|rsa|secret|service"
+    r"|session|shared|sign(ing)?|ssh|storage|subscription)_?key(_id)?|(^|(^|_)(admin|db|ftp|mail|pg|redis|root|smtp|user)_?)pass"
+    r")(_?(v?[0-9]+|base|base64|config|json|new|old|text|value))*"
 )
-_TOKENIZER_KEY = re.compile(r"(pad|bos|eos|unk|sep|cls|mask|start|end|special)[_-]token$", re.IGNORECASE)
-"""Keys of tokenizers, which are not secret."""
+"""Names of secrets, in lower case with ``_`` between words."""
+_PASSWORD = re.compile(r"://[^\s/:@]*:([^\s/\"',]+)@")
+_URL_USER = re.compile(r"(?<=://)[^\s/:@]*:[^\s/\"',]+(?=@)|(?<=https://)[^\s/@\"',]+(?=@)")
 _remembered: set[str] = set()
 
 
+@functools.cache
 def is_secret(key: Any) -> bool:
     """Whether the name of a recipe's key suggests a secret."""
-    return isinstance(key, str) and bool(_KEY.search(key)) and not _TOKENIZER_KEY.search(key)
+    return bool(_SECRET.fullmatch(re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|[^A-Za-z0-9]+", "_", str(key)).lower()))
 
 
-@functools.cache
 def _is_secret_variable(name: str) -> bool:
-    return bool(_VARIABLE.search(name))
+    return name.upper().endswith(("_KEY", "_PASS")) or (name != "PWD" and is_secret(name))
 
 
 def remember(tree: Any, where: str, secret: bool = False) -> None:
@@ -52,33 +60,35 @@ def remember(tree: Any, where: str, secret: bool = False) -> None:
             remember(value, where, secret)
     elif isinstance(tree, str) and HIDDEN in tree:
         raise RecipeError(f"{where}: found {HIDDEN}: a secret, which was left out when this recipe was written. Set it again.")
-    elif secret and tree is not None and not isinstance(tree, bool):
-        _remembered.add(str(tree))
+    elif tree is not None and not isinstance(tree, bool):
+        _remembered.update([str(tree)] if secret else _PASSWORD.findall(str(tree)))
 
 
-def hide(text: str) -> str:
-    """Replace secret values in a text."""
-    variables = {os.environ[name] for name in os.environ if _is_secret_variable(name)}
-    for value in sorted(variables | _remembered, key=len, reverse=True):
-        if len(value) >= MIN_LENGTH:
-            for shown in (value, repr(value)[1:-1], json.dumps(value)[1:-1]):
-                text = text.replace(shown, HIDDEN)
-    return text
+def forget() -> None:
+    """Hide only values of the environment from now on, until the next recipe is read."""
+    _remembered.clear()
+
+
+def hide(text: str, urls: bool = True) -> str:
+    """Replace secret values in a text, and with ``urls`` the users and passwords of all URLs."""
+    values = _remembered | {value for name, value in os.environ.items() if _is_secret_variable(name)}
+    values.update(password for value in os.environ.values() for password in _PASSWORD.findall(value))
+    for value in sorted((value for value in values if len(value) >= MIN_LENGTH), key=len, reverse=True):
+        for shown in (value, repr(value)[1:-1], json.dumps(value)[1:-1]):
+            text = text.replace(shown, HIDDEN)
+    return _URL_USER.sub(HIDDEN, text) if urls else text
 
 
 def hidden(tree: Any, secret: bool = False) -> Any:
-    """Replace secrets in a tree of mappings, lists and values: values of secret keys, and secret values inside other text."""
+    """Replace secrets in a tree of mappings, lists and values: values of secret keys, and secret values inside other text.
+
+    A key in lower case, such as ``status``, stays.
+    """
     if isinstance(tree, Mapping):
-        return {hide(key) if isinstance(key, str) else key: hidden(value, is_secret(key)) for key, value in tree.items()}
+        keys = {key: hide(key) if isinstance(key, str) and not re.fullmatch("[a-z_]+", key) else key for key in tree}
+        return {keys[key]: hidden(value, is_secret(key)) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
         return [hidden(value, secret) for value in tree]
     if secret and tree is not None and not isinstance(tree, bool):
         return HIDDEN
     return hide(tree) if isinstance(tree, str) else tree
-
-
-class Formatter(logging.Formatter):
-    """Hides secrets in log messages and tracebacks."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return hide(super().format(record))

@@ -16,17 +16,18 @@ RETRY_SECONDS = (0.1, 0.5, 2.0)
 """Seconds between attempts to read a file: a server of a network file system may need a moment to find a file that was replaced."""
 
 
-def write(path: Path, text: str, durable: bool = True) -> None:
-    """Write a file atomically, with secrets hidden. If several processes write the same file, the last one wins.
+def write(path: Path, text: str, durable: bool = True, hidden: bool = False) -> None:
+    """Write a file atomically, with secrets hidden in its text. If several processes write the same file, the last one wins.
 
     Args:
+        hidden: Whether the text was made from values without secrets. JSON and YAML always are: a secret may be equal to a key.
         durable: Whether to flush the file to disk first. Otherwise a loss of power may leave an empty file.
 
     Raises:
         OSError: The file cannot be written; an existing file is unchanged.
     """
     aside = path.with_name(f".{path.name}.{ranks.rank()}.partial")
-    aside.write_text(secrets.hide(text), encoding="utf-8")
+    aside.write_text(text if hidden else secrets.hide(text), encoding="utf-8")
     if durable:
         sync(aside)
     aside.replace(path)

@@ -10,7 +10,7 @@ real processes. Three lines test a plugin's declarations:
     class TestConformance(Conformance):
         plugin = "my-plugin"
 
-Requires pytest: ``pip install 'fastloop[testing]'``.
+Requires pytest: ``pip install 'fastloop-train[testing]'``.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ except ModuleNotFoundError as error:
     if error.name != "pytest":
         raise
     raise ModuleNotFoundError(
-        "fastloop.testing needs pytest, which is not installed. Install it: pip install 'fastloop[testing]'"
+        "fastloop.testing needs pytest, which is not installed. Install it: pip install 'fastloop-train[testing]'"
     ) from None
 
 from fastloop.testing.conformance import Conformance
 from fastloop.testing.conformance import pytest_collection_modifyitems as pytest_collection_modifyitems
 from fastloop.testing.conformance import pytest_configure as pytest_configure
+from fastloop.testing.conformance import pytest_terminal_summary as pytest_terminal_summary
 from fastloop.testing.runs import Trained, train
 from fastloop.testing.starting import ProcessResult, processes, start
 from fastloop.testing.studies import study_results

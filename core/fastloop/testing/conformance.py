@@ -8,12 +8,16 @@
         requires = ("other-plugin",)    # further plugins, in the runs with and without yours
         task = TEXTS                    # a recipe's model and data: VECTORS (the default), IMAGES, TEXTS or LANGUAGE
 
-The trainings run once for a class, in separate processes. They take a few dozen steps on the CPU, or on an accelerator with the environment
+The trainings run once for a class, in separate processes. They take 20 steps each on the CPU, or on an accelerator with the environment
 variable FASTLOOP_TEST_DEVICE=auto. The suite does not judge speed: ``test_cost`` records the time of a step with and without the plugin as
 a property in pytest's report.
 
-Every check runs, unless a class lists it in ``slow`` and pytest runs with ``-m "not slow"``. ``fastloop.testing`` sets and registers that
-marker for packages.
+A check that cannot run is skipped, which is not a pass: a section of pytest's report lists each with its reason. If a run is refused, the
+check fails, unless the plugin declares the refusal (``conflicts``, ``requirements``), the class lists it in ``refuses``, or the strategy
+refuses the task without the plugin, too.
+
+Every other check runs, unless a class lists it in ``slow`` and pytest runs with ``-m "not slow"``. ``fastloop.testing`` sets and registers
+that marker for packages.
 """
 
 from __future__ import annotations
@@ -33,17 +37,18 @@ import pytest
 from fastloop.cli.numerics import BOUNDS, HOLDS, compare
 from fastloop.errors import RecipeError, UsageError, did_you_mean
 from fastloop.options import describe, parse
-from fastloop.plugin import Numerics, listed_at
+from fastloop.plugin import DISTRIBUTION, Numerics, listed_at
 from fastloop.registry import installed, load
 from fastloop.runtime.platform_support import KILL
+from fastloop.testing.differences import distance, few, packed, unequal
 from fastloop.testing.documents import problems
-from fastloop.testing.runs import DIES_AT, SAVES_EVERY, SEEDS, STOPS_AT, Failed, Trained
+from fastloop.testing.runs import DIES_AT, RELEASED_AFTER, SAVES_EVERY, SEEDS, STOPS_AT, Failed, Trained
 from fastloop.testing.starting import failure
 from fastloop.testing.studies import StudyResults, strategies_for
-from fastloop.testing.tasks import VECTORS
+from fastloop.testing.tasks import VECTORS, with_batch_norm
 
-SHOWN = 5
-"""Number of differences that a message shows, before it gives the total."""
+BOUNDED = 10
+"""Steps whose losses keep the bound of a class other than bitwise."""
 
 REPAIRS = {
     "bitwise": "Touch no number and draw no random one, or promise less: set `numerics`",
@@ -66,6 +71,11 @@ class Conformance:
     """The task to train: a recipe's ``model`` and ``data``, and optionally ``plugins`` and ``train``."""
     device: ClassVar[str] = os.environ.get("FASTLOOP_TEST_DEVICE", "cpu")
     """``auto`` for a plugin that needs an accelerator; its tests run if one is available. FASTLOOP_TEST_DEVICE sets it for all others."""
+    strategy_options: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    """Strategy -> its options in the tests, with and without the plugin: ``{"ddp": {"find_unused_parameters": True}}``."""
+    refuses: ClassVar[Collection[str]] = ()
+    """Strategies with which a run is refused with a ``UsageError`` that no declaration announces. ``"one process"``, for a strategy: a run
+    without a launcher is."""
     slow: ClassVar[Collection[str]] = ()
     """Checks that get the marker ``slow``, such as ``"killed"`` or ``"processes[fsdp]"``: ``pytest -m "not slow"`` leaves them out."""
 
@@ -78,6 +88,9 @@ class Conformance:
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Parametrize ``test_processes`` by strategy. pytest calls it for each test of the class."""
         if "strategy" in metafunc.fixturenames:
+            known = {"one process", *installed()}
+            for name in [name for name in (*self.strategy_options, *self.refuses) if name not in known]:
+                raise UsageError(f"{type(self).__name__}: there is no strategy {name!r}.{did_you_mean(name, known)}")
             metafunc.parametrize("strategy", strategies_for(self.plugin))
 
     @pytest.fixture(autouse=True)
@@ -130,12 +143,13 @@ class Conformance:
             repair = f"Show its lines there: `plugins:`, and below it `- {self.plugin}`"
             self.broken("a recipe to copy", f"none in the docstring of {cls.__module__}", repair)
         distribution = installed()[self.plugin].dist
-        if distribution is not None and distribution.name != "fastloop":  # our own README is about the framework
+        if distribution is not None and distribution.name != DISTRIBUTION:  # our own README is about the framework
             for problem in problems(cls, distribution):
                 self.broken(*problem)
 
     def test_numerics(self, study_results: StudyResults) -> None:
-        """The first step's gradients, the losses and the final metric keep the bounds of the numerics class."""
+        """The first step's gradients, the losses and the final metric keep the bounds of the numerics class. ``bitwise``: all metrics, the
+        final weights and the random states are the same, too."""
         ours, numerics = study_results.run("ours"), study_results.plugin.numerics
         if study_results.plugin.slot == "task":
             pytest.skip("it is a task: there is no training without it")
@@ -143,6 +157,8 @@ class Conformance:
         self._losses(numerics, ours, plain, again)
         if numerics == "changes-training":
             return
+        if numerics == "bitwise":
+            self._bits(ours, plain)
         far, noise = distance(ours.gradients, plain.gradients), distance(again.gradients, plain.gradients)
         if far > max(BOUNDS[numerics], 2 * noise):
             found = f"a relative difference of {far:.2e}, and {BOUNDS[numerics]:g} is allowed"
@@ -153,6 +169,30 @@ class Conformance:
         if not abs(final - finals[0]) <= spread:
             found = f"an evaluation loss of {final:.6g} instead of {finals[0]:.6g}, while other seeds change it by up to {spread:.3g}"
             self.broken(f"numerics {numerics!r}: the final metric as it is without it", found, REPAIRS[numerics])
+
+    def _bits(self, ours: Trained, plain: Trained) -> None:
+        """Check what a bitwise plugin leaves alone beside the losses."""
+        pairs = zip(ours.metrics, plain.metrics, strict=False)
+        shown = [(split, {name: metrics.get(name) for name in expected}) for (split, metrics), (_, expected) in pairs]
+        found = ["other metrics of evaluations"] if shown != plain.metrics else []
+        if names := unequal(ours.weights, plain.weights):
+            found.append(f"other final weights: {few(names)}")
+        found += [f"another state of the random numbers of {name}" for name in unequal(ours.random[-1], plain.random[-1])]
+        if found:
+            self.broken("numerics 'bitwise': the training that there is without it, to the bit", "; ".join(found), REPAIRS["bitwise"])
+
+    def test_batch_norm(self, study_results: StudyResults) -> None:
+        """Batch norm counts the passes through the model in train mode: a plugin that does not change the training adds none."""
+        numerics = study_results.plugin.numerics
+        if study_results.plugin.slot == "task" or numerics == "changes-training":
+            pytest.skip("it is a task, or changes the training: nothing is promised about the statistics of batch norm")
+        if with_batch_norm(self.task) is None:
+            pytest.skip("the model of its task has no variant with batch norm; VECTORS and IMAGES have one")
+        ours, plain = (results.run("batch norm").weights for results in (study_results, study_results.plain))
+        counts = {name: int(count) for name, count in plain.items() if name.endswith("num_batches_tracked")}
+        if found := [f"{name} is {ours.get(name)} instead of {count}" for name, count in counts.items() if ours.get(name) != count]:
+            repair = "Put the model into eval mode for passes of the plugin's own (fastloop.evaluation_results.evaluating)"
+            self.broken(f"numerics {numerics!r}: as many passes in train mode as there are without it", few(found), repair)
 
     def _losses(self, numerics: str, ours: Trained, plain: Trained, again: Trained, where: str = "") -> None:
         """Check that the losses keep the bounds of the class."""
@@ -168,15 +208,17 @@ class Conformance:
             step = next(index for index, pair in enumerate(zip(losses, expected, strict=True)) if pair[0] != pair[1])
             found = f"from step {step + 1} on other ones: {losses[step]!r} instead of {expected[step]!r}"
             self.broken(f"numerics 'bitwise': the losses that there are without it, to the bit{where}", found, REPAIRS[numerics])
-        else:
-            verdict = compare(numerics, {"losses": losses}, {"losses": expected}, {"losses": again.losses})
+        else:  # later steps magnify a difference of the first ones
+            verdict = compare(numerics, *({"losses": run.losses[:BOUNDED]} for run in (ours, plain, again)))
             if verdict["verdict"] != HOLDS:
                 promised = f"numerics {numerics!r}: each step's loss within {verdict['bound']:g} of what it is without it{where}"
                 self.broken(promised, f"a relative difference of {verdict['difference']:.2e}", REPAIRS[numerics])
 
     def test_saved_and_loaded(self, study_results: StudyResults) -> None:
         """An interrupted and resumed run ends with the same bits and the same plugin state as an uninterrupted one."""
-        study_results.run("interrupted")
+        if len(study_results.run("interrupted").losses) != STOPS_AT:
+            found = f"a run that ends after {len(study_results.run('interrupted').losses)} steps"
+            self.broken(f"more than {STOPS_AT} steps of training", found, "Set `task` or `options` so that the run takes more steps")
         whole, again = study_results.run("whole"), study_results.run("resumed")
         self._goes_on(whole, again, f"was interrupted after step {STOPS_AT}", STOPS_AT)
 
@@ -201,8 +243,8 @@ class Conformance:
             wrong.append(f"other weights: {few(names)}")
         elif whole.replicas != again.replicas:
             wrong.append("other weights on this process")
-        if again.metrics[-1] != whole.metrics[-1]:
-            wrong.append(f"the final metrics {again.metrics[-1][1]} instead of {whole.metrics[-1][1]}")
+        if again.metrics != whole.metrics[len(whole.metrics) - len(again.metrics) :]:
+            wrong.append(f"other metrics: in the end {again.metrics[-1][1]}, and {whole.metrics[-1][1]} without a break")
         saved, loaded = (packed(state) for state in again.states)
         if names := unequal(saved, loaded):
             wrong.append(f"that save_state, right after load_state, gives another {few(names)}")
@@ -217,9 +259,10 @@ class Conformance:
         numerics = "changes-training" if study_results.plugin.slot == "task" else study_results.plugin.numerics
         plain = study_results.plain.pair(strategy)[0] if study_results.plugin.slot != "strategy" else study_results.plain.run("plain")
         self._losses(numerics, ranks[0], plain, plain, where)
-        if len({run.replicas for run in ranks}) > 1:
-            repair = "Let every process do the same to its weights"
-            self.broken(f"the same weights on all processes{where}", "that they differ after training", repair)
+        parts = {"weights": "replicas", "learning rates": "lrs", "metrics": "metrics"}
+        if different := [name for name, part in parts.items() if getattr(ranks[0], part) != getattr(ranks[1], part)]:
+            repair = "Let every process do the same"
+            self.broken(f"the same weights, learning rates and metrics on all processes{where}", f"other {few(different)}", repair)
         if strategy == self.plugin:
             study_results.resumed_pair("interrupted")
             pairs = zip(study_results.resumed_pair("whole"), study_results.resumed_pair("resumed"), strict=True)
@@ -233,6 +276,12 @@ class Conformance:
         if changed:
             repair = "Restore it in teardown, the last hook of every run"
             self.broken("to leave nothing behind when it is off", few(changed), repair)
+        hooks = study_results.run("ours").hooks
+        if hooks and study_results.plugin.slot != "strategy":
+            self.broken("to leave no hook of a run on the model", few(hooks), "Remove the handle of each hook in teardown")
+        if study_results.run("ours").kept > plain.kept:
+            found = f"{study_results.run('ours').kept} tensors of the first step's batches, {RELEASED_AFTER} steps later"
+            self.broken("to keep no batch after its step", found, "Copy what later steps need")
         if off.losses != plain.losses or unequal(off.weights, plain.weights):
             found = f"the losses {few(off.losses)} instead of {few(plain.losses)}"
             self.broken("to leave nothing behind: a run without it after one with it is the same to the bit", found, REPAIRS["bitwise"])
@@ -266,40 +315,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("slow")
 
 
-def few(values: Sequence[Any]) -> str:
-    """The first items, and the number of further ones."""
-    shown = [f"{value:.6g}" if isinstance(value, float) else str(value) for value in values[:SHOWN]]
-    return "; ".join([*shown, *([f"... ({len(values)} in all)"] if len(values) > SHOWN else [])])
-
-
-def unequal(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """Names of values that differ or that only one side has."""
-    return [
-        name
-        for name in ours | theirs  # type: ignore[operator]
-        if name not in ours or name not in theirs or type(ours[name]) is not type(theirs[name]) or not _equal(ours[name], theirs[name])
-    ]
-
-
-def _equal(a: Any, b: Any) -> bool:
-    import torch
-
-    return torch.equal(a, b) if isinstance(a, torch.Tensor) else bool(a == b)
-
-
-def packed(state: Any) -> dict[str, Any]:
-    """The state of a plugin in the form of a checkpoint: tensors by their names, and the rest."""
-    from fastloop.checkpoint import pack
-
-    tensors: dict[str, Any] = {}
-    rest = pack(state, tensors, "state")
-    return tensors | (rest if isinstance(rest, dict) else {"state": rest})
-
-
-def distance(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> float:
-    """The norm of the difference of two gradients divided by the norm of the second; infinite if their weights differ."""
-    if ours.keys() != theirs.keys():
-        return math.inf
-    difference = sum(float((ours[name] - gradient).double().square().sum()) for name, gradient in theirs.items())
-    whole = sum(float(gradient.double().square().sum()) for gradient in theirs.values())
-    return math.sqrt(difference / whole) if whole else difference
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """List the checks that did not run, with their reasons."""
+    skipped = [(dict(report.user_properties), report) for report in terminalreporter.stats.get("skipped", ())]
+    rows = [(properties["plugin"], report) for properties, report in skipped if "plugin" in properties]
+    if rows:
+        terminalreporter.section("conformance: skipped checks, which are no passes")
+    for plugin, report in rows:
+        check, reason = report.nodeid.rpartition("::test_")[2], report.longrepr[2].removeprefix("Skipped: ")
+        terminalreporter.line(f"{plugin}: {check}: {reason}")

@@ -6,9 +6,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import hashlib
 import os
 import traceback
+import weakref
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -18,6 +21,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from fastloop import Plugin, UsageError, checkpoint, hookimpl
 from fastloop.cli.numerics import switch_dropout_off
@@ -29,13 +33,21 @@ from fastloop.recipe import Recipe, make_recipe
 from fastloop.registry import load, resolve
 from fastloop.run import Run
 from fastloop.runtime.platform_support import KILL
+from fastloop.runtime.random_states import cpu_random_states
+from fastloop.state import Batch
 from fastloop.testing.settings import changes, snapshot
+from fastloop.testing.tasks import with_batch_norm
 
-STOPS_AT, SAVES_EVERY, DIES_AT = 6, 3, 8
-"""Steps, in two epochs of five: interrupt one run after a step; let another save every n steps, and kill it in a step."""
+EVALUATES_EVERY, STOPS_AT, SAVES_EVERY, DIES_AT = 2, 9, 4, 14
+"""Steps, in four epochs of five: evaluate every n steps; interrupt one run after a step; let another save every n steps, and kill it in a
+step. A plugin that counts steps, evaluations or epochs without saving the count acts at another time, whatever number it counts to."""
+RELEASED_AFTER = 6
+"""Steps after which the first step's batch must not be in memory any more."""
 PATIENCE = 10.0
 """Seconds to wait for a checkpoint."""
-TRAIN: dict[str, Any] = {"epochs": 2, "batch_size": 8, "micro_batch_size": 4, "lr": 1e-2, "save_every": None, "seed": 1}
+TRAIN: dict[str, Any] = {
+    "epochs": 4, "batch_size": 8, "micro_batch_size": 4, "lr": 1e-2, "evaluate_every": EVALUATES_EVERY, "save_every": None, "seed": 1
+}  # fmt: skip
 SEEDS = (2, 3, 4)
 
 
@@ -51,6 +63,9 @@ class Trained:
         seconds: Seconds between the ends of successive steps.
         weights: Name -> tensor after training, on the CPU; on the main process only.
         replicas: A checksum of the weights that every process holds in full.
+        random: After each step, a checksum of the random states of each generator: ``{"torch": ..., "numpy": ..., "python": ...}``.
+        kept: Number of tensors of the first step's batches that are in memory ``RELEASED_AFTER`` steps later.
+        hooks: The torch hooks of the model's modules after the run that it did not have when it was built.
         states: If the run resumed: the state that the plugin had saved, and the state that it saves after loading it.
         summary: As in ``summary.json``.
     """
@@ -62,6 +77,9 @@ class Trained:
     seconds: list[float]
     weights: dict[str, Tensor]
     replicas: str
+    random: list[dict[str, str]]
+    kept: int
+    hooks: list[str]
     states: tuple[Any, Any]
     summary: dict[str, Any]
 
@@ -90,8 +108,13 @@ class RunRecorder(Plugin):
         super().__init__()
         self.of = of
         self.states: tuple[Any, Any] = (None, None)
-        self.found: dict[str, Any] = {"losses": [], "lrs": [], "metrics": [], "gradients": {}}
+        self.found: dict[str, Any] = {"losses": [], "lrs": [], "metrics": [], "gradients": {}, "random": [], "kept": 0}
         self.ends: list[float] = []
+        self.first: list[weakref.ref[Tensor]] = []
+
+    @hookimpl
+    def check_run(self, run: Run) -> None:
+        self.built = Counter(_hooks(run.unwrap_model()))
 
     @hookimpl
     def before_fit(self, run: Run) -> None:
@@ -99,6 +122,12 @@ class RunRecorder(Plugin):
             saved = checkpoint.read(run.resume_point[0])[1]["plugins"].get(self.of)
             now = [call(run=run) for plugin, call in run.plugins.each("save_state") if plugin.name == self.of]
             self.states = saved, copy.deepcopy(now[0]) if now else None
+
+    @hookimpl
+    def before_step(self, batches: list[Batch]) -> None:
+        if not self.found["losses"]:
+            leaves = tree_leaves([batch.inputs for batch in batches])
+            self.first = [weakref.ref(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
 
     @hookimpl
     def before_optimizer_step(self, run: Run) -> None:
@@ -114,6 +143,10 @@ class RunRecorder(Plugin):
         self.ends.append(perf_counter())
         self.found["losses"].append(loss.item())
         self.found["lrs"].append(run.optimizer.param_groups[0]["lr"])
+        self.found["random"].append(_random())
+        if len(self.ends) == 1 + RELEASED_AFTER and any(leaf() is not None for leaf in self.first):
+            gc.collect()
+            self.found["kept"] = sum(leaf() is not None for leaf in self.first)
 
     @hookimpl
     def after_evaluate(self, split: str, metrics: dict[str, float]) -> None:
@@ -123,7 +156,15 @@ class RunRecorder(Plugin):
         """The recorded results. Every process must call it."""
         seconds = [after - before for before, after in zip(self.ends, self.ends[1:], strict=False)]
         weights = {name: tensor.clone() for name, tensor in run.full_state_dict().items()}
-        return Trained(**self.found, seconds=seconds, weights=weights, replicas=_replicas(run), states=self.states, summary=summary)
+        return Trained(
+            **self.found,
+            seconds=seconds,
+            weights=weights,
+            replicas=_replicas(run),
+            hooks=[*(Counter(_hooks(run.unwrap_model())) - self.built)],
+            states=self.states,
+            summary=summary,
+        )
 
 
 class DisableDropout(Plugin):
@@ -172,6 +213,20 @@ def _replicas(run: Run) -> str:
     return digest.hexdigest()
 
 
+def _random() -> dict[str, str]:
+    """Generator -> a checksum of its state."""
+    states = cpu_random_states()
+    parts = {"torch": states["torch"].numpy().tobytes(), "numpy": states["numpy"][1].tobytes() + repr(states["numpy"][2:]).encode()}
+    return {name: hashlib.sha256(part).hexdigest() for name, part in (parts | {"python": repr(states["python"]).encode()}).items()}
+
+
+def _hooks(model: nn.Module) -> list[str]:
+    """Module and kind of each torch hook of a model."""
+    kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    modules = [(name or "the model", module) for name, module in model.named_modules()]
+    return [f"{kind[1:-1].replace('_', ' ')} of {name}" for name, module in modules for kind in kinds for _ in getattr(module, kind)]
+
+
 def train(recipe: Mapping[str, Any] | Recipe, *objects: Plugin, resume: Path | None = None, of: str = "") -> Trained:
     """Train a recipe, given as a dict, in this process, which may be one of several ranks.
 
@@ -202,6 +257,7 @@ class Study:
         plugin: Its name; empty: the control run without a plugin.
         without: The task without the plugin: the same one, or another one if the plugin is the task.
         still: Whether the comparison runs without dropout.
+        strategy_options: Strategy -> its options.
     """
 
     plugin: str
@@ -211,13 +267,18 @@ class Study:
     without: Mapping[str, Any]
     device: str
     still: bool
+    strategy_options: Mapping[str, Mapping[str, Any]]
 
-    def recipe(self, output: str, *, on: bool = True, strategy: str | None = None, **settings: Any) -> Recipe:
+    def recipe(self, output: str, *, on: bool = True, strategy: str | None = None, batch_norm: bool = False, **settings: Any) -> Recipe:
         """The recipe with or without the plugin, without default observers."""
         task = dict(self.task if on else self.without)
+        if batch_norm:
+            task |= with_batch_norm(task) or {}
         plugins: dict[str, Any] = {}
-        for entry in (*task.pop("plugins", ()), *self.requires, *([strategy] if strategy else [])):
+        for entry in (*task.pop("plugins", ()), *self.requires):
             plugins |= {entry: {}} if isinstance(entry, str) else entry
+        if strategy:
+            plugins[strategy] = dict(self.strategy_options.get(strategy, {}))
         if on:
             plugins[self.plugin] = plugins.get(self.plugin, {}) | dict(self.options)
         elif self.plugin:
@@ -238,6 +299,8 @@ class Study:
 def without(study: Study) -> dict[str, Any]:
     """The trainings of a process that has not imported the plugin."""
     found = {name: study.train(name, on=False, still=True) for name in ("plain", "plain again")}
+    if with_batch_norm(study.task):
+        found["batch norm"] = study.train("batch norm", on=False, still=True, batch_norm=True)
     seeds = SEEDS if study.still else ()  # a bitwise or reassociated plugin must differ less than another seed
     return found | {f"seed {seed}": study.train(f"seed {seed}", on=False, still=True, seed=seed) for seed in seeds}
 
@@ -256,6 +319,8 @@ def alone(study: Study) -> dict[str, Any]:
     found["off"] = study.train("off", on=False, still=True)
     if isinstance(found["ours"], Failed):
         return found
+    if with_batch_norm(study.task):
+        found["batch norm"] = study.train("batch norm", still=True, batch_norm=True)
     found["whole"] = study.train("whole") if study.still else found["ours"]
     found["interrupted"] = study.train("resumed", InterruptAtStep())
     found["resumed"] = study.train("resumed", resume=True)

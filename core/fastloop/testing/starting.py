@@ -27,6 +27,7 @@ import pytest
 
 from fastloop.cli import launch
 from fastloop.errors import UsageError
+from fastloop.plugin import is_own
 from fastloop.registry import installed
 from fastloop.runtime.platform_support import KILL
 from fastloop.runtime.tracebacks import user_line
@@ -75,7 +76,7 @@ def _context() -> Any:
     context = multiprocessing.get_context("forkserver")
     import torch
 
-    ours = [point.module for point in installed().values() if point.dist is not None and point.dist.name == "fastloop"]
+    ours = [point.module for point in installed().values() if is_own(point)]
     context.set_forkserver_preload([*PRELOADED, *ours, *([] if torch.accelerator.is_available() else OPENS_DEVICE)])
     return context
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -51,10 +52,11 @@ class StudyResults:
     Args:
         where: A folder for the runs.
         plain: The results without the plugin; None: these are already without it.
+        refuses: See ``Conformance``.
     """
 
-    def __init__(self, study: Study, where: Path, plain: StudyResults | None = None) -> None:
-        self.study, self.where, self._plain = study, where, plain
+    def __init__(self, study: Study, where: Path, plain: StudyResults | None = None, refuses: Collection[str] = ()) -> None:
+        self.study, self.where, self._plain, self.refuses = study, where, plain, refuses
         self._pairs: dict[str, list[ProcessResult]] = {}
         self._reasons: dict[str | None, str] = {}
         write_texts(where)
@@ -124,7 +126,7 @@ class StudyResults:
             pytest.fail(f"{self}: its process ended before its trainings did.\n{failure([self._alone])}", pytrace=False)
         name = name if name in self._alone.result else "ours"  # it failed, so the other trainings did not run
         found = self._alone.result[name]
-        if isinstance(found, Failed) and found.refused and self.plugin.slot == "strategy":
+        if isinstance(found, Failed) and found.refused and "one process" in self.refuses:
             pytest.skip(f"refused in one process: {found.error}")
         if isinstance(found, Failed):
             pytest.fail(f"{self}: the training {name!r} failed: {found.error}\n{found.trace}", pytrace=False)
@@ -145,12 +147,17 @@ class StudyResults:
             pytest.fail(f"{self}: its two processes did not end well.\n{failure(processes)}", pytrace=False)
         found = [ended.result if name is None else ended.result[name] for ended in processes]
         for rank, run in enumerate(found):
-            if isinstance(run, Failed) and run.refused and self._plain is not None:
+            if isinstance(run, Failed) and run.refused and (strategy in self.refuses or self._is_refused_without(strategy)):
                 pytest.skip(f"refused with {strategy!r}: {run.error}")
             if isinstance(run, Failed):
                 where = f"on process {rank} of two with {strategy!r}"
                 pytest.fail(f"{self}: its training failed {where}: {run.error}\n{run.trace}", pytrace=False)
         return found
+
+    def _is_refused_without(self, strategy: str) -> bool:
+        """Whether a strategy refuses the task without the plugin, too."""
+        ended = self._plain._together(strategy) if self._plain is not None else []
+        return any(isinstance(process.result, Failed) and process.result.refused for process in ended)
 
     def __str__(self) -> str:
         return f"plugin {self.study.plugin!r}" if self.study.plugin else "without the plugin"
@@ -165,10 +172,15 @@ def study_results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
     """Of one class of ``Conformance``."""
     ours, plugin = request.cls, load(request.cls.plugin)
     is_task = plugin.slot == "task"
-    common = {"requires": tuple(ours.requires), "device": ours.device, "still": BOUNDS.get(plugin.numerics, 0.0) > 0}
+    common = {
+        "requires": tuple(ours.requires),
+        "device": ours.device,
+        "still": BOUNDS.get(plugin.numerics, 0.0) > 0,
+        "strategy_options": ours.strategy_options,
+    }
     other = (TEXTS if ours.task == VECTORS else VECTORS) if is_task else ours.task
     study = Study(plugin=ours.plugin, options=ours.options, task=ours.task, without=other, **common)
     plain = Study(plugin="", options={}, task=other, without=other, **common)
     if repr(plain) not in _PLAIN:
         _PLAIN[repr(plain)] = StudyResults(plain, tmp_path_factory.mktemp("plain"))
-    return StudyResults(study, tmp_path_factory.mktemp("conformance"), _PLAIN[repr(plain)])
+    return StudyResults(study, tmp_path_factory.mktemp("conformance"), _PLAIN[repr(plain)], ours.refuses)

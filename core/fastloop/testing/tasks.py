@@ -84,12 +84,22 @@ def with_dropout(task: Mapping[str, Any], rate: float) -> dict[str, Any]:
     return {**task, "model": model}
 
 
-class Network(nn.Module):
-    """Two layers and a layer norm. The run's seed determines the weights."""
+def with_batch_norm(task: Mapping[str, Any]) -> dict[str, Any] | None:
+    """A copy of a task whose model normalizes over the batch. None: only the models of ``VECTORS`` and ``IMAGES`` can."""
+    model = dict(task.get("model", {}))
+    if model.get("module") not in (VECTORS["model"]["module"], IMAGES["model"]["module"]):
+        return None
+    model["arguments"] = {**model.get("arguments", {}), "batch_norm": True}
+    return {**task, "model": model}
 
-    def __init__(self, dropout: float = 0.1) -> None:
+
+class Network(nn.Module):
+    """Two layers and a layer norm, or a batch norm. The run's seed determines the weights."""
+
+    def __init__(self, dropout: float = 0.1, batch_norm: bool = False) -> None:
         super().__init__()
-        self.first, self.norm, self.dropout, self.second = nn.Linear(8, 13), nn.LayerNorm(13), nn.Dropout(dropout), nn.Linear(13, 3)
+        self.first, self.norm = nn.Linear(8, 13), nn.BatchNorm1d(13) if batch_norm else nn.LayerNorm(13)
+        self.dropout, self.second = nn.Dropout(dropout), nn.Linear(13, 3)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """(batch, 8) float32 -> (batch, 3) scores."""
@@ -98,12 +108,12 @@ class Network(nn.Module):
 
 
 class Convolutions(nn.Sequential):
-    """Two convolutions, pooled."""
+    """Two convolutions, pooled; the first with batch norm, if ``batch_norm`` is True."""
 
-    def __init__(self, dropout: float = 0.1) -> None:
-        super().__init__(
-            nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Dropout(dropout), nn.Conv2d(8, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3)
-        )
+    def __init__(self, dropout: float = 0.1, batch_norm: bool = False) -> None:
+        norm = [nn.BatchNorm2d(8)] if batch_norm else []
+        last = (nn.Conv2d(8, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3))
+        super().__init__(nn.Conv2d(3, 8, 3), *norm, nn.ReLU(), nn.Dropout(dropout), *last)
 
 
 def _split(split: str) -> TensorDataset:

@@ -91,4 +91,5 @@ class TestSAMConformance(Conformance):
 class TestMuonConformance(Conformance):
     plugin = "muon"
     task = VECTORS | {"train": {"lr": 3e-2}}
+    refuses = ("deepspeed",)  # it steps one optimizer
     slow = ("processes[fsdp]", "processes[deepspeed]")

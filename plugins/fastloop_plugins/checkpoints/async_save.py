@@ -13,6 +13,7 @@ and writes its own shards, so each needs the memory of its part.
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,7 +44,6 @@ class AsyncSave(Plugin):
         import torch
         from torch.distributed.tensor import DTensor
 
-        from fastloop import checkpoint
         from fastloop.checkpoint import resume
 
         sharded = any(isinstance(tensor, DTensor) for tensor in model.values())
@@ -51,7 +51,7 @@ class AsyncSave(Plugin):
             return None  # only the main process writes
         if sharded and self.group is None:
             self.group = torch.distributed.new_group(backend="gloo")
-        copies = checkpoint.snapshot(model, state)
+        copies = snapshot(model, state)
         written: Future[None] = Future()
 
         def write() -> None:
@@ -66,3 +66,17 @@ class AsyncSave(Plugin):
 
         threading.Thread(target=write, name="async-save", daemon=True).start()  # a run that is killed does not wait for it
         return written
+
+
+def snapshot(model: Mapping[str, Tensor], state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Copy both to the CPU, so that later steps do not change them.
+
+    Raises:
+        TypeError: ``state`` contains a value that cannot be saved.
+    """
+    from fastloop import checkpoint
+
+    tensors: dict[str, Tensor] = {}
+    packed = checkpoint.pack(state, tensors, "state")
+    copies = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in model.items()}, checkpoint.unpack(packed, copies)

@@ -83,8 +83,7 @@ class CheckpointBest(Plugin):
         if wrong := checkpoint.verify(path, wait=not run.is_main):
             raise UsageError(f"{path}: the best weights cannot be used: {wrong}.")
         run.hooks.load_model_state(run=run, state=checkpoint.read(path, resume.sharded_target(run))[0])
-        self.saved = {}
-        self.tidy(run)
+        self.tidy(run)  # what the last checkpoint names stays: the final evaluation came after it, and a resumed run repeats that
 
     @hookimpl
     def save_state(self, run: Run) -> dict[str, Any]:

@@ -14,7 +14,7 @@ the run on a new machine. A new run refuses a URL that holds a run. Runs of a sw
 its output folder and of their own. So sweeps with one URL and different output folders stay apart.
 
 A failed upload is repeated, then logged, and training continues. The end of the run waits for the last upload; if that fails, the
-run folder is complete, and the command fails. ``s3://`` needs ``pip install 'fastloop[s3]'``, other protocols the package that fsspec
+run folder is complete, and the command fails. ``s3://`` needs ``pip install 'fastloop-train[s3]'``, other protocols the package that fsspec
 names. That package finds credentials and the endpoint, for S3 in ``AWS_ACCESS_KEY_ID`` and ``AWS_ENDPOINT_URL`` or the files of AWS.
 """
 

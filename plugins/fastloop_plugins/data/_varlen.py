@@ -32,16 +32,19 @@ NAME = "fastloop_varlen"
 """Name of ``attention`` in transformers' registry."""
 
 
-def missing(device: torch.device, dtype: torch.dtype, head_size: int) -> str | None:
+def missing(device: torch.device, dtype: torch.dtype, head_size: int | None) -> str | None:
     """Why the kernel cannot compute attention here; None: it can.
 
     Tests on a CPU replace this function, and register CPU kernels for the operators.
+
+    Args:
+        head_size: Features of a head; None: the model's config gives no single size.
     """
     if device.type != "cuda":
         return f"the device is {device.type}"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"the precision is {dtype}"
-    if head_size % 8 or head_size > 256:
+    if head_size is None or head_size % 8 or head_size > 256:
         return f"heads have size {head_size}"
     if torch.cuda.get_device_capability(device) < (8, 0) or not torch.backends.cuda.is_flash_attention_available():
         return "torch has no FlashAttention kernel for this GPU"
@@ -56,9 +59,15 @@ def computing_dtype(run: Run, model: nn.Module) -> torch.dtype:
     return torch.float16 if precision == "fp16" else torch.bfloat16  # under fp8 attention is bf16
 
 
-def head_size(config: Any) -> int:
-    """Features of an attention head, for a transformers config."""
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+def head_size(config: Any) -> int | None:
+    """Features of an attention head, for a transformers config. None if it gives no single size, such as Swin's, which is one per stage."""
+    try:
+        size, width, heads = (getattr(config, name, None) for name in ("head_dim", "hidden_size", "num_attention_heads"))
+    except RuntimeError:  # transformers' error for an attribute that differs between layers, as in Gemma 4
+        return None
+    if not size and isinstance(width, int) and isinstance(heads, int):
+        size = width // heads
+    return size if isinstance(size, int) else None
 
 
 def attention(

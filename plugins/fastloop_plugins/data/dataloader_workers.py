@@ -79,6 +79,9 @@ class DataLoaderWorkers(Plugin):
         workers = self._auto() if config.num_workers == "auto" else config.num_workers
         draft.num_workers = workers
         if workers:
+            from fastloop_plugins.data._watched_loader import WatchedLoader
+
+            draft.loader_class = WatchedLoader
             draft.persistent_workers = config.persistent_workers
             draft.prefetch_factor = config.prefetch_factor
             draft.timeout = config.timeout

@@ -6,7 +6,8 @@
 Samples, batches and order stay the same; only the shape changes, from (samples, longest) to (1, all tokens). Positions restart with each
 sequence, attention is computed within each, and a classifier reads the first token of each. With ``length-bucketing``, little padding is
 left to remove. For transformers models with selectable attention (BERT, DistilBERT, RoBERTa, GPT-2, Llama and similar). Before training,
-the plugin computes a few tokens both ways, and raises an error if the results differ.
+the plugin computes two sequences both ways, and raises an error if the results differ, as with a sliding window that is shorter than a
+sequence.
 
 On CUDA in half precision one kernel computes the attention of a whole row: torch's FlashAttention, or that of the package flash-attn where
 ``attention`` chose it. Rows are padded to few different numbers of tokens, so ``compile`` makes no break and few graphs, and CUDA graphs
@@ -17,7 +18,7 @@ On CUDA in half precision one kernel computes the attention of a whole row: torc
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,7 @@ from fastloop_plugins.data._shapes import MULTIPLE, multiple_for
 if TYPE_CHECKING:
     from torch import nn
 
-    from fastloop import Batch, Output, Run
+    from fastloop import Batch, Run
     from fastloop.estimates import StepProfile
     from fastloop.recipe import Recipe
     from fastloop.runtime.hardware import Machine
@@ -57,7 +58,10 @@ class Packing(Plugin):
     @classmethod
     def recommend(cls, recipe: Recipe, machine: Machine) -> Recommendation | None:
         """On a CPU, for texts that are padded."""
-        if machine.device != "cpu" or not reads_padded_texts(recipe) or model_type(recipe) not in PACKABLE:
+        from fastloop_plugins.tasks._tag_data import has_tags
+
+        kinds = PACKABLE if has_tags(recipe) else BERT_LIKE  # a decoder classifies a text by its last token
+        if machine.device != "cpu" or not reads_padded_texts(recipe) or model_type(recipe) not in kinds:
             return None
         return Recommendation(why="no padding is computed")
 
@@ -75,6 +79,8 @@ class Packing(Plugin):
         from fastloop_plugins.data._packing import PackedCollator, pack_with
 
         collate = yield
+        if getattr(collate, "generates", False):
+            return collate
         if split != run.loaders.first:
             return partial(pack_with, self.collator, collate)
         self.collator = PackedCollator(collate, run.loader_settings.pad_to_multiple_of)
@@ -82,6 +88,8 @@ class Packing(Plugin):
 
     @hookimpl
     def before_prepare(self, run: Run, model: nn.Module) -> None:
+        if not hasattr(self, "collator"):  # prompts to continue
+            return
         found = transformers_model(model)
         if found is None:
             raise PluginError(f"{run.recipe.where}: plugins.packing: {type(model).__name__} is not a transformers model. Remove packing.")
@@ -93,28 +101,35 @@ class Packing(Plugin):
         self.collator.first_position = answer
 
     def adapt(self, run: Run, model: nn.Module, found: Any, trial: bool) -> int | str | None:
-        """Adapt the model to packed rows and try it: returns its first position id, or a reason against it; None without a trial."""
+        """Adapt the model to packed rows: returns its first position id, or a reason against it; None without a trial."""
         from torch import nn
 
         from fastloop_plugins.data import _varlen
         from fastloop_plugins.data._packing import first_tokens, register
+        from fastloop_plugins.data._packing_trial import try_packing
 
         current, dataset = found.config._attn_implementation, run.datasets[run.loaders.first]
         longest = max(int(max(getattr(split, "lengths", [0]))) for split in run.datasets.values())
         stack = next((module for module in found.modules() if any(isinstance(part, nn.ModuleList) for part in module.children())), None)
-        if current not in INSIDE or not getattr(found, "_supports_sdpa", False):
+        if not getattr(found, "_supports_sdpa", False):
+            return "it has no selectable attention"
+        if current not in INSIDE:
             return f"its attention is {current!r}, and packing supports {', '.join(INSIDE)}"
         if stack is None:
             return "it has no list of blocks"
         if not hasattr(dataset, "__getitem__"):
             return f"it is trained on {type(dataset).__name__}, which is iterable"
-        if longest > (chunk := getattr(found.config, "attention_chunk_size", None) or longest):
-            return f"attention is limited to {chunk} tokens, and sequences have {longest}"
         if current != FLASH:  # which supports sliding windows
             self.collator.longest = longest
-        found.set_attn_implementation(register(INSIDE[current]))
-        stack.register_forward_hook(first_tokens, with_kwargs=True)
-        answer = self.try_out(run, model, found) if trial else None
+
+        def pack() -> None:
+            found.set_attn_implementation(register(INSIDE[current]))
+            stack.register_forward_hook(first_tokens, with_kwargs=True)
+
+        answer = try_packing(run, model, found, self.collator, pack) if trial else None
+        if isinstance(answer, str):
+            return answer
+        pack()
         self.collator.longest = longest
         absent = _varlen.missing(run.device, _varlen.computing_dtype(run, model), _varlen.head_size(found.config))
         if current == FLASH or absent is None:
@@ -123,32 +138,6 @@ class Packing(Plugin):
         elif run.device.type == "cuda":
             logger.warning("packing: attention is computed one sequence at a time, since %s", absent)
         return answer
-
-    def try_out(self, run: Run, model: nn.Module, found: Any) -> int | str:
-        """Compute a short batch padded and packed, for each place where models let positions begin."""
-        from fastloop.evaluation_results import evaluating
-
-        dataset, collator = run.datasets[run.loaders.first], self.collator
-        try:
-            with evaluating(model):
-                samples = [shortened(dataset[0], 12), shortened(dataset[len(dataset) - 1], 7)]
-                padded = collator.collate(samples)
-                expected = self.results(run, model, getattr(padded, "inputs", padded))
-                after_pad = (getattr(found.config, "pad_token_id", None) or 0) + 1  # where RoBERTa's positions begin
-                for collator.first_position in (0, after_pad):
-                    if same(self.results(run, model, collator(samples).inputs), expected):
-                        return collator.first_position
-        except Exception as error:  # whatever a model or a task that knows no rows may raise
-            return str(error) if isinstance(error, PluginError) else f"{type(error).__name__}: {error}"
-        return "its results change when sequences are packed in one row"
-
-    @staticmethod
-    def results(run: Run, model: nn.Module, inputs: Mapping[str, Any]) -> Output:
-        """The output for a batch, without gradients."""
-        import torch
-
-        with torch.no_grad():
-            return run.hooks.compute_loss(run=run, model=model, batch=inputs)
 
     @hookimpl
     def check_run(self, run: Run) -> None:
@@ -171,19 +160,3 @@ class Packing(Plugin):
             more = 100 * (sum(widths) / sum(rows) - 1)
             shapes = len(set(widths))
             logger.info("packing: rows are padded to a multiple of %d tokens: %d shapes, %.0f%% more tokens", multiple, shapes, more)
-
-
-def shortened(sample: Mapping[str, Any], size: int) -> dict[str, Any]:
-    """The last ``size`` tokens of a sample: the first ones of a language model's sample may have no loss."""
-    tokens = len(sample["input_ids"])
-    cut = {name for name, value in sample.items() if name != "label" and hasattr(value, "__len__") and len(value) == tokens}
-    return {name: value[-size:] if name in cut else value for name, value in sample.items()}
-
-
-def same(output: Output, expected: Output) -> bool:
-    """Whether two outputs differ only by rounding, which stays below 1e-6. A missed boundary or position changes them by 1e-3 and more."""
-    if output.predictions is None or expected.predictions is None:  # the loss is a mean, which hides part of a difference
-        return bool((output.loss - expected.loss).abs() < 1e-5 * expected.loss.abs())
-    if output.predictions.shape != expected.predictions.shape:
-        return False
-    return bool((output.predictions - expected.predictions).norm() < 1e-4 * expected.predictions.norm())

@@ -39,7 +39,7 @@ def digit_images(train: int = 1297, validation: int = 200, test: int = 300, size
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise ImportError("scikit-learn is not installed. Install it: pip install 'fastloop[digits]'") from error
+        raise ImportError("scikit-learn is not installed. Install it: pip install 'fastloop-train[digits]'") from error
     from PIL import Image
 
     pixels, labels = load_digits(return_X_y=True)

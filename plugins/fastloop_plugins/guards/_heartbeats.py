@@ -34,7 +34,7 @@ class RankHeartbeats:
         """Write this process's heartbeat file."""
         now = time.time()
         heartbeat = {"moves": self.moves, "step": step, "where": self.where, "since": now - self.seconds_idle(), "written": now}
-        files.write(self.folder / f"rank-{self.rank}.json", json.dumps(heartbeat), durable=False)
+        files.write(self.folder / f"rank-{self.rank}.json", json.dumps(heartbeat), durable=False, hidden=True)
 
     def diagnose(self) -> str:
         """Describe the processes that block the run: those that do not respond, else those with the least progress."""

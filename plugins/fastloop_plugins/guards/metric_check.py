@@ -73,10 +73,11 @@ def try_batch(run: Run, split: str, loader: Loader) -> str | None:
     import torch
 
     from fastloop.evaluation_results import evaluating
+    from fastloop_plugins._probe import probing
     from fastloop_plugins.guards._metric_problems import find_problem
 
     try:
-        with torch.no_grad(), evaluating(run.model), run.scalars.paused():
+        with probing(run.unwrap_model()), evaluating(run.model), run.scalars.paused():
             ((batch,),) = run.to_device([list(islice(loader.batches(), 1))])
             with torch.compiler.set_stance("force_eager"):
                 output = run.hooks.compute_loss(run=run, model=run.model, batch=batch.inputs)

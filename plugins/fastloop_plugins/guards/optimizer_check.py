@@ -5,14 +5,15 @@
 
 If a plugin replaces weights after the optimizer was built, the optimizer keeps the old ones, and the new ones silently never train. The
 plugin compares the model's parameters with the optimizer's, by identity. A difference after ``build_optimizer`` may be intended and is
-logged as a warning. A difference that ``prepare`` or ``after_prepare`` introduces is an error. The first optimizer steps are examined until
-every parameter has changed; parameters that do not change are logged as one warning. Later steps cost nothing.
+logged as a warning. A difference that ``prepare`` or ``after_prepare`` introduces is an error. So is a ``before_fit`` that replaces
+``run.model``, ``run.optimizer`` or a parameter. The first optimizer steps are examined until every parameter has changed; parameters that
+do not change are logged as one warning. Later steps cost nothing.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Plugin, PluginError, hookimpl
@@ -67,6 +68,31 @@ class OptimizerCheck(Plugin):
         self.compare(run, "after_prepare", run.model, run.optimizer)
         self.built.clear()
         self.updates = UpdateCheck(run.model, run.unwrap_model(), run.optimizer, run.device, self.accepted)
+
+    @hookimpl(wrapper=True, tryfirst=True)
+    def before_fit(self, run: Run) -> Generator[None, None, None]:
+        """Find the plugin that replaces what was prepared: the loop trains ``run.model``, and the optimizer steps the old parameters."""
+        model, optimizer, parameters = run.model, run.optimizer, dict(run.unwrap_model().named_parameters())
+
+        def compare(plugin: Plugin, hook: str, function: Callable[..., Any], is_wrapper: bool) -> Callable[..., Any]:
+            def call(*arguments: Any) -> None:
+                function(*arguments)
+                replaced = "run.model" * (run.model is not model) or "run.optimizer" * (run.optimizer is not optimizer)
+                weights = run.unwrap_model().named_parameters()
+                if replaced := replaced or by_module(name for name, weight in weights if weight is not parameters.get(name)):
+                    raise PluginError(
+                        f"{run.recipe.where}: plugin {plugin.name!r} replaced {replaced} in before_fit, after the optimizer was built, so "
+                        "these weights would never train. Replace the model or its parameters in before_prepare, and the optimizer in "
+                        "build_optimizer."
+                    )
+
+            return call if hook == "before_fit" and not is_wrapper else function
+
+        undo = run.plugins.manager.replace(compare)
+        try:
+            yield
+        finally:
+            undo(["before_fit"])
 
     @hookimpl(trylast=True)  # after plugins that change gradients
     def before_optimizer_step(self) -> None:

@@ -53,8 +53,50 @@ def unavailable() -> str | None:
     return None
 
 
+def check(ends: tuple[Tensor, Tensor], tensors: dict[str, Tensor], log_sums: Tensor) -> None:
+    """Raise an error for arguments with which the kernel would read or write outside of a tensor, or leave output unwritten.
+
+    Args:
+        ends: Ends of the sequences among queries and among keys, int32 of shape (sequences + 1,).
+        tensors: Name -> bf16 of shape (tokens, heads, head size), with contiguous features.
+        log_sums: float32 of shape (queries, heads).
+
+    Raises:
+        ValueError: Names the argument, with what was found and expected.
+    """
+    query, key = tensors["query"], tensors["key"]
+    for name, tensor in tensors.items():
+        shape = (key if name.startswith(("key", "value")) else query).shape
+        kind = (tensor.dtype, tensor.device.type, tensor.dim(), tensor.stride()[-1:])
+        if kind != (torch.bfloat16, "cpu", 3, (1,)) or tensor.shape != shape:
+            expected = f"bf16 on the CPU of shape {tuple(shape)} with contiguous features"
+            raise ValueError(f"cpu-attention: {name}: found {_describe(tensor)}, expected {expected}.")
+    (_, heads, size), (_, key_heads, key_size) = query.shape, key.shape
+    if size not in HEAD_SIZES or key_size != size or not key_heads or heads % key_heads:
+        expected = f"heads of one size ({', '.join(map(str, HEAD_SIZES))}), and a multiple of the key's"
+        raise ValueError(f"cpu-attention: found {heads} heads of {size} and {key_heads} of {key_size}, expected {expected}.")
+    if log_sums.dtype is not torch.float32 or log_sums.shape != query.shape[:2] or not log_sums.is_contiguous():
+        raise ValueError(f"cpu-attention: log_sums: found {_describe(log_sums)}, expected float32 of {tuple(query.shape[:2])}.")
+    for end, tokens in zip(ends, (len(query), len(key)), strict=True):
+        numbers = end.tolist()
+        rises = numbers[:1] == [0] and numbers[-1] == tokens and numbers == sorted(numbers)
+        if end.dtype is not torch.int32 or not end.is_contiguous() or not rises or len(numbers) != len(ends[0]):
+            expected = f"int32 that rises from 0 to {tokens}, {len(ends[0])} numbers"
+            raise ValueError(f"cpu-attention: ends of sequences: found {end.dtype} {numbers}, expected {expected}.")
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{tensor.dtype} on {tensor.device.type} of shape {tuple(tensor.shape)} and strides {tensor.stride()}"
+
+
 def call(name: str, ends: tuple[Tensor, Tensor], tensors: dict[str, Tensor], log_sums: Tensor, options: dict[str, Any]) -> None:
-    """Call a function of the kernel with tensors of shape (tokens, heads, head size), and the ends of sequences of queries and keys."""
+    """Call a function of the kernel with tensors of shape (tokens, heads, head size), and the ends of their sequences.
+
+    Raises:
+        ValueError: See ``check``.
+        MemoryError: There is no memory for the longest sequence.
+    """
+    check(ends, tensors, log_sums)
     query, key = tensors["query"], tensors["key"]
     views = {name: View(tensor.data_ptr(), tensor.stride(0), tensor.stride(1)) for name, tensor in tensors.items()}
     row = Row(
@@ -77,7 +119,7 @@ class RowAttention(torch.autograd.Function):
 
     Shapes: query (queries, heads, head size), key and value (keys, key heads, head size), bf16; returns query's shape. ``ends`` are two
     int32 tensors of shape (sequences + 1,), for queries and for keys: 0, then the end of each sequence. Backward keeps the output and
-    one float32 for each query and head.
+    one float32 for each query and head. Other shapes raise a ``ValueError``; see ``check``.
     """
 
     @staticmethod
@@ -120,7 +162,8 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Attention in the form of transformers' attention functions: from (B, H, T, D) to (B, T, H, D).
 
-    Calls the implementation ``previous`` for batches that the kernel does not compute: with a mask, in another precision, or on a device.
+    Calls the implementation ``previous`` for batches that the kernel does not compute: with a mask, in another precision,
+    on a device, or with heads of other sizes, such as values that are smaller than keys.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -128,7 +171,8 @@ def attention(
         dtype = torch.get_autocast_dtype("cpu")
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     queries, keys = query.shape[2], key.shape[2]
-    computes = query.dtype == key.dtype == value.dtype == torch.bfloat16 and query.device.type == "cpu" and query.shape[3] in HEAD_SIZES
+    fits = key.shape == value.shape and query.shape[3] == key.shape[3] in HEAD_SIZES and query.shape[1] % key.shape[1] == 0
+    computes = fits and query.dtype == key.dtype == value.dtype == torch.bfloat16 and query.device.type == "cpu"
     regular = attention_mask is None and (packed is not None or queries in (1, keys)) and kwargs.get("sliding_window") is None
     if not (computes and regular) or "position_bias" in kwargs:
         if packed is not None:

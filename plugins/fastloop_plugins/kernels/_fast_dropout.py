@@ -72,8 +72,8 @@ class Dropout(torch.autograd.Function):
 class Attention(torch.autograd.Function):
     """softmax(q k^T scale + bias), dropout, times v, in pieces that fit a core's cache, with large matrix products.
 
-    Shapes: query (B, H, T, D), key and value (B, H, S, D), bias (B or 1, H or 1, T or 1, S) or None; returns (B, H, T, D). Backward keeps
-    one number for each of the B x H x T x S probabilities. It is negative if the probability is dropped.
+    Shapes: query (B, H, T, D), key (B, H, S, D), value (B, H, S, E), bias (B or 1, H or 1, T or 1, S) or None; returns (B, H, T, E).
+    Backward keeps one number for each of the B x H x T x S probabilities. It is negative if the probability is dropped.
     """
 
     @staticmethod
@@ -82,7 +82,7 @@ class Attention(torch.autograd.Function):
         query, key, value = (query * scale).contiguous(), key.contiguous(), value.contiguous()
         batch, heads, length, _ = query.shape
         integers = INTEGERS[query.element_size()]
-        probabilities, output = query.new_empty(batch, heads, length, key.shape[2]), torch.empty_like(query)
+        probabilities, output = query.new_empty(batch, heads, length, key.shape[2]), value.new_empty(batch, heads, length, value.shape[3])
         if bias is not None:
             bias = bias.expand(batch, heads, -1, -1)
         buffer = query.new_empty(0)

@@ -57,6 +57,13 @@ class ClsLastLayer(Plugin):
 
     @hookimpl
     def before_prepare(self, run: Run, model: nn.Module) -> None:
+        reason = next(filter(None, run.processes.all_gather_object(self.adapt(model))), None)
+        if reason is not None:
+            raise PluginError(f"{run.recipe.where}: plugins.cls-last-layer: {type(model).__name__} {reason}. Leave it out.")
+
+    def adapt(self, model: nn.Module) -> str | None:
+        """Adapt the model and try it. Returns the reason if it cannot be adapted. The trial needs weights, which only the main process
+        may have."""
         import torch
         from torch import nn
 
@@ -64,29 +71,28 @@ class ClsLastLayer(Plugin):
         lists = [modules for modules in model.modules() if isinstance(modules, nn.ModuleList) and len(modules)]
         block = next((last for last in (modules[-1] for modules in lists) if found and found[-1] in list(last.modules())), None)
         if block is None:
-            raise PluginError(
-                f"{run.recipe.where}: plugins.cls-last-layer: {type(model).__name__} is not built like BERT or DistilBERT. Leave it out."
-            )
+            return "is not built like BERT or DistilBERT"
         config: Any = model.config
-        ids = torch.randint(min(100, config.vocab_size), (2, 8), generator=torch.Generator().manual_seed(0))
-        probe = {"input_ids": ids}
-        probe["attention_mask"] = (torch.arange(8) < torch.tensor([[8], [5]])).long()
-        before = self.logits(model, probe)
-        found[-1].forward = partial(attend, found[-1])
-        block.forward = partial(at_first, block.forward)
-        if not torch.allclose(before, self.logits(model, probe), rtol=1e-4, atol=1e-5):
-            raise PluginError(
-                f"{run.recipe.where}: plugins.cls-last-layer: {type(model).__name__} reads more than the first token. Leave it out."
-            )
+        elsewhere = any(parameter.is_meta for parameter in model.parameters())
+        try:
+            ids = torch.randint(min(100, config.vocab_size), (2, 8), generator=torch.Generator().manual_seed(0))
+            probe = {"input_ids": ids}
+            probe["attention_mask"] = (torch.arange(8) < torch.tensor([[8], [5]])).long()
+            before = None if elsewhere else self.logits(model, probe)
+            found[-1].forward = partial(attend, found[-1])
+            block.forward = partial(at_first, block.forward)
+            if before is None or torch.allclose(before, self.logits(model, probe), rtol=1e-4, atol=1e-5):
+                return None
+        except Exception as error:  # modules with the names of BERT's may take other arguments
+            return f"is not built like BERT or DistilBERT ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
+        return "reads more than the first token"
 
     @staticmethod
     def logits(model: nn.Module, probe: dict[str, Any]) -> Tensor:
         """The model's logits for the probe, without dropout."""
-        import torch
+        from fastloop_plugins._probe import probing
 
-        from fastloop.evaluation_results import evaluating
-
-        with evaluating(model), torch.no_grad():
+        with probing(model):
             logits: Tensor = model(**probe).logits
         return logits
 

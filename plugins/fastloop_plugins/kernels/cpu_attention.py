@@ -97,5 +97,6 @@ class CpuAttention(Plugin):
         if (dtype := computing_dtype(run, model)) != bfloat16:
             return f"the run computes in {dtype}, not in bf16 (add amp: {{dtype: bf16}})"
         if (size := head_size(found.config)) not in HEAD_SIZES:
-            return f"heads have {size} features, not {', '.join(map(str, HEAD_SIZES))}"
+            sizes = ", ".join(map(str, HEAD_SIZES))
+            return f"heads have {size} features, not {sizes}" if size else f"the model's config gives no single head size (of {sizes})"
         return unavailable()

@@ -7,13 +7,14 @@
 it for optimizers without a fused kernel. Torch's default is ``foreach`` on CUDA and a loop over the weights on a CPU.
 
 ``8bit`` keeps the moments of Adam, AdamW and others in 8 bits, with bitsandbytes: a quarter of the memory, at lower precision. Weights with
-fewer than 4096 elements keep 32-bit moments. Needs the extra: ``pip install 'fastloop[optim8bit]'``. Method: Dettmers et al.,
+fewer than 4096 elements keep 32-bit moments. Needs the extra: ``pip install 'fastloop-train[optim8bit]'``. Method: Dettmers et al.,
 "8-bit Optimizers via Block-wise Quantization", 2021.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -131,3 +132,30 @@ class FusedOptimizer(Plugin):
             parameters, lr=train.lr, weight_decay=train.weight_decay, **run.optimizer_arguments
         )
         return optimizer
+
+    @hookimpl
+    def before_optimizer_step(self, run: Run) -> None:
+        for group in run.optimizer.param_groups:
+            if group.get("fused") and group.get("momentum") and "dampening" in group:  # torch's SGD
+                start_momentum(run, group)
+
+
+def start_momentum(run: Run, group: Mapping[str, Any]) -> None:
+    """Give weights that get their first gradient after the first step a momentum of 0. Torch's fused SGD takes it from all of them or none.
+
+    Raises:
+        PluginError: ``dampening`` is set, with which the first step of a weight differs from one with a momentum of 0.
+    """
+    from torch import zeros_like
+
+    weights = [weight for weight in group["params"] if weight.grad is not None]
+    new = [weight for weight in weights if run.optimizer.state.get(weight, {}).get("momentum_buffer") is None]
+    if not 0 < len(new) < len(weights):
+        return
+    if group["dampening"]:
+        raise PluginError(
+            f"{run.recipe.where}: plugins.fused-optimizer: {len(new)} weights get their first gradient in step {run.state.step + 1}, which "
+            "torch's fused SGD does not support with dampening. Set plugins.fused-optimizer.implementation: foreach."
+        )
+    for weight in new:
+        run.optimizer.state[weight]["momentum_buffer"] = zeros_like(weight)

@@ -4,9 +4,9 @@
       - liger
 
 For the architectures that liger-kernel supports (Llama, Qwen, Gemma, Mistral and others), on CUDA. Needs the extra:
-``pip install 'fastloop[liger]'``. Head and loss are fused only if the model computes the loss from ``labels`` in the batch, as it does
-under transformers' ``Trainer``. The task ``causal-lm`` computes its own loss. Liger patches some functions of transformers for the entire
-process.
+``pip install 'fastloop-train[liger]'``. Head and loss are fused only if the model computes the loss from ``labels`` in the batch, as it
+does under transformers' ``Trainer``. The task ``causal-lm`` computes its own loss. Liger patches some functions of transformers for the
+entire process.
 """
 
 from __future__ import annotations

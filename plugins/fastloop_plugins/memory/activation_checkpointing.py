@@ -90,7 +90,13 @@ def recomputed(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwar
 
     if not (block.training and torch.is_grad_enabled()):
         return forward(*args, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    kept: dict[str, Any] = {name: None if is_empty_cache(value) else value for name, value in kwargs.items()}
+    return checkpoint(forward, *args, use_reentrant=False, **kept)
+
+
+def is_empty_cache(value: Any) -> bool:
+    """Whether an argument of a block is transformers' cache without tokens. XLM makes one for each forward, without an option."""
+    return hasattr(value, "get_seq_length") and value.get_seq_length() == 0
 
 
 def without_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:

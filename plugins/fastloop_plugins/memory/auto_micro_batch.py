@@ -122,6 +122,10 @@ class AutoMicroBatch(Plugin):
             raise OutOfMemory(f"process {run.rank}: {message}, when the run is started again with --resume.") from error
         logger.warning("auto-micro-batch: %s", message)
         self.apply_sizes(run, self.sizes)
+        if not split:
+            from fastloop.lifecycle import warn_of_batch_norm
+
+            warn_of_batch_norm(run)
         return True
 
     def apply_sizes(self, run: Run, sizes: dict[str, list[int]]) -> None:
@@ -144,7 +148,8 @@ class AutoMicroBatch(Plugin):
 
     def write(self, run: Run) -> None:
         """Write the sizes. A process that ran out of memory writes them itself, since the main process may be waiting for it."""
-        files.write(run.folder / "micro_batch.json", json.dumps({"recipe": self.recipe(run), "sizes": self.sizes}, indent=1) + "\n")
+        text = json.dumps({"recipe": self.recipe(run), "sizes": self.sizes}, indent=1)
+        files.write(run.folder / "micro_batch.json", text + "\n", hidden=True)
 
     @hookimpl
     def write_summary(self, run: Run, summary: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from typing import IO, TYPE_CHECKING, Any
 
-from fastloop import Plugin, hookimpl
+from fastloop import Plugin, __version__, hookimpl
 from fastloop.recipe import secrets
 
 if TYPE_CHECKING:
@@ -34,7 +34,11 @@ logger = logging.getLogger("fastloop")
 
 
 class _LogFile(logging.FileHandler):
-    """Raises nothing when the disk is full: the console shows a warning."""
+    """Writes no secrets, and raises nothing when the disk is full: the console shows a warning."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The message and its traceback, without secrets."""
+        return secrets.hide(super().format(record))
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a record, unless the file is closed: another thread may log at that moment, and logging would open the file again."""
@@ -70,14 +74,15 @@ class Log(Plugin):
         if not run.is_main:
             return
         # Read now: at the end of a run that failed, there may be no memory for it.
-        self.versions = {"python": platform.python_version()} | {name: version(name) for name in ("fastloop", "torch", "accelerate")}
+        self.versions = {"python": platform.python_version(), "fastloop": __version__}
+        self.versions |= {name: version(name) for name in ("torch", "accelerate")}
         path = run.folder / "metrics.jsonl"
         path.touch()
         self.metrics = path.open("r+b")
         self.metrics.truncate(min(self.offset, path.stat().st_size))  # a resumed run repeats the steps after its last checkpoint
         self.offset = self.metrics.seek(0, os.SEEK_END)
         self.handler = _LogFile(run.folder / "log.txt")
-        self.handler.setFormatter(secrets.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        self.handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         logger.addHandler(self.handler)
 
     @hookimpl

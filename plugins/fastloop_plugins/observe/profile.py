@@ -57,7 +57,7 @@ class Profile(Plugin):
         import torch
         from torch import profiler
 
-        from fastloop.runtime.regions import region
+        from fastloop_plugins.observe._hook_regions import hook_regions
 
         config, self.written = self.config, 0
         kinds = [profiler.ProfilerActivity.CPU]
@@ -78,7 +78,7 @@ class Profile(Plugin):
                 acc_events=True,
             )
         )
-        self.open.enter_context(run.plugins.around(region))
+        self.open.enter_context(hook_regions(run.plugins))
 
     @hookimpl(trylast=True)
     def after_step(self) -> None:

@@ -5,18 +5,23 @@
 
 ``auto`` uses bf16 if the device supports it, else fp16. fp16 scales the loss and skips optimizer steps whose gradients overflow. A skipped
 step counts as a step and its samples count as trained, but the learning rate schedule does not advance. For fp8, list ``torchao-fp8`` in
-addition to ``amp: {dtype: bf16}``.
+addition to ``amp: {dtype: bf16}``. If a strategy's ``prepare`` leaves out autocast, the first step ends with an error.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from fastloop import AcceleratorDraft, Dtype, Plugin, RecipeError, Recommendation, SpeedupEstimate, When, hookimpl, option
+from fastloop import AcceleratorDraft, Dtype, Plugin, PluginError, RecipeError, Recommendation, SpeedupEstimate, When, hookimpl, option
 
 if TYPE_CHECKING:
+    from torch import nn
+    from torch.utils.hooks import RemovableHandle
+
+    from fastloop import Output, Run
     from fastloop.estimates import StepProfile
     from fastloop.recipe import Recipe
     from fastloop.runtime.hardware import Machine
@@ -86,6 +91,8 @@ class Amp(Plugin):
             message = f"{self.where}.dtype: fp8 is a plugin of its own. List 'torchao-fp8', and set dtype: bf16 here."
             raise RecipeError(message) from None
         self.dtype: str = self.config.dtype
+        self.is_applied: bool | None = None
+        self.recorders: list[RemovableHandle] = []
 
     @hookimpl
     def check_recipe(self, recipe: Recipe) -> None:
@@ -104,3 +111,66 @@ class Amp(Plugin):
             from accelerate.utils import GradScalerKwargs
 
             draft.scaler_handler = GradScalerKwargs(init_scale=self.config.init_scale, growth_interval=self.config.growth_interval)
+
+    @hookimpl(trylast=True)
+    def after_prepare(self, run: Run, model: nn.Module) -> None:
+        """Unless Accelerate prepared the model, record in the first step whether its layers compute in the smaller dtype."""
+        if self.dtype == "no" or any("_original_forward" in vars(module) for module in (*model.modules(), *run.unwrap_model().modules())):
+            run.plugins.unsubscribe(self, "before_optimizer_step")
+            return
+        for layer in run.unwrap_model().modules():
+            if any(parameter.is_floating_point() for parameter in layer.parameters(recurse=False)):
+                self.recorders.append(layer.register_forward_pre_hook(self.record))
+
+    @hookimpl(wrapper=True)
+    def compute_loss(self, run: Run, model: nn.Module, batch: Any) -> Generator[None, Output, Output]:
+        try:
+            output = yield
+        except Exception as error:
+            run.plugins.unsubscribe(self, "compute_loss")
+            if self.name in run.recipe.selected or not computes_in_fp32(run, batch):  # a plugin that selected this one leaves it out
+                raise
+            raise PluginError(
+                f"{run.recipe.where}: plugins.{self.name}: {type(run.unwrap_model()).__name__} computes in fp32 and fails in {self.dtype}: "
+                f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0].rstrip('.')}. Remove {self.name}."
+            ) from error
+        if "model" in vars(run):  # it is prepared, so this was no trial of another plugin
+            run.plugins.unsubscribe(self, "compute_loss")
+        return output
+
+    def record(self, layer: nn.Module, inputs: Any) -> None:
+        """Record whether a layer computes under autocast, or has weights in the smaller dtype."""
+        import torch
+
+        weight = next(layer.parameters(recurse=False))
+        self.is_applied = torch.is_autocast_enabled(weight.device.type) or weight.dtype in (torch.bfloat16, torch.float16)
+
+    @hookimpl
+    def before_optimizer_step(self, run: Run) -> None:
+        if self.is_applied is None:
+            return  # no layer was called yet
+        for recorder in self.recorders:
+            recorder.remove()
+        run.plugins.unsubscribe(self, "before_optimizer_step")
+        if not self.is_applied:
+            strategy = run.plugins.in_slot("strategy")
+            raise PluginError(
+                f"{run.recipe.where}: plugins.{self.name}: the first step computed in fp32, because prepare of the strategy {strategy!r} "
+                "applied no autocast. Let it call run.accelerator.prepare_model(model, evaluation_mode=True), which adds autocast and no "
+                f"DDP. Or remove {self.name}."
+            )
+
+
+def computes_in_fp32(run: Run, batch: Any) -> bool:
+    """Whether the model computes the loss of a batch without the autocast that Accelerate added to its forward."""
+    model: Any = run.unwrap_model()
+    if "_original_forward" not in vars(model):
+        return False
+    forward, model.forward = model.forward, model._original_forward
+    try:
+        run.hooks.compute_loss(run=run, model=model, batch=batch)
+    except Exception:  # the caller raises the first error
+        return False
+    finally:
+        model.forward = forward
+    return True

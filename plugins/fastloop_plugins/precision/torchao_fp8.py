@@ -7,7 +7,7 @@
 
 For CUDA devices with fp8 matrix units (H100 and newer). It pays off for layers with thousands of features, together with ``compile``, which
 fuses the casts into neighbouring operations. ``amp: {dtype: bf16}`` covers the rest of the forward pass. ``rowwise`` scales each row
-separately, which is more accurate and slower. Needs the extra: ``pip install 'fastloop[fp8]'``.
+separately, which is more accurate and slower. Needs the extra: ``pip install 'fastloop-train[fp8]'``.
 """
 
 from __future__ import annotations

@@ -6,16 +6,18 @@ import copy
 import json
 import logging
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastloop import PluginError
 from fastloop.errors import did_you_mean
+from fastloop_plugins.strategies._launcher import Launcher
 
 if TYPE_CHECKING:
-    from fastloop import Run
+    from torch import nn
+
+    from fastloop import Plugin, Run
     from fastloop.recipe import Recipe
 
 logger = logging.getLogger("fastloop")
@@ -34,6 +36,9 @@ zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization
 WHOLE_TENSORS = ("Adafactor", "Adagrad", "LBFGS", "Muon", "SparseAdam")
 """Torch optimizers that need full tensors, or that DeepSpeed rebuilds without the scheduler's knowledge."""
 
+OFFLOADS = {"offload_optimizer": "offload_optimizer", "offload_parameters": "offload_param"}
+"""Option -> its section in the JSON's ``zero_optimization``."""
+
 
 class Configuration:
     """The user's JSON file, if any, checked against the recipe.
@@ -47,8 +52,12 @@ class Configuration:
         PluginError: The file cannot be read, or contradicts the recipe.
     """
 
-    def __init__(self, recipe: Recipe, options: Any) -> None:
-        self.options, self.half = options, False
+    def __init__(self, recipe: Recipe, plugin: Plugin) -> None:
+        launcher = Launcher(recipe, plugin)
+        take_over(launcher)
+        self.half = False
+        options: Any = plugin.config
+        self.options: Any = options
         self.json: dict[str, Any] = {}
         self.file = recipe.where
         if options.config is not None:
@@ -58,6 +67,15 @@ class Configuration:
         given = (options.stage, lookup(self.json, "zero_optimization.stage"), 2)
         self.stage: int = next(stage for stage in given if stage is not None)
         self._agree("zero_optimization.stage", "plugins.deepspeed.stage", options.stage)
+        for name, section in OFFLOADS.items():
+            device = {None: None, True: "cpu", False: "none"}[getattr(options, name)]
+            self._agree(f"zero_optimization.{section}.device", f"plugins.deepspeed.{name} (here the device)", device)
+        for key, name in (
+            ("overlap_comm", "overlap_comm"),
+            ("reduce_bucket_size", "bucket_size"),
+            ("allgather_bucket_size", "bucket_size"),
+        ):
+            self._agree(f"zero_optimization.{key}", f"plugins.deepspeed.{name}", getattr(options, name))
         self._agree("train_batch_size", "train.batch_size", train.batch_size)
         self._agree("train_micro_batch_size_per_gpu", "train.micro_batch_size", train.micro_batch_size)
         self._agree("gradient_clipping", "train.max_grad_norm", train.max_grad_norm or 0.0)
@@ -67,12 +85,23 @@ class Configuration:
             self._agree(f"optimizer.params.{key}", f"train.{key}" if key in own else "the recipe's optimizer", own.get(key, "its own"))
         for key in lookup(self.json, "scheduler.params") or {}:
             self._agree(f"scheduler.params.{key}", "the recipe's schedule", "its own (plugin lr-scheduler)")
-        self._agree_with_launcher(recipe.where)
+        self._agree("scheduler.type", "the recipe's schedule", "its own (plugin lr-scheduler)")
+        scaling = recipe.plugins.get("amp") or {}
+        if "init_scale" in scaling:
+            self._agree("fp16.initial_scale_power", "the power of plugins.amp.init_scale", round(math.log2(scaling["init_scale"])))
+        self._agree("fp16.loss_scale_window", "plugins.amp.growth_interval", scaling.get("growth_interval"))
         if self.stage not in (0, 1, 2, 3):
             raise PluginError(f"{self.file}: zero_optimization.stage: is {self.stage!r}. Expected 0, 1, 2 or 3.")
-        for name, least in (("offload_optimizer", 1), ("offload_parameters", 3)):
-            if getattr(options, name) and self.stage < least:
-                raise PluginError(f"{recipe.where}: plugins.deepspeed.{name}: needs stage {least} or more; the stage is {self.stage}.")
+        for (name, section), least in zip(OFFLOADS.items(), (1, 3), strict=True):
+            place = f"{recipe.where}: plugins.deepspeed.{name}" if getattr(options, name) else None
+            if lookup(self.json, f"zero_optimization.{section}.device") not in (None, "none"):
+                place = place or f"{self.file}: zero_optimization.{section}"
+            if place and self.stage < least:
+                raise PluginError(f"{place}: needs stage {least} or more; the stage is {self.stage}.")
+        if self.stage == 3 and launcher.is_on("ACCELERATE_DEEPSPEED_ZERO3_INIT"):
+            launcher.refuse(
+                "ACCELERATE_DEEPSPEED_ZERO3_INIT", "Set zero3_init_flag: false there: each process builds the model on its CPU."
+            )
         if self.stage and train.optimizer_name in WHOLE_TENSORS:
             raise PluginError(
                 f"{recipe.where}: train.optimizer: {train.optimizer_name} cannot be sharded: ZeRO gives it slices of flattened weights. "
@@ -88,28 +117,25 @@ class Configuration:
             f'{self.file}: {key}: is {found!r}, and {name} is {wanted!r}. Make them the same, write "auto" there, or remove it there.'
         )
 
-    def _agree_with_launcher(self, where: str) -> None:
-        """Raise an error for DeepSpeed settings of ``accelerate launch`` that contradict the recipe."""
-        if os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() != "true":
-            return
-        ours = {"ZERO_STAGE": ("stage", str(self.stage)), "CONFIG_FILE": ("config", self.options.config)}
-        for variable, (option, wanted) in ours.items():
-            found = os.environ.get(f"ACCELERATE_DEEPSPEED_{variable}")
-            if found not in (None, "", "none", wanted):
-                raise PluginError(
-                    f"{where}: accelerate's configuration says {found!r} (ACCELERATE_DEEPSPEED_{variable}), and plugins.deepspeed.{option} "
-                    f"is {wanted!r}. Make them the same, or start with another launcher: fastloop train RECIPE --nproc N."
-                )
+    def check_others(self, run: Run) -> None:
+        """Refuse other plugins of the run that do not work with the stage, or warn about them."""
+        names, sharded = run.plugins.names(), self.stage == 3
+        if sharded and any(plugin.name == "lora" and getattr(plugin.config, "merge", False) for plugin in run.plugins):
+            why = "stage 3 shards the weights that the adapters would be merged into."
+            raise PluginError(f"{run.recipe.where}: plugins 'deepspeed' and 'lora': {why} Set plugins.lora.merge: false, or stage: 2.")
+        if sharded and "compile" in names:
+            logger.warning("deepspeed: stage 3 gathers weights module by module, and each breaks the graph: compile gains little")
+        if "ema" in names and (sharded or self.half):
+            why = "stage 3 shards the weights" if sharded else "weights in half precision are copies of sharded ones"
+            raise PluginError(f"{run.recipe.where}: plugins 'deepspeed' and 'ema': {why}, which ema cannot exchange. Remove one of them.")
 
-    def build(self, run: Run, elements: int) -> dict[str, Any]:
+    def build(self, run: Run, model: nn.Module) -> dict[str, Any]:
         """Build the configuration for ``deepspeed.initialize``.
-
-        Args:
-            elements: Number of elements in all trained parameters.
 
         Raises:
             PluginError: The JSON contradicts a setting that is known only now.
         """
+        elements = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         precision, options = run.accelerator.mixed_precision, self.options
         self.half = precision == "fp16" or lookup(self.json, "bf16.enabled") is True
         if run.loader_settings.split is not None:
@@ -139,9 +165,9 @@ class Configuration:
         config.setdefault("zero_force_ds_cpu_optimizer", False)
         zero = config.setdefault("zero_optimization", {})
         zero["stage"] = self.stage
-        for name, section in (("offload_optimizer", "offload_optimizer"), ("offload_parameters", "offload_param")):
+        for name, section in OFFLOADS.items():
             if getattr(options, name):
-                zero.setdefault(section, {"device": "cpu", "pin_memory": run.device.type != "cpu"})
+                zero[section] = {"device": "cpu", "pin_memory": run.device.type != "cpu"} | zero.get(section, {})
         if options.overlap_comm is not None:
             zero["overlap_comm"] = options.overlap_comm
         if options.bucket_size is not None:
@@ -155,6 +181,33 @@ class Configuration:
             defaults = {"initial_scale_power": round(math.log2(scale)), "loss_scale_window": window, "hysteresis": 1}
             config["fp16"] = {**defaults, **config.get("fp16", {}), "enabled": True}
         return config
+
+
+def take_over(launcher: Launcher) -> None:
+    """Take DeepSpeed's settings over from ``accelerate launch``.
+
+    Raises:
+        PluginError: A setting contradicts the recipe, or there is no option for it.
+    """
+    prefix = "ACCELERATE_DEEPSPEED_"
+    if (stage := launcher.asked(f"{prefix}ZERO_STAGE")) is not None:
+        launcher.take(f"{prefix}ZERO_STAGE", "stage", int(stage))
+    if (file := launcher.asked(f"{prefix}CONFIG_FILE")) not in (None, "none"):
+        launcher.take(f"{prefix}CONFIG_FILE", "config", file)
+    if (norm := launcher.asked("ACCELERATE_GRADIENT_CLIPPING")) not in (None, "none"):
+        launcher.take("ACCELERATE_GRADIENT_CLIPPING", "train.max_grad_norm", float(norm) or None)
+    for variable, option in (
+        (f"{prefix}OFFLOAD_OPTIMIZER_DEVICE", "offload_optimizer"),
+        (f"{prefix}OFFLOAD_PARAM_DEVICE", "offload_parameters"),
+    ):
+        device = launcher.asked(variable)
+        if device not in (None, "none", "cpu"):
+            section = f"zero_optimization.{OFFLOADS[option]}"
+            launcher.refuse(variable, f"Name a JSON file with {section} in plugins.deepspeed.config, or set it to cpu.")
+        if device is not None:
+            launcher.take(variable, option, device == "cpu")
+    if launcher.asked(f"{prefix}MOE_LAYER_CLS_NAMES") is not None:
+        launcher.refuse(f"{prefix}MOE_LAYER_CLS_NAMES", "Take it out there.")
 
 
 def read(path: Path) -> dict[str, Any]:

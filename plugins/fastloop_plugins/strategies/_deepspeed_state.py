@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from fastloop import PluginError
+from fastloop_plugins.strategies._deepspeed_gradients import Slices
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +40,7 @@ class Sharded:
         self.engine, self.stage, self.half = engine, stage, half
         self.has_gradients = False  # of all micro-steps, before the optimizer's step
         self.zero: Any = engine.optimizer if stage else None
+        self.slices = Slices(self.base, self.zero, stage) if stage else None
         self.mesh: DeviceMesh | None = None
         if stage and run.world_size > 1:
             group: Any = run.processes.host_group or torch.distributed.group.WORLD
@@ -172,7 +175,9 @@ class Sharded:
         if self.zero is None:
             return self.base.state_dict()
         groups, state = self._groups(), {}
+        assert self.slices is not None
         if self.base.state:
+            numbers = self.slices.gather_numbers(run, chain(*self.parameters)) if self.slices.own else None
             self._relink()
             flats = iter(self._flats())
             for group, parameters in zip(groups, self.parameters, strict=True):
@@ -180,8 +185,11 @@ class Sharded:
                 for number, parameter in zip(group["params"], parameters, strict=True):
                     if not parameter.requires_grad:
                         continue
+                    own = {} if numbers is None else numbers.get(number, {})
+                    if own is None:
+                        continue
                     entry = {}
-                    for key, value in self.base.state[flat].items():
+                    for key, value in (self.base.state[flat] | own).items():
                         if isinstance(value, torch.Tensor) and value.shape == flat.shape:
                             value = self._part(run, parameter, safe_get_full_optimizer_state(parameter, key))
                         entry[key] = value.clone() if isinstance(value, torch.Tensor) else value
@@ -205,12 +213,13 @@ class Sharded:
             return
         if [len(group["params"]) for group in state["param_groups"]] != [len(parameters) for parameters in self.parameters]:
             raise ValueError("its parameter groups have other sizes")
+        assert self.slices is not None
         flats = iter(self._flats())
         pieces: list[tuple[Any, dict[str, Tensor]]] = []
         for live, saved, parameters in zip(self.groups, state["param_groups"], self.parameters, strict=True):
             live.update({key: value for key, value in saved.items() if key != "params"})
             flat_pieces = next(flats)
-            scalars: dict[str, Any] = {}
+            numbers: dict[int, dict[str, Any] | None] = {}
             sharded: set[str] = set()
             for number, parameter in zip(saved["params"], parameters, strict=True):
                 entry = state["state"].get(number, {})
@@ -220,8 +229,9 @@ class Sharded:
                 if parameter.requires_grad:
                     pieces.append((parameter, tensors))
                     sharded |= set(tensors)
-                for key in entry.keys() - tensors.keys():  # one value a group: the largest step, since untrained weights lag
-                    scalars[key] = max(scalars[key], entry[key]) if key == "step" and key in scalars else entry[key]
+                    rest = {key: entry[key] for key in entry.keys() - tensors.keys()}
+                    numbers[id(parameter)] = rest if number in state["state"] else None
+            scalars = self.slices.load_numbers(numbers)
             on_device = live.get("fused") or live.get("capturable")
             for flat in flat_pieces if scalars or sharded else ():
                 self.base.state[flat] = {

@@ -58,17 +58,22 @@ def sharded(layout: Layout, group: int) -> dict[str, Any]:
     def sent(weight: Weight) -> float:
         return gathered(weight) * group * shard(weight, group) / max(weight.bytes, 1)  # with padding
 
-    root = total(blocks.pop(None), gathered)
-    sizes = [total(block, gathered) for block in blocks.values()]
-    reductions = [
-        total((weight for weight in block if weight.trained), lambda weight: weight.elements * reduced) for block in blocks.values()
-    ]
+    def reduction(part: list[Weight]) -> float:
+        return total((weight for weight in part if weight.trained), lambda weight: weight.elements * reduced)
+
+    outside = blocks.pop(None)
+    root, sizes = total(outside, gathered), [total(block, gathered) for block in blocks.values()]
+    reductions = [reduction(block) for block in blocks.values()]
     again = options.get("reshard_after_forward", True)
-    # Two blocks at once: one in use and the next one, which is gathered ahead.
-    kept = root + (2 * max(sizes, default=0.0) if again else sum(sizes)) + 2 * max(reductions, default=0.0)
+    # A part is held twice, as weights and as the buffer of its all-gather, which torch frees when it gathers the next part.
+    kept = root + (2 * max(sizes) if again and sizes else sum(sizes) or root) + 2 * max(reductions, default=0.0)
     held = bool(options.get("hold_gradients")) and layout.micro_steps > 1
-    if held:
-        kept += total(layout.trained, gathered)
+    full = total(layout.trained, gathered) if held else 0.0
+    shards = total(layout.trained, lambda weight: shard(weight, group))
+    # Two moments without activations. The first block is gathered while the rest is held twice; one micro-step has no gradients then.
+    first = 2 * (root + next(iter(sizes), 0.0)) + full - (shards if layout.micro_steps == 1 else 0.0)
+    # At the end of backward, the rest has full gradients beside its weights, and then beside the buffer of their reduction.
+    last = max(root, reduction(outside)) + (full or total((weight for weight in outside if weight.trained), gathered))
     gathers, in_blocks = total(layout.weights, sent), sum(total(block, sent) for block in blocks.values())
     share, groups = (group - 1) / group, layout.processes // group
     gradients = total(layout.trained, lambda weight: sent(weight) * reduced / (2 if half else weight.itemsize))
@@ -77,9 +82,10 @@ def sharded(layout: Layout, group: int) -> dict[str, Any]:
     reductions_per_step = 1 if held else layout.micro_steps
     return {
         "weights": total(layout.weights, lambda weight: shard(weight, group)) + layout.buffers,
-        "gradients": total(layout.trained, lambda weight: shard(weight, group)),
+        "gradients": shards,
         "optimizer": total(layout.trained, lambda weight: weight.state * shard(weight, group) / max(weight.bytes, 1)),
-        "buckets": kept,
+        "buckets": kept + full,
+        "alone": max(first, last),
         "wire": layout.micro_steps * share * (gathers + again * in_blocks) + reductions_per_step * scatter + across,
         "weights_cast": half and layout.precision == "bf16",
     }

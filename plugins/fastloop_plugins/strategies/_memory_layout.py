@@ -6,10 +6,15 @@ A strategy plugin declares a class method ``estimate_memory(layout)``. It yields
 * ``listed``: whether ``layout.options`` already select it; default True;
 * ``weights``, ``gradients``, ``optimizer``: bytes that a process holds when the optimizer is about to step;
 * ``buckets``: bytes that it holds beside them during forward and backward, such as gathered weights;
+* ``alone``: bytes that it holds beside them when there are no activations, if those may be more; default 0;
 * ``kept``: the part of ``buckets`` that it also holds when the optimizer is about to step; default 0;
 * ``wire``: bytes that it sends in an optimizer step;
 * ``host``: of the above, bytes in the host's memory, which ``weights``, ``gradients`` and ``optimizer`` leave out; default 0;
 * ``weights_cast``: whether it stores the forward pass's copy of the weights, so that autocast makes none; default False.
+
+A strategy that divides the layers themselves, and trains on the same samples in each process, also declares a class method
+``divide_model(model, processes, precision, where)``. It makes a model of fake tensors the share of a process, and ``layout`` then
+describes the share. It returns an object whose attribute ``sent`` counts the bytes that forward and backward send.
 """
 
 from __future__ import annotations
@@ -62,6 +67,7 @@ class Layout:
         per_node: Processes of one machine.
         micro_steps: Micro-batches of an optimizer step on one process.
         precision: ``no``, ``bf16`` or ``fp16``.
+        samples: Samples of a micro-batch on one process.
         device: ``cpu``, which communicates by gloo, or another type, which communicates by NCCL or its like.
         options: The strategy's options in the recipe; empty if the recipe does not list it.
     """
@@ -72,6 +78,7 @@ class Layout:
     per_node: int = 1
     micro_steps: int = 1
     precision: str = "no"
+    samples: int = 1
     device: str = "cuda"
     options: Mapping[str, Any] = field(default_factory=dict)
 

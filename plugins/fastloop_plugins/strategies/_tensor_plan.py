@@ -52,7 +52,7 @@ def styles(model: Any, rules: Mapping[str, str], processes: int, where: str) -> 
     uses = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
     found: dict[str, ParallelStyle] = {}
     for name, module in model.named_modules():
-        rule = rules.get(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name))
+        rule = rule_of(rules, name)
         if rule is None or rule == "replicate" or any(uses[id(weight)] > 1 for weight in module.parameters()):
             continue
         style, size = _style(rule, module)
@@ -64,6 +64,11 @@ def styles(model: Any, rules: Mapping[str, str], processes: int, where: str) -> 
             raise PluginError(f"{where}: {name} has {size} features, not a multiple of the {processes} processes. Use fsdp or ddp.")
         found[name] = style
     return found
+
+
+def rule_of(rules: Mapping[str, str], name: str) -> str | None:
+    """The rule for a module, whose name has the index of its layer."""
+    return rules.get(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name))
 
 
 def _style(rule: str, module: nn.Module) -> tuple[ParallelStyle | None, int]:

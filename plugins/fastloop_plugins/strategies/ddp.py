@@ -86,8 +86,6 @@ class DDP(Plugin):
         if self.config.sync_batch_norm:
             converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
             return converted
-        if run.world_size > 1 and any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
-            logger.warning("ddp: batch norm uses only the samples of its own process, so results depend on the number of processes")
         return None
 
     @hookimpl

@@ -6,19 +6,20 @@
 Stage 1 shards the optimizer state, stage 2 also the gradients, stage 3 also the weights; stage 0 shards nothing. Start one process for each
 device, for example ``fastloop train recipe.yaml --nproc 4``. With ``amp`` in bf16, the weights stay in fp32 and the forward pass runs in
 bf16. A JSON file of your own with ``"bf16": {"enabled": true}`` keeps the weights in bf16 with a sharded copy in fp32, as fp16 always does.
-All processes write their shards of a checkpoint. It resumes on any number of processes, under another stage, another strategy, or none.
-
+Processes may use different layers in a step, such as those that a router chooses. A weight that no process used keeps its value. All
+processes write their shards of a checkpoint. It resumes on any number of processes, under another stage, another strategy, or none.
 ``config`` names a JSON file of DeepSpeed's own options. The recipe supplies values that are missing or "auto"; a contradiction is an error.
+Under ``accelerate launch``, the recipe takes over the settings of ``deepspeed_config`` that it leaves open, and is saved with them:
+``zero_stage``, ``gradient_clipping`` (``train.max_grad_norm``), the devices of offload, and ``deepspeed_config_file``. Others are refused.
 Every process builds the full model on its CPU first, under stage 3 too.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -33,8 +34,7 @@ if TYPE_CHECKING:
     from fastloop import Run
     from fastloop.recipe import Recipe
     from fastloop_plugins.strategies._memory_layout import Layout
-
-logger = logging.getLogger("fastloop")
+    from fastloop_plugins.strategies._module_order import ModuleOrder
 
 
 class DeepSpeed(Plugin):
@@ -51,8 +51,10 @@ class DeepSpeed(Plugin):
         """Options."""
 
         stage: Annotated[Literal[0, 1, 2, 3] | None, option("ZeRO stage; null: the JSON's, else 2.")] = None
-        offload_optimizer: Annotated[bool, option("Keep the optimizer state in the host's memory and step there (stages 1 to 3).")] = False
-        offload_parameters: Annotated[bool, option("Keep the weights in the host's memory (stage 3).")] = False
+        offload_optimizer: Annotated[
+            bool | None, option("Keep the optimizer state in the host's memory and step there (stages 1 to 3); null: as the JSON.")
+        ] = None
+        offload_parameters: Annotated[bool | None, option("Keep the weights in the host's memory (stage 3); null: as the JSON.")] = None
         overlap_comm: Annotated[bool | None, option("Overlap the reduction of gradients with backward; null: DeepSpeed's default.")] = None
         bucket_size: Annotated[int | None, option("Gradient elements reduced at once; null: DeepSpeed's default.", ge=1)] = None
         config: Annotated[str | None, option("A JSON file of DeepSpeed's own options.")] = None
@@ -64,25 +66,27 @@ class DeepSpeed(Plugin):
 
         return _memory_zero.estimate(layout)
 
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.order: ModuleOrder | None = None  # below stage 3
+
     @hookimpl
     def check_recipe(self, recipe: Recipe) -> None:
-        self.configuration = Configuration(recipe, self.config)
+        self.configuration = Configuration(recipe, self)
 
     @hookimpl
     def prepare(self, run: Run, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Any]:
         import torch
 
+        from fastloop_plugins.strategies._deepspeed_gradients import Reduction, exclude_hooks, order_modules
         from fastloop_plugins.strategies._deepspeed_state import LossScale, Sharded, Stepper, cast_around, imported
         from fastloop_plugins.training._optimizers import Optimizers
 
         if isinstance(optimizer, Optimizers):
             names = ", ".join(map(repr, optimizer.members))
-            raise PluginError(
-                f"{run.recipe.where}: plugins.deepspeed: build_optimizer returned several optimizers, {names}, and DeepSpeed steps one. "
-                "Use ddp or fsdp."
-            )
-        elements = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-        config, stage = self.configuration.build(run, elements), self.configuration.stage
+            problem = f"build_optimizer returned several optimizers, {names}, and DeepSpeed steps one. Use ddp or fsdp."
+            raise PluginError(f"{run.recipe.where}: plugins.deepspeed: {problem}")
+        config, stage = self.configuration.build(run, model), self.configuration.stage
         if not torch.distributed.is_initialized() and "LOCAL_RANK" not in os.environ:
             raise PluginError("plugins.deepspeed: needs a launcher, for one process too: fastloop train RECIPE --nproc 1.")
         if not all(group["params"] for group in optimizer.param_groups):
@@ -96,18 +100,25 @@ class DeepSpeed(Plugin):
         except (ValueError, AssertionError, deepspeed.DeepSpeedConfigError) as error:
             raise PluginError(f"{self.configuration.file}: DeepSpeed refuses this: {' '.join(str(error).split())}") from error
         self.sharded.taken(run, engine, stage, self.configuration.half)
+        self.reduction = Reduction(run, engine, stage)
+        if stage == 3 and run.world_size > 1:
+            self.order = order_modules(run, engine.module)
         engine.set_gradient_accumulation_boundary(True)
         engine.no_sync = self.held_back
         if self.configuration.half:
             cast_around(engine)
-        if "compile" in run.plugins.names():  # do not compile the hooks that DeepSpeed adds to the forward
-            for hooks in (engine.module._forward_pre_hooks, engine.module._forward_hooks):
-                for key in list(hooks):
-                    hooks[key] = torch.compiler.disable(hooks[key])  # type: ignore[no-untyped-call]
+        if "compile" in run.plugins.names():
+            exclude_hooks(engine.module)
         if run.accelerator.scaler is not None:
             run.accelerator.scaler = LossScale(engine.optimizer.loss_scaler)
         self.engine: Any = engine
         return engine, Stepper(self.sharded)
+
+    @hookimpl(wrapper=True)
+    def compute_loss(self) -> Generator[None, Any, Any]:
+        if self.order is not None:
+            self.order.restart()
+        return (yield)
 
     @contextmanager
     def held_back(self) -> Iterator[None]:
@@ -120,15 +131,7 @@ class DeepSpeed(Plugin):
 
     @hookimpl
     def check_run(self, run: Run) -> None:
-        names, sharded = run.plugins.names(), self.configuration.stage == 3
-        if sharded and any(plugin.name == "lora" and getattr(plugin.config, "merge", False) for plugin in run.plugins):
-            why = "stage 3 shards the weights that the adapters would be merged into."
-            raise PluginError(f"{run.recipe.where}: plugins 'deepspeed' and 'lora': {why} Set plugins.lora.merge: false, or stage: 2.")
-        if sharded and "compile" in names:
-            logger.warning("deepspeed: stage 3 gathers weights module by module, and each breaks the graph: compile gains little")
-        if "ema" in names and (sharded or self.configuration.half):
-            why = "stage 3 shards the weights" if sharded else "weights in half precision are copies of sharded ones"
-            raise PluginError(f"{run.recipe.where}: plugins 'deepspeed' and 'ema': {why}, which ema cannot exchange. Remove one of them.")
+        self.configuration.check_others(run)
 
     @hookimpl
     def backward(self, loss: Tensor) -> bool:
@@ -138,9 +141,20 @@ class DeepSpeed(Plugin):
                 "plugin's train_step adds those of two. Use stage 0 or 3, or call run.optimizer.zero_grad() in between to replace them."
             )
         # The loop has weighted the loss, and fp16 scaling is DeepSpeed's. Stage 0 would divide a tensor that the model itself returned.
+        self.reduction.begin()
         self.engine.backward(loss.clone(), scale_wrt_gas=False)
+        self.reduction.gradients.attach()
         self.sharded.has_gradients = self.engine.is_gradient_accumulation_boundary()
         return True
+
+    @hookimpl(tryfirst=True)  # before plugins that read gradients
+    def after_backward(self) -> None:
+        unused = self.reduction.gradients.take_unused()
+        if self.sharded.slices is not None:
+            self.sharded.slices.leave_out(unused)
+            return
+        for parameter in unused:
+            parameter.grad = None
 
     @hookimpl
     def clip_gradients(self, run: Run, max_norm: float) -> Tensor:
@@ -148,20 +162,14 @@ class DeepSpeed(Plugin):
         import torch
 
         from fastloop.distributed.tensors import total_norm
+        from fastloop_plugins.strategies._deepspeed_gradients import zero_norm
 
         zero = self.sharded.zero
         if zero is None and max_norm < math.inf:
             return torch.nn.utils.clip_grad_norm_(run.model.parameters(), max_norm)
         if zero is None:
             return total_norm(parameter.grad for parameter in run.model.parameters() if parameter.grad is not None)
-        if self.configuration.stage == 3:
-            from deepspeed.runtime.utils import combine_grad_norm_groups
-
-            norm = combine_grad_norm_groups(zero._get_norm_groups())
-        else:
-            norm = zero.scaled_global_norm()
-        norm = torch.as_tensor(norm, device=run.device)
-        return torch.where(norm < 0, math.inf, norm / zero.loss_scale)  # -1 marks an overflow
+        return zero_norm(zero, self.configuration.stage, run.device)
 
     @hookimpl
     def model_state(self, run: Run) -> dict[str, Any]:

@@ -5,14 +5,17 @@
 
 Each block's weights are gathered just before they are used. With ``amp`` in bf16, weights are gathered in bf16 and gradients are reduced in
 fp32. ``param_dtype: bf16`` without ``amp`` computes all of the forward pass in bf16, so the model must not mix in tensors of another dtype,
-such as fp32 buffers. The weights that the optimizer steps stay in fp32.
+such as fp32 buffers. The weights that the optimizer steps stay in fp32. ``shard_within: 8`` shards within groups of 8 consecutive
+processes, such as those of a machine, and keeps a copy of the model in each group (hybrid sharding). Weights are then gathered within a
+group only, and groups average their gradients once a step. With several micro-steps, each reduces its gradients to shards.
+``hold_gradients`` reduces them once a step, and keeps full gradients until then. ``reshard_after_forward: false`` gathers weights once for
+forward and backward, and keeps them in between. ``cpu_offload`` needs a GPU.
 
-``shard_within: 8`` shards within groups of 8 consecutive processes, such as those of a machine, and keeps a copy of the model in each group
-(hybrid sharding). Weights are then gathered within a group only, and groups average their gradients once a step.
-
-With several micro-steps, each reduces its gradients to shards. ``hold_gradients`` reduces them once a step, and keeps full gradients until
-then. ``reshard_after_forward: false`` gathers weights once for forward and backward, and keeps them in between. ``cpu_offload`` needs a
-GPU.
+Under ``accelerate launch``, the recipe takes over the settings of ``fsdp_config`` that it leaves open, and is saved with them:
+``reshard_after_forward``, ``offload_params``, the classes to wrap, and sharding strategies of FSDP 1. Others are refused, and
+``activation_checkpointing`` needs the plugin of that name. Parameters without dimensions, and optimizers with an operation that torch lacks
+for shards (Adafactor, Rprop), are refused. Processes may use different layers in a step, such as those that a router chooses. A weight that
+no process used keeps its value.
 
 All processes write their shards of a checkpoint; any number of processes can read it, with or without this plugin. ``model/`` holds the
 full weights. With one process, the plugin does nothing. Method: Zhao et al., "PyTorch FSDP", 2023.
@@ -21,21 +24,24 @@ full weights. With one process, the plugin does nothing. Method: Zhao et al., "P
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Generator, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastloop import AcceleratorDraft, Device, Plugin, PluginError, When, hookimpl, option
 from fastloop_plugins.kernels._blocks import transformer_blocks
+from fastloop_plugins.strategies._fsdp_groups import fill_gradients, held_back, make_mesh
+from fastloop_plugins.strategies._gradients import Gradients
 from fastloop_plugins.strategies._meta_init import MetaInit
+from fastloop_plugins.strategies._module_order import ModuleOrder
 
 if TYPE_CHECKING:
     from torch import nn
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
     from fastloop import Run
+    from fastloop.recipe import Recipe
     from fastloop_plugins.strategies._memory_layout import Layout
 
 logger = logging.getLogger("fastloop")
@@ -75,8 +81,16 @@ class FSDP(Plugin):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
+        self.gradients: Gradients | None = None  # with one process
+        self.order: ModuleOrder | None = None
         if "bf16" in (self.config.param_dtype, self.config.reduce_dtype):
             self.numerics = "reduced-precision"  # type: ignore[misc, assignment]
+
+    @hookimpl
+    def check_recipe(self, recipe: Recipe) -> None:
+        from fastloop_plugins.strategies._fsdp_launcher import take_over
+
+        take_over(recipe, self)
 
     @hookimpl
     def configure_accelerator(self, draft: AcceleratorDraft) -> None:
@@ -97,22 +111,28 @@ class FSDP(Plugin):
         import torch
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+        from fastloop_plugins.strategies._sharded_parameters import match_norm_inputs, refuse_scalars, refuse_ties
+
         config, precision = self.config, run.accelerator.mixed_precision
         if precision not in ("no", "bf16"):
             raise PluginError(f"{run.recipe.where}: plugins.fsdp: works in fp32 and bf16; the recipe's precision is {precision!r}.")
         if not torch.distributed.is_initialized():
             logger.info("fsdp: one process, so there is nothing to shard")
             return
+        refuse_scalars(model, f"{run.recipe.where}: plugins.fsdp")
         dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
         given = config.param_dtype or ("bf16" if precision == "bf16" else "fp32")
         policy = MixedPrecisionPolicy()
         if "bf16" in (given, config.reduce_dtype):
             policy = MixedPrecisionPolicy(dtypes[given], dtypes[config.reduce_dtype], torch.float32)
-        options: dict[str, Any] = {"mesh": self._mesh(run), "offload_policy": CPUOffloadPolicy() if config.cpu_offload else OffloadPolicy()}
+        offload = CPUOffloadPolicy() if config.cpu_offload else OffloadPolicy()
+        options: dict[str, Any] = {"mesh": make_mesh(run, config.shard_within), "offload_policy": offload}
         blocks = transformer_blocks(model, config.blocks, f"{run.recipe.where}: plugins.fsdp.blocks")
         if not blocks:
             logger.warning("fsdp: %s has no list of repeated blocks: it is gathered all at once. Set blocks.", type(model).__name__)
-        self._check_tied(run, model, blocks)
+        refuse_ties(model, blocks, f"{run.recipe.where}: plugins.fsdp.blocks")
+        if precision == given == "bf16" and run.device.type == "cpu":
+            match_norm_inputs(model)
         meta = MetaInit(run, model) if config.meta_device else None
         inner = policy if precision == "bf16" else replace(policy, output_dtype=None)  # without autocast, dtypes must match between blocks
         for block in reversed(blocks):  # inner blocks first
@@ -120,35 +140,11 @@ class FSDP(Plugin):
         fully_shard(model, mp_policy=policy, **options)
         if meta is not None:
             meta.share("cpu" if config.cpu_offload else run.device)
+        remedy = "Use ddp with find_unused_parameters, or leave its class out of plugins.fsdp.blocks."
+        self.order = ModuleOrder(run, model, blocks, remedy) if blocks else None
         if config.hold_gradients or config.shard_within is not None:
             name = "set_requires_gradient_sync" if config.hold_gradients else "set_requires_all_reduce"
             model.no_sync = lambda: held_back(getattr(model, name))  # type: ignore[assignment] # Accelerate calls it
-
-    def _mesh(self, run: Run) -> DeviceMesh:
-        """The processes in one dimension to shard over, or with ``shard_within`` in two: (copies of the model, shards of one)."""
-        from torch.distributed.device_mesh import init_device_mesh
-
-        size, world_size = self.config.shard_within or run.world_size, run.world_size
-        if world_size % size:
-            fits = ", ".join(str(part) for part in range(2, world_size + 1) if world_size % part == 0)
-            problem = f"{world_size} processes are not a multiple of {size}. Expected one of: {fits}."
-            raise PluginError(f"{run.recipe.where}: plugins.fsdp.shard_within: {problem}")
-        if size == world_size:
-            return init_device_mesh(run.device.type, (size,))
-        return init_device_mesh(run.device.type, (world_size // size, size), mesh_dim_names=("replicate", "shard"))
-
-    @staticmethod
-    def _check_tied(run: Run, model: nn.Module, blocks: list[nn.Module]) -> None:
-        """Raise an error if two names of one weight are in different blocks, which are gathered at different times."""
-        part = {id(module): index for index, block in enumerate(blocks) for module in block.modules()}  # inner blocks come later
-        parts: dict[int, int | None] = {}
-        for name, weight in model.named_parameters(remove_duplicate=False):
-            found = part.get(id(model.get_submodule(name.rpartition(".")[0])))
-            if parts.setdefault(id(weight), found) != found:
-                raise PluginError(
-                    f"{run.recipe.where}: plugins.fsdp.blocks: the weight {name!r} is tied to one outside its block. "
-                    "Name blocks that hold both, or neither."
-                )
 
     @hookimpl
     def prepare(self, run: Run, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer] | None:
@@ -156,7 +152,31 @@ class FSDP(Plugin):
 
         if not torch.distributed.is_initialized():
             return None
-        return run.accelerator.prepare_model(model, evaluation_mode=True), optimizer  # adds autocast, but no DDP
+        from fastloop_plugins.strategies._sharded_parameters import try_step
+
+        try_step(optimizer, run.recipe.where)
+        prepared = run.accelerator.prepare_model(model, evaluation_mode=True)  # adds autocast, but no DDP
+        self.gradients = Gradients(run, model.parameters())
+        fill_gradients(model, self.gradients)
+        return prepared, optimizer
+
+    @hookimpl(wrapper=True)
+    def compute_loss(self) -> Generator[None, Any, Any]:
+        if self.order is not None:
+            self.order.restart()
+        return (yield)
+
+    @hookimpl(wrapper=True)
+    def backward(self) -> Generator[None, Any, Any]:
+        result = yield
+        if self.gradients is not None:
+            self.gradients.attach()
+        return result
+
+    @hookimpl(tryfirst=True)  # before plugins that read gradients
+    def after_backward(self) -> None:
+        for parameter in self.gradients.take_unused() if self.gradients is not None else ():
+            parameter.grad = None  # zero, but an optimizer would move it by momentum and weight decay
 
     @hookimpl(wrapper=True, trylast=True)
     def evaluate(self, run: Run) -> Generator[None, Any, Any]:
@@ -168,13 +188,3 @@ class FSDP(Plugin):
             for module in run.unwrap_model().modules():  # without a backward pass, nothing frees the gathered weights
                 if isinstance(module, FSDPModule):
                     module.reshard()
-
-
-@contextmanager
-def held_back(switch: Callable[[bool], None]) -> Iterator[None]:
-    """Suppress the reduction of gradients that ``switch`` controls, in all micro-steps but the last."""
-    switch(False)
-    try:
-        yield
-    finally:
-        switch(True)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from fastloop import Run
+    from fastloop_plugins.strategies._memory_layout import Layout
+    from fastloop_plugins.strategies._memory_tensor import Share
 
 logger = logging.getLogger("fastloop")
 
@@ -54,6 +57,44 @@ class TensorParallel(Plugin):
     class Config:
         """No options."""
 
+    @classmethod
+    def estimate_memory(cls, layout: Layout) -> Iterator[dict[str, Any]]:
+        """For `fastloop plan`: bytes of a process, whose share of the model ``layout`` has; see ``_memory_layout``."""
+        from fastloop_plugins.strategies._memory_layout import total
+
+        yield {
+            "name": cls.name,
+            "options": {},
+            "weights": total(layout.weights) + layout.buffers,
+            "gradients": total(layout.trained),
+            "optimizer": total(layout.trained, lambda weight: weight.state),
+            "buckets": 0.0,
+            "wire": 0.0,
+        }
+
+    @classmethod
+    def divide_model(cls, model: nn.Module, processes: int, precision: str, where: str) -> Share:
+        """For `fastloop plan`: make a model of fake tensors the share of a process; see ``_memory_layout``.
+
+        Raises:
+            PluginError: The model or the precision is refused.
+        """
+        from fastloop_plugins.strategies._memory_tensor import Share
+
+        found, rules = cls._plan(model, precision, f"{where}: plugins.{cls.name}")
+        return Share(found, rules, processes, f"{where}: plugins.{cls.name}")
+
+    @staticmethod
+    def _plan(model: nn.Module, precision: str, where: str) -> tuple[Any, Any]:
+        """The transformers model in ``model``, and its plan."""
+        if precision == "fp16":
+            raise PluginError(f"{where}: works in fp32 and bf16; the recipe's precision is 'fp16'.")
+        found = transformers_model(model)
+        if not (rules := getattr(found, "tp_plan", None)):
+            name = type(found or model).__name__
+            raise PluginError(f"{where}: {name} has no plan (tp_plan of a transformers model). Use fsdp or ddp.")
+        return found, rules
+
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.drew_together = False
@@ -73,13 +114,7 @@ class TensorParallel(Plugin):
         if run.world_size == 1:
             logger.info("tensor-parallel: one process, so there is nothing to divide")
             return
-        if run.accelerator.mixed_precision == "fp16":
-            raise PluginError(f"{where}: works in fp32 and bf16; the recipe's precision is 'fp16'.")
-        found = transformers_model(model)
-        rules = getattr(found, "tp_plan", None)
-        if not rules:
-            name = type(found or model).__name__
-            raise PluginError(f"{where}: {name} has no plan (tp_plan of a transformers model). Use fsdp or ddp.")
+        found, rules = self._plan(model, run.accelerator.mixed_precision, where)
         mesh = init_device_mesh(run.device.type, (run.world_size,))
         parallelize_module(found, mesh, styles(found, rules, run.world_size, where))
 
@@ -87,6 +122,9 @@ class TensorParallel(Plugin):
     def prepare(self, run: Run, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer] | None:
         if run.world_size == 1:
             return None
+        from fastloop_plugins.strategies._sharded_parameters import try_step
+
+        try_step(optimizer, run.recipe.where)
         return run.accelerator.prepare_model(model, evaluation_mode=True), optimizer  # adds autocast, but no DDP
 
     @hookimpl

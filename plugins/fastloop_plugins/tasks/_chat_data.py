@@ -5,32 +5,49 @@ A conversation is kept as JSON in ``Rows.texts``, so that splits, limits and the
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastloop import RecipeError, option
-from fastloop_plugins.tasks._text_columns import Text
+from fastloop_plugins.tasks._chat_rows import (
+    OPTIONAL,
+    TOOLS,
+    Chat,
+    RowError,
+    chat_columns,
+    has_null,
+    other_keys,
+    problem_of_text,
+    read_chat,
+    unread_keys,
+)  # fmt: skip
+from fastloop_plugins.tasks._text_columns import Text, column_names
 from fastloop_plugins.tasks._text_data import Data, TextData
-from fastloop_plugins.tasks._text_files import Part, format_of, show
+from fastloop_plugins.tasks._text_files import Part, format_of
+from fastloop_plugins.tasks._text_paths import find_files
+from fastloop_plugins.tasks._text_stream import first_columns
 
 if TYPE_CHECKING:
     from fastloop import Run
     from fastloop.recipe import Recipe
     from fastloop_plugins.tasks._text_model import TextModel
 
-EXAMPLE = '[{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]'
-"""A conversation for messages."""
+logger = logging.getLogger("fastloop")
 
 
 @dataclass(kw_only=True)
 class LanguageData(Data):
     """The ``data`` section of ``causal-lm``."""
 
-    messages: Annotated[str | None, option("The column of conversations, each a list of {role, content}. Replaces text.")] = None
+    messages: Annotated[
+        str | list[str] | None,
+        option("The column of conversations; or the columns of instructions, inputs and answers. Replaces text. null: as the files show."),
+    ] = None
     chat_template: Annotated[str | None, option("A Jinja file, or chatml; null: the template of the tokenizer.")] = None
     train_on: Annotated[Literal["assistant", "all"], option("The tokens of a conversation that have a loss.")] = "assistant"
     prompt: Annotated[str | None, option("The column of prompts, which have no loss. Replaces text, and needs completion.")] = None
@@ -44,7 +61,9 @@ class LanguageTextData(TextData):
     """The ``data`` section of a language model. ``load`` returns each conversation, or prompt and completion, as JSON.
 
     Attributes:
-        keys: The options that name the columns of a row: ``text``, ``messages``, or ``prompt`` and ``completion``.
+        masked: Whether rows are conversations, or prompts with completions.
+        chat_columns: The columns of ``data.messages``; empty without.
+        names_read: Returns all names that the chat template reads.
 
     Raises:
         RecipeError: An option is invalid, options exclude each other, or a file does not exist.
@@ -55,18 +74,24 @@ class LanguageTextData(TextData):
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__(recipe, labelled=False)
-        options, self.names = self.options, dict[str, tuple[str, int]]()
+        options, self.names = self.options, dict[str, tuple[Part, int]]()
+        self.names_read: Callable[[], Collection[str]] = tuple
         given = [key for key in ("text", "messages", "prompt") if recipe.data.get(key) is not None]
         if len(given) > 1:
             raise RecipeError(f"{self.where}: found {' and '.join(given)}, expected one of them.")
         if (options.prompt is None) != (options.completion is None):
             missing = "prompt" if options.prompt is None else "completion"
             raise RecipeError(f"{self.where}.{missing}: missing. Expected the names of both columns: data.prompt and data.completion.")
+        if not given:
+            options.messages = self._find_messages()
         for key in ("chat_template", "train_on"):
             if recipe.data.get(key) is not None and options.messages is None:
                 raise RecipeError(f"{self.where}.{key}: it is for conversations, and data.messages is not there. Remove it.")
-        self.keys = ("messages",) if options.messages else ("prompt", "completion") if options.prompt else ("text",)
-        self.text_key, self.masked = self.keys[0], self.keys != ("text",)
+        self.chat_columns = [] if options.messages is None else column_names(options.messages, f"{self.where}.messages")
+        if len(self.chat_columns) > 3:
+            raise RecipeError(f"{self.where}.messages: found {self.chat_columns}, expected a column, or those of {FORM}.")
+        self.text_key = "messages" if self.chat_columns else "prompt" if options.prompt else "text"
+        self.masked = self.text_key != "text"
         if options.blocks and (self.masked or not options.streaming):
             reason = (
                 "it is for texts, and conversations and completions are not put end to end" if self.masked else "it is for data.streaming"
@@ -74,11 +99,32 @@ class LanguageTextData(TextData):
             raise RecipeError(f"{self.where}.blocks: {reason}. Remove it.")
         if not self.masked:
             return
-        options.text = options.messages or options.prompt or ""  # the column that files must have
-        self.columns = [options.text]
+        asked = self.chat_columns[:-1] or self.chat_columns or [options.prompt or ""]
+        self.columns = [name for name in asked if name not in OPTIONAL]  # which a file to predict must have
+        options.text = self.columns[0]
         for path in self.every_file():
             if format_of(path)[0] in (".csv", ".tsv", ".txt"):
-                raise RecipeError(f"{path}: data.{self.keys[0]} needs a file of type .jsonl, .json or .parquet.")
+                raise RecipeError(f"{path}: data.{self.text_key} needs a file of type .jsonl, .json or .parquet.")
+
+    def _find_messages(self) -> str | list[str] | None:
+        """``data.messages`` of a recipe that names no column, from the columns of its first file. Sets it in the recipe.
+
+        Raises:
+            RecipeError: The file has several forms of conversations.
+        """
+        paths = self.every_file()
+        if not paths and self.options.files is not None:  # predict reads no split, but a text is a message if the others are
+            with contextlib.suppress(RecipeError, TypeError):
+                paths = find_files(self.recipe, self.options.files.get("train") or [], "train", f"{self.where}.files.train", self.formats)
+        there = first_columns(paths[0], self.how) if paths else []
+        found = [] if "text" in there else chat_columns(there)
+        if len(found) > 1:
+            choices = " or ".join(map(_override, found))
+            raise RecipeError(f"{paths[0]}: has several columns of conversations: {', '.join(there)}. Name one: {choices}.")
+        if found:
+            logger.info("data: %s holds conversations: %s", paths[0], _override(found[0]))
+            self.recipe.data["messages"] = found[0]  # the run's recipe has it, so that predict needs no training file
+        return found[0] if found else None
 
     def streamed(self, run: Run, datasets: Mapping[str, Any], model: TextModel) -> Mapping[str, Any]:
         if self.stream is None:
@@ -96,88 +142,103 @@ class LanguageTextData(TextData):
 
     def name_of(self, row: str) -> str:
         """The name of a row in messages, given its JSON."""
-        where, number = self.names[row]
-        return f"{where}, row {number}"
+        part, number = self.names[row]
+        return part.row(number)
 
     def text_columns(self) -> dict[str, str]:
-        return {getattr(self.options, key): key for key in self.keys} if self.masked else super().text_columns()
+        if self.chat_columns:
+            return {name: "messages" for name in self.chat_columns if name not in OPTIONAL}
+        if self.options.prompt and self.options.completion:
+            return {self.options.prompt: "prompt", self.options.completion: "completion"}
+        return super().text_columns()
 
-    def problem(self, values: tuple[Any, ...]) -> str | None:
-        """Why these values of ``keys`` are not a row; None if they are."""
-        for key, value in zip(self.keys, values, strict=True):
-            problem = problem_of_messages(value) if key == "messages" else problem_of_text(value)
-            if problem:
-                return f"column {getattr(self.options, key)!r} (data.{key}) {problem}"
-        return None
+    def optional_columns(self) -> list[str]:
+        return [name for name in OPTIONAL if name == TOOLS or name in self.chat_columns] if self.chat_columns else []
+
+    def row_of(self, values: Sequence[Any]) -> str:
+        """A row as JSON: a ``Chat``, or ``[prompt, completion]``.
+
+        Args:
+            values: The columns of ``text_columns``, then those of ``optional_columns``.
+
+        Raises:
+            RowError: The values are no row.
+        """
+        columns = self.text_columns()
+        if self.chat_columns:
+            return read_chat(dict(zip((*columns, *self.optional_columns()), values, strict=True)), self.chat_columns).dumps()
+        for (column, key), value in zip(columns.items(), values, strict=True):
+            if problem := problem_of_text(value):
+                raise RowError(f"column {column!r} (data.{key}) {problem}")
+        return json.dumps(values, ensure_ascii=False)
 
     def _values(self, part: Part) -> list[tuple[Any, ...]]:
-        return list(zip(*(part.column(key, getattr(self.options, key)) for key in self.keys), strict=True))
+        """The values for ``row_of`` of each row."""
+        columns = [part.column(key, name) for name, key in self.text_columns().items()]
+        columns += [part.column("messages", name) if name in part.columns else [None] * len(columns[0]) for name in self.optional_columns()]
+        return list(zip(*columns, strict=True))
 
     def _readable(self, part: Part) -> Part:
         if not self.masked:
             return super()._readable(part)
         rows = self._values(part)
-        good = [values for values in rows if self.problem(values) is None]
+        good = [values for values in rows if self._is_row(values)]
         if count := part.unreadable + len(rows) - len(good):
             self.messages.append((logging.WARNING, f"{part.where}: {count} rows cannot be read, and are skipped"))
             self.unreadable += count
-        columns = {getattr(self.options, key): [values[index] for values in good] for index, key in enumerate(self.keys)}
-        return Part(part.where, columns, notes=part.notes)
+        columns = [*self.text_columns(), *self.optional_columns()]
+        kept = {name: [values[index] for values in good] for index, name in enumerate(columns)}
+        return Part(part.where, kept, notes=part.notes)
+
+    def _is_row(self, values: Sequence[Any]) -> bool:
+        try:
+            return bool(self.row_of(values))
+        except RowError:
+            return False
 
     def _texts(self, role: str, parts: list[Part]) -> list[Text]:
         if not self.masked:
+            for part in parts if self.recipe.data.get("text") is None else ():
+                if self.options.text not in part.columns and (found := chat_columns(part.columns)):
+                    names = ", ".join(part.columns)
+                    choices = " or ".join(map(_override, found))
+                    raise RecipeError(f"{part.where}: has no column {self.options.text!r}, but conversations: {names}. Give {choices}.")
             return super()._texts(role, parts)
         rows: list[Text] = []
         for part in parts:
             for number, values in enumerate(self._values(part), 1):
-                if problem := self.problem(values):
-                    raise RecipeError(f"{part.row(number)}: {problem}")
-                rows.append(row := json.dumps(values[0] if len(values) == 1 else values, ensure_ascii=False))
-                self.names.setdefault(row, (part.where, number))
+                try:
+                    rows.append(row := self.row_of(values))
+                except RowError as error:
+                    raise RecipeError(f"{part.row(number)}: {error}") from None
+                self.names.setdefault(row, (part, number))
         if not rows:
             where = ", ".join(part.where for part in parts)
             raise RecipeError(f"{where}: the {role} split is empty. Expected at least one row (data.files, data.splits).")
+        if self.chat_columns:
+            self._report_keys(role, rows)
         return rows
 
-
-def problem_of_text(value: Any) -> str | None:
-    """Why a value is not a text; None if it is one."""
-    if not isinstance(value, str):
-        return f"holds {show(value)}, expected text."
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return "holds half of a UTF-16 pair, which is no text."
-    return None
-
-
-def problem_of_messages(value: Any) -> str | None:
-    """Why a value is not a conversation; None if it is one. A message may lack ``content`` if it has other keys, such as ``tool_calls``."""
-    if not isinstance(value, list) or not value:
-        return f"holds {show(value)}, expected a list of messages: {EXAMPLE}."
-    for number, message in enumerate(value, 1):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            return f"has as message {number} {show(message)}, expected a mapping with role and content: {EXAMPLE}."
-        content, others = message.get("content"), [key for key in message if key not in ("role", "content") and message[key] is not None]
-        problem = None if content is None and others else problem_of_text(content)
-        if problem:
-            return f"has as message {number} one whose content {problem}"
-    return None
+    def _report_keys(self, split: str, rows: Sequence[Text]) -> None:
+        """Add warnings about keys that have no effect, and about nulls in tools."""
+        chats = [Chat.loads(str(row)) for row in rows]
+        if self.stream is not None and split == "train":
+            split = f"{split}, its first {len(rows)} rows"
+        if warning := unread_keys(split, Counter(key for chat in chats for key in other_keys(chat)), self.names_read()):
+            self.messages.append((logging.WARNING, warning))
+        nulls = sum(map(has_null, chats))
+        if nulls and (self.options.name is not None or any(format_of(path)[0] == ".parquet" for path in self.every_file())):
+            line = (
+                f"data: {split}: {nulls} of {len(rows)} rows have null in their tools or in the arguments of a call. Parquet stores null "
+                "for each key that only another row has, and the template writes it. Store the tools and arguments as JSON text"
+            )
+            self.messages.append((logging.WARNING, line))
 
 
-def template_text(recipe: Recipe, name: str, built_in: Mapping[str, str]) -> str:
-    """The text of ``data.chat_template``: a file, or the name of a built-in template.
+FORM = "instructions, inputs and answers, such as [instruction, input, output]"
+"""Several columns of ``data.messages``."""
 
-    Raises:
-        RecipeError: There is no such template, or the file cannot be read.
-    """
-    path = recipe.find(name)
-    if name in built_in and not path.is_file():
-        return built_in[name]
-    if not path.is_file():
-        names = ", ".join(built_in)
-        raise RecipeError(f"{recipe.where}: data.chat_template: {name}: no such file. Expected a Jinja file, or a built-in name: {names}.")
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeError) as error:
-        raise RecipeError(f"{recipe.where}: data.chat_template: {path}: cannot be read: {error}.") from None
+
+def _override(messages: str | list[str]) -> str:
+    """The command line's form of ``data.messages``."""
+    return f"data.messages={messages if isinstance(messages, str) else '[' + ','.join(messages) + ']'}"

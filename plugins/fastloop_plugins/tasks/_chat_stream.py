@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastloop.errors import RecipeError
 from fastloop_plugins._cache import flat
-from fastloop_plugins.tasks._chat_data import problem_of_messages
+from fastloop_plugins.tasks._chat_rows import Chat, RowError, other_keys, read_chat, unread_keys
+from fastloop_plugins.tasks._chat_template import ChatRenderer
 from fastloop_plugins.tasks._text_batches import Sequences
-from fastloop_plugins.tasks._text_files import explain_reading
+from fastloop_plugins.tasks._text_files import explain_reading, format_of
 from fastloop_plugins.tasks._text_paths import find_files
 from fastloop_plugins.tasks._text_stream import read_values
 
 if TYPE_CHECKING:
     from fastloop_plugins.tasks._chat_data import LanguageTextData
 
+logger = logging.getLogger("fastloop")
+
 
 def chat_chunks(data: LanguageTextData, tokenizer: Any, source: Path | Iterable[str], start: int, size: int) -> Iterator[Sequences]:
     """The conversations of a file as token ids, with the prompt for an answer at the end: ``size`` at a time, from row ``start``.
+
+    At the end, logs the keys of messages that have no effect.
 
     Args:
         source: A file, or messages of a user.
@@ -28,47 +36,44 @@ def chat_chunks(data: LanguageTextData, tokenizer: Any, source: Path | Iterable[
     Raises:
         RecipeError: The file or a row cannot be read, or the template rejects a conversation.
     """
+    renderer, keys = ChatRenderer(tokenizer), Counter[str]()
     chats = islice(conversations(data, source), start, None)
     while chunk := list(islice(chats, size)):
-        yield Sequences(*flat(prompt_ids(tokenizer, messages, where) for where, messages in chunk))
+        keys.update(key for _, chat in chunk for key in other_keys(chat))
+        yield Sequences(*flat(renderer.prompt(chat, partial(str, where)) for where, chat in chunk))
+    if warning := unread_keys("predict", keys, renderer.names()):
+        logger.warning("%s", warning)
 
 
-def conversations(data: LanguageTextData, source: Path | Iterable[str]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Yield the name of each row and its messages, without those of the assistant at the end. A text is one message of a user."""
-    if isinstance(source, Path):
-        path = find_files(data.recipe, str(source), "predict", "FILE")[0]
-        with explain_reading(path, data.how):
-            yield from _checked(data, f"{path}, row", (values[0] for values in read_values(path, data)))
-    else:
-        yield from _checked(data, "text", source)
+def conversations(data: LanguageTextData, source: Path | Iterable[str]) -> Iterator[tuple[str, Chat]]:
+    """Yield the name of each row and its conversation, without answers at the end. A text is one message of a user."""
+    if not isinstance(source, Path):
+        for number, text in enumerate(source, 1):
+            yield f"text {number}", _prompt({data.chat_columns[0]: text}, data, f"text {number}")
+        return
+    path, optional = find_files(data.recipe, str(source), "predict", "FILE")[0], data.optional_columns()
+    if format_of(path)[0] in (".csv", ".tsv") and len(data.chat_columns) > 1:
+        raise RecipeError(f"{path}: instructions and inputs need a file of type .jsonl, .json or .parquet.")
+    names = [*data.columns, *optional]
+    with explain_reading(path, data.how):
+        for number, values in enumerate(read_values(path, data, optional), 1):
+            where = f"{path}, row {number}"
+            yield where, _prompt(dict(zip(names, values, strict=True)), data, where)
 
 
-def _checked(data: LanguageTextData, where: str, values: Iterable[Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    for number, value in enumerate(values, 1):
-        messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
-        if problem := problem_of_messages(messages):
-            raise RecipeError(f"{where} {number}: column {data.options.messages!r} (data.messages) {problem}")
-        while messages and messages[-1]["role"] == "assistant":
-            messages = messages[:-1]
-        if not messages:
-            raise RecipeError(f"{where} {number}: every message is from the assistant. Expected a message to answer.")
-        yield f"{where} {number}", messages
-
-
-def prompt_ids(tokenizer: Any, messages: list[dict[str, Any]], where: str) -> list[int]:
-    """Token ids of a conversation and of the prompt for its next answer.
-
-    Raises:
-        RecipeError: The template rejects the conversation.
-    """
-    import jinja2
-
+def _prompt(row: dict[str, Any], data: LanguageTextData, where: str) -> Chat:
+    """The conversation to answer."""
+    first = data.chat_columns[0]
+    if len(data.chat_columns) == 1 and isinstance(row[first], str):
+        row[first] = [{"role": "user", "content": row[first]}]
     try:
-        found = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, tokenizer_kwargs={"verbose": False})
-    except (jinja2.TemplateError, ValueError, TypeError) as error:
-        raise RecipeError(f"{where}: the chat template rejects the conversation: {error}.") from None
-    ids: list[int] = found["input_ids"]
-    return ids
+        chat = read_chat(row, data.chat_columns)
+    except RowError as error:
+        raise RecipeError(f"{where}: {error}") from None
+    asked = max((index for index, message in enumerate(chat.messages, 1) if message["role"] != "assistant"), default=0)
+    if not asked:
+        raise RecipeError(f"{where}: every message is from the assistant. Expected a message to answer.")
+    return Chat(chat.messages[:asked], chat.tools)
 
 
 def end_tokens(tokenizer: Any) -> list[int]:

@@ -1,4 +1,4 @@
-"""Token ids of conversations, and which of them have a loss.
+"""Token ids of conversations and completions, and the tokenizer of a chat model.
 
 Ids are kept as signed numbers, so that the cache of token ids holds both: ``id`` for a token with a loss, ``~id`` (negative) for another.
 """
@@ -13,7 +13,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastloop import RecipeError
-from fastloop_plugins.tasks._chat_data import template_text
+from fastloop_plugins.tasks._chat_rows import Chat
+from fastloop_plugins.tasks._chat_template import BUILT_IN, ChatRenderer, names_in, template_text
 from fastloop_plugins.tasks._text_model import TextModel
 
 if TYPE_CHECKING:
@@ -21,19 +22,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fastloop")
 
-CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
-    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|im_end|>\\n' }}{% endgeneration %}"
-    "{% else %}{{ message['content'] + '<|im_end|>\\n' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
-BUILT_IN = {"chatml": CHATML}
-"""Name -> chat template, with markers of the assistant's tokens."""
-MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
-"""The statement before the assistant's tokens, as transformers finds it."""
 SPECIAL = re.compile(r"<\|[^|<>\s]+\|>")
 """Special tokens in a chat template."""
-REMEDY = "Mark its answers by {% generation %} in a template (data.chat_template=FILE), or give data.train_on=all."
 
 
 class ChatModel(TextModel):
@@ -41,7 +31,7 @@ class ChatModel(TextModel):
 
     def __init__(self, recipe: Recipe, template: str | None) -> None:
         super().__init__(recipe, classify=False)
-        self.template = template_text(recipe, template, BUILT_IN) if template is not None and recipe.inference is None else None
+        self.template = template_text(recipe, template) if template is not None and recipe.inference is None else None
         self.marks = sorted(set(SPECIAL.findall(self.template or "")))
         if self.trained is not None and self.trained.vocab_size - len(self.marks) > 8:
             self.trained.vocab_size -= len(self.marks)  # which are added after training
@@ -55,10 +45,13 @@ class ChatModel(TextModel):
 
     def finish_tokenizer(self, texts: list[str], max_length: int, types: bool = False) -> None:
         if self.trained is not None:
-            contents = [message.get("content") or "" for text in texts for message in json.loads(text)]
-            super().finish_tokenizer(contents, max_length)
+            super().finish_tokenizer([text for row in texts for text in _texts(Chat.loads(row))], max_length)
             self.tokenizer.add_tokens(self.marks, special_tokens=True)
             self._set_template()
+
+    def template_names(self) -> frozenset[str]:
+        """All names that the template reads. Call it after ``load_tokenizer``."""
+        return ChatRenderer(self.tokenizer).names() if self.tokenizer is not None else names_in(self.template or "")
 
     def _set_template(self) -> None:
         if self.template is not None:
@@ -78,80 +71,54 @@ class CompletionModel(TextModel):
             super().finish_tokenizer(["".join(json.loads(text)) for text in texts], max_length)
 
 
+def _texts(chat: Chat) -> Iterator[str]:
+    """The texts of a conversation that a tokenizer is trained on."""
+    for message in chat.messages:
+        content = message.get("content") or ""
+        yield content if isinstance(content, str) else "".join(part["text"] for part in content)
+        if "tool_calls" in message:
+            yield json.dumps(message["tool_calls"], ensure_ascii=False)
+
+
+class RowEncoder:
+    """Token ids of a row, as signed numbers, without truncation.
+
+    Args:
+        end: Ids after each row; they have a loss.
+        train_on: As in the ``data`` section.
+    """
+
+    def __init__(self, tokenizer: Any, end: list[int], train_on: str) -> None:
+        self.tokenizer, self.end, self.renderer = tokenizer, end, ChatRenderer(tokenizer, train_on)
+
+    def __call__(self, row: str, where: Callable[[], str]) -> list[int]:
+        """The signed ids of a row.
+
+        Args:
+            row: JSON of a ``Chat``, or of ``[prompt, completion]``.
+            where: Returns the name of the row in messages.
+
+        Raises:
+            RecipeError: See ``ChatRenderer.encode``.
+        """
+        value = json.loads(row)
+        if isinstance(value[0], str):
+            prompt, completion = self.tokenizer(value, add_special_tokens=False, verbose=False)["input_ids"]
+            ids, mask = prompt + completion, [0] * len(prompt) + [1] * len(completion)
+        else:
+            ids, mask = self.renderer.encode(Chat(*value), where)
+        return [token if trained else ~token for token, trained in zip(ids, mask, strict=True)] + self.end
+
+
 def encode_rows(
     tokenizer: Any, rows: list[str], end: list[int], arguments: Mapping[str, Any], name_of: Callable[[str], str]
 ) -> Iterator[list[int]]:
-    """Yield the signed ids of each row, without truncation.
+    """Yield the signed ids of each row. See ``RowEncoder``.
 
     Args:
-        rows: JSON of a conversation (a list of messages), or of ``[prompt, completion]``.
-        end: Ids after each row; they have a loss.
         arguments: ``train_on``, as in the ``data`` section.
         name_of: Row -> its name in messages.
-
-    Raises:
-        RecipeError: The template rejects a conversation, or does not show which tokens are the assistant's. Names the row.
     """
+    encode = RowEncoder(tokenizer, end, arguments["train_on"])
     for row in rows:
-        value = json.loads(row)
-        if isinstance(value[0], str):
-            prompt, completion = tokenizer(value, add_special_tokens=False, verbose=False)["input_ids"]
-            ids, mask = prompt + completion, [0] * len(prompt) + [1] * len(completion)
-        else:
-            ids, mask = chat_ids(tokenizer, value, arguments["train_on"], partial(name_of, row))
-        yield [token if trained else ~token for token, trained in zip(ids, mask, strict=True)] + end
-
-
-def chat_ids(tokenizer: Any, messages: list[dict[str, Any]], train_on: str, where: Callable[[], str]) -> tuple[list[int], list[int]]:
-    """Token ids of a conversation, and a 1 for each one that has a loss, else 0.
-
-    With ``{% generation %}`` in the template, these are the tokens inside. Otherwise they are the tokens from the prompt for an answer to
-    the end of that answer. The function finds both ends by rendering the conversation up to each of them.
-
-    Raises:
-        RecipeError: As ``encode_rows``.
-    """
-    import jinja2
-
-    try:
-        if train_on == "all":
-            ids = tokenizer.apply_chat_template(messages, return_dict=True, tokenizer_kwargs={"verbose": False})["input_ids"]
-            return ids, [1] * len(ids)
-        if not tokenizer.is_fast:
-            raise RecipeError(f"{where()}: {type(tokenizer).__name__} does not map tokens to characters. Use a fast tokenizer.")
-        if MARKER.search(tokenizer.get_chat_template()):
-            found = tokenizer.apply_chat_template(
-                messages, return_dict=True, return_assistant_tokens_mask=True, tokenizer_kwargs={"verbose": False}
-            )
-            return found["input_ids"], found["assistant_masks"]
-        text, spans = answers(tokenizer, messages, where)
-    except (jinja2.TemplateError, ValueError, TypeError) as error:
-        raise RecipeError(f"{where()}: the chat template rejects the conversation: {error}.") from None
-    trained = bytearray(len(text))
-    for start, end in spans:
-        trained[start:end] = b"\1" * (end - start)
-    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    return found["input_ids"], [int(trained.find(1, start, end) >= 0) for start, end in found["offset_mapping"]]
-
-
-def answers(tokenizer: Any, messages: list[dict[str, Any]], where: Callable[[], str]) -> tuple[str, list[tuple[int, int]]]:
-    """The rendered conversation, and where each answer of the assistant begins and ends in it.
-
-    Raises:
-        RecipeError: The conversation up to an answer does not render to the beginning of the whole.
-    """
-    text, spans = tokenizer.apply_chat_template(messages, tokenize=False), list[tuple[int, int]]()
-    for index, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        if not index:
-            raise RecipeError(f"{where()}: the first message is from the assistant, so no prompt shows where its text begins. {REMEDY}")
-        before = tokenizer.apply_chat_template(messages[:index], tokenize=False, add_generation_prompt=True)
-        after = tokenizer.apply_chat_template(messages[: index + 1], tokenize=False)
-        if not (text.startswith(after) and after.startswith(before)):
-            raise RecipeError(
-                f"{where()}: the chat template renders message {index + 1} differently when other messages follow, or does not begin it "
-                f"with its prompt for an answer. {REMEDY}"
-            )
-        spans.append((len(before), len(after)))
-    return text, spans
+        yield encode(row, partial(name_of, row))

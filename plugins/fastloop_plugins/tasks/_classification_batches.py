@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastloop import Batch
-from fastloop_plugins.tasks._text_batches import Ragged, padded
+from fastloop_plugins.tasks._text_batches import Ragged, mask, padded
 
 if TYPE_CHECKING:
     from fastloop_plugins.tasks._losses import ClassLoss
@@ -21,14 +21,12 @@ class Collator:
         self.pad_token_id, self.width, self.loss = pad_token_id, width, loss
 
     def __call__(self, samples: list[dict[str, Any]]) -> Batch:
-        import torch
-
         batch = self.ragged(samples)
         rows = batch.columns["input_ids"][0]
-        width, lengths = self.width(rows), torch.tensor([len(row) for row in rows])
-        inputs = {name: padded(column, width, value) for name, (column, value) in batch.columns.items()} | batch.fixed
+        width, left = self.width(rows), self.width.left
+        inputs = {name: padded(column, width, value, left) for name, (column, value) in batch.columns.items()} | batch.fixed
         if min(map(len, rows)) < width:
-            inputs["attention_mask"] = (torch.arange(width) < lengths[:, None]).long()
+            inputs["attention_mask"] = mask(rows, width, left)
         return Batch(inputs, loss_weight=batch.loss_weight, tokens=batch.tokens)
 
     def ragged(self, samples: list[dict[str, Any]]) -> Ragged:

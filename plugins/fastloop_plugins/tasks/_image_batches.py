@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +14,7 @@ from PIL import Image, ImageOps
 from torch import Generator, Tensor
 from torch.utils.data import Dataset, default_collate
 
-from fastloop import Batch
+from fastloop import Batch, RecipeError
 
 if TYPE_CHECKING:
     from fastloop_plugins.tasks._image_data import Augment, ImageFiles
@@ -23,18 +25,55 @@ CROP_ATTEMPTS = 10
 """Random parts to draw until one lies within the image, as in torchvision."""
 
 
-def read_image(path: Path) -> Image.Image:
+TRIED, TRIED_BYTES = 4096, 2**26
+"""Images to decode before training, and the size of their files: at most about three seconds on one CPU core."""
+
+
+def check_images(splits: Iterable[ImageFiles]) -> None:
+    """Decode images, so that a damaged one does not end a run that has trained for hours: all, or evenly spaced ones of many.
+
+    Raises:
+        RecipeError: One of them cannot be read.
+    """
+    paths = [files.root / name for files in splits for name in files.names]
+    tried = paths[:: -(-len(paths) // TRIED) or 1]
+    tried = tried[:: -(-sum(path.stat().st_size for path in tried) // TRIED_BYTES) or 1]
+
+    def problem(path: Path) -> str | None:
+        try:
+            read_image(path, small=True)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    with ThreadPoolExecutor(4) as pool:  # decoders release the GIL
+        problems = [found for found in pool.map(problem, tried) if found is not None]
+    if problems:
+        more = f" {len(problems) - 1} more of the {len(tried)} images that were tried cannot be read." * (len(problems) > 1)
+        raise RecipeError(f"{problems[0]}{more}")
+
+
+def read_image(path: Path, small: bool = False) -> Image.Image:
     """Decode an image as red, green and blue. Applies the orientation in its EXIF data, and drops transparency.
+
+    A grayscale PNG of 16 bits is scaled to 8 bits, as Pillow scales one in color. A GIF gives its first picture.
+
+    Args:
+        small: Decode a JPEG at an eighth of its size, which is faster and finds the same damage.
 
     Raises:
         ValueError: The file cannot be read as an image of 8 bits a channel.
     """
     try:
         with Image.open(path) as image:
+            if small:
+                image.draft("RGB", (1, 1))
             image.load()
-            if image.mode[0] in "IF":  # a conversion to 8 bits would clip the values
-                raise ValueError(f"its pixels have mode {image.mode}, expected 8 bits a channel")
+            if image.mode[0] in "IF" and image.format != "PNG":  # a conversion to 8 bits would clip the values
+                raise ValueError(f"its pixels have mode {image.mode}, expected 8 bits a channel: convert it")
             ImageOps.exif_transpose(image, in_place=True)
+            if image.mode[0] == "I":
+                return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
             opaque = image.convert("RGBA") if "transparency" in image.info else image
             return opaque.convert("RGB")
     except Exception as error:  # decoders raise errors of any type

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-import random
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -15,6 +15,7 @@ from fastloop import RecipeError, option
 from fastloop.errors import did_you_mean
 from fastloop.options import parse
 from fastloop_plugins._cache import digest
+from fastloop_plugins.tasks._held_out import draw, hold_out
 from fastloop_plugins.tasks._image_format import InputFormat
 
 if TYPE_CHECKING:
@@ -22,11 +23,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fastloop")
 
-SUFFIXES = (".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
-"""Suffixes of images, as in torchvision's ImageFolder."""
+SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
+"""Suffixes of images: those of torchvision's ImageFolder, and ``.gif``."""
 SPLITS = ("train", "validation", "test")
-DRAW = 0
-"""Seed for the selection of samples by ``validation_fraction`` and ``limit``: the same for every ``train.seed``."""
 
 
 @dataclass(kw_only=True)
@@ -133,7 +132,7 @@ class ImageData:
     """
 
     def __init__(self, recipe: Recipe) -> None:
-        from fastloop.recipe.importing import check_reference
+        from fastloop_plugins._references import check_reference
 
         self.recipe, self.where, self.inference = recipe, f"{recipe.where}: data", recipe.inference
         self.options = parse(Data, recipe.data, self.where)
@@ -186,11 +185,12 @@ class ImageData:
         files = {split: self._files(folders[split], classes) for split, classes in found.items()}
         suffix = ""
         if "train" in files and fraction:
-            files["train"], files["validation"] = self._hold_out(files["train"])
-            suffix = f" (no validation split: {fraction:.0%} of train held out)"
+            train, held = hold_out(len(files["train"].names), fraction, files["train"].labels, self.where)
+            files |= {"train": files["train"].keep(train), "validation": files["train"].keep(held)}
+            suffix = f" (no validation split: {fraction:.0%} of train, of each class, held out)"
         for split, count in vars(self.limit).items():
             if count is not None and split in files and count < len(files[split].names):
-                files[split] = files[split].keep(sorted(random.Random(DRAW).sample(range(len(files[split].names)), count)))
+                files[split] = files[split].keep(draw(len(files[split].names), count))
         if "train" in files:
             suffix += f"; images of each class in train: {self._count(files['train'])}"
         files = {split: one for split, one in files.items() if self.inference is None or split == self.inference.split}
@@ -201,7 +201,7 @@ class ImageData:
     def _root(self) -> Path:
         if self.options.module is None:
             return self.recipe.find(str(self.options.images))
-        from fastloop.recipe.importing import import_object
+        from fastloop_plugins._references import import_object
 
         function, arguments = import_object(self.options.module, self.recipe, "data.module"), self.options.arguments or {}
         try:
@@ -248,8 +248,10 @@ class ImageData:
             raise RecipeError(f"{folder}: holds no folder of a class. Expected {folder.name}/CLASS/IMAGE.")
         for name, images in found.items():
             if not images:
+                others = [path for path in self.ignored if path.is_relative_to(folder / name)]
                 raise RecipeError(
-                    f"{folder / name}: the class {name!r} has no images ({' '.join(SUFFIXES)}). Add images there, or remove the folder."
+                    f"{folder / name}: the class {name!r} has no images ({' '.join(SUFFIXES)}). Found there: "
+                    f"{_count_suffixes(others) or 'no file'}. Add or convert images, or remove the folder."
                 )
         return found
 
@@ -276,12 +278,6 @@ class ImageData:
         rows = [(path, ids[name]) for name, images in found.items() for path in images]
         return ImageFiles(folder, [path for path, _ in rows], [label for _, label in rows])
 
-    def _hold_out(self, files: ImageFiles) -> tuple[ImageFiles, ImageFiles]:
-        total = len(files.names)
-        count = max(round(total * self.options.validation_fraction), 1)
-        order = random.Random(DRAW).sample(range(total), total)
-        return files.keep(sorted(order[count:])), files.keep(sorted(order[:count]))
-
     def _count(self, files: ImageFiles) -> str:
         counts = [files.labels.count(index) for index in range(min(len(self.classes), 8))]
         shown = ", ".join(f"{name} {count}" for name, count in zip(self.classes, counts, strict=False))
@@ -289,7 +285,8 @@ class ImageData:
 
     def _log_ignored(self) -> None:
         if self.ignored:
-            logger.info("data: %d files that are no images are ignored, such as %s", len(self.ignored), min(self.ignored))
+            found = _count_suffixes(self.ignored)
+            logger.info("data: %d files that are no images are ignored (%s), such as %s", len(self.ignored), found, min(self.ignored))
 
     # -- images to predict -----------------------------------------------------------------------------------------------
 
@@ -320,3 +317,9 @@ class ImageData:
                 problem = "a folder, expected an image" if Path(name).is_dir() else "no such file"
                 raise RecipeError(f"{name:.200}: {problem}. Expected the path of an image, or one folder of images.")
             yield name
+
+
+def _count_suffixes(paths: Iterable[Path]) -> str:
+    """The most frequent suffixes of files and their numbers: ``.heic 10, .txt 2``."""
+    counts = Counter("hidden" if path.name[0] == "." else path.suffix.lower() or "no suffix" for path in paths)
+    return ", ".join(f"{suffix} {count}" for suffix, count in sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:5])

@@ -14,7 +14,7 @@ from fastloop.options import parse
 from fastloop_plugins.tasks._hub import explain, is_hub_name, offline, quiet
 from fastloop_plugins.tasks._image_format import InputFormat, processor, processor_format
 from fastloop_plugins.tasks._image_libraries import FAILURES, LIBRARIES, LibraryModel, log_new
-from fastloop_plugins.tasks._label_order import LabelOrder, start_head_fresh
+from fastloop_plugins.tasks._label_order import LabelOrder, name_classes, start_head_fresh
 from fastloop_plugins.tasks._model_config import config_from_scratch
 from fastloop_plugins.tasks._warm_start import HELP, STRICT_HELP, load_weights, weight_files
 
@@ -162,7 +162,8 @@ class ImageModel:
         sorted_order = LabelOrder(classes, list(range(len(classes))), keeps_head=self.config is None or not self.pretrained)
         if sorted_order.keeps_head or not any("ForImageClassification" in name for name in self.config.architectures or ()):
             return sorted_order
-        theirs = [self.config.id2label.get(index) for index in range(len(self.config.id2label))]
+        known: dict[int, Any] = self.config.id2label or {}
+        theirs: list[Any] = [known.get(index) for index in range(len(known))]
         if sorted(map(str, theirs)) != sorted(classes):
             return sorted_order
         return LabelOrder(theirs, [theirs.index(name) for name in classes], keeps_head=True)
@@ -194,9 +195,7 @@ class ImageModel:
         from transformers import AutoModelForImageClassification
 
         auto: Any = AutoModelForImageClassification
-        theirs = dict(self.config.id2label)
-        self.config.id2label = dict(enumerate(labels.names))
-        self.config.label2id = {name: index for index, name in enumerate(labels.names)}
+        theirs = name_classes(self.config, labels.names)
         self.config.problem_type = "single_label_classification"
         with self._explained():
             if not pretrained:

@@ -83,6 +83,15 @@ def _listed(names: Sequence[Any]) -> str:
     return ", ".join(f"{index} = {name}" for index, name in enumerate(names[:8])) + ", ..." * (len(names) > 8)
 
 
+def name_classes(config: Any, names: Sequence[str]) -> dict[int, str]:
+    """Set the classes of a transformers configuration. Returns its ``id2label`` from before."""
+    theirs = dict(config.id2label or {})
+    config.num_labels = len(names)  # most configurations derive it from id2label, and PVT's has it as an option of its own
+    config.id2label = dict(enumerate(names))
+    config.label2id = {name: index for index, name in enumerate(names)}
+    return theirs
+
+
 def start_head_fresh(
     model: Any, missing: set[str], theirs: Mapping[int, str], order: LabelOrder, where: str, head: str = CLASSIFIER
 ) -> None:

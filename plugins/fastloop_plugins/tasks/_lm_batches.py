@@ -70,10 +70,14 @@ def masked_sequences(where: str, split: str, ids: NDArray[np.int32], lengths: ND
 
 
 class Collator:
-    """Pads a list of samples. ``targets`` are the tokens shifted by one: shifting here avoids a copy of the logits."""
+    """Pads a list of samples. ``targets`` are the tokens shifted by one: shifting here avoids a copy of the logits.
 
-    def __init__(self, pad_token_id: int, width: Width) -> None:
-        self.pad_token_id, self.width = pad_token_id, width
+    Args:
+        mask: Add ``attention_mask`` (B, T) int64, 1 for real tokens. Causal attention needs none, but the loss of a router does.
+    """
+
+    def __init__(self, pad_token_id: int, width: Width, mask: bool = False) -> None:
+        self.pad_token_id, self.width, self.mask = pad_token_id, width, mask
 
     def __call__(self, samples: list[dict[str, Any]]) -> Batch:
         batch = self.ragged(samples)
@@ -86,5 +90,16 @@ class Collator:
         rows = [sample["input_ids"] for sample in samples]
         targets = [sample["targets"] if "targets" in sample else sample["input_ids"][1:] for sample in samples]
         columns = {"input_ids": (rows, self.pad_token_id), "targets": (targets, IGNORED)}
+        if self.mask:
+            columns["attention_mask"] = ([np.ones_like(row) for row in rows], 0)
         weight = sum(int((row != IGNORED).sum()) for row in targets)
         return Ragged(columns=columns, loss_weight=weight, tokens=sum(map(len, rows)))
+
+
+def block_sequences(where: str, split: str, ids: NDArray[np.int32], size: int) -> Sequences:
+    """Concatenate texts, each followed by the end token, and cut them into blocks; the last one may be shorter."""
+    blocks, rest = divmod(len(ids), size)
+    lengths = np.array([size] * blocks + [rest] * (rest > 1), dtype=np.int64)
+    if not len(lengths):
+        raise RecipeError(f"{where}: the {split} split has no two tokens: there is no next token to learn.")
+    return Sequences(ids, lengths)

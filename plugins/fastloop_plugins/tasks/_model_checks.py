@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastloop import RecipeError
+from fastloop_plugins._probe import probing
 from fastloop_plugins.tasks._hub import quiet
 
 if TYPE_CHECKING:
@@ -14,19 +14,24 @@ if TYPE_CHECKING:
 
     from fastloop import Run
 
+Found = TypeVar("Found")
+
 CLASSIFIERS = "bert, distilbert, roberta, deberta-v2, modernbert, gpt2 or llama"
 DECODERS = "gpt2, llama, qwen3 or gemma3_text"
 """Examples for messages."""
 
 READS_AHEAD = "each position sees the tokens after it, so the model reads the tokens that it is to predict."
 
-PROBE = ("one two three four five six seven eight", "one two three")
-"""Texts for the trial of a classifier. The shorter one is padded."""
-
 TOLERANCE = 1e-5
 """Largest change of an earlier logit, as a share of the largest logit. Measured on transformers 5.23's language models with random weights:
 rounding gives up to 3e-7, reading ahead 9e-5 and more."""
 
+
+ROUTER_REMEDY = "Set output_router_logits to false in the model's configuration."
+"""Advice for a model whose router has another loss than expected."""
+
+PADDING_REMEDY = "If it needs padding, set data.pad_to_multiple_of, or data.padding: max_length. Otherwise, use another model."
+"""Advice for a model that computes in eval mode only."""
 
 TOKENIZER_REMEDY = "Use another model, or one with the tokenizer that it was trained with."
 """Advice for a model that fails on token ids."""
@@ -73,7 +78,7 @@ def unsupported(model_type: str, config: Mapping[str, Any], classify: bool, trai
     return None
 
 
-def check_causal(run: Run, model: nn.Module, ids: list[int], where: str) -> None:
+def check_causal(run: Run, model: nn.Module, ids: list[int], where: str) -> float:
     """Raise an error for a language model in which a later token changes an earlier logit.
 
     The model computes two rows that differ in their second half: on the CPU, in eval mode, without gradients. A process whose weights are
@@ -82,22 +87,44 @@ def check_causal(run: Run, model: nn.Module, ids: list[int], where: str) -> None
     Args:
         ids: A few token ids, at least two.
 
+    Returns:
+        The weight of the auxiliary loss of the model's router, which its output has as ``aux_loss``; 0 without one.
+
     Raises:
-        RecipeError: The model reads ahead, or cannot compute logits from token ids alone.
+        RecipeError: The model reads ahead, cannot compute logits from token ids alone, or adds another loss of its router.
     """
     import torch
 
-    def find() -> str | None:
+    def find() -> float:
         config: Any = model.config
         vocabulary, half = config.get_text_config().vocab_size, len(ids) // 2
         rows = torch.tensor([ids, ids[:half] + [(token + 1) % vocabulary for token in ids[half:]]])
-        logits = model(input_ids=rows, use_cache=False).logits.float()
+        output = model(input_ids=rows, use_cache=False)
+        logits = output.logits.float()
         change = (logits[0, :half] - logits[1, :half]).abs().max()
         if change > TOLERANCE * logits.abs().max():
-            return f"{where}: {type(model).__name__} is not causal: {READS_AHEAD} Use a decoder such as {DECODERS}."
-        return None
+            raise RecipeError(f"{where}: {type(model).__name__} is not causal: {READS_AHEAD} Use a decoder such as {DECODERS}.")
+        return _router_weight(model, rows, output, where)
 
-    _agree(run, model, where, find)
+    return agree(run, model, where, find) or 0.0
+
+
+def _router_weight(model: nn.Module, rows: Tensor, output: Any, where: str) -> float:
+    """The weight of ``output.aux_loss`` in the model's own loss; 0 if there is none."""
+    from torch import Tensor
+    from torch.nn.functional import cross_entropy
+
+    if not isinstance(auxiliary := getattr(output, "aux_loss", None), Tensor):
+        return 0.0
+    weight: float = next((getattr(model, name) for name in ("router_aux_loss_coef", "aux_loss_coef") if hasattr(model, name)), 0.0)
+    loss = model(input_ids=rows, labels=rows, use_cache=False).loss
+    expected = cross_entropy(output.logits[:, :-1].flatten(0, 1).float(), rows[:, 1:].flatten()) + weight * auxiliary
+    if (loss - expected).abs() > TOLERANCE * expected.abs():
+        raise RecipeError(
+            f"{where}: {type(model).__name__} computes a loss of {float(loss):.6g}, expected {float(expected):.6g}: "
+            f"cross entropy and {weight:g} times the auxiliary loss of its router. {ROUTER_REMEDY}"
+        )
+    return weight
 
 
 def check_classifies(run: Run, model: nn.Module, inputs: Mapping[str, Tensor], classes: int, where: str, tokens: bool = False) -> None:
@@ -111,13 +138,58 @@ def check_classifies(run: Run, model: nn.Module, inputs: Mapping[str, Tensor], c
         RecipeError: The model cannot compute logits from token ids and mask alone, or they have another shape.
     """
 
-    def find() -> str | None:
+    def find() -> None:
         shape, expected = tuple(model(**inputs).logits.shape), (*inputs["input_ids"].shape[: 1 + tokens], classes)
-        if shape == expected:
-            return None
-        return f"{where}: {type(model).__name__} gives logits of shape {shape} for 2 texts, expected {expected}. Use another model."
+        if shape != expected:
+            name = type(model).__name__
+            raise RecipeError(f"{where}: {name} gives logits of shape {shape} for 2 texts, expected {expected}. Use another model.")
 
-    _agree(run, model, where, find)
+    agree(run, model, where, find)
+
+
+def check_trains(run: Run, model: nn.Module, inputs: Mapping[str, Tensor], where: str) -> None:
+    """Raise an error for a model that computes no logits in train mode, such as Reformer without padding. Runs like ``check_causal``.
+
+    Args:
+        inputs: As for ``check_classifies``, which tries eval mode.
+
+    Raises:
+        RecipeError: The model raised an error.
+    """
+
+    def find() -> None:
+        model.train()  # afterwards, each module has its own mode again
+        model(**inputs)
+
+    agree(run, model, where, find, PADDING_REMEDY)
+
+
+def check_alone(run: Run, model: nn.Module, forward: Callable[[], Any], remedy: str = "") -> None:
+    """Raise an error for a model that cannot train on one sample alone, if micro-batches have one. Runs like ``check_causal``.
+
+    CANINE needs four tokens, and batch norm without pixels needs two samples.
+
+    Args:
+        forward: Computes the logits of a sample.
+
+    Raises:
+        RecipeError: It raised an error in train mode.
+    """
+    if run.recipe.inference is not None or run.loaders.micro_batch_size > 1:
+        return
+
+    def find() -> None:
+        model.train()
+        forward()
+
+    agree(run, model, f"{run.recipe.where}: train.micro_batch_size: found 1", find, f"Use micro-batches of two samples or more{remedy}.")
+
+
+def shortest(dataset: Any) -> Any:
+    """The shortest sample of a dataset with ``lengths``; the first one of another; None for an iterable dataset."""
+    if not hasattr(dataset, "__getitem__"):
+        return None
+    return dataset[int(dataset.lengths.argmin()) if hasattr(dataset, "lengths") else 0]
 
 
 def check_target_loss(run: Run, model: nn.Module, inputs: Mapping[str, Tensor], where: str) -> None:
@@ -131,17 +203,17 @@ def check_target_loss(run: Run, model: nn.Module, inputs: Mapping[str, Tensor], 
     """
     from torch.nn.functional import cross_entropy
 
-    def find() -> str | None:
+    def find() -> None:
         output = model(**inputs)
         expected = cross_entropy(output.logits.flatten(0, 1).float(), inputs["labels"].flatten())
-        if bool((output.loss - expected).abs() <= 1e-4 * expected.abs() + 1e-6):
-            return None
-        return (
-            f"{where}: {type(model).__name__} computes a loss of {float(output.loss):.6g}, expected {float(expected):.6g}, the mean cross "
-            "entropy of the target tokens: its micro-batches could not be combined. Use another model."
-        )
+        if bool((output.loss - expected).abs() > 1e-4 * expected.abs() + 1e-6):
+            remedy = ROUTER_REMEDY if getattr(model.config, "output_router_logits", False) else "Use another model."
+            raise RecipeError(
+                f"{where}: {type(model).__name__} computes a loss of {float(output.loss):.6g}, expected {float(expected):.6g}, "
+                f"the mean cross entropy of the target tokens: its micro-batches could not be combined. {remedy}"
+            )
 
-    _agree(run, model, where, find)
+    agree(run, model, where, find)
 
 
 def check_classifies_images(run: Run, model: nn.Module, size: int, classes: int, where: str) -> None:
@@ -155,38 +227,36 @@ def check_classifies_images(run: Run, model: nn.Module, size: int, classes: int,
     """
     import torch
 
-    def find() -> str | None:
+    def find() -> None:
         output = model(torch.zeros(2, 3, size, size))
-        shape = tuple(getattr(output, "logits", output).shape)
-        if shape == (2, classes):
-            return None
-        return f"{where}: {type(model).__name__} gives logits of shape {shape} for 2 images, expected {(2, classes)}. Use another model."
+        shape, expected = tuple(getattr(output, "logits", output).shape), (2, classes)
+        if shape != expected:
+            name = type(model).__name__
+            raise RecipeError(f"{where}: {name} gives logits of shape {shape} for 2 images, expected {expected}. Use another model.")
 
-    _agree(run, model, where, find, f"Use another model, or another data.image_size (it is {size}).")
+    agree(run, model, where, find, f"Use another model, or another data.image_size (it is {size}).")
 
 
-def _agree(run: Run, model: nn.Module, where: str, find: Callable[[], str | None], remedy: str = TOKENIZER_REMEDY) -> None:
-    """Raise the first problem that any process found on every process."""
-    problem = None
+def agree(run: Run, model: nn.Module, where: str, find: Callable[[], Found], remedy: str = TOKENIZER_REMEDY) -> Found | None:
+    """Call ``find`` on each process that has weights, and return the first result on every process; None if no process has weights.
+
+    ``find`` may compute with the model, which stays as it is.
+
+    Raises:
+        RecipeError: ``find`` raised an error on one of them.
+    """
+    result: tuple[Found | None, str] | None = None
     if not any(parameter.is_meta for parameter in model.parameters()):
         try:
-            with _inference(model):
-                problem = find()
+            with probing(model), quiet():
+                result = find(), ""
+        except RecipeError as error:
+            result = None, str(error)
         except Exception as error:  # models raise errors of any type
             cause = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-            problem = (
-                f"{where}: {type(model).__name__} cannot compute logits from the task's batches: {type(error).__name__}: {cause}. {remedy}"
-            )
-    if problem := next(filter(None, run.processes.all_gather_object(problem)), None):
+            name = type(model).__name__
+            result = None, f"{where}: {name} cannot compute logits from the task's batches: {type(error).__name__}: {cause}. {remedy}"
+    results = [found for found in run.processes.all_gather_object(result) if found is not None]
+    if problem := next((problem for _, problem in results if problem), ""):
         raise RecipeError(problem)
-
-
-@contextmanager
-def _inference(model: nn.Module) -> Iterator[None]:
-    """Eval mode without gradients. Restores modes and random states."""
-    import torch
-
-    from fastloop.evaluation_results import evaluating
-
-    with evaluating(model), torch.no_grad(), torch.random.fork_rng(devices=[]), quiet():
-        yield
+    return next((found for found, _ in results), None)

@@ -17,12 +17,12 @@ import numpy as np
 from fastloop import Batch, RecipeError, option
 from fastloop_plugins._cache import flat
 from fastloop_plugins.tasks._lm_batches import IGNORED
-from fastloop_plugins.tasks._text_batches import Sequences, Width, padded
+from fastloop_plugins.tasks._text_batches import Sequences, Width, describe_cut, mask, padded
 from fastloop_plugins.tasks._text_columns import Text, read_columns
 from fastloop_plugins.tasks._text_data import Data, TextData
 from fastloop_plugins.tasks._text_files import Part, format_of
 from fastloop_plugins.tasks._text_stream import text_chunks
-from fastloop_plugins.tasks._text_tokens import encode
+from fastloop_plugins.tasks._text_tokens import encode, encode_marked
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -82,7 +82,9 @@ class PairTextData(TextData):
 
 
 def encode_rows(tokenizer: Any, rows: Sequence[str], end: list[int], arguments: Mapping[str, Any]) -> Iterator[list[int]]:
-    """Yield for each row: the number of input tokens, whether the target is truncated (0 or 1), the ids of the input and of the target.
+    """Yield for each row: the number of input tokens, what is truncated, the ids of the input and of the target.
+
+    The second number is the sum of 1 for the target and 2 for the input, if they are truncated.
 
     Args:
         rows: JSON of ``[input, target]``.
@@ -98,12 +100,12 @@ def encode_rows(tokenizer: Any, rows: Sequence[str], end: list[int], arguments: 
 
     for start in range(0, len(rows), 1000):
         texts, targets = zip(*map(json.loads, rows[start : start + 1000]), strict=True)
-        inputs = encode(tokenizer, texts, [], {"truncation": True, "max_length": arguments["max_length"]})
-        for ids, target, labels in zip(inputs, targets, encode_targets(targets, most + 1), strict=True):
+        inputs = encode_marked(tokenizer, texts, {"truncation": True, "max_length": arguments["max_length"]})
+        for (ids, long), target, labels in zip(inputs, targets, encode_targets(targets, most + 1), strict=True):
             missing = [token for token in end if token not in labels]
             if cut := len(labels) + len(missing) > most:
                 (labels,) = encode_targets([target], most - len(missing))
-            yield [len(ids), int(cut), *ids, *labels, *missing]
+            yield [len(ids), cut + 2 * long, *ids, *labels, *missing]
 
 
 class PairSequences(Sequences):
@@ -115,28 +117,31 @@ class PairSequences(Sequences):
 
     Attributes:
         lengths: Tokens of input and target together.
-        truncated: Targets that are cut at ``data.max_target_length``.
+        truncated: Inputs that are cut at ``data.max_length``, and targets that are cut at ``data.max_target_length``.
     """
 
     def __init__(self, ids: NDArray[np.int32], lengths: NDArray[np.int64]) -> None:
         super().__init__(ids, lengths)
         self.starts = self.ends - lengths + 2
         self.borders = self.starts + ids[self.starts - 2]
-        self.lengths, self.truncated = lengths - 2, int(ids[self.starts - 1].sum())
+        marks = ids[self.starts - 1]
+        self.lengths, self.truncated = lengths - 2, {"inputs": int((marks // 2).sum()), "targets": int((marks % 2).sum())}
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         border = self.borders[index]
         return {"input_ids": self.ids[self.starts[index] : border], "labels": self.ids[border : self.ends[index]]}
 
 
-def pair_sequences(split: str, ids: NDArray[np.int32], lengths: NDArray[np.int64], max_target_length: int) -> PairSequences:
-    """``PairSequences``. Logs how many targets are cut."""
+def pair_sequences(split: str, ids: NDArray[np.int32], lengths: NDArray[np.int64], sizes: Mapping[str, int]) -> PairSequences:
+    """``PairSequences``. Logs how many inputs and targets are cut.
+
+    Args:
+        sizes: ``max_length`` and ``max_target_length``, as in the ``data`` section.
+    """
     found = PairSequences(ids, lengths)
-    if found.truncated:
-        logger.warning(
-            "data: %s: %d of %d targets are cut at %d tokens (data.max_target_length)",
-            split, found.truncated, len(found), max_target_length,
-        )  # fmt: skip
+    for what, key in (("inputs", "max_length"), ("targets", "max_target_length")):
+        if count := found.truncated[what]:
+            logger.warning("%s", describe_cut(split, count, len(found), what, sizes[key], key))
     return found
 
 
@@ -153,13 +158,11 @@ class Collator:
         self.pad_token_id, self.empty, self.width, self.target_width = pad_token_id, np.array(empty), width, target_width
 
     def __call__(self, samples: list[dict[str, Any]]) -> Batch:
-        import torch
-
         rows = [sample["input_ids"] if len(sample["input_ids"]) else self.empty for sample in samples]
-        width, lengths = self.width(rows), torch.tensor([len(row) for row in rows])
+        width = self.width(rows)
         inputs = {"input_ids": padded(rows, width, self.pad_token_id)}
         if min(map(len, rows)) < width:
-            inputs["attention_mask"] = (torch.arange(width) < lengths[:, None]).long()
+            inputs["attention_mask"] = mask(rows, width)
         targets = [sample["labels"] for sample in samples if "labels" in sample]  # texts to predict have none
         if targets:
             inputs["labels"] = padded(targets, self.target_width(targets), IGNORED)

@@ -173,7 +173,7 @@ class Streaming:
         """
         data = self.data
         columns, labels = data.text_columns(), data.label_columns()
-        self.columns = [*columns, *labels]
+        self.columns = [*columns, *data.optional_columns(), *labels]
         counted = next(iter(labels), None) if data.label_type == "class" else None
         self.index = index = read_index(self.paths, columns | labels, counted, lists=data.tagged)
         files = np.cumsum([0, *map(len, self.entries)])

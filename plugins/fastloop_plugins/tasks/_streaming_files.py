@@ -8,17 +8,18 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from pyarrow import ArrowException  # type: ignore[import-untyped]
 
+from fastloop import __version__
 from fastloop.errors import DataError, RecipeError
 from fastloop_plugins import _cache
 from fastloop_plugins.tasks._streaming_formats import LINE_FORMATS, Format, Parquet, Row
 from fastloop_plugins.tasks._streaming_tar import Tar
-from fastloop_plugins.tasks._text_files import COMPRESSIONS, Part, format_of
+from fastloop_plugins.tasks._text_files import COMPRESSIONS, Part, first_line, format_of
 from fastloop_plugins.tasks._text_files import FORMATS as IN_MEMORY
 from fastloop_plugins.tasks._text_paths import URL, find_files
 
@@ -162,8 +163,8 @@ def _scan(paths: Sequence[str], columns: Mapping[str, str], label: str | None, l
                 total += rows
                 if len(labels) > LABELS:
                     raise RecipeError(f"{path}: column {label!r} (data.label) has more than {LABELS} different labels, expected few.")
-        except (OSError, ValueError, TypeError) as error:  # pyarrow's errors are among them
-            raise RecipeError(f"{path}: cannot be read as {format_of(Path(path))[0]}: {str(error).splitlines()[0]}.") from None
+        except (OSError, ValueError, TypeError, ArrowException) as error:
+            raise RecipeError(f"{path}: cannot be read as {format_of(Path(path))[0]}: {first_line(error)}.") from None
         if total == start:
             raise RecipeError(f"{path}: has no rows. Remove it from data.files.train.")
     file, key, rows = np.array(groups, np.int64).T
@@ -176,7 +177,7 @@ def kept_entry(about: Sequence[str], paths: Sequence[str]) -> Path | None:
     states = [_state_of(path) for path in paths] if folder is not None else []
     if folder is None or not all(states):
         return None
-    return folder / _cache.digest(["stream", version("fastloop"), *about, *map(str, states)])
+    return folder / _cache.digest(["stream", __version__, *about, *map(str, states)])
 
 
 def _state_of(path: str) -> str | None:
@@ -221,8 +222,10 @@ class Reader:
             for values in format_for(path).read(partial(self._file, number), path, key, rows, skip, self.columns):
                 self.rows_read, count = self.rows_read + 1, count + 1
                 yield values
-        except (OSError, ValueError, TypeError) as error:
-            raise DataError(f"{path}: row group at {key} cannot be read: {error}") from error
+        except (OSError, ValueError, TypeError, ArrowException) as error:
+            raise DataError(
+                f"{path}: row group at {key} cannot be read: {first_line(error)}. The file is damaged, or was changed: write it again."
+            ) from None
         if count != rows:
             raise DataError(f"{path}: its row group at {key} has {count} rows, and had {rows} when the run started. Start it again.")
 

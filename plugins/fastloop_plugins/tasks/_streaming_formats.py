@@ -71,6 +71,12 @@ def open_file(path: str) -> BinaryIO:
     return cast("BinaryIO", fsspec.open(path, "rb").open())
 
 
+def batch_rows(batch: Any, columns: Sequence[str]) -> Iterator[Row]:
+    """Yield the columns of each row of a batch of pyarrow; None for a column that is not there."""
+    there = batch.schema.names
+    return zip(*(batch.column(name).to_pylist() if name in there else [None] * batch.num_rows for name in columns), strict=True)
+
+
 class Parquet:
     """Row groups of a Parquet file."""
 
@@ -80,7 +86,8 @@ class Parquet:
         """See ``Format``."""
         from pyarrow import parquet  # type: ignore[import-untyped]
 
-        return parquet.ParquetFile(open_file(path) if URL.match(path) else path, buffer_size=2**20, pre_buffer=False)
+        source = open_file(path) if URL.match(path) else path
+        return parquet.ParquetFile(source, buffer_size=2**20, pre_buffer=False, page_checksum_verification=True)
 
     def scan(self, path: str, columns: Mapping[str, str], label: str | None, facts: list[str]) -> Scanned:
         """See ``Format``. Reads the metadata, and the column of labels."""
@@ -100,9 +107,8 @@ class Parquet:
     def read(self, file: Callable[[], Any], path: str, key: int, rows: int, skip: int, columns: Sequence[str]) -> Iterator[Row]:
         """See ``Format``."""
         for batch in file().iter_batches(BATCH, row_groups=[key], columns=list(columns)):
-            rest = batch.slice(skip)
+            yield from batch_rows(batch.slice(skip), columns)
             skip = max(skip - batch.num_rows, 0)
-            yield from zip(*(rest.column(name).to_pylist() for name in columns), strict=True)
 
 
 class LineFile:

@@ -66,6 +66,10 @@ class StreamedData:
         streamed = [] if self.stream is None else self.stream.paths
         return [path for paths in self.files.values() for path in paths] + [Path(path) for path in streamed]
 
+    def optional_columns(self) -> list[str]:
+        """Columns that are read if a file has them, after those of ``text_columns``."""
+        return []
+
     def label_columns(self: Any) -> dict[str, str]:
         """Column of labels -> the option that names it."""
         return dict.fromkeys(self.labels, "label")
@@ -111,6 +115,8 @@ def check_streaming(data: TextData, given: dict[str, Any]) -> None:
         raise refuse("read", "streamed files are UTF-8, and their header line shows the delimiter. Remove it")
     if data.splits.train != "train":
         raise refuse("splits.train", "data.files.train is streamed. Remove it")
+    if None in (options.label_map or {}).values():
+        raise refuse("label_map", "null leaves out rows, and rows of a stream are not left out. Remove them from the files")
     if data.label_type == "classes" and options.label is not None:
         raise refuse("label_type=classes", "expected one class or one number a row. Remove data.streaming, or train on one label")
     if options.mix is not None:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from fastloop.errors import DataError
 from fastloop_plugins._cache import flat
-from fastloop_plugins.tasks._chat_data import problem_of_text
-from fastloop_plugins.tasks._chat_tokens import encode_rows
+from fastloop_plugins.tasks._chat_rows import RowError, problem_of_text
+from fastloop_plugins.tasks._chat_tokens import RowEncoder
 from fastloop_plugins.tasks._lm_batches import MaskedSequences
 from fastloop_plugins.tasks._streaming_formats import Row
 from fastloop_plugins.tasks._text_batches import Sequences
@@ -100,6 +101,7 @@ class LanguageRows:
         self.data, self.tokenizer, self.size = data, model.tokenizer, data.options.max_length
         self.spare = {name: value.copy() for name, value in spare.items()}
         self.end = [] if data.options.messages else end_of(model)
+        self.encode = RowEncoder(model.tokenizer, self.end, data.options.train_on)
 
     def __call__(self, rows: list[Row], names: list[str]) -> list[dict[str, Any]]:
         samples = self._masked(rows, names) if self.data.masked else self._plain(rows, names)
@@ -116,12 +118,11 @@ class LanguageRows:
     def _masked(self, rows: list[Row], names: list[str]) -> list[dict[str, Any]]:
         samples = []
         for row, name in zip(rows, names, strict=True):
-            if problem := self.data.problem(row):
-                raise DataError(f"{name}: {problem}")
-            content = json.dumps(row[0] if len(row) == 1 else row, ensure_ascii=False)
-            arguments = {"train_on": self.data.options.train_on}
-            ids, lengths = flat(encode_rows(self.tokenizer, [content], self.end, arguments, lambda _, name=name: name))  # type: ignore[misc]
-            found = MaskedSequences(ids, lengths, self.size)
+            try:
+                content = self.data.row_of(row)
+            except RowError as error:
+                raise DataError(f"{name}: {error}") from None
+            found = MaskedSequences(*flat([self.encode(content, partial(str, name))]), self.size)
             empty = np.empty(0, np.int32)
             samples.append(found[0] if len(found) else {"input_ids": empty, "targets": empty})
         return samples

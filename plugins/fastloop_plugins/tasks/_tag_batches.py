@@ -16,9 +16,13 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from fastloop_plugins.tasks._losses import ClassLoss
+    from fastloop_plugins.tasks._tag_metrics import Scheme
     from fastloop_plugins.tasks._text_batches import Width
 
 logger = logging.getLogger("fastloop")
+
+CHECKED = 2000
+"""Sentences of a split whose tags are compared with the scheme: seqeval takes about a second for them."""
 
 IGNORED = -100
 """Target that the loss and the metrics ignore."""
@@ -81,6 +85,17 @@ class TaggedSentences(Sequences):
             )  # fmt: skip
         if self.cut:
             logger.warning("data: %s: %d words do not fit into data.max_length: only their first tokens are read", name, self.cut)
+
+
+def tags_of(numbers: NDArray[np.int32], lengths: NDArray[np.int64]) -> list[list[int]]:
+    """The tag of each word of the first sentences.
+
+    Args:
+        numbers: Ids and targets of all sentences, in turn, end to end.
+        lengths: Numbers of each of these sentences.
+    """
+    targets = numbers[1 : lengths.sum() : 2]
+    return [part[part >= 0].tolist() for part in np.split(targets, np.cumsum(lengths // 2)[:-1])]
 
 
 def reordered(targets: NDArray[np.int32], order: Sequence[int]) -> NDArray[np.int32]:
@@ -179,3 +194,14 @@ def word_scores(logits: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tenso
     places, size = number + number.new_ones(len(number)).cumsum(0) - 1, len(number) + len(batch["rows"])
     scores = logits.new_zeros(size, logits.shape[-1]).index_copy(0, places, logits[found])
     return scores, number.new_full((size,), IGNORED).index_copy(0, places, batch["labels"][found])
+
+
+def check_scheme(data: Any, name: str, split: Any, scheme: Scheme | None, key: str) -> None:
+    """Warn about tags of a split that do not follow the scheme of the recipe, which ``key`` names."""
+    from fastloop_plugins.tasks._tag_metrics import describe_misfit, misfit
+
+    if scheme is None or misfit(data.classes, scheme) is not None:
+        return
+    sentences = [[data.classes[tag] for tag in tags] for tags in tags_of(split.ids, split.lengths[:CHECKED])]
+    if message := describe_misfit(sentences, scheme, key):
+        logger.warning("data: %s: %s", name, message)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastloop import RecipeError, option
-from fastloop_plugins.tasks._chat_data import problem_of_text
+from fastloop_plugins.tasks._chat_rows import problem_of_text
 from fastloop_plugins.tasks._tag_files import Columns, ConllPart, read_conll, read_sentences
 from fastloop_plugins.tasks._text_columns import Text
 from fastloop_plugins.tasks._text_data import Data, TextData

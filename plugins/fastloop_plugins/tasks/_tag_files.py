@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
@@ -12,6 +13,10 @@ from fastloop_plugins.tasks._text_files import Part, Read, explain_reading, open
 
 DOCUMENT = "-DOCSTART-"
 """First column of a line that begins a document. It is no word."""
+HASH = re.compile(r"#(\s|$|(begin|end) document\b)")
+"""The beginning of a comment before a sentence, as in CoNLL-U and CoNLL-2012, or of a line whose word is #."""
+KEYED = re.compile(r"#\s*([\w.:-]+\s*=|(newdoc|newpar|begin document|end document)\b)")
+"""The beginning of a line that is a comment whatever its number of columns, unless they are separated by tabs."""
 
 
 @dataclass
@@ -59,8 +64,8 @@ def read_conll(path: Path, how: Read, columns: Columns, names: tuple[str, str], 
     Raises:
         RecipeError: A line has another number of columns than the first, or a column is missing or empty.
     """
-    found, unreadable = list[Sentence](), 0
-    for sentence in read_sentences(path, how, columns):
+    found, unreadable, comments = list[Sentence](), 0, list[int]()
+    for sentence in read_sentences(path, how, columns, comments):
         if sentence.problem is None:
             found.append(sentence)
         elif skip_unreadable:
@@ -68,25 +73,50 @@ def read_conll(path: Path, how: Read, columns: Columns, names: tuple[str, str], 
         else:
             raise RecipeError(sentence.problem)
     table = {names[0]: [sentence.words for sentence in found], names[1]: [sentence.tags for sentence in found]}
-    return ConllPart(str(path), table, unreadable=unreadable, lines=[sentence.line for sentence in found])
+    notes = [f"{path}: {len(comments)} lines are comments, the first is line {comments[0]}"] if comments else []
+    return ConllPart(str(path), table, unreadable=unreadable, notes=notes, lines=[sentence.line for sentence in found])
 
 
-def read_sentences(path: Path, how: Read, columns: Columns) -> Iterator[Sentence]:
-    """Yield the sentences of a file, one at a time."""
-    width, sentence = 0, Sentence(0)
-    with explain_reading(path, how), open_text(path, how) as stream:
-        for number, line in enumerate(chain(stream, [""]), 1):
-            cells = [cell.strip() for cell in line.split("\t")] if "\t" in line else line.split()
-            if not any(cells) or cells[0] == DOCUMENT:
-                if sentence.line:
-                    yield sentence
-                sentence = Sentence(0)
-                continue
-            if not width:
-                width, first = len(cells), number
-            sentence.line = sentence.line or number
-            if sentence.problem is None:
-                sentence.problem = _add(sentence, cells, width, columns, f"{path}, line {number}", f"line {first}")
+def read_sentences(path: Path, how: Read, columns: Columns, comments: list[int] | None = None) -> Iterator[Sentence]:
+    """Yield the sentences of a file, one at a time.
+
+    Args:
+        comments: Receives the numbers of the lines before a sentence that are comments.
+    """
+    sentence = Sentence(0)
+    with explain_reading(path, how):
+        first, example = _find_word(path, how)
+        width, tabbed = len(_cells(example)), "\t" in example
+        with open_text(path, how) as stream:
+            for number, line in enumerate(chain(stream, [""]), 1):
+                cells = _cells(line)
+                if not any(cells) or cells[0] == DOCUMENT:
+                    if sentence.line:
+                        yield sentence
+                    sentence = Sentence(0)
+                    continue
+                if not sentence.line and HASH.match(line):
+                    keyed = "\t" not in line and KEYED.match(line)
+                    if keyed or len(cells) != width or ("\t" in line) != tabbed:
+                        if comments is not None:
+                            comments.append(number)
+                        continue
+                sentence.line = sentence.line or number
+                if sentence.problem is None:
+                    sentence.problem = _add(sentence, cells, width, columns, f"{path}, line {number}", f"line {first}")
+
+
+def _cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.split("\t")] if "\t" in line else line.split()
+
+
+def _find_word(path: Path, how: Read) -> tuple[int, str]:
+    """Number and text of the first line that certainly holds a word; 0 if there is none."""
+    with open_text(path, how) as stream:
+        for number, line in enumerate(stream, 1):
+            if any(cells := _cells(line)) and cells[0] != DOCUMENT and not HASH.match(line):
+                return number, line
+    return 0, ""
 
 
 def _add(sentence: Sentence, cells: list[str], width: int, columns: Columns, where: str, first: str) -> str | None:

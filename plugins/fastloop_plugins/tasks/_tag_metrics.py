@@ -58,6 +58,37 @@ def misfit(names: Sequence[str], scheme: Scheme | None) -> str | None:
     return next((name for name in names if not fits.fullmatch(name)), None)
 
 
+def describe_misfit(sentences: Sequence[Sequence[str]], scheme: Scheme, where: str) -> str | None:
+    """Describe the tagged words that belong to no entity under a scheme, and name the scheme that the tags follow; None if there are none.
+
+    Args:
+        sentences: The tags of each sentence; each is one of the scheme.
+        where: The key of the scheme, for the message.
+    """
+    lost = _outside(sentences, scheme)
+    if not lost:
+        return None
+    tagged, (tags, place) = sum(tag != "O" for tags in sentences for tag in tags), lost[0]
+    before = f"{tags[place - 1]!r}" if place else "the beginning of a sentence"
+    names = sorted({tag for tags in sentences for tag in tags})
+    schemes: tuple[Scheme, ...] = ("IOB1", "IOB2", "IOE1", "IOE2", "IOBES", "BILOU")
+    fits = next((other for other in schemes if misfit(names, other) is None and not _outside(sentences, other)), None)
+    remedy = f"The tags follow {fits}: {where}={fits}" if fits else f"For seqeval's default mode: {where}=null"
+    return (
+        f"{len(lost)} of {tagged} tagged words belong to no entity of {scheme}, and metrics leave them out, such as {tags[place]!r} after "
+        f"{before}. {remedy}"
+    )
+
+
+def _outside(sentences: Iterable[Sequence[str]], scheme: Scheme) -> list[tuple[Sequence[str], int]]:
+    """The tagged words that belong to no entity: the tags of the sentence, and the word's place."""
+    found: list[tuple[Sequence[str], int]] = []
+    for tags, entities in zip(sentences, find_entities(sentences, scheme), strict=True):
+        inside = {place for _, first, last in entities for place in range(first, last + 1)}
+        found += [(tags, place) for place, tag in enumerate(tags) if tag != "O" and place not in inside]
+    return found
+
+
 class EntityScores(Metric):
     """Precision, recall or F1 over all entities (micro average).
 

@@ -14,7 +14,6 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import default_collate
 
 from fastloop import Batch, UsageError
 from fastloop_plugins.tasks._losses import ClassLoss
@@ -50,8 +49,8 @@ class TargetCounter:
         count: The function for the targets of batches ``(inputs, targets)`` and the ``labels`` of mappings; None: samples are counted.
     """
 
-    def __init__(self, collate: Callable[[list[Any]], Any] | None, loss: Any, model: nn.Module | None = None) -> None:
-        self.collate, self.loss, self.count = collate or default_collate, loss, count_for_loss(loss)
+    def __init__(self, collate: Callable[[list[Any]], Any], loss: Any, model: nn.Module | None = None) -> None:
+        self.collate, self.loss, self.count = collate, loss, count_for_loss(loss)
         if model is not None:
             self.set_model(model)
 

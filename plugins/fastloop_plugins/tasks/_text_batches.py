@@ -59,13 +59,18 @@ class Sequences:
         return sample
 
 
-def padded(rows: Sequence[NDArray[Any]], width: int, fill: int) -> Tensor:
-    """Rows of ids as one int64 tensor, padded on the right."""
+def describe_cut(split: str, count: int, total: int, what: str, size: int, option: str = "max_length") -> str:
+    """The message for texts that are longer than the option of ``data`` allows: ``size`` tokens."""
+    return f"data: {split}: {count} of {total} {what} are cut at {size} tokens (data.{option}): {count / total:.1%}"
+
+
+def padded(rows: Sequence[NDArray[Any]], width: int, fill: int, left: bool = False) -> Tensor:
+    """Rows of ids as one int64 tensor, padded on the right or on the left."""
     import torch
 
     filled = np.full((len(rows), width), fill, dtype=np.int64)
     for line, row in zip(filled, rows, strict=True):
-        line[: len(row)] = row
+        line[width - len(row) if left else 0 :][: len(row)] = row
     return torch.from_numpy(filled)
 
 
@@ -74,7 +79,12 @@ class Width:
 
     Args:
         always: Make every batch ``max_length`` wide.
+
+    Attributes:
+        left: Whether padding is on the left. ``check_padding`` sets it, when the collators are built.
     """
+
+    left = False
 
     def __init__(self, max_length: int, multiple: int | None, always: bool) -> None:
         self.max_length, self.multiple, self.always = max_length, multiple or 1, always
@@ -84,6 +94,11 @@ class Width:
             return self.max_length
         longest = max(max(len(row) for row in rows), 1)
         return min(-(-longest // self.multiple) * self.multiple, self.max_length)
+
+
+def mask(rows: Sequence[NDArray[Any]], width: int, left: bool = False) -> Tensor:
+    """1 for real tokens of padded rows, and 0 for padding: (rows, width) int64."""
+    return padded([np.ones(len(row), dtype=np.int64) for row in rows], width, 0, left)
 
 
 @dataclass(kw_only=True)

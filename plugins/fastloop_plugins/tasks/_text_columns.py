@@ -105,14 +105,18 @@ def join_columns(texts: Sequence[Text], model: TextModel) -> list[Text]:
     return [f" {separator} ".join(row) for row in texts]
 
 
-def encode_pairs(tokenizer: Any, pairs: Sequence[tuple[str, str]], most: int, size: int, arguments: dict[str, Any]) -> Iterator[list[int]]:
-    """Yield the ids of each pair; with token types, followed by the type of each token. The longer text of a pair is truncated first.
+def encode_pairs(
+    tokenizer: Any, pairs: Sequence[tuple[str, str]], most: int, size: int, arguments: dict[str, Any]
+) -> Iterator[tuple[list[int], bool]]:
+    """Yield the ids of each pair, and whether truncation shortened it. With token types, the type of each token follows the ids.
+
+    The longer text of a pair is truncated first.
 
     Args:
         most: Tokens that truncation keeps; 0: all.
         size: Characters of a text to read, if these have ``most`` tokens.
     """
-    from fastloop_plugins.tasks._text_tokens import beginning
+    from fastloop_plugins.tasks._text_tokens import beginning, shortened
 
     def start(text: str) -> str:
         part = beginning(text, size) if most else text
@@ -120,10 +124,8 @@ def encode_pairs(tokenizer: Any, pairs: Sequence[tuple[str, str]], most: int, si
         return part if enough else text
 
     for first in range(0, len(pairs), 1000):
-        columns = zip(*((start(one), start(other)) for one, other in pairs[first : first + 1000]), strict=True)
-        found = tokenizer(*map(list, columns), return_attention_mask=False, **arguments)
-        if "return_token_type_ids" not in arguments:
-            yield from found["input_ids"]
-            continue
-        for ids, types in zip(found["input_ids"], found["token_type_ids"], strict=True):
-            yield ids + types
+        columns = [list(texts) for texts in zip(*((start(one), start(other)) for one, other in pairs[first : first + 1000]), strict=True)]
+        found = tokenizer(*columns, return_attention_mask=False, **arguments)
+        types = found["token_type_ids"] if "return_token_type_ids" in arguments else [[]] * len(columns[0])
+        for ids, kinds, cut in zip(found["input_ids"], types, shortened(tokenizer, columns, found, most, arguments), strict=True):
+            yield ids + kinds, cut

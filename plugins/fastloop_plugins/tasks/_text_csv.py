@@ -140,7 +140,7 @@ class _File:
         order = sorted(range(len(first)), key=lambda index: -sum(map(len, [first[index], *cells[index]])))
         for index, name in zip(sorted(order[: len(self.text)]), self.text, strict=False):  # the longest cells
             names[index] = name
-        rest = sorted(order[len(self.text) :], key=lambda index: len({first[index], *cells[index]}))
+        rest = sorted(order[len(self.text) :], key=lambda index: _unlike_labels([first[index], *cells[index]]))
         for index, name in zip(sorted(rest[: len(self.labels)]), self.labels, strict=False):
             names[index] = name
         reason = "Line 1 looks like data, not like column names: if so" if is_data else "If line 1 is data and not column names"
@@ -260,6 +260,12 @@ class _File:
             f"{self.path}, line {line}: ends with {LINE_ENDS[end]}, the lines before it with {LINE_ENDS[before]}. Expected one kind of "
             "line end outside of quotes: convert them (dos2unix, or mac2unix for CR)."
         )
+
+
+def _unlike_labels(cells: Sequence[str]) -> tuple[int, ...]:
+    """A key that sorts columns of labels before others: first those whose cells are not empty, differ, repeat, and are whole numbers."""
+    different = set(cells)
+    return "" in different, len(different) < 2, len(different) > len(cells) / 2, not all(map(str.isdecimal, cells)), len(different)
 
 
 def _written(delimiter: str) -> str:

@@ -10,7 +10,6 @@ import hashlib
 import inspect
 import json
 import logging
-import random
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +17,12 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from fastloop import RecipeError, option
 from fastloop.options import parse
-from fastloop.recipe.importing import check_reference, import_object
 from fastloop_plugins._cache import digest
+from fastloop_plugins._references import check_reference, import_object
+from fastloop_plugins.tasks._held_out import DRAW, draw, hold_out
 from fastloop_plugins.tasks._hub import explain, is_hub_name, offline, quiet
+from fastloop_plugins.tasks._label_drops import drop_rows
+from fastloop_plugins.tasks._repeats import find_repeats
 from fastloop_plugins.tasks._streaming_options import StreamedData, StreamingOptions, check_streaming
 from fastloop_plugins.tasks._text_columns import Text, column_names, read_columns
 from fastloop_plugins.tasks._text_files import FORMATS, Part, Read, format_of, make_part, read_file
@@ -32,9 +34,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fastloop")
 
-DRAW = 0
-"""Seed for the selection of samples by ``validation_fraction`` and ``limit``."""
-READER = 2
+NOTES = 8
+"""Lines of the log about how files are read: a pattern may match thousands of them."""
+READER = 3
 """Increase it when the same files and options give different rows, so that cached token ids are not used."""
 
 
@@ -57,7 +59,10 @@ class Data(StreamingOptions):
         option("One class a row, any number of classes (lists of names, or 0/1 columns), or a number (regression); null: as label shows."),
     ] = None
     label_offset: Annotated[int, option("The number that the first class has, where labels are numbers: 1 if they count from 1.", ge=0)] = 0
-    label_map: Annotated[dict[Any, int | str] | None, option("Label as in the data -> name or number of its class; others stay.")] = None
+    label_map: Annotated[
+        dict[Any, int | str | None] | None,
+        option("Label as in the data -> name or number of its class, or null: leave out its rows; others stay."),
+    ] = None
     read: Annotated[dict[str, Any] | None, option("How files are read: delimiter, columns, encoding, quoting, compression.")] = None
     max_length: Annotated[int, option("Tokens of a sample at most.", ge=2)] = 512
     padding: Annotated[Literal["longest", "max_length"], option("Pad to the longest of the batch, or always to max_length.")] = "longest"
@@ -216,9 +221,11 @@ class TextData(StreamedData):
         for role, name in splits.items():
             if name not in parts and (self.inference or role == "train" or role in (self.options.splits or {})):
                 raise RecipeError(f"{self.where}.splits.{role}: there is no split {name!r}. There are: {', '.join(parts) or 'none'}.")
-        rows = {role: Rows(self._texts(role, parts[name])) for role, name in splits.items() if name in parts}
-        used = {role: parts[splits[role]] for role in rows}
-        self.messages += [(logging.INFO, note) for found in used.values() for part in found for note in part.notes]
+        used = drop_rows({role: parts[name] for role, name in splits.items() if name in parts}, self)
+        rows = {role: Rows(self._texts(role, found)) for role, found in used.items()}
+        notes = [note for found in used.values() for part in found for note in part.notes]
+        notes[NOTES:] = [f"data: and {len(notes) - NOTES} more lines such as these, of other files"] * (len(notes) > NOTES)
+        self.messages += [(logging.INFO, note) for note in notes]
         if self.options.label is not None:
             labels = read_labels(used, self)
             self.messages += [(logging.INFO, note) for note in labels.notes] + [(logging.WARNING, line) for line in labels.warnings]
@@ -227,11 +234,16 @@ class TextData(StreamedData):
                 rows[role].labels = labels.ids[role]
         suffix = ""
         if "train" in rows and held_out:
-            rows["train"], rows["validation"] = self._hold_out(rows["train"])
-            suffix = f" (no validation split: {self.options.validation_fraction:.0%} of train held out)"
+            classes = rows["train"].labels if self.label_type == "class" else None
+            train, held = hold_out(len(rows["train"].texts), self.options.validation_fraction, classes, self.where)
+            rows |= {"train": rows["train"].keep(train), "validation": rows["train"].keep(held)}
+            share = f"{self.options.validation_fraction:.0%} of train" + (", of each class," if classes is not None else "")
+            suffix = f" (no validation split: {share} held out)"
         for role, count in (("train", self.limit.train), ("validation", self.limit.validation), ("test", self.limit.test)):
             if count is not None and role in rows and count < len(rows[role].texts):
-                rows[role] = rows[role].keep(sorted(random.Random(DRAW).sample(range(len(rows[role].texts)), count)))
+                rows[role] = rows[role].keep(draw(len(rows[role].texts), count))
+        if self.inference is None and self.stream is None:
+            self.messages += [(logging.WARNING, line) for line in find_repeats(rows, self)]
         if "train" in rows and rows["train"].labels is not None and self.stream is None:
             suffix += f"; {summarize(rows['train'].labels, self)}"
         rows = {role: split for role, split in rows.items() if self.inference is None or role == self.inference.split}
@@ -331,18 +343,5 @@ class TextData(StreamedData):
         if count := part.unreadable + len(bad):
             self.messages.append((logging.WARNING, f"{part.where}: {count} rows cannot be read, and are skipped"))
             self.unreadable += count
-        kept = {name: [value for index, value in enumerate(column) if index not in bad] for name, column in columns.items()}
-        return Part(part.where, kept, part.classes, untyped=part.untyped, notes=part.notes)
-
-    # -- checking --------------------------------------------------------------------------------------------------------
-
-    def _hold_out(self, rows: Rows) -> tuple[Rows, Rows]:
-        total = len(rows.texts)
-        count = max(round(total * self.options.validation_fraction), 1)
-        if count >= total:
-            raise RecipeError(
-                f"{self.where}.validation_fraction: {total} row cannot be split into train and validation. Give data.files.validation, "
-                "or validation_fraction: 0."
-            )
-        order = random.Random(DRAW).sample(range(total), total)
-        return rows.keep(sorted(order[count:])), rows.keep(sorted(order[:count]))
+        rows = max(map(len, columns.values()))
+        return part.keep(columns, [row for row in range(rows) if row not in bad])

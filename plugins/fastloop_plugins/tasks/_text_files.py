@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -66,6 +66,7 @@ class Part:
     unreadable: int = 0  # skipped rows that could not be read
     untyped: bool = False  # whether every cell is text: a label 1 is then '1'
     notes: list[str] = field(default_factory=list)  # what was detected, for the log
+    numbers: Sequence[int] | None = None  # of the rows in the source, if some are left out
 
     def column(self, key: str, name: str) -> list[Any]:
         """The values of the column that ``data.<key>`` names."""
@@ -79,7 +80,13 @@ class Part:
 
     def row(self, number: int) -> str:
         """The name of a row in messages; the first row is 1."""
-        return f"{self.where}, row {number}"
+        return f"{self.where}, row {number if self.numbers is None else self.numbers[number - 1]}"
+
+    def keep(self, columns: Mapping[str, Sequence[Any]], rows: Sequence[int]) -> Part:
+        """A part of some rows, numbered from 0, with these columns. Messages still name each row by its number in the source."""
+        kept = {name: [values[row] for row in rows] for name, values in columns.items()}
+        before = self.numbers if self.numbers is not None else range(1, 1 + max(map(len, columns.values()), default=0))
+        return replace(self, columns=kept, unreadable=0, numbers=[before[row] for row in rows])
 
 
 def missing_column(where: str, key: str, name: str, columns: Iterable[Any], remedy: str = "") -> RecipeError:
@@ -163,7 +170,12 @@ def explain_reading(path: Path, how: Read) -> Iterator[None]:
     except (OSError, pyarrow.ArrowException) as error:
         codec = _codec(path, how)
         remedy = f" It is read as {codec}: if it has another compression, give data.read.compression." if codec else ""
-        raise RecipeError(f"{path}: cannot be read as {format_of(path)[0]}: {str(error).splitlines()[0]}.{remedy}") from None
+        raise RecipeError(f"{path}: cannot be read as {format_of(path)[0]}: {first_line(error)}.{remedy}") from None
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, without a period at its end."""
+    return next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
 
 
 def _read_as(path: Path, suffix: str, how: Read, text: Mapping[str, str], labels: Sequence[str], skip_unreadable: bool) -> Part:
@@ -175,13 +187,12 @@ def _read_as(path: Path, suffix: str, how: Read, text: Mapping[str, str], labels
         from pyarrow import parquet
 
         check_names(str(path), parquet.read_schema(path).names)
-        table = parquet.read_table(path)
+        table = parquet.read_table(path, page_checksum_verification=True)
         return Part(str(path), dict(zip(table.column_names, table.columns, strict=True)))
     with open_text(path, how) as stream:
         content = re.sub("\r\n?", "\n", stream.read())
-    if suffix == ".txt":  # paragraphs, or lines if there are no paragraphs
-        blocks = re.split(r"\n\s*\n", content.strip("\n")) if re.search(r"\S\s*\n\s*\n\s*\S", content) else content.split("\n")
-        return Part(str(path), {next(iter(text)): [block for block in blocks if block.strip()]})
+    if suffix == ".txt":
+        return _read_plain(path, content, next(iter(text)))
     without_rows = Part(str(path), {name: [] for name in text})
     if content.lstrip().startswith("["):
         return make_part(str(path), listed) if (listed := parse_json(path, 1, content)) else without_rows
@@ -199,6 +210,18 @@ def _read_as(path: Path, suffix: str, how: Read, text: Mapping[str, str], labels
     part = make_part(str(path), rows) if rows else without_rows
     part.unreadable = broken
     return part
+
+
+def _read_plain(path: Path, content: str, column: str) -> Part:
+    """Paragraphs, or lines if there are no paragraphs."""
+    found = re.search(r"\S\s*\n\s*\n\s*\S", content)
+    content = content.strip("\n")
+    blocks = [block for block in (re.split(r"\n\s*\n", content) if found else content.split("\n")) if block.strip()]
+    note = f"{path}: read as {len(blocks)} {'paragraphs' if found else 'lines'}, each a text of its own"
+    if found:
+        blank = sum(not line.strip() for line in content.split("\n"))
+        note += f". The {blank} blank lines between them are not kept: an end token follows each text"
+    return Part(str(path), {column: blocks}, notes=[note] if blocks else [])
 
 
 def parse_json(path: Path, line: int, content: str) -> Any:

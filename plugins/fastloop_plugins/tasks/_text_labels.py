@@ -27,7 +27,7 @@ NEARLY = 0.9
 """Classes per row from which the column is assumed not to hold labels."""
 SHOWN = 8
 """Labels that a message lists."""
-MISSING = {"na", "n/a", "#n/a", "<na>", "nan", "null"}
+MISSING = {"-", "na", "n/a", "#n/a", "<na>", "nan", "null"}
 """Missing values as other tools write them, in lower case."""
 WHOLE = re.compile(r"(0|-?[1-9][0-9]{0,17})(\.0*)?")
 NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
@@ -80,13 +80,13 @@ def number_labels(parts: Mapping[str, list[Part]], options: Data, where: str) ->
     """
     what, notes = f"column {options.label!r} (data.label)", list[str]()
     values = {role: [(part, _values(part, options, what, notes)) for part in found] for role, found in parts.items()}
-    if options.label_map:
-        values = _renamed(values, options.label_map, f"{where}.label_map")
+    if renamed := _names(options):
+        values = _renamed(values, renamed, f"{where}.label_map")
     if _are_numbers(values["train"], what):
         values = {role: [(part, _numbers(part, labels, what, notes)) for part, labels in found] for role, found in values.items()}
     files = ", ".join(part.where for part in parts["train"])
     rows = [label for _, labels in values["train"] for label in labels]
-    names = None if options.label_map else parts["train"][0].classes
+    names = None if _names(options) else parts["train"][0].classes
     ids, classes = _classes(rows, names, options.label_offset, f"{files}: {what}", notes)
     for role, found in values.items():
         for part, labels in found:
@@ -130,9 +130,9 @@ def labels_of_model(parts: Mapping[str, list[Part]], options: Data, classes: lis
         found[role] = []
         for part in those:
             labels = _values(part, options, what, notes)
-            names = {str(_plain(label)): name for label, name in (options.label_map or {}).items()}
+            names = _names(options)
             labels = [names.get(str(label), label) for label in labels]
-            if part.classes is not None and not options.label_map:
+            if part.classes is not None and not names:
                 named = dict(enumerate(part.classes, options.label_offset))
                 labels = [named.get(label, label) if isinstance(label, int) else label for label in labels]
             table = {label: find(part, label) for label in set(labels)}
@@ -174,16 +174,21 @@ def _values(part: Part, options: Data, what: str, notes: list[str]) -> list[Labe
                 )
     if whole := {value for kind, value in distinct if not issubclass(kind, str | Integral)}:
         notes.append(f"{part.where}: {what}: {list_labels(whole)} are read as whole numbers")
-    table = {key: _plain(key[1]) for key in distinct}
+    table = {key: plain(key[1]) for key in distinct}
     return [table[key] for key in keys]
 
 
-def _plain(value: Any) -> Label:
+def plain(value: Any) -> Label:
+    """A label of the data as text or a whole number."""
     return str(value) if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else int(value)
 
 
-def _renamed(values: dict[str, Values], label_map: Mapping[Any, Label], where: str) -> dict[str, Values]:
-    names = {str(_plain(label)): name for label, name in label_map.items()}
+def _names(options: Data) -> dict[str, Label]:
+    """Label as text -> the name or number that ``data.label_map`` gives it."""
+    return {str(plain(label)): name for label, name in (options.label_map or {}).items() if name is not None}
+
+
+def _renamed(values: dict[str, Values], names: Mapping[str, Label], where: str) -> dict[str, Values]:
     there = {label for found in values.values() for _, labels in found for label in labels}
     if unknown := names.keys() - set(map(str, there)):
         raise RecipeError(f"{where}: the label {min(unknown)!r} never occurs. There: {list_labels(there)}.")
@@ -221,9 +226,12 @@ def _are_numbers(values: Values, what: str) -> bool:
     ):
         return False  # codes of one width: 01 to 12
     (row, label), (other_row, other) = first("text"), first("number")
+    by_kind = [{label for part, found in values for label in set(found) if _kind(part, label) == kind} for kind in ("text", "number")]
+    fewer = min(by_kind, key=len)
+    names = ", ".join(f"{label!r}: NAME" for label in sorted(fewer, key=str)[:SHOWN])
     raise RecipeError(
         f"{row}: {what} mixes text and numbers: it holds {label!r}, and {other_row} holds {other!r}. "
-        f"Write all one way, or name them: data.label_map={{{label!r}: NAME}}."
+        f"Write all one way, or name them: data.label_map={{{names}}}."
     )
 
 
@@ -261,6 +269,8 @@ def _classes(rows: list[Label], names: list[str] | None, offset: int, where: str
         remedy = (
             "They count from 1: give data.label_offset=1." if counted else "Renumber them, or name them: data.label_map={NUMBER: NAME}."
         )
+        if len(seen) > 2 and seen == set(range(-1, len(seen) - 1)):
+            remedy = "If -1 marks rows without a label, leave them out: data.label_map={-1: null}. Or name it: data.label_map={-1: NAME}."
         raise RecipeError(
             f"{where} holds the labels {list_labels(seen)}, expected {offset} to {offset + len(ids) - 1} without gaps. {remedy}"
         )
@@ -273,7 +283,7 @@ def _unknown(part: Part, labels: list[Label], unknown: set[Label], ids: Mapping[
     number, label = next((number, label) for number, label in enumerate(labels, 1) if label in unknown)
     near = [other for other in ids if _same(str(other)) == _same(str(label))]
     remedy = f" If they are one class: data.label_map={{{label!r}: {near[0]!r}}}." if near else ""
-    remedy += f" To leave this split out: data.splits.{role}=null." if role != "train" else ""
+    remedy += f" To leave out its rows: data.label_map={{{label!r}: null}}. To leave this split out: data.splits.{role}=null."
     return RecipeError(f"{part.row(number)}: {what} holds {label!r}, which never occurs in training. There: {list_labels(ids)}.{remedy}")
 
 
@@ -298,5 +308,6 @@ def _oddities(ids: list[int], classes: list[str]) -> list[str]:
             remedy = ", ".join(f"{name!r}: {same[-1]!r}" for name in same[:-1])
             lines.append(f"the classes {list_labels(same)} differ only by case or spaces. If they are equal: data.label_map={{{remedy}}}")
     if missing := [name for name in classes if name.strip().lower() in MISSING]:
-        lines.append(f"the class {missing[0]!r} has the name of a missing value. If it is one, remove its rows")
+        remedy = f"If it is one, leave out its rows: data.label_map={{{missing[0]!r}: null}}"
+        lines.append(f"the class {missing[0]!r} has the name of a missing value. {remedy}")
     return lines

@@ -27,15 +27,18 @@ class KnownMask:
 
     Attributes:
         padded: Whether the batch has padding. Compiled code ignores it, since it would need a graph for each value.
+        width: Tokens of a row of the batch. The mask of a model that pads rows further itself, such as Longformer, is longer.
     """
 
     def __init__(self, make: Callable[..., Any], never: bool) -> None:
-        self.make, self.never, self.padded = make, never, True
+        self.make, self.never, self.padded, self.width = make, never, True, 0
 
     def __call__(self, *args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
         """The mask in the form that the attention implementation takes; None if it needs none."""
         import torch
 
+        if attention_mask is not None and attention_mask.shape[-1] > self.width:
+            return self.make(*args, attention_mask=attention_mask, **kwargs)
         if self.never or not (torch.compiler.is_compiling() or self.padded):
             attention_mask = None
         elif attention_mask is not None:
@@ -65,7 +68,7 @@ def forward(model: nn.Module, inputs: Mapping[str, Any], never: bool = False) ->
         return model(**inputs)
     known, replaced = _known(functions[name], never), functions._local_mapping
     before = replaced.get(name)
-    known.padded = "attention_mask" in inputs
+    known.padded, known.width = "attention_mask" in inputs, inputs["input_ids"].shape[1]
     if not known.padded:
         inputs = {**inputs, "attention_mask": torch.ones_like(inputs["input_ids"])}
     replaced[name] = known

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from fastloop import RecipeError, option
 from fastloop.options import parse
 from fastloop_plugins.tasks._hub import explain, is_hub_name, offline, quiet
-from fastloop_plugins.tasks._label_order import CLASSIFIER, LabelOrder, label_order, start_head_fresh
+from fastloop_plugins.tasks._label_order import CLASSIFIER, LabelOrder, label_order, name_classes, start_head_fresh
 from fastloop_plugins.tasks._model_checks import unsupported
 from fastloop_plugins.tasks._model_config import config_from_scratch
 from fastloop_plugins.tasks._warm_start import HELP, STRICT_HELP, load_weights, weight_files
@@ -21,6 +21,8 @@ from fastloop_plugins.tasks._warm_start import HELP, STRICT_HELP, load_weights, 
 if TYPE_CHECKING:
     from fastloop.recipe import Recipe
     from fastloop.run import Run
+    from fastloop_plugins.tasks._text_batches import Width
+    from fastloop_plugins.tasks._text_data import Data
 
 logger = logging.getLogger("fastloop")
 
@@ -73,6 +75,7 @@ class TextModel:
         self.problem_type: str | None = "single_label_classification"
         self.tokenizer: Any = None
         self.config: Any = None
+        self._width: Width | None = None
         given = self.options.tokenizer
         if (self.options.name is None) == (self.options.config is None):
             found = "neither" if self.options.name is None else "both"
@@ -153,6 +156,11 @@ class TextModel:
         source = "tokenizer" if isinstance(self.options.tokenizer, str) else "name"
         if self.trained is None:
             self.tokenizer = self._pretrained(AutoTokenizer, source)
+            if len(self.tokenizer) <= len(self.tokenizer.all_special_ids):  # transformers makes an empty one if there are no files
+                raise RecipeError(
+                    f"{self.where}.{source}: {getattr(self.options, source)} holds no tokenizer: every word would be unknown. "
+                    "Put its files there, or name another: model.tokenizer=FOLDER."
+                )
         room = [getattr(self.config, "max_position_embeddings", None), getattr(self.tokenizer, "model_max_length", None)]
         limit = min((size for size in room if isinstance(size, int) and size > 0), default=max_length)
         if max_length > limit:
@@ -207,6 +215,14 @@ class TextModel:
             files = [(path.name.encode(), path.read_bytes()) for path in sorted(Path(folder).iterdir()) if path.is_file()]
         return digest([transformers.__version__, tokenizers.__version__, *(part for file in files for part in file)])
 
+    def width(self, run: Run, options: Data) -> Width:
+        """The width of batches. The collators of all splits share it, because ``check_padding`` changes its side."""
+        if self._width is None:
+            from fastloop_plugins.tasks._text_batches import Width
+
+            self._width = Width(options.max_length, run.loader_settings.pad_to_multiple_of, options.padding == "max_length")
+        return self._width
+
     # -- the model -------------------------------------------------------------------------------------------------------
 
     def class_names(self) -> list[str]:
@@ -240,10 +256,9 @@ class TextModel:
     def _build(self, auto: Any, labels: LabelOrder | None) -> Any:
         import torch
 
-        theirs = dict(self.config.id2label)
+        theirs: dict[int, str] = {}
         if labels is not None:
-            self.config.id2label = dict(enumerate(labels.names))
-            self.config.label2id = {name: index for index, name in enumerate(labels.names)}
+            theirs = name_classes(self.config, labels.names)
             self.config.problem_type = self.problem_type  # a checkpoint may have another one, and pipelines read it
         if getattr(self.config, "pad_token_id", None) is None or self.trained is not None:
             self.config.pad_token_id = self.tokenizer.pad_token_id

@@ -14,7 +14,12 @@ class PromptCollator:
 
     Args:
         room: Tokens of a prompt at most: of a longer one, its end is kept. None: no limit.
+
+    Attributes:
+        generates: True: the model continues the batch. Packed rows cannot be continued.
     """
+
+    generates = True
 
     def __init__(self, tokenizer: Any, room: int | None) -> None:
         self.pad_token_id, self.room = tokenizer.pad_token_id, room

@@ -13,11 +13,12 @@ import logging
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fastloop import __version__
 from fastloop_plugins import _cache
+from fastloop_plugins.tasks._text_batches import describe_cut
 from fastloop_plugins.tasks._text_columns import Text, each_text, encode_pairs, join_columns, token_types
 
 if TYPE_CHECKING:
@@ -32,6 +33,10 @@ logger = logging.getLogger("fastloop")
 
 CHARACTERS = 50
 """Characters to read for each token that truncation keeps. Without this limit, tokenizing one huge text takes a minute."""
+
+
+ENCODING = 2
+"""Increase it when the same texts and arguments give other rows, so that cached ones are not used."""
 
 
 @dataclass
@@ -74,7 +79,7 @@ def read(
     folder = None if model.options.trust_remote_code else _cache.TOKENS.get()  # the hash does not cover such code
     source, how = None, json.dumps([documents, arguments], sort_keys=True)
     if folder is not None and model.trained is None and data.files and data.stream is None:
-        source = folder / _cache.digest(["data", version("fastloop"), model.fingerprint(), how, data.identity()])
+        source = folder / _cache.digest(["data", __version__, model.fingerprint(), how, data.identity()])
         if (found := _read_entry(source, data, bool(types))) is not None:
             return found
     splits = data.load()
@@ -87,12 +92,17 @@ def read(
         texts = join_columns(rows.texts, model)
         if documents:
             texts = [text for text in texts if isinstance(text, str) and text.strip()]
-        encoded = (encoder or encode)(tokenizer, texts, end, arguments)
+        facts: dict[str, int] = {}
+        encoded = encode(tokenizer, texts, end, arguments, facts) if encoder is None else encoder(tokenizer, texts, end, arguments)
         if folder is None:
             flat = _cache.flat(encoded)
         else:
-            keys[name] = _cache.digest([known, how, *(["pairs"] if isinstance(texts[0], tuple) else []), *each_text(texts)])
-            flat = _cache.kept(folder, keys[name], encoded)
+            keys[name] = _cache.digest([str(ENCODING), known, how, *(["pairs"] if isinstance(texts[0], tuple) else []), *each_text(texts)])
+            flat = _cache.kept(folder, keys[name], encoded, facts)
+        if facts.get("cut"):
+            of = f"{name}, first rows" if data.stream is not None and name == "train" else name
+            data.messages.append((logging.WARNING, describe_cut(of, facts["cut"], len(texts), "texts", data.options.max_length)))
+            logger.warning("%s", data.messages[-1][1])
         kind = np.int64 if data.label_type == "class" else np.float32
         found[name] = Split(*flat, None if rows.labels is None else np.array(rows.labels, dtype=kind), bool(types))
     if source is not None:
@@ -100,12 +110,25 @@ def read(
     return found
 
 
-def encode(tokenizer: Any, texts: Sequence[Text], end: list[int], arguments: dict[str, Any]) -> Iterator[list[int]]:
+def encode(
+    tokenizer: Any, texts: Sequence[Text], end: list[int], arguments: dict[str, Any], facts: dict[str, int] | None = None
+) -> Iterator[list[int]]:
     """Yield the ids of each text, followed by ``end``. Reads only the part of a huge text that truncation can keep.
 
     Args:
         texts: Texts, or pairs: see ``_text_columns.encode_pairs``.
+        facts: ``cut`` becomes the number of texts that truncation shortens.
     """
+    count = 0
+    for ids, cut in encode_marked(tokenizer, texts, arguments):
+        count += cut
+        yield ids + end
+    if facts is not None:
+        facts["cut"] = count
+
+
+def encode_marked(tokenizer: Any, texts: Sequence[Text], arguments: dict[str, Any]) -> Iterator[tuple[list[int], bool]]:
+    """Yield the ids of each text, and whether truncation shortened it. See ``encode``."""
     most: int = arguments["max_length"] if arguments.get("truncation") else 0
     if pairs := [(row[0], row[1]) for row in texts if isinstance(row, tuple)]:
         yield from encode_pairs(tokenizer, pairs, most, CHARACTERS * most, arguments)
@@ -113,10 +136,37 @@ def encode(tokenizer: Any, texts: Sequence[Text], end: list[int], arguments: dic
     for start in range(0, len(texts), 1000):
         full = each_text(texts[start : start + 1000])
         read = [beginning(text, CHARACTERS * most) for text in full] if most else full
-        for text, part, ids in zip(full, read, tokenizer(read, return_attention_mask=False, **arguments)["input_ids"], strict=True):
-            if len(part) < len(text) and len(ids) < most:  # the part was too short
-                ids = tokenizer(text, return_attention_mask=False, **arguments)["input_ids"]
-            yield ids + end
+        found = tokenizer(read, return_attention_mask=False, **arguments)
+        cuts = shortened(tokenizer, [read], found, most, arguments)
+        for text, part, ids, cut in zip(full, read, found["input_ids"], cuts, strict=True):
+            if len(part) == len(text):
+                yield ids, cut
+            elif len(ids) < most:  # the part was too short
+                again = tokenizer([text], return_attention_mask=False, **arguments)
+                yield again["input_ids"][0], shortened(tokenizer, [[text]], again, most, arguments)[0]
+            else:
+                yield ids, True
+
+
+def shortened(tokenizer: Any, columns: list[list[str]], found: Any, most: int, arguments: dict[str, Any]) -> list[bool]:
+    """Whether truncation shortened each row.
+
+    Args:
+        columns: The texts of the rows: one list, or two for pairs.
+        found: The tokenizer's result for them.
+        most: Tokens that truncation keeps; 0: all.
+    """
+    ids = found["input_ids"]
+    full = [row for row in range(len(ids)) if len(ids[row]) == most]
+    if found.encodings is not None:
+        cut = {row for row in full if found.encodings[row].overflowing}
+    elif full:  # a tokenizer in Python does not report it: read these rows again, with room for one more token
+        texts = [[column[row] for row in full] for column in columns]
+        longer = tokenizer(*texts, return_attention_mask=False, **{**arguments, "max_length": most + 1})["input_ids"]
+        cut = {row for row, tokens in zip(full, longer, strict=True) if len(tokens) > most}
+    else:
+        cut = set()
+    return [row in cut for row in range(len(ids))]
 
 
 def beginning(text: str, size: int) -> str:

@@ -5,12 +5,13 @@
     plugins:
       - causal-lm
 
-Texts are concatenated and cut into blocks of ``max_length`` tokens, so only the last block has padding.
-
-With ``messages``, each row is a conversation, and only the assistant's answers have a loss. `docs/training-keys.md` has the details:
+Texts are concatenated and cut into blocks of ``max_length`` tokens, so only the last block has padding. With ``messages``, each row is a
+conversation, and only the assistant's answers have a loss. `docs/tasks/chat.md` lists the forms of rows:
 
     data:  {files: {train: "chats.jsonl"}, messages: messages, chat_template: chatml, max_length: 1024}
 
+If the model's configuration has ``output_router_logits: true`` (mixtures of experts), training adds the auxiliary loss of the router, with
+the model's own weight and without padding. Its value is that of each micro-batch, weighted by target tokens. Evaluation does not add it.
 `fastloop predict` continues texts. By default, it takes the most probable token (greedy). With a ``temperature``, it draws tokens:
 
     fastloop predict runs/gpt prompts.txt plugins.causal-lm.temperature=0.8 plugins.causal-lm.top_p=0.95
@@ -28,14 +29,13 @@ from fastloop import Output, Plugin, RecipeError, hookimpl, option
 from fastloop_plugins.tasks._chat_data import LanguageData, LanguageTextData
 from fastloop_plugins.tasks._chat_tokens import ChatModel, CompletionModel, encode_rows
 from fastloop_plugins.tasks._model_checks import check_causal
+from fastloop_plugins.tasks._padding_check import PROBE, check_prompts
 from fastloop_plugins.tasks._tag_data import has_tags
 from fastloop_plugins.tasks._text_model import Model, TextModel
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    import numpy as np
-    from numpy.typing import NDArray
     from torch import nn
 
     from fastloop import Run
@@ -54,6 +54,7 @@ class CausalLM(Plugin):
     sections = {"model": Model, "data": LanguageData}
     adds_metrics = ("perplexity",)
     description = "model, data and loss of a causal language model"
+    router_weight = 0.0
 
     @dataclass(kw_only=True)
     class Config:
@@ -76,14 +77,15 @@ class CausalLM(Plugin):
     def check_recipe(self, recipe: Recipe) -> None:
         self.data = LanguageTextData(recipe)
         if self.data.options.messages:
-            self.text_model: TextModel = ChatModel(recipe, self.data.options.chat_template)
+            self.text_model: TextModel = (model := ChatModel(recipe, self.data.options.chat_template))
+            self.data.names_read = model.template_names
         else:
             self.text_model = (CompletionModel if self.data.masked else TextModel)(recipe, classify=False)
 
     @hookimpl
     def build_datasets(self, run: Run) -> Mapping[str, Sequences]:
         from fastloop_plugins.tasks import _text_tokens
-        from fastloop_plugins.tasks._lm_batches import masked_sequences
+        from fastloop_plugins.tasks._lm_batches import block_sequences, masked_sequences
 
         self.data.skip_unreadable = run.loader_settings.skip_unreadable
         if self.data.masked:
@@ -93,24 +95,14 @@ class CausalLM(Plugin):
         else:
             splits = _text_tokens.read(self.data, self.text_model, documents=True, add_special_tokens=False, verbose=False)
         run.state.unreadable += self.data.unreadable
+        where, size = self.data.where, self.data.options.max_length
         if self.data.masked:
-            where, size = self.data.where, self.data.options.max_length
-            datasets = {name: masked_sequences(where, name, split.ids, split.lengths, size) for name, split in splits.items()}
-            return self.data.streamed(run, datasets, self.text_model)
-        return self.data.streamed(run, {name: self._blocks(name, split.ids) for name, split in splits.items()}, self.text_model)
-
-    def _blocks(self, split: str, ids: NDArray[np.int32]) -> Sequences:
-        """Concatenate texts, each followed by the end token, and cut them into blocks; the last one may be shorter."""
-        import numpy as np
-
-        from fastloop_plugins.tasks._text_batches import Sequences
-
-        size = self.data.options.max_length
-        blocks, rest = divmod(len(ids), size)
-        lengths = np.array([size] * blocks + [rest] * (rest > 1), dtype=np.int64)
-        if not len(lengths):
-            raise RecipeError(f"{self.data.where}: the {split} split has no two tokens: there is no next token to learn.")
-        return Sequences(ids, lengths)
+            datasets: dict[str, Sequences] = {
+                name: masked_sequences(where, name, split.ids, split.lengths, size) for name, split in splits.items()
+            }
+        else:
+            datasets = {name: block_sequences(where, name, split.ids, size) for name, split in splits.items()}
+        return self.data.streamed(run, datasets, self.text_model)
 
     @hookimpl
     def build_prediction_data(self, run: Run, source: Any, start: int, size: int) -> Iterator[Sequences]:
@@ -132,35 +124,44 @@ class CausalLM(Plugin):
     @hookimpl
     def build_collator(self, run: Run, split: str) -> Collator | PromptCollator:
         from fastloop_plugins.tasks._lm_batches import Collator
-        from fastloop_plugins.tasks._text_batches import Width
         from fastloop_plugins.tasks._text_prompts import PromptCollator
 
         if split == "predict":
             return PromptCollator(self.text_model.tokenizer, self.room)
-        options = self.data.options
-        width = Width(options.max_length, run.loader_settings.pad_to_multiple_of, options.padding == "max_length")
-        return Collator(self.text_model.tokenizer.pad_token_id, width)
+        width = self.text_model.width(run, self.data.options)
+        routed = getattr(self.text_model.config.get_text_config(), "output_router_logits", False)
+        return Collator(self.text_model.tokenizer.pad_token_id, width, mask=bool(routed))
 
     @hookimpl
     def build_model(self, run: Run) -> nn.Module:
+        import numpy as np
         from transformers import AutoModelForCausalLM
 
         model: nn.Module = self.text_model.build(AutoModelForCausalLM)
         if run.recipe.inference is None:
-            check_causal(run, model, run.datasets["train"][0]["input_ids"][:8].tolist(), self.text_model.where)
+            ids = run.datasets["train"][0]["input_ids"][:8].tolist()
+            self.router_weight = check_causal(run, model, ids, self.text_model.where)
+        elif run.recipe.inference.chunk:
+            prompts = self.text_model.tokenizer(list(PROBE), add_special_tokens=False)["input_ids"]
+            batch = self.build_collator(run, "predict")([{"input_ids": np.array(ids)} for ids in prompts])
+            check_prompts(run, model, batch.inputs, self.text_model.where)
         return model
 
     @hookimpl
     def compute_loss(self, model: nn.Module, batch: dict[str, Any]) -> Output:
+        import torch
         from torch.nn.functional import cross_entropy
 
         from fastloop_plugins.tasks._lm_batches import IGNORED
         from fastloop_plugins.tasks._text_masks import forward
 
-        # No mask: padding is on the right, so no real token attends to it, and attention uses its causal fast path.
+        # No mask for attention: padding is on the right, so no real token attends to it, and attention uses its causal fast path.
         inputs = {name: value for name, value in batch.items() if name != "targets"} | {"use_cache": False}
-        logits = forward(model, inputs, never=True).logits
-        return Output(cross_entropy(logits.flatten(0, 1).float(), batch["targets"].flatten(), ignore_index=IGNORED))
+        output = forward(model, inputs, never=True)
+        loss = cross_entropy(output.logits.flatten(0, 1).float(), batch["targets"].flatten(), ignore_index=IGNORED)
+        if self.router_weight and torch.is_grad_enabled():  # perplexity is of cross entropy alone
+            loss = loss + self.router_weight * output.aux_loss
+        return Output(loss)
 
     @hookimpl
     def predict(self, run: Run, batch: dict[str, Any]) -> Mapping[str, list[str]]:

@@ -7,8 +7,9 @@
       - dataloader-workers        # decode and augment images in worker processes
 
 The folder has ``train``, ``validation`` and ``test``, each with a folder of images for each class. Without these, its folders are the
-classes, and ``data.validation_fraction`` of the images is held out. The sorted names of the folders in train are the classes. If a
-transformers checkpoint has classes with the same names, the run keeps its ids and its head; otherwise the head is initialized at random.
+classes, and ``data.validation_fraction`` of the images of each class is held out. The sorted names of the folders in train are the
+classes. If a transformers checkpoint has classes with the same names, the run keeps its ids and its head; otherwise the head is
+initialized at random.
 
 Training images are cropped and flipped at random, which ``data.augment: {crop: false, flip: 0}`` turns off. The random changes of an image
 depend on ``train.seed``, the epoch and the image only. So neither workers, processes nor a resume change them. Images are resized and
@@ -19,7 +20,8 @@ normalized as the pretrained model expects, else to 224 pixels with ImageNet's m
           loss: {name: cross_entropy, class_weights: balanced, label_smoothing: 0.1}     # or {name: focal, gamma: 2}
           metrics: {recall: {type: MulticlassRecall}}              # beside accuracy, f1, and with over 5 classes, top5_accuracy
 
-An unreadable image ends the run with an error that names the file. The plugin ``skip-unreadable`` leaves it out instead.
+An unreadable image ends the run with an error that names the file. Before training, up to 4096 images of 64 MiB in total are decoded to
+find one; others fail when they are read. The plugin ``skip-unreadable`` leaves them out instead.
 """
 
 from __future__ import annotations
@@ -95,13 +97,15 @@ class ImageClassification(Plugin):
 
     @hookimpl
     def build_datasets(self, run: Run) -> Mapping[str, ImageDataset]:
-        from fastloop_plugins.tasks._image_batches import ImageDataset, Transform
+        from fastloop_plugins.tasks._image_batches import ImageDataset, Transform, check_images
 
         recipe = run.recipe
         self._load_config(recipe)
         splits = self.data.load()
         if recipe.inference is None:
             self.labels = self.model.order(self.data.classes)
+            if run.is_main and not run.loader_settings.skip_unreadable:
+                check_images(splits.values())
         plain, named = Transform(self.model.input), recipe.inference is not None and recipe.inference.chunk > 0
         datasets = {}
         for split, files in splits.items():
@@ -131,10 +135,13 @@ class ImageClassification(Plugin):
 
     @hookimpl
     def build_model(self, run: Run) -> nn.Module:
-        from fastloop_plugins.tasks._model_checks import check_classifies_images
+        import torch
 
-        model = self.model.build(self.labels)
-        check_classifies_images(run, model, self.model.input.image_size, len(self.labels.names), self.model.where)
+        from fastloop_plugins.tasks._model_checks import check_alone, check_classifies_images
+
+        model, size = self.model.build(self.labels), self.model.input.image_size
+        check_classifies_images(run, model, size, len(self.labels.names), self.model.where)
+        check_alone(run, model, lambda: model(torch.zeros(1, 3, size, size)))
         return model
 
     @hookimpl

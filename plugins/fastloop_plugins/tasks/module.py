@@ -5,12 +5,11 @@
     plugins:
       - module: {loss: cross_entropy, metrics: {accuracy: {type: MulticlassAccuracy, num_classes: 10}}}
 
-A loss with arguments is a mapping: ``{name: cross_entropy, label_smoothing: 0.1}``, ``{name: focal, gamma: 2}``. ``class_weights``
-of ``cross_entropy`` and ``focal`` are a list, or ``balanced``: from the targets of the training split.
-
-``data.module`` is a function that returns ``{"train": dataset, "validation": dataset, "test": dataset}``; the last two are optional. The
-loss of a sample ``(inputs, target)`` is ``loss(model(inputs), target)``; that of a mapping is ``model(**batch).loss``. Micro-batches and
-processes give the loss of one big batch: over targets that are not -100 for ``cross_entropy`` and transformers models, else over samples.
+A loss with arguments is a mapping: ``{name: cross_entropy, label_smoothing: 0.1}``, ``{name: focal, gamma: 2}``. ``class_weights`` of
+``cross_entropy`` and ``focal`` are a list, or ``balanced``: from the targets of the training split. ``data.module`` is a function that
+returns ``{"train": dataset, "validation": dataset, "test": dataset}``; the last two are optional. The loss of a sample ``(inputs, target)``
+is ``loss(model(inputs), target)``; that of a mapping is ``model(**batch).loss``. Micro-batches and processes give the loss of one big
+batch: over targets that are not -100 for ``cross_entropy`` and transformers models, else over samples.
 """
 
 from __future__ import annotations
@@ -95,7 +94,7 @@ class Module(Plugin):
 
     @hookimpl
     def check_recipe(self, recipe: Recipe) -> None:
-        from fastloop.recipe.importing import check_reference
+        from fastloop_plugins._references import check_reference
 
         self.recipe, self.where = recipe, recipe.where
         self.code: dict[str, Any] = {key: parse(cls, getattr(recipe, key), f"{recipe.where}: {key}") for key, cls in self.sections.items()}
@@ -121,20 +120,18 @@ class Module(Plugin):
 
     @hookimpl
     def build_datasets(self) -> Mapping[str, Any]:
-        from fastloop.recipe.importing import import_object
+        from fastloop_plugins._references import import_object
 
         self.found = {key: import_object(reference, self.recipe, key) for key, reference in self.named.items()}
         for key, found in self.found.items():
             if not callable(found):
-                raise RecipeError(
-                    f"{self.where}: {key}: {self.named[key]} is of type {type(found).__name__}, expected a class or function."
-                )
+                problem = f"{self.named[key]} is of type {type(found).__name__}, expected a class or function."
+                raise RecipeError(f"{self.where}: {key}: {problem}")
         datasets = self._call("data")
         splits = ("train", "validation", "test")
         if not isinstance(datasets, Mapping):
-            raise RecipeError(
-                f"{self.where}: data.module: returned a {type(datasets).__name__}, expected a mapping of {', '.join(splits)}."
-            )
+            problem = f"returned a {type(datasets).__name__}, expected a mapping of {', '.join(splits)}."
+            raise RecipeError(f"{self.where}: data.module: {problem}")
         for split in datasets:
             if split not in splits:
                 raise RecipeError(f"{self.where}: data.module: returned a split {split!r}.{did_you_mean(split, splits)}")
@@ -146,9 +143,12 @@ class Module(Plugin):
 
     @hookimpl
     def build_collator(self) -> Callable[[list[Any]], Any]:
+        from fastloop_plugins.tasks._default_collate import DefaultCollator
         from fastloop_plugins.tasks._target_counts import TargetCounter
 
-        self.counters.append(counter := TargetCounter(self.found.get("plugins.module.collate"), self.loss))
+        remedy = "Let the dataset pad them, or name a collator: plugins.module.collate=FILE.py:NAME."
+        collate = self.found.get("plugins.module.collate") or DefaultCollator(None, remedy)
+        self.counters.append(counter := TargetCounter(collate, self.loss))
         return counter
 
     @hookimpl

@@ -7,7 +7,6 @@
 
 The loss is the mean cross entropy of the target tokens. Evaluation also reports ``perplexity`` and ``token_accuracy``, both with the
 target's earlier tokens as the decoder's input. ``generate: true`` also generates texts, for ``exact_match``, ``bleu`` and ``chrf``.
-
 `fastloop predict` generates texts. By default, it takes the most probable token (greedy):
 
     fastloop predict runs/news articles.csv plugins.seq2seq.num_beams=4 plugins.seq2seq.max_new_tokens=100
@@ -22,7 +21,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastloop import Output, Plugin, PluginError, hookimpl, option
+from fastloop_plugins.tasks._lm_batches import IGNORED
 from fastloop_plugins.tasks._model_checks import check_target_loss
+from fastloop_plugins.tasks._padding_check import PROBE, check_padding
 from fastloop_plugins.tasks._seq2seq_data import PairData, PairTextData
 from fastloop_plugins.tasks._seq2seq_metrics import GENERATED, generated_metrics
 from fastloop_plugins.tasks._seq2seq_model import Seq2SeqModel
@@ -79,6 +80,7 @@ class Seq2Seq(Plugin):
     @hookimpl
     def check_recipe(self, recipe: Recipe) -> None:
         self.data = PairTextData(recipe)
+        self.new_tokens = self.config.max_new_tokens or self.data.options.max_target_length
         self.text_model = Seq2SeqModel(recipe, self.data.options.max_target_length)
 
     @hookimpl
@@ -90,13 +92,13 @@ class Seq2Seq(Plugin):
         sizes = {"max_length": self.data.options.max_length, "max_target_length": self.data.options.max_target_length}
         splits = _text_tokens.read(self.data, self.text_model, documents=True, encoder=encode_rows, **sizes)
         run.state.unreadable += self.data.unreadable
-        datasets = {name: pair_sequences(name, split.ids, split.lengths, sizes["max_target_length"]) for name, split in splits.items()}
+        datasets = {name: pair_sequences(name, split.ids, split.lengths, sizes) for name, split in splits.items()}
         return self.data.streamed(run, datasets, self.text_model)
 
     @hookimpl
     def build_prediction_data(self, source: Any, start: int, size: int) -> Iterator[Sequences] | None:
-        if source is None:  # a split
-            return None
+        if source is None:
+            return None  # a split
         from fastloop_plugins.tasks._seq2seq_data import input_chunks
 
         self.text_model.load_tokenizer(self.data.options.max_length)
@@ -107,28 +109,30 @@ class Seq2Seq(Plugin):
         from fastloop_plugins.tasks._seq2seq_data import Collator
         from fastloop_plugins.tasks._text_batches import Width
 
-        options, multiple = self.data.options, run.loader_settings.pad_to_multiple_of
-        widths = [Width(size, multiple, options.padding == "max_length") for size in (options.max_length, options.max_target_length)]
-        return Collator(self.text_model.tokenizer.pad_token_id, [self.text_model.end()], *widths)
+        options = self.data.options
+        targets = Width(options.max_target_length, run.loader_settings.pad_to_multiple_of, options.padding == "max_length")
+        return Collator(self.text_model.tokenizer.pad_token_id, [self.text_model.end()], self.text_model.width(run, options), targets)
 
     @hookimpl
     def build_model(self, run: Run) -> nn.Module:
+        import numpy as np
         from transformers import AutoModelForSeq2SeqLM
 
-        self.text_model.check_room(f"plugins.{self.name}.max_new_tokens", self._new_tokens())
+        self.text_model.check_room(f"plugins.{self.name}.max_new_tokens", self.new_tokens)
         model: nn.Module = self.text_model.build(AutoModelForSeq2SeqLM)
+        size = min(self.data.options.max_length, self.data.options.max_target_length)
+        texts = self.text_model.tokenizer(list(PROBE), truncation=True, max_length=size)["input_ids"]
+        samples = [{"input_ids": np.array(ids), "labels": np.array(ids)} for ids in texts]
+        inputs = (collate := self.build_collator(run))(samples).inputs
         if run.recipe.inference is None:
-            dataset = run.datasets["train"]
-            batch = self.build_collator(run)([dataset[0], dataset[len(dataset) - 1]])
-            check_target_loss(run, model, batch.inputs, self.text_model.where)
+            check_target_loss(run, model, inputs, self.text_model.where)
+        check_padding(run, model, self.text_model, collate.width, lambda: inputs)
         return model
 
     @hookimpl
     def build_metrics(self, run: Run) -> MetricCollection:
         from torchmetrics import MetricCollection
         from torchmetrics.classification import MulticlassAccuracy
-
-        from fastloop_plugins.tasks._lm_batches import IGNORED
 
         count = len(self.text_model.tokenizer)
         return MetricCollection({"token_accuracy": MulticlassAccuracy(count, average="micro", ignore_index=IGNORED, validate_args=False)})
@@ -162,19 +166,15 @@ class Seq2Seq(Plugin):
         drawing = {"do_sample": True, "temperature": config.temperature, "top_k": config.top_k or 0, "top_p": config.top_p or 1.0}
         return {"text": self._generate(run, batch, **drawing if config.temperature else {})}
 
-    def _new_tokens(self) -> int:
-        return self.config.max_new_tokens or self.data.options.max_target_length
-
     def _generate(self, run: Run, batch: Mapping[str, Tensor], **more: Any) -> list[str]:
         """A text for each sample of a batch; greedy or by beam search, unless ``more`` has other arguments of ``generate``."""
         import torch
 
-        ids, model = batch["input_ids"], run.unwrap_model()
+        ids = batch["input_ids"]
         mask = batch["attention_mask"] if "attention_mask" in batch else torch.ones_like(ids)
-        arguments = {"do_sample": False, "num_beams": self.config.num_beams, "max_new_tokens": self._new_tokens(), **more}
-        found = model.generate(input_ids=ids, attention_mask=mask, **arguments)  # type: ignore[operator]
-        texts: list[str] = self.text_model.tokenizer.batch_decode(found, skip_special_tokens=True)
-        return texts
+        arguments = {"do_sample": False, "num_beams": self.config.num_beams, "max_new_tokens": self.new_tokens, **more}
+        found = run.unwrap_model().generate(input_ids=ids, attention_mask=mask, **arguments)  # type: ignore[operator]
+        return list(self.text_model.tokenizer.batch_decode(found, skip_special_tokens=True))
 
     @hookimpl(wrapper=True, trylast=True)
     def evaluate(self, run: Run, split: str) -> Generator[None, dict[str, float], dict[str, float]]:

@@ -5,10 +5,9 @@
     plugins:
       - text-classification
 
-With ``data.text: [premise, hypothesis]``, a row is a pair of texts. More columns are joined with the tokenizer's separator token.
-
-Labels are text, or whole numbers from 0; the training split defines the classes. If a checkpoint has classes with the same names, the run
-keeps its ids and its head. Otherwise the head is reinitialized, with a warning.
+With ``data.text: [premise, hypothesis]``, a row is a pair of texts. More columns are joined with the tokenizer's separator token. Labels
+are text, or whole numbers from 0; the training split defines the classes. If a checkpoint has classes with the same names, the run keeps
+its ids and its head. Otherwise the head is reinitialized, with a warning.
 
     plugins:
       - text-classification:
@@ -40,7 +39,8 @@ from fastloop import Output, Plugin, SpeedupEstimate, hookimpl, option
 from fastloop_plugins.tasks._classification_batches import Collator
 from fastloop_plugins.tasks._losses import ClassifierOptions, ClassLoss
 from fastloop_plugins.tasks._metrics import classifier_metrics, find_metrics
-from fastloop_plugins.tasks._model_checks import PROBE, check_classifies
+from fastloop_plugins.tasks._model_checks import check_alone, check_classifies, check_trains, shortest
+from fastloop_plugins.tasks._padding_check import ALIKE, PROBE, check_padding
 from fastloop_plugins.tasks._text_data import Data, TextData
 from fastloop_plugins.tasks._text_model import Model, TextModel
 from fastloop_plugins.tasks._text_problems import make_problem
@@ -48,7 +48,7 @@ from fastloop_plugins.tasks._text_problems import make_problem
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from torch import nn
+    from torch import Tensor, nn
     from torchmetrics import MetricCollection
 
     from fastloop import Run
@@ -137,21 +137,26 @@ class TextClassification(Plugin):
 
     @hookimpl
     def build_collator(self, run: Run) -> Collator:
-        from fastloop_plugins.tasks._text_batches import Width
-
-        options = self.data.options
-        width = Width(options.max_length, run.loader_settings.pad_to_multiple_of, options.padding == "max_length")
-        return Collator(self.text_model.tokenizer.pad_token_id, width, self.loss)
+        return Collator(self.text_model.tokenizer.pad_token_id, self.text_model.width(run, self.data.options), self.loss)
 
     @hookimpl
     def build_model(self, run: Run) -> nn.Module:
         from transformers import AutoModelForSequenceClassification
 
         model: nn.Module = self.text_model.build(AutoModelForSequenceClassification, self.labels)
-        probe = self.text_model.tokenizer(list(PROBE), truncation=True, max_length=self.data.options.max_length)["input_ids"]
-        inputs = self.build_collator(run)([{"input_ids": ids, "label": 0} for ids in probe]).inputs
-        del inputs["labels"]
-        check_classifies(run, model, inputs, len(self.labels.names), self.text_model.where)
+        arguments = {"truncation": True, "max_length": self.data.options.max_length}
+        samples = [{"input_ids": ids, "label": 0} for ids in self.text_model.tokenizer(list(PROBE), **arguments)["input_ids"]]
+        collate = self.build_collator(run)
+
+        def make(*given: Any) -> dict[str, Tensor]:
+            return {name: value for name, value in collate([*(given or samples)]).inputs.items() if name != "labels"}
+
+        check_classifies(run, model, make(), len(self.labels.names), self.text_model.where)
+        check_padding(run, model, self.text_model, collate.width, make)
+        if run.recipe.inference is None:
+            check_trains(run, model, make(), self.text_model.where)
+            if (sample := shortest(run.datasets["train"])) is not None:
+                check_alone(run, model, lambda: model(**make(sample)), f", or {ALIKE}")
         return model
 
     @hookimpl

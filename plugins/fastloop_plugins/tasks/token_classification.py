@@ -6,8 +6,8 @@
       - token-classification
 
 A CoNLL file has one word a line. The first column is the word and the last one its tag. ``words`` and ``tags`` name other columns, by
-number: from 0, or from the end (-1). Blank lines separate sentences, and lines with ``-DOCSTART-`` are skipped. With ``format: conll``,
-``.txt`` and ``.tsv`` files are CoNLL files, too. In other sources, both columns hold lists:
+number: from 0, or from the end (-1). Blank lines separate sentences, and lines with ``-DOCSTART-`` and comments are skipped. With
+``format: conll``, ``.txt`` and ``.tsv`` files are CoNLL files, too. In other sources, both columns hold lists:
 
     data:  {files: {train: train.jsonl}, words: tokens, tags: ner_tags}
 
@@ -22,15 +22,14 @@ its ids and its head.
           metrics: {f1_tags: {type: MulticlassF1Score}}               # beside accuracy, precision, recall and f1
 
 The loss is the mean over the labelled tokens of a step, over all micro-batches and processes. ``precision``, ``recall`` and ``f1`` are
-seqeval's, over entities; ``accuracy`` is over words. Tags without prefixes, such as parts of speech, have only ``accuracy``.
-
-A sentence that does not fit into ``max_length`` is divided between words. No word is left out, in training, evaluation or prediction.
-
-It needs seqeval: ``pip install 'fastloop[token-classification]'``.
+seqeval's, over entities; ``accuracy`` is over words. Tags without prefixes, such as parts of speech, have only ``accuracy``. A sentence
+that does not fit into ``max_length`` is divided between words. No word is left out, in training, evaluation or prediction. It needs
+seqeval: ``pip install 'fastloop-train[token-classification]'``.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -39,7 +38,8 @@ from fastloop import Output, Plugin, hookimpl, option
 from fastloop.plugin import Package
 from fastloop_plugins.tasks._losses import ClassifierOptions, ClassLoss
 from fastloop_plugins.tasks._metrics import find_metrics
-from fastloop_plugins.tasks._model_checks import check_classifies
+from fastloop_plugins.tasks._model_checks import check_alone, check_classifies, shortest
+from fastloop_plugins.tasks._padding_check import ALIKE, PROBE, check_padding
 from fastloop_plugins.tasks._tag_data import TagData, TagTextData, has_tags
 from fastloop_plugins.tasks._tag_tokens import TagModel
 from fastloop_plugins.tasks._text_model import Model
@@ -47,13 +47,16 @@ from fastloop_plugins.tasks._text_model import Model
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from torch import nn
+    from torch import Tensor, nn
     from torchmetrics import MetricCollection
 
     from fastloop import Run
     from fastloop.recipe import Recipe
     from fastloop_plugins.tasks._tag_batches import TagCollator, TaggedSentences
     from fastloop_plugins.tasks._text_tokens import Split
+
+
+logger = logging.getLogger("fastloop")
 
 
 class TokenClassification(Plugin):
@@ -91,12 +94,15 @@ class TokenClassification(Plugin):
     @hookimpl
     def build_datasets(self, run: Run) -> Mapping[str, Any]:
         from fastloop_plugins.tasks import _text_tokens
+        from fastloop_plugins.tasks._tag_batches import check_scheme
         from fastloop_plugins.tasks._tag_tokens import encode_rows
 
         self.data.skip_unreadable = run.loader_settings.skip_unreadable
         splits = _text_tokens.read(self.data, self.text_model, encoder=encode_rows, words=True)
         run.state.unreadable += self.data.unreadable
         self.labels = self.text_model.order_labels(self.data.classes)
+        for name, split in splits.items():
+            check_scheme(self.data, name, split, self.config.scheme, f"plugins.{self.name}.scheme")
         datasets = {name: self._dataset(name, split) for name, split in splits.items()}
         self.loss.set_weights((lambda: datasets["train"].tags()) if "train" in datasets else None, self.labels.names)
         return self.data.streamed(run, datasets, self.text_model, self.labels.ids)
@@ -121,11 +127,9 @@ class TokenClassification(Plugin):
     @hookimpl
     def build_collator(self, run: Run, split: str) -> TagCollator:
         from fastloop_plugins.tasks._tag_batches import TagCollator
-        from fastloop_plugins.tasks._text_batches import Width
 
-        options, tokenizer = self.data.options, self.text_model.tokenizer
-        width = Width(options.max_length, run.loader_settings.pad_to_multiple_of, options.padding == "max_length")
-        return TagCollator(tokenizer.pad_token_id, width, self.loss, self.text_model.special_tokens(), self.config.label_tokens == "all")
+        width, pad_token_id = self.text_model.width(run, self.data.options), self.text_model.tokenizer.pad_token_id
+        return TagCollator(pad_token_id, width, self.loss, self.text_model.special_tokens(), self.config.label_tokens == "all")
 
     @hookimpl
     def build_model(self, run: Run) -> nn.Module:
@@ -135,10 +139,16 @@ class TokenClassification(Plugin):
         from fastloop_plugins.tasks._tag_predictions import encode_sentences
 
         model: nn.Module = self.text_model.build(AutoModelForTokenClassification, self.labels)
-        probe = encode_sentences([["one", "two", "three"], ["one"]], self.text_model, self.data.options.max_length)
-        inputs = self.build_collator(run, "train")([probe[0], probe[1]]).inputs
-        inputs = {name: value for name, value in inputs.items() if name not in OWN}
-        check_classifies(run, model, inputs, len(self.labels.names), self.text_model.where, tokens=True)
+        probe = encode_sentences([text.split() for text in PROBE], self.text_model, self.data.options.max_length)
+        collate = self.build_collator(run, "train")
+
+        def make(*given: Any) -> dict[str, Tensor]:
+            return {name: value for name, value in collate([*(given or (probe[0], probe[1]))]).inputs.items() if name not in OWN}
+
+        check_classifies(run, model, make(), len(self.labels.names), self.text_model.where, tokens=True)
+        check_padding(run, model, self.text_model, collate.width, make)
+        if run.recipe.inference is None and (sample := shortest(run.datasets["train"])) is not None:
+            check_alone(run, model, lambda: model(**make(sample)), f", or {ALIKE}")
         if run.plugins.in_slot("strategy") == "fsdp":
             model.register_forward_hook(copy_logits)
         return model

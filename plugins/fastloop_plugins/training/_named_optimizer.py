@@ -13,7 +13,7 @@ import torch
 
 from fastloop import RecipeError, hookimpl
 from fastloop.errors import did_you_mean
-from fastloop.recipe.importing import import_object
+from fastloop_plugins._references import import_object
 
 if TYPE_CHECKING:
     from fastloop import Run

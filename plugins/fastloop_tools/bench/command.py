@@ -90,9 +90,9 @@ def bench(
     )
 
     def keep(record: dict[str, Any]) -> None:
-        write(folder / "bench.json", dump(record))
+        write(folder / "bench.json", dump(record), hidden=True)
         if json_file:
-            write(Path(json_file), dump(record))
+            write(Path(json_file), dump(record), hidden=True)
         write(folder / "bench.md", report.markdown(record))
 
     with (
@@ -150,15 +150,15 @@ def command(
 def this_place(plugins: dict[str, Any], recipe: Any) -> dict[str, Any]:
     """The machine and the versions that the results belong to."""
     import platform
-    from importlib.metadata import version
 
     import torch
 
+    from fastloop import __version__
     from fastloop.hooks import distribution_of
     from fastloop.runtime.hardware import this_machine
 
     machine = this_machine(recipe.train.device)
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "fastloop": version("fastloop")}
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "fastloop": __version__}
     for plugin in plugins.values():
         if (distribution := distribution_of(type(plugin))) is not None:
             versions[distribution.name] = distribution.version

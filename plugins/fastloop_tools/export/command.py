@@ -87,9 +87,9 @@ def check_packages() -> None:
         try:
             installed = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            raise UsageError(f"--to onnx: {package}>={least} is not installed. Install it: pip install 'fastloop[onnx]'") from None
+            raise UsageError(f"--to onnx: {package}>={least} is not installed. Install it: pip install 'fastloop-train[onnx]'") from None
         if Version(installed) < Version(least):
-            raise UsageError(f"--to onnx: needs {package}>={least}, found {installed}. Upgrade it: pip install -U 'fastloop[onnx]'")
+            raise UsageError(f"--to onnx: needs {package}>={least}, found {installed}. Upgrade it: pip install -U 'fastloop-train[onnx]'")
 
 
 def default_folder(target: Path, checkpoint: str | None, to: str) -> Path:

@@ -9,9 +9,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from fastloop.cli.startup import started_from
 from fastloop.errors import CheckpointError, UsageError
 from fastloop.recipe import Inference, Recipe, load_recipe
-from fastloop_tools.inference.target import load, trained_from
+from fastloop_tools.inference.target import load
 
 log = logging.getLogger("fastloop")
 
@@ -50,7 +51,7 @@ def find(
         if wrong := next((argument for argument in arguments if "=" not in argument), None):
             raise UsageError(f"{wrong}: found a recipe for --checkpoint, which uses the recipe of its run. Leave it out.")
         recipe = load_recipe(str(run / "recipe.yaml"), arguments, with_plugins, without_plugins)
-        recipe.source = trained_from(run) or recipe.source
+        recipe.source = recipe.source and started_from(recipe.source)
         weights = find_checkpoint(run, checkpoint)
     if adapter and recipe.plugins.get("lora", False) is False:
         raise UsageError(f"{target}: --to adapter: the recipe trains no adapter: it does not list the plugin lora.")

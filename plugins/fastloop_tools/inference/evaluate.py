@@ -12,7 +12,7 @@ import typer
 from fastloop.cli import launch
 from fastloop.cli.arguments import With, Without, names
 from fastloop.distributed import signals
-from fastloop.recipe import Inference
+from fastloop.recipe import Inference, secrets
 
 Target = Annotated[str, typer.Argument(metavar="RUN|MODEL", help="A run folder, such as runs/quickstart, or an exported model.")]
 Arguments = Annotated[
@@ -110,7 +110,7 @@ def show(record: dict[str, Any], json_file: str) -> None:
 
     from fastloop.runtime.files import write
 
-    text = json.dumps(record, indent=2) + "\n"
+    text = json.dumps(secrets.hidden(record), indent=2) + "\n"
     if json_file == "-":
         typer.echo(text, nl=False)
         return
@@ -132,7 +132,7 @@ def show(record: dict[str, Any], json_file: str) -> None:
     if "worst" in record:
         show_worst(record["worst"])
     if json_file:
-        write(Path(json_file), text)
+        write(Path(json_file), text, hidden=True)
         typer.echo(f"written to {json_file}")
     if json_file and record["classes"]:
         from fastloop_tools.inference.picture import draw

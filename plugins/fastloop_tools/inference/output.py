@@ -52,7 +52,7 @@ class Output:
                 log.info("%s: the parts of another job are removed", self.folder)
                 shutil.rmtree(self.folder)
             self.folder.mkdir()
-            files.write(self.folder / "job.json", identity)
+            files.write(self.folder / "job.json", identity, hidden=True)
         found = {path.name.partition(".")[0]: path for path in self.folder.glob("[0-9]*")}
         while (name := f"{len(self.parts):08}") in found:
             self.parts.append(found[name])

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fastloop.recipe import secrets
 from fastloop.runtime import files
 
 log = logging.getLogger("fastloop")
@@ -25,7 +26,7 @@ def save(run: Path, record: Mapping[str, Any], settings: Sequence[str]) -> Path 
     path = run / "evaluation" / f"{name}.json"
     try:
         path.parent.mkdir(exist_ok=True)
-        files.write(path, json.dumps({**record, "steps": _steps(run)}, indent=2) + "\n")
+        files.write(path, json.dumps(secrets.hidden({**record, "steps": _steps(run)}), indent=2) + "\n", hidden=True)
     except OSError as error:
         log.warning("evaluate: %s cannot be written: %s", path, error)
         return None

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from fastloop.cli import launch
+from fastloop.cli.startup import started_from
 from fastloop.errors import UsageError
 from fastloop.recipe import Inference, Recipe, load_recipe
 
@@ -44,27 +45,16 @@ def load(
     if not any(model.glob("*.safetensors")):
         if run == folder:
             raise UsageError(
-                f"{target}: this run has exported no model: there are no weights in {model}. It failed, was stopped or still trains: "
-                f"`fastloop train RECIPE --resume {target}` completes it."
+                f"{target}: this run has exported no model: there are no weights in {model}. It failed, was stopped or still trains. "
+                f"To complete it: fastloop train {quote(str(folder / 'recipe.yaml'))} {quote(f'output={folder}')} --resume"
             )
         raise UsageError(f"{target}: neither a run folder (recipe.yaml, model/) nor an exported model (*.safetensors).")
     if not named and (run is None or model != run / "model"):
         raise UsageError(f"{target}: an exported model. Name the recipe that gives its task and data: {target} RECIPE.")
     recipe = load_recipe(named[0] if named else str(run / "recipe.yaml" if run else ""), overrides, with_plugins, without_plugins)
-    if not named:
-        assert run is not None
-        recipe.source = trained_from(run) or recipe.source
+    recipe.source = recipe.source and started_from(recipe.source)
     recipe.inference = dataclasses.replace(inference, model=model.resolve())
     return recipe
-
-
-def trained_from(run: Path) -> Path | None:
-    """The recipe's file that a run was started with: paths in the recipe may be relative to it. None: unknown, or gone."""
-    try:
-        source = json.loads((run / "summary.json").read_text(encoding="utf-8")).get("recipe")
-    except (OSError, ValueError, AttributeError):
-        return None
-    return Path(source) if isinstance(source, str) and Path(source).is_file() else None
 
 
 def read_file_instead(recipe: Recipe, file: Path) -> None:

@@ -14,6 +14,7 @@ import typer
 from fastloop.cli import launch
 from fastloop.cli.arguments import Overrides, RecipeName, With, Without, names
 from fastloop.errors import UsageError
+from fastloop.recipe import secrets
 
 if TYPE_CHECKING:
     from fastloop.recipe import Recipe
@@ -136,12 +137,12 @@ def show(record: Mapping[str, Any], picture: Path, json_file: str) -> None:
     if drawn:
         picture.parent.mkdir(parents=True, exist_ok=True)
         write(picture, draw(record))
-    text = json.dumps(json_safe(record), indent=1) + "\n"
+    text = json.dumps(secrets.hidden(json_safe(record)), indent=1) + "\n"
     if json_file == "-":
         typer.echo(text, nl=False)
         return
     if json_file:
-        write(Path(json_file), text)
+        write(Path(json_file), text, hidden=True)
     table = Table("train.lr", "loss", "smoothed", box=None, pad_edge=False)
     last = len(record["rates"]) - 1
     for step in sorted({round(index * last / (ROWS - 1)) for index in range(ROWS)}):

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 from fastloop.plugin import Plugin, hookimpl
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import Tensor
     from torch.optim import Optimizer
 
@@ -111,8 +113,8 @@ class LRFinder(Plugin):
             run.state.request_stop("lr-find: the loss diverged")
 
     @hookimpl
-    def export_model(self) -> bool:
-        return True  # nothing is exported
+    def export_model(self, folder: Path) -> Path:
+        return folder  # nothing is exported
 
 
 def smooth(losses: Sequence[float], steps: int) -> list[float]:

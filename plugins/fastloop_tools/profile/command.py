@@ -14,6 +14,7 @@ import typer
 from fastloop.cli import launch
 from fastloop.cli.arguments import Overrides, RecipeName, With, Without, names
 from fastloop.distributed import ranks
+from fastloop.recipe import secrets
 
 if TYPE_CHECKING:
     from fastloop.recipe import Recipe
@@ -101,7 +102,7 @@ def look(recipe: Recipe, folder: Path, window: Window, never: list[str]) -> bool
     found, refused = suggest(profile, recipe, never)
     text = page.markdown(profile, found, refused, recipe.source.stem if recipe.source else "recipe")
     write(folder / "profile.md", text)
-    write(folder / "profile.json", json.dumps(page.record(profile, found, refused), indent=1) + "\n")
+    write(folder / "profile.json", json.dumps(secrets.hidden(page.record(profile, found, refused)), indent=1) + "\n", hidden=True)
     rich.print(Markdown(text))
     typer.echo(f"written to {folder}")
     return bool(found)

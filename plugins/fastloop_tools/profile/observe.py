@@ -19,7 +19,8 @@ from fastloop.estimates import StepProfile
 from fastloop.plugin import hookimpl
 from fastloop.runtime import platform_support
 from fastloop.runtime.platform_support import page_faults
-from fastloop.runtime.regions import PREFIX, region
+from fastloop.runtime.regions import PREFIX
+from fastloop_plugins.observe._hook_regions import hook_regions
 from fastloop_plugins.observe._machine_speed import DTYPES, fault_seconds, peaks
 from fastloop_tools.measure.worker import Spec, StepMeter, WarningCollector
 from fastloop_tools.profile.timeline import DeviceTimeline, read_timeline
@@ -101,7 +102,7 @@ class Observer(StepMeter):
             kinds.append(torch.profiler.ProfilerActivity.CUDA)
         self.begun, self.last = True, run.state.step + self.spec.profile_steps
         self.profiler: Any = torch.profiler.profile(activities=kinds, record_shapes=True, with_flops=True, acc_events=True)
-        self.recording.enter_context(run.plugins.around(region))
+        self.recording.enter_context(hook_regions(run.plugins))
         self.recording.enter_context(self.profiler)
 
     def result(self, run: Run) -> dict[str, Any]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastloop_tools.report import sweeps
 from fastloop_tools.report.bars import ablation_bars, region_bars
@@ -14,6 +15,9 @@ from fastloop_tools.report.evaluations import shown_evaluations
 from fastloop_tools.report.numbers import number
 from fastloop_tools.report.read import Found, Points, Trained
 from fastloop_tools.report.tables import Cell, Table
+
+if TYPE_CHECKING:
+    import jinja2
 
 MANY = 6
 """Most runs whose lines share a chart. More runs have a small chart each, and their tables have a row for each run."""
@@ -50,17 +54,8 @@ def render(found: Found, title: str, live: Live | None = None, problem: str = ""
     Args:
         problem: An error to show.
     """
-    import jinja2
-
-    templates = jinja2.Environment(
-        loader=jinja2.PackageLoader("fastloop_tools.report", "."),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
     drawn = charts(found.runs)
-    return templates.get_template("page.html").render(
+    return _template().render(
         title=title,
         live=live,
         problem=problem,
@@ -76,6 +71,20 @@ def render(found: Found, title: str, live: Live | None = None, problem: str = ""
         ablations=[(name, record, ablation_bars(record)) for name, record in found.ablations],
         profiles=[(name, record, region_bars(record)) for name, record in found.profiles],
     )
+
+
+@functools.cache
+def _template() -> jinja2.Template:
+    import jinja2
+
+    templates = jinja2.Environment(
+        loader=jinja2.PackageLoader("fastloop_tools.report", "."),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    return templates.get_template("page.html")
 
 
 def _facts(run: Trained) -> dict[str, Any]:

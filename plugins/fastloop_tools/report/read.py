@@ -10,7 +10,7 @@ from typing import Any
 
 from fastloop.errors import UsageError
 from fastloop.recipe import safe_yaml as plain
-from fastloop_tools.report.records import Evaluation, check_summary, check_sweep, is_number, read_evaluation, read_json
+from fastloop_tools.report.records import MALFORMED, Evaluation, check_summary, check_sweep, is_number, read_evaluation, read_json
 
 Points = list[tuple[float, float]]
 """(step, value) of each point."""
@@ -67,16 +67,36 @@ def read(folders: Iterable[Path]) -> Found:
             sweep = read_json(folder / "sweep.json")
             check_sweep(sweep, folder / "sweep.json")
             found.sweeps.append((name, sweep))
+            _check(Found(sweeps=found.sweeps[-1:]), folder / "sweep.json")
             members = [folder / run["name"] for run in sweep["runs"]]
             found.runs += [_run(member, unique(member)) for member in members if _is_run(member)]
         elif (folder / "bench.json").is_file():
             found.ablations.append((name, read_json(folder / "bench.json")))
+            _check(Found(ablations=found.ablations[-1:]), folder / "bench.json")
         elif (folder / "profile.json").is_file():
             found.profiles.append((name, read_json(folder / "profile.json")))
+            _check(Found(profiles=found.profiles[-1:]), folder / "profile.json")
         else:
             what = "contains no run, sweep, ablation or profile" if folder.is_dir() else "no such folder"
             raise UsageError(f"{folder}: {what}. Expected an output folder of `fastloop train`, `sweep`, `bench` or `profile`.")
     return found
+
+
+def _check(part: Found, path: Path) -> None:
+    """Render the contents of one file alone, as a check of its form.
+
+    Raises:
+        UsageError: The file has another form than fastloop writes.
+    """
+    from jinja2 import TemplateError
+
+    from fastloop_tools.report.page import render
+
+    try:
+        render(part, "")
+    except (*MALFORMED, TemplateError, RecursionError) as error:
+        reason = f"{type(error).__name__}: {error!s:.200}"
+        raise UsageError(f"{path}: expected the results that fastloop writes ({reason}). Repeat the command, or remove the file.") from None
 
 
 def files(folders: Iterable[Path]) -> Iterator[Path]:
@@ -98,6 +118,7 @@ def _run(folder: Path, name: str) -> Trained:
     if (folder / "summary.json").is_file():
         run.summary = read_json(folder / "summary.json")
         check_summary(run.summary, folder / "summary.json")
+        _check(Found([run]), folder / "summary.json")
     try:
         recipe = plain.load((folder / "recipe.yaml").read_text(encoding="utf-8"), str(folder / "recipe.yaml"))
     except (OSError, UnicodeDecodeError) as error:

@@ -15,7 +15,7 @@ NUMBERS = (
     *(f"{part}_seconds" for part in ("train", "evaluate", "save", "startup", "compile")),
 )
 """Keys of a summary that the page shows as numbers."""
-MALFORMED = (KeyError, TypeError, ValueError, AttributeError, OverflowError, IndexError)
+MALFORMED = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, IndexError)
 """Errors of reading a value from a record of another form."""
 
 
@@ -124,6 +124,7 @@ def check_sweep(sweep: Mapping[str, Any], path: Path) -> None:
             all(map(is_number, numbers))
             and all(isinstance(text, str) for text in texts)
             and all(run["values"].keys() == sweep["runs"][0]["values"].keys() for run in sweep["runs"])
+            and all(Path(run["name"]).name == run["name"] not in ("", "..") for run in sweep["runs"])  # folders of the sweep
             and all(isinstance(point["runs"], list) and isinstance(point["finished"], int) for point in sweep["points"])
         ):
             return

@@ -14,6 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+PASSES = 2
+"""Times that ``micro_step`` computes forward and backward."""
+
 
 @dataclass(frozen=True)
 class Activations:
@@ -23,11 +26,13 @@ class Activations:
         saved: Bytes that forward keeps for backward, without weights and inputs.
         peak: Most bytes at a time, without weights, buffers, inputs and gradients of weights.
         flops: Floating-point operations of matrix products, convolutions and attention.
+        sent: Bytes that the process sends, for a model whose layers a strategy divides.
     """
 
     saved: int
     peak: int
     flops: int
+    sent: float = 0.0
 
 
 class LiveBytes(TorchDispatchMode):

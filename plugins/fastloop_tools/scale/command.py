@@ -47,12 +47,14 @@ def plan_memory(
         rich.reconfigure(stderr=True)  # log messages must not mix with JSON
     show_messages()
     loaded = load_recipe(recipe, overrides or (), names(with_), names(without))
+    from fastloop_tools.scale.change import Command
     from fastloop_tools.scale.estimate import estimate
     from fastloop_tools.scale.table import show, write_json
 
-    found = estimate(loaded, nproc or 1, nnodes or 1, memory, device_flops, rate)
+    command = Command(recipe, overrides or (), names(with_), names(without), nproc or 1, nnodes or 1)
+    found = estimate(loaded, nproc or 1, nnodes or 1, memory, device_flops, rate, command)
     if json_file:
         write_json(found, json_file)
     if json_file != "-":
-        show(found, recipe)
+        show(found, loaded, command)
     return True

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from fastloop import PluginError, RecipeError
 from fastloop_plugins.kernels._blocks import transformer_blocks
 from fastloop_plugins.strategies._memory_layout import Layout, Weight
-from fastloop_tools.scale.activations import Activations, micro_step, state_bytes
-from fastloop_tools.scale.model import FakeRun, build_fake, explain, make_fake
+from fastloop_tools.scale.activations import PASSES, Activations, micro_step, state_bytes
+from fastloop_tools.scale.change import CHECKPOINTING, Command, smallest_change
+from fastloop_tools.scale.model import FakeRun, build_fake, explain, make_fake, quiet
 
 if TYPE_CHECKING:
     from fastloop.recipe import Recipe
 
 logger = logging.getLogger("fastloop")
-
-CHECKPOINTING = "activation-checkpointing"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,11 +35,12 @@ class Variant:
         optimizer: Optimizer state, with a strategy's own copy of weights.
         activations: The most that forward and backward hold beside all others.
         saved: The part of ``activations`` that forward keeps for backward.
-        buckets: Gathered weights and buffers of communication.
+        buckets: Gathered weights and buffers of communication, at the time when they and the activations are most.
         kept: The part of ``buckets`` that is also held when the optimizer is about to step.
         total: The sum, without ``kept`` and ``saved``.
         host: Bytes in the host's memory.
         wire: Bytes that the process sends in an optimizer step.
+        samples: Samples of a micro-batch of the process.
         flops: Floating-point operations in an optimizer step.
         fits: Whether ``total`` fits; None without ``--device-memory``.
         seconds: Time of an optimizer step if communication hides behind computation, or the reverse; None if unknown.
@@ -61,6 +61,7 @@ class Variant:
     total: float
     host: float
     wire: float
+    samples: int
     flops: float
     fits: bool | None
     seconds: float | None
@@ -99,7 +100,13 @@ class Estimate:
 
 
 def estimate(
-    recipe: Recipe, nproc: int, nnodes: int = 1, memory: float | None = None, flops: float | None = None, bandwidth: float | None = None
+    recipe: Recipe,
+    nproc: int,
+    nnodes: int = 1,
+    memory: float | None = None,
+    flops: float | None = None,
+    bandwidth: float | None = None,
+    command: Command | None = None,
 ) -> Estimate:
     """Estimate every variant of every strategy for a recipe.
 
@@ -109,6 +116,7 @@ def estimate(
         memory: Bytes of a device.
         flops: Floating-point operations that a device does in a second.
         bandwidth: Bytes that a process sends in a second.
+        command: The recipe's command; a change that it does not accept is not suggested. None: the recipe is made in Python.
 
     Raises:
         RecipeError: The model cannot be built or trained with fake tensors.
@@ -121,6 +129,7 @@ def estimate(
     fake = build_fake(recipe, processes)
     weights = weights_of(fake, None)
     measured = measure(fake, listed.get(CHECKPOINTING, {}))
+    whole = fake, weights, measured
     result = Estimate(
         recipe=recipe.where,
         processes=processes,
@@ -131,17 +140,24 @@ def estimate(
         micro_steps=fake.micro_steps,
         device_memory=memory,
     )
-    model = fake.run.unwrap_model()
-    buffers = sum(buffer.nbytes for buffer in model.buffers())
     for name, cls in strategies(recipe):
-        options = listed.get(name, {})
+        options, own = listed.get(name, {}), whole
+        if processes > 1 and hasattr(cls, "divide_model"):
+            try:
+                own = divided(recipe, cls, processes, listed.get(CHECKPOINTING, {}))
+            except PluginError:
+                if name in listed:
+                    raise
+                continue
+        fake, weights, measured = own
         layout = Layout(
             weights=weights_of(fake, options.get("blocks"), weights),
-            buffers=buffers,
+            buffers=sum(buffer.nbytes for buffer in fake.run.unwrap_model().buffers()),
             processes=processes,
             per_node=nproc,
             micro_steps=fake.micro_steps,
             precision=fake.precision,
+            samples=fake.micro_batch_size,
             device="cpu" if recipe.train.device == "cpu" else "cuda",
             options=options,
         )
@@ -152,8 +168,26 @@ def estimate(
                 found = measured[checkpointing, bool(row.get("weights_cast"))]
                 chosen = name in listed and row.get("listed", True) and checkpointing == (CHECKPOINTING in listed)
                 result.variants.append(_variant(row, name, found, checkpointing, chosen, layout, memory, flops, bandwidth))
-    result.smallest_change = smallest_change(result.variants)
+
+    def accepts(variant: Variant) -> bool:
+        return command is None or command.changed(recipe, variant, result.variants).is_accepted()
+
+    result.smallest_change = smallest_change(result.variants, accepts)
     return result
+
+
+def divided(
+    recipe: Recipe, strategy: Any, processes: int, options: Mapping[str, Any]
+) -> tuple[FakeRun, tuple[Weight, ...], dict[tuple[bool, bool], Activations]]:
+    """The share of a process in a model that a strategy divides, its weights, and its activations for the samples of all processes.
+
+    Raises:
+        PluginError: The strategy cannot divide the model.
+    """
+    with quiet():
+        fake = build_fake(recipe, 1)
+    share = strategy.divide_model(fake.run.unwrap_model(), processes, fake.precision, recipe.where)
+    return fake, weights_of(fake, None), measure(fake, options, share)
 
 
 def _variant(
@@ -168,7 +202,9 @@ def _variant(
     bandwidth: float | None,
 ) -> Variant:
     parts = {name: float(row[name]) for name in ("weights", "gradients", "optimizer", "buckets")}
+    parts["buckets"] = max(parts["buckets"], float(row.get("alone", 0)) - found.peak)
     total, work = sum(parts.values()) + found.peak, found.flops * layout.micro_steps
+    wire = float(row["wire"]) + found.sent * layout.micro_steps
     known = flops is not None and bandwidth is not None
     return Variant(
         name=row["name"],
@@ -182,10 +218,11 @@ def _variant(
         kept=float(row.get("kept", 0)),
         total=total,
         host=float(row.get("host", 0)),
-        wire=float(row["wire"]),
+        wire=wire,
+        samples=layout.samples,
         flops=work,
         fits=None if memory is None else total <= memory,
-        seconds=max(work / flops, row["wire"] / bandwidth) if known else None,  # type: ignore[operator]
+        seconds=max(work / flops, wire / bandwidth) if known else None,  # type: ignore[operator]
     )
 
 
@@ -211,8 +248,6 @@ def weights_of(fake: FakeRun, blocks: list[str] | None, known: tuple[Weight, ...
     part = {id(weight): index for index, block in enumerate(transformer_blocks(model, blocks)) for weight in block.parameters()}
     parameters = list(model.parameters())
     if known:
-        from dataclasses import replace
-
         return tuple(replace(weight, block=part.get(id(parameter))) for weight, parameter in zip(known, parameters, strict=True))
     try:
         state = state_bytes(optimizer, fake.mode)
@@ -234,11 +269,12 @@ def weights_of(fake: FakeRun, blocks: list[str] | None, known: tuple[Weight, ...
     return tuple(found)
 
 
-def measure(fake: FakeRun, options: Mapping[str, Any]) -> dict[tuple[bool, bool], Activations]:
+def measure(fake: FakeRun, options: Mapping[str, Any], share: Any = None) -> dict[tuple[bool, bool], Activations]:
     """(checkpointing, whether weights have the dtype of autocast) -> the activations of a fake step.
 
     Args:
         options: The options of the plugin for activation checkpointing.
+        share: A result of ``divide_model``, if a strategy has divided the model.
 
     Raises:
         RecipeError: The model reads values of tensors.
@@ -268,27 +304,13 @@ def measure(fake: FakeRun, options: Mapping[str, Any]) -> dict[tuple[bool, bool]
         for cast, dtype in dtypes.items():
             if dtype is not torch.float32 or cast != (next(model.parameters()).dtype != torch.float32):
                 make_fake(model, fake.mode, dtype)
+            before = share.sent if share is not None else 0.0
             try:
-                found[checkpointing, cast] = micro_step(model, loss, fake.batch, fake.precision, fake.mode)
+                step = micro_step(model, loss, fake.batch, fake.precision, fake.mode)
+                sent = (share.sent - before) / PASSES if share is not None else 0.0
+                found[checkpointing, cast] = replace(step, sent=sent)
             except Exception as error:
                 raise RecipeError(f"{run.recipe.where}: {explain(error)}") from error
     if fake.precision == "no":
         found |= {(checkpointing, True): value for (checkpointing, _), value in list(found.items())}
     return found
-
-
-def smallest_change(variants: list[Variant]) -> Variant | None:
-    """The variant that fits with the fewest changes of the recipe, and among those with the least traffic."""
-    current = next((variant for variant in variants if variant.listed), None)
-    if current is not None and current.fits is not False:
-        return None
-
-    def changes(variant: Variant) -> tuple[float, ...]:
-        if current is None:
-            return (1 + variant.checkpointing + bool(variant.host), variant.wire)
-        different = variant.plugin != current.plugin
-        options = sum(current.options.get(key) != value for key, value in variant.options.items()) if not different else bool(variant.host)
-        return (different + options + (variant.checkpointing != current.checkpointing), variant.host > 0, variant.wire)
-
-    fitting = [variant for variant in variants if variant.fits]
-    return min(fitting, key=changes, default=None)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import tempfile
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -136,6 +138,18 @@ def build_fake(recipe: Recipe, processes: int) -> FakeRun:
     inputs = max((batch.inputs for batch in batches), key=_elements)
     fake = torch.utils._pytree.tree_map(lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, inputs)
     return FakeRun(run, fake, mode, precision, size, micro_steps)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Log only errors inside the block, which repeats what is logged already."""
+    log = logging.getLogger("fastloop")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 def explain(error: BaseException) -> str:

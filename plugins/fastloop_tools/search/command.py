@@ -63,7 +63,7 @@ def search(
     except ImportError:
         from fastloop.errors import UsageError
 
-        raise UsageError("fastloop search: Optuna is not installed. Install it: pip install 'fastloop[optuna]'") from None
+        raise UsageError("fastloop search: Optuna is not installed. Install it: pip install 'fastloop-train[optuna]'") from None
     from fastloop.cli.messages import show_messages
     from fastloop.errors import UsageError
     from fastloop.recipe import load_recipe, secrets
@@ -163,7 +163,7 @@ def check_folder(folder: Path) -> None:
         searched = "study" in json.loads((folder / "sweep.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
         searched = not (folder / "recipe.yaml").is_file()
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         searched = False
     if not searched:
         raise UsageError(f"output: {folder} contains a run or a sweep. Set another output, such as output={folder}-search.")

@@ -10,6 +10,7 @@ from typing import Any
 from fastloop.errors import UsageError, did_you_mean
 from fastloop.recipe import secrets
 from fastloop.runtime import files
+from fastloop_tools.report.records import MALFORMED, check_sweep, read_json
 from fastloop_tools.sweep import results
 from fastloop_tools.sweep.grid import SweepRun
 
@@ -40,11 +41,12 @@ class Record:
             if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
                 raise UsageError(f"output: {folder} is not an empty folder. Set another output, such as output={folder}-sweep.")
         else:
+            earlier = read_json(self.file)
+            check_sweep(earlier, self.file)
             try:
-                earlier = json.loads(self.file.read_text(encoding="utf-8"))
                 known = {(str(run["values"]), run["seed"], run.get("fold")): run for run in earlier["runs"] if run["status"] == "finished"}
                 origin = {key: earlier[key] for key in self.origin}
-            except (OSError, ValueError, TypeError, KeyError) as error:
+            except MALFORMED as error:
                 raise UsageError(f"{self.file}: cannot be read: {type(error).__name__}: {error}.") from None
             if origin != self.origin:
                 raise UsageError(f"{self.file}: the recipe or its overrides have changed since this sweep began. Set another output.")
@@ -66,7 +68,7 @@ class Record:
             "points": points,
             "runs": [dataclasses.asdict(run) for run in self.runs],
         }
-        files.write(self.file, json.dumps(secrets.hidden(record), indent=2) + "\n")
+        files.write(self.file, json.dumps(secrets.hidden(record), indent=2) + "\n", hidden=True)
 
     def compare(self) -> tuple[list[dict[str, Any]], str | None]:
         """The results of each point, and the name of the best point; see ``results.compare``."""
@@ -76,9 +78,9 @@ class Record:
         """The summary of a run; empty if it has written none."""
         try:
             found: dict[str, Any] = json.loads((self.file.parent / run.name / "summary.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return {}
-        return found
+        return found if isinstance(found, dict) else {}
 
     def check_metric(self, run: SweepRun) -> None:
         """Check that a finished run has the metric to compare.

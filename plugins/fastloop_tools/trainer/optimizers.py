@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from fastloop import Run, UsageError
+from fastloop_plugins.guards._hook_checks import REMEDIES
 
 if TYPE_CHECKING:
     from fastloop.recipe import Train
@@ -135,7 +136,7 @@ def _check_scheduler(scheduler: Any) -> None:
     if not isinstance(scheduler, LRScheduler):
         raise UsageError(f"scheduler: the function returned a {type(scheduler).__name__}. Expected a torch LRScheduler.")
     if isinstance(scheduler, ReduceLROnPlateau):
-        raise UsageError("scheduler: ReduceLROnPlateau steps by a metric, and fastloop steps schedulers after each optimizer step.")
+        raise UsageError(f"scheduler: ReduceLROnPlateau steps by a metric. {REMEDIES['build_scheduler']}")
 
 
 def _record(train: Train, optimizer: Optimizer) -> None:

@@ -84,9 +84,13 @@ class Fits:
         return self.resume
 
     def build(self, recipe: Recipe, plugins: PluginSet, resume: Path | None) -> Run:
-        """Build the run of a call. The run gets a copy of the recipe, into which the task writes the settings of the user's optimizer."""
-        self._run = lifecycle.build(_copy(recipe), plugins, resume)
-        return self._run
+        """Build the run of a call. The run gets a copy of the recipe, into which the task writes the settings of the user's optimizer.
+
+        Selected plugins that fail with the model leave the recipe, too, so that later runs of the ``Trainer`` have the same ones.
+        """
+        self._run = run = lifecycle.build(_copy(recipe), plugins, resume)
+        recipe.plugins, recipe.selected = dict(run.recipe.plugins), dict(run.recipe.selected)
+        return run
 
     def execute(self, run: Run) -> dict[str, Any]:
         """Train, test and export. Returns the summary.
@@ -131,7 +135,7 @@ def call(task: TrainerTask, function: Callable[[], T]) -> T:
     except (PluginCrash, UserCodeError) as error:
         failure = error  # raise outside of the handler, so that the cause has no context
     cause = failure.__cause__
-    if cause is None or (isinstance(failure, PluginCrash) and failure.plugin != task.name):
+    if cause is None or isinstance(cause, SystemExit) or (isinstance(failure, PluginCrash) and failure.plugin != task.name):
         raise failure
     if isinstance(failure, UserCodeError):
         cause.add_note(f"fastloop: your code failed at {str(failure).partition(': ')[0]}")

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import BatchSampler
+from torch.utils.data import BatchSampler, default_collate
 
 from fastloop import DataLoaderDraft, Output, Plugin, Run, UsageError, hookimpl
+from fastloop_plugins.tasks._default_collate import DefaultCollator
 from fastloop_plugins.tasks._forward import forward, outputs
 from fastloop_plugins.tasks._target_counts import TargetCounter
 from fastloop_tools.trainer.optimizers import UserOptimizer
@@ -83,8 +84,13 @@ class TrainerTask(Plugin):
         return self.splits[split].sampler
 
     @hookimpl
-    def build_collator(self, split: str) -> Callable[[list[Any]], Any]:
+    def build_collator(self, run: Run, split: str) -> Callable[[list[Any]], Any]:
         collate = self.splits[split].collate_fn or self.splits["train"].collate_fn
+        if collate in (None, default_collate):
+            found = getattr(self.processing_class, "tokenizer", self.processing_class)
+            tokenizer = found if hasattr(found, "pad_token") else None
+            remedy = "Give processing_class=tokenizer, which pads token ids, or DataLoader(collate_fn=...), or let the dataset pad them."
+            collate = DefaultCollator(tokenizer, remedy, run.loader_settings.pad_to_multiple_of)
         return TargetCounter(collate, self.loss, self.model)
 
     @hookimpl

@@ -48,7 +48,8 @@ class Trainer:
             ``functools.partial`` of one, gets the trained parameters. Plugins that replace parameters (``lora``, ``fsdp``) need a
             function. A name or a mapping is ``train.optimizer`` of a recipe, which ``lr`` and ``weight_decay`` belong to.
         scheduler: A torch scheduler of that optimizer, or a function of the optimizer. It steps after each optimizer step.
-        processing_class: A tokenizer, image processor or the like, saved beside the exported model by its ``save_pretrained``.
+        processing_class: A tokenizer, image processor or the like, saved beside the exported model by its ``save_pretrained``. A tokenizer
+            also pads token ids of different lengths, if there is no collator: (samples, longest) int64, with an attention mask.
         pad_to_multiple_of: The collator pads lengths to a multiple of this many tokens. Plugins that count tokens need to know.
         output: The run folder.
         resume: A run folder or checkpoint to resume from. True: resume from ``output`` if it holds a checkpoint, else start a new run.
@@ -116,6 +117,7 @@ class Trainer:
 
         def execute() -> dict[str, Any]:
             self.run = self._fits.build(self.recipe, self.resolution, resume)
+            self.resolution = self.run.plugins
             return self._fits.execute(self.run)
 
         return runs.call(self.task, execute)

@@ -85,12 +85,15 @@ def _reading(loader: DataLoader[Any]) -> dict[str, Any]:
     if loader.worker_init_fn is not None:
         fields["worker_init_fn"] = loader.worker_init_fn
     if loader.num_workers:
+        from fastloop_plugins.data._watched_loader import WatchedLoader
+
         context = loader.multiprocessing_context
         fields |= {
             "persistent_workers": loader.persistent_workers,
             "prefetch_factor": loader.prefetch_factor,
             "timeout": loader.timeout,
             "multiprocessing_context": context and context.get_start_method(),
+            "loader_class": WatchedLoader,
         }
     return fields
 

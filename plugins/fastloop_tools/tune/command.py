@@ -87,7 +87,7 @@ def tune(
         )
         found = search.run()
     record = search.record()
-    write(target.with_suffix(".json"), dump(json_safe(record)))
+    write(target.with_suffix(".json"), dump(json_safe(record)), hidden=True)
     write(target.with_suffix(".md"), writing.reports(search))
     if found is loaded:
         typer.echo(f"found nothing faster. All trials: {target.with_suffix('.json')}")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from fastloop.cli.arguments import Overrides, RecipeName, With, Without, names
+from fastloop.recipe import secrets
 
 
 def plan_code(
@@ -29,20 +31,22 @@ def plan_code(
     if not untrusted:
         return False
     from fastloop.errors import RecipeError
-    from fastloop.recipe import load_recipe, secrets
+    from fastloop.recipe import load_recipe
     from fastloop.runtime.files import write
     from fastloop_tools.untrusted.listing import lines, list_recipe, visible
 
-    found = list_recipe(load_recipe(recipe, overrides or (), names(with_), names(without)))
+    loaded = load_recipe(recipe, overrides or (), names(with_), names(without))
+    secrets.forget()  # else a value of a key like `token` would hide the same text everywhere in the list
+    found = list_recipe(loaded)
     if json_file:
-        text = secrets.hide(json.dumps(dataclasses.asdict(found), indent=1, default=str))
+        text = json.dumps(_hide_values(dataclasses.asdict(found)), indent=1, default=str)
         if json_file == "-":
             typer.echo(text)
         else:
-            write(Path(json_file), text + "\n")
+            write(Path(json_file), text + "\n", hidden=True)
     if json_file != "-":
         for line in lines(found):
-            typer.echo(visible(secrets.hide(line)))
+            typer.echo(visible(secrets.hide(line, urls=False)))
     if found.refused:
         reasons = "".join(f"\n  {visible(reason)}." for reason in found.refused)
         raise RecipeError(
@@ -51,3 +55,12 @@ def plan_code(
     if json_file != "-":
         typer.echo("\nAll code is installed. Installed code can do anything with the arguments that a recipe gives: read them.")
     return True
+
+
+def _hide_values(tree: Any) -> Any:
+    """Replace secrets of the environment in the values of a tree. Its keys stay, and so do values of keys like ``token``."""
+    if isinstance(tree, Mapping):
+        return {key: _hide_values(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [_hide_values(value) for value in tree]
+    return secrets.hide(tree, urls=False) if isinstance(tree, str) else tree

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from fastloop.errors import FastloopError
-from fastloop.plugin import defaults
-from fastloop.recipe import Recipe, secrets
+from fastloop.plugin import DISTRIBUTION, defaults
+from fastloop.recipe import Recipe
 from fastloop.recipe.plugin_references import split_file
 from fastloop.registry import find
 from fastloop_tools.untrusted.effects import effects
@@ -30,7 +30,7 @@ class Code:
         line: The line of its definition; 0: unknown.
         package: Name of the installed package that has the file; empty if none has.
         version: Version of the package.
-        arguments: The arguments or options that the recipe gives, without secrets.
+        arguments: The arguments or options that the recipe gives.
         effects: Effect that the text of the code shows, beyond computation -> the file that shows it.
         note: A remark for the reader.
     """
@@ -92,17 +92,17 @@ def _add_plugins(recipe: Recipe, found: Listing) -> None:
         reference = recipe.references.get(name, name)
         key = f"plugins.{reference}"
         if (parts := split_file(reference)) is not None:
-            found.code.append(Code(key, reference, "plugin", str(recipe.find(parts[0]).resolve()), arguments=secrets.hidden(options)))
+            found.code.append(Code(key, reference, "plugin", str(recipe.find(parts[0]).resolve()), arguments=options))
             found.refused.append(f"{key}: {_local(recipe, parts[0])}")
             continue
         try:
             module = find(reference, recipe.where).value.partition(":")[0].strip()
         except FastloopError as error:
-            found.code.append(Code(key, reference, "plugin", arguments=secrets.hidden(options)))
+            found.code.append(Code(key, reference, "plugin", arguments=options))
             found.refused.append(f"{key}: {str(error).partition(': ')[2].rstrip('.')}")
             continue
         origin = find_module(module)
-        _add(found, key, reference, "plugin", module, origin, secrets.hidden(options))
+        _add(found, key, reference, "plugin", module, origin, options)
     for name, point in defaults().items():
         if name not in recipe.plugins:
             module = point.value.partition(":")[0].strip()
@@ -139,7 +139,7 @@ def _add(found: Listing, key: str, name: str, kind: str, module: str, origin: Or
 def _uses_fastloop(package: str) -> bool:
     """Whether an installed package is fastloop or requires it."""
     requires = (text.lower() for text in distribution(package).requires or ())
-    return package == "fastloop" or any(text.startswith("fastloop") for text in requires)
+    return package == DISTRIBUTION or any(text.startswith("fastloop") for text in requires)
 
 
 def _local(recipe: Recipe, file: str) -> str:

@@ -23,8 +23,10 @@ from typing import Any
 
 from fastloop.plugin import name_and_version
 
-HOPS = 10
-"""Number of ``from module import name`` statements to follow. Installed packages need two or three."""
+MAX_PATHS = 200
+"""Names to follow for one reference at most. Installed packages need two or three."""
+CODE_OF_PYTHON = ("__import__", "compile", "eval", "exec", "open")
+"""Built-in functions that run or write anything that their arguments name."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,14 @@ class Origin:
 
 def find_module(module: str) -> Origin | None:
     """Find a module; None if there is no module or package of this name."""
+    found = _innermost(module)
+    if found is None or found[0].problem or found[1]:
+        return found[0] if found else None
+    return replace(found[0], problem=f"{found[0].package} {found[0].version} has no module {module}")
+
+
+def _innermost(module: str) -> tuple[Origin, bool] | None:
+    """The innermost part of a module's name that is found, and whether that is the whole name."""
     specs = list(_specs(module))
     files = [(spec.name, spec.origin or "", spec.has_location) for spec in specs if spec.loader is not None and spec.origin is not None]
     if not files:
@@ -58,31 +68,90 @@ def find_module(module: str) -> Origin | None:
     for name, file, is_file in files:
         owner = _owner(Path(file).absolute()) if is_file else None
         if owner is None:
-            return replace(found, problem=_explain(name, file, is_file))
+            return replace(found, problem=_explain(name, file, is_file)), False
         found = replace(found, package=owner[0], version=owner[1])
-    if specs[-1].name != module:
-        return replace(found, problem=f"{found.package} {found.version} has no module {module}")
-    return found
+    return found, specs[-1].name == module
 
 
 def find_name(module: str, name: str) -> Origin | None:
-    """Find the definition of a name, also if the module imports it from another one; None: there is no such module."""
+    """Find the object that a name of a module stands for; None: there is no such module.
+
+    Imports, assignments (``load = other.load``) and arguments of calls (``partial(load)``) are followed. If a name has several bindings,
+    such as those of ``if`` and ``else``, one that is not installed decides.
+    """
     found = find_module(module)
-    for _ in range(HOPS):
-        if found is None or found.problem or not found.file.endswith(".py"):
-            return found
-        node = _binding(Path(found.file), name)
-        if not isinstance(node, ast.ImportFrom):
-            return found if node is None else replace(found, line=node.lineno)
-        name = next(alias.name for alias in node.names if (alias.asname or alias.name) == name)
-        is_package = Path(found.file).stem == "__init__"
-        home = found.module if is_package else found.module.rpartition(".")[0]
+    return found if found is None or found.problem else _follow(module, (name,), set()) or found
+
+
+def _follow(module: str, names: tuple[str, ...], seen: set[tuple[str, ...]]) -> Origin | None:
+    """Find the object ``module.name.name``, or as much of the path as the texts show; None: they do not show the first name.
+
+    Args:
+        seen: The paths on the way so far, to end at a circle. At most ``MAX_PATHS``.
+    """
+    found, complete = _innermost(module) or (None, False)
+    if found is None or found.problem or not complete or not names or not found.file.endswith(".py"):
+        return found  # not complete: an attribute of compiled code
+    if (module, *names) in seen or len(seen) >= MAX_PATHS:
+        return None
+    seen.add((module, *names))
+    nodes = _bindings(Path(found.file), names[0])
+    targets = [target for node in nodes for target in _targets(node, found, names)]
+    if not nodes and (inner := find_module(f"{module}.{names[0]}")) is not None and inner.module == f"{module}.{names[0]}":
+        targets = [(inner.module, names[1:])]
+    elif not nodes:
+        targets = [target for node in _bindings(Path(found.file), "*") for target in _targets(node, found, names)]
+    origins = [origin for target in targets if (origin := _follow(*target, seen)) is not None]
+    refused = next((origin for origin in origins if origin.problem), None)
+    if refused or not nodes or (origins and not _defines(nodes[-1])):
+        return refused or (origins[-1] if origins else None)
+    return replace(found, line=nodes[-1].lineno)
+
+
+def _targets(node: ast.stmt, found: Origin, names: tuple[str, ...]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """The modules, and paths in them, that a statement binds to ``names[0]``; for an assignment also those in arguments of calls."""
+    if isinstance(node, ast.ImportFrom):
+        home = found.module if Path(found.file).stem == "__init__" else found.module.rpartition(".")[0]
         source = resolve_name("." * node.level + (node.module or ""), home) if node.level else node.module or ""
-        following = find_module(source)
-        if following is None:
-            return found
-        found = following
-    return found
+        for alias in node.names:
+            if alias.name == "*":
+                yield source, names
+            elif (alias.asname or alias.name) == names[0]:
+                yield source, (alias.name, *names[1:])
+    elif isinstance(node, ast.Import):
+        for alias in node.names:
+            if alias.asname == names[0]:
+                yield alias.name, names[1:]
+            elif alias.asname is None and alias.name.partition(".")[0] == names[0]:
+                yield names[0], names[1:]
+    elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+        for path in _paths(node.value):
+            if path[0] in CODE_OF_PYTHON and not _bindings(Path(found.file), path[0]):
+                yield "builtins", path
+            else:
+                yield found.module, (*path, *names[1:])
+
+
+def _paths(value: ast.expr) -> Iterator[tuple[str, ...]]:
+    """The dotted names in an expression, such as ``("pickle", "loads")``, without the functions that it calls."""
+    node, names = value, []
+    while isinstance(node, ast.Attribute):
+        names.append(node.attr)
+        node = node.value
+    if isinstance(node, ast.Name):
+        yield (node.id, *reversed(names))
+        return
+    parts = [*node.args, *(keyword.value for keyword in node.keywords)] if isinstance(node, ast.Call) else ast.iter_child_nodes(node)
+    for part in parts:
+        if isinstance(part, ast.expr):
+            yield from _paths(part)
+
+
+def _defines(node: ast.stmt) -> bool:
+    """Whether a statement defines an object itself, and does not only name another one."""
+    if isinstance(node, ast.Assign | ast.AnnAssign):
+        return not isinstance(node.value, ast.Name | ast.Attribute | ast.Constant)
+    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
 
 
 def module_file(module: str) -> str:
@@ -168,18 +237,30 @@ def _editable_folders(package: Distribution) -> Iterator[Path]:
                     yield Path(line).absolute()
 
 
-def _binding(file: Path, name: str) -> ast.stmt | None:
-    """The last statement of a module's text that binds a name; None if the text has none."""
+def _bindings(file: Path, name: str) -> list[ast.stmt]:
+    """The statements of a module's text that bind a name. ``*``: the imports of all names of another module."""
+    return [node for node in _statements(_body(file)) if name in _bound(node)]
+
+
+@cache
+def _body(file: Path) -> list[ast.stmt]:
+    """The statements of a file; none if it cannot be read."""
     try:
-        tree = ast.parse(file.read_bytes())
+        return ast.parse(file.read_bytes()).body
     except (OSError, SyntaxError, ValueError, RecursionError):
-        return None
-    return next((node for node in reversed(list(_statements(tree.body))) if name in _bound(node)), None)
+        return []
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """The statements of a module, also those in ``if`` and ``try``."""
+    """The statements of a module, also those in ``if`` and ``try``.
+
+    Imports of all names for type checkers are left out: modules that load on demand have hundreds of them.
+    """
     for node in body:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            yield from (part for part in _statements(node.body) if "*" not in _bound(part))
+            yield from _statements(node.orelse)
+            continue
         yield node
         for part in ("body", "orelse", "finalbody"):
             if isinstance(node, ast.If | ast.Try | ast.With):
@@ -195,8 +276,10 @@ def _bound(node: ast.stmt) -> set[str]:
             return {node.name}
         case ast.ImportFrom():
             return {alias.asname or alias.name for alias in node.names}
+        case ast.Import():
+            return {alias.asname or alias.name.partition(".")[0] for alias in node.names}
         case ast.Assign():
-            return {target.id for target in node.targets if isinstance(target, ast.Name)}
+            return {part.id for target in node.targets for part in ast.walk(target) if isinstance(part, ast.Name)}
         case ast.AnnAssign():
             return {node.target.id} if isinstance(node.target, ast.Name) else set()
     return set()

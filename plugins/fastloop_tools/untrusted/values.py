@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from fastloop.recipe import Recipe, secrets
+from fastloop.recipe import Recipe
 
 IMPORT_KEYS = re.compile(
     r"(model|data)\.module|train\.optimizer(\.name)?|plugins\.[^.]+\.(schedule|collate|loss(\.name)?|metrics\.[^.]+\.type)"
@@ -24,11 +24,11 @@ HUB_KEYS = re.compile(r"(model|data)\.name|model\.tokenizer")
 PICKLES = (".bin", ".ckpt", ".dill", ".joblib", ".pickle", ".pkl", ".pt", ".pth")
 """Suffixes of files that may hold pickles, which can run any code."""
 SWITCHES = {
-    "allow_pickle": (True, "loads pickles"),
-    "trust_remote_code": (True, "runs the code that comes with a model or dataset"),
-    "weights_only": (False, "loads pickles without the restriction to tensors"),
+    "allow_pickle": (False, "loads pickles"),
+    "trust_remote_code": (False, "runs the code that comes with a model or dataset"),
+    "weights_only": (True, "loads pickles without the restriction to tensors"),
 }
-"""Key -> the value with which libraries run code that is not installed, and why."""
+"""Key -> the only safe value. With another one, libraries run code that is not installed; and why."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class Value:
 
     Attributes:
         key: Its dotted key, such as ``data.module``.
-        value: Text, a number or None.
-        arguments: For ``module``, ``name`` and ``type``: the values beside it, without secrets. For a key of a mapping: its value.
+        value: Text, a number or None. For a key of ``SWITCHES``: anything.
+        arguments: For ``module``, ``name`` and ``type``: the values beside it. For a key of a mapping: its value.
     """
 
     key: str
@@ -79,11 +79,14 @@ def _deepspeed_values(recipe: Recipe) -> Iterator[Value]:
 def _walk(key: str, value: Any, arguments: Any = None) -> Iterator[Value]:
     if isinstance(value, Mapping):
         for name, item in value.items():
-            beside = {other: secrets.hidden({other: given})[other] for other, given in value.items() if other != name}
+            beside = {other: given for other, given in value.items() if other != name}
             called = name in ("module", "name", "type", "schedule")
-            yield from _walk(f"{key}.{name}", item, beside.get("arguments", beside) if called else None)
+            if name in SWITCHES:
+                yield Value(f"{key}.{name}", item)
+            else:
+                yield from _walk(f"{key}.{name}", item, beside.get("arguments", beside) if called else None)
             if ":" in str(name):
-                yield Value(key, name, secrets.hidden(item))
+                yield Value(key, name, item)
     elif isinstance(value, list):
         for item in value:
             yield from _walk(key, item)
@@ -99,8 +102,9 @@ def is_import_key(key: str) -> bool:
 def refused_value(value: Value, recipe: Recipe) -> str | None:
     """Why a value makes a library run code that is not installed; None: it does not."""
     name = value.key.rpartition(".")[2]
-    if name in SWITCHES and value.value is not None and bool(value.value) is SWITCHES[name][0]:
-        return f"{SWITCHES[name][1]}, and that code is not installed"
+    if name in SWITCHES:
+        safe, why = SWITCHES[name]
+        return None if value.value is safe else f"{why}, and that code is not installed. Expected {str(safe).lower()}"
     if not isinstance(value.value, str):
         return None
     if name == "attn_implementation":
@@ -120,7 +124,7 @@ def files_of(recipe: Recipe, values: list[Value]) -> Iterator[dict[str, str]]:
         if not isinstance(text, str):
             continue
         if "://" in text:
-            yield {"key": value.key, "what": secrets.hide(text), "use": "may open the URL"}
+            yield {"key": value.key, "what": text, "use": "may open the URL"}
         elif HUB_KEYS.fullmatch(value.key) and not recipe.find(text).exists():
             given = recipe.model.get("revision") if value.key.startswith("model") else None
             revision = f" at revision {given}" if given else ", in its newest revision, which may change"
@@ -129,6 +133,7 @@ def files_of(recipe: Recipe, values: list[Value]) -> Iterator[dict[str, str]]:
             yield {"key": value.key, "what": str(recipe.find(text).absolute()), "use": "reads"}
     if recipe.source is not None:
         yield {"key": "recipe", "what": str(recipe.source.absolute()), "use": "reads"}
+    yield from ({"key": "extends", "what": str(file), "use": "reads"} for file in recipe.parents)
     yield {"key": "output", "what": str(Path(recipe.output).expanduser().absolute()), "use": "writes"}
 
 

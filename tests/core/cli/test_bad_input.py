@@ -211,7 +211,7 @@ def test_a_plugin_whose_extra_is_missing_names_the_install_command(capsys, monke
 
     monkeypatch.setattr(importlib.metadata, "version", version)
     code, text = run(capsys, monkeypatch, "train", recipe(("plugins", ["lora"])))
-    check(code, text, ["'lora'", "peft", "pip install 'fastloop[lora]'"])
+    check(code, text, ["'lora'", "peft", "pip install 'fastloop-train[lora]'"])
 
 
 def test_a_checkpoint_of_another_model_is_refused(capsys, monkeypatch):

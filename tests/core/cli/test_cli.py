@@ -20,6 +20,7 @@ from fastloop import Plugin, hookimpl, hookspecs
 from fastloop.cli import app
 from fastloop.cli.commands import tools
 from fastloop.cli.plugins import KEYWORD, documentation, hooks_of
+from fastloop.plugin import is_own
 from fastloop.recipe import load_recipe, shipped_recipes
 from fastloop.registry import installed, load
 
@@ -87,7 +88,7 @@ def test_help_fits_80_columns_and_leaves_out_nothing(cli, monkeypatch, words):
 
 
 def test_the_version_is_the_distributions(cli):
-    assert cli("--version") == (0, f"fastloop {importlib.metadata.version('fastloop')}\n", "")
+    assert cli("--version") == (0, f"fastloop {importlib.metadata.version('fastloop-train')}\n", "")
 
 
 @pytest.mark.parametrize(
@@ -112,7 +113,7 @@ def test_misspelled_command_exits_2(cli, arguments, said):
 def test_plugins_are_listed_by_package_and_subpackage(cli):
     code, out, _ = cli("plugins")
     assert code == 0
-    ours = out.partition(f"fastloop {importlib.metadata.version('fastloop')}")[2].partition("\n\n")[0]
+    ours = out.partition(f"fastloop-train {importlib.metadata.version('fastloop-train')}")[2].partition("\n\n")[0]
     heading, *lines = ours.strip().splitlines()
     assert heading.split("  ")[0] == "plugin"
     assert "numerics" in heading
@@ -124,7 +125,7 @@ def test_plugins_are_listed_by_package_and_subpackage(cli):
         else:
             groups[list(groups)[-1]][word] = line
     for name, point in installed().items():
-        if point.dist is not None and point.dist.name == "fastloop":
+        if is_own(point):
             group = point.value.split(".")[1] if point.value.count(".") == 2 else ""
             assert point.load().numerics in groups[group].pop(name)
     assert not any(groups.values())
@@ -146,8 +147,8 @@ def test_plugins_json_has_the_same_content(cli):
     assert set(rows) == set(installed())
     assert rows["amp"] == {
         "name": "amp",
-        "distribution": "fastloop",
-        "version": importlib.metadata.version("fastloop"),
+        "distribution": "fastloop-train",
+        "version": importlib.metadata.version("fastloop-train"),
         "group": "precision",
         "slot": "precision",
         "numerics": "reduced-precision",

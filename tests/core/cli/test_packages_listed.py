@@ -251,7 +251,7 @@ def test_a_command_cannot_take_a_name_of_ours_or_of_another_package(cli, install
         (COMMAND, "warm_pack:wram", "", "cannot be imported: AttributeError: "),
         (COMMAND, "nothing_here:warm", "", "cannot be imported: ModuleNotFoundError: "),
         (COMMAND, "warm_pack:number", "", "cannot be imported: TypeError: expected a function or a typer.Typer, found a int"),
-        (COMMAND, "warm_pack:warm", "fastloop>=99", "is made for fastloop >=99, and this is "),
+        (COMMAND, "warm_pack:warm", "fastloop-train>=99", "is made for fastloop >=99, and this is "),
     ],
     ids=["error", "exit", "attribute", "module", "no function", "version"],
 )

@@ -21,11 +21,11 @@ from fastloop.cli.recipe_schema import recipe_schema
 from fastloop.cli.schema import schema as command
 from fastloop.errors import UsageError
 from fastloop.options import describe
-from fastloop.plugin import Observer
+from fastloop.plugin import Observer, is_own
 from fastloop.recipe import SECTIONS, Train, shipped_recipes
 from fastloop.registry import installed, load
 
-OURS = [name for name, point in installed().items() if point.dist is not None and point.dist.name == "fastloop"]
+OURS = [name for name, point in installed().items() if is_own(point)]
 FINE = """
 model: {module: "net.py:net"}
 data: {module: "net.py:data"}

@@ -1,4 +1,4 @@
-"""Several processes: without a plugin in the slot ``strategy``, a run of several processes ends with an error."""
+"""Several processes: a run without a strategy, or with different orders of samples, ends with an error."""
 
 from __future__ import annotations
 
@@ -22,3 +22,44 @@ def test_two_processes_without_a_strategy_are_refused():
         assert error.startswith("error: ")
         assert "started with 2 processes, but no plugin fills the slot 'strategy'" in error
     assert not Path("out").exists()
+
+
+SAMPLER = """import torch
+from torch.utils.data import BatchSampler, Sampler
+from fastloop import Plugin, hookimpl
+
+
+class Order(Sampler):
+    def __init__(self, size, rank):
+        self.size, self.rank, self.epoch = size, rank, 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return self.size
+
+    def __iter__(self):
+        seed = self.epoch * (1 + self.rank)
+        return iter(torch.randperm(self.size, generator=torch.Generator().manual_seed(seed)).tolist())
+
+
+class Ranked(Plugin):
+    name = "ranked"
+    numerics = "changes-training"
+
+    @hookimpl
+    def build_sampler(self, run, split):
+        return BatchSampler(Order(len(run.datasets["train"]), run.rank), 8, False) if split == "train" else None
+"""
+
+
+@pytest.mark.slow
+def test_orders_that_differ_from_the_second_epoch_on_are_refused():
+    pytest.importorskip("sklearn")
+    Path("ranked.py").write_text(SAMPLER)
+    keys = ("train.device=cpu", "train.epochs=2", "train.batch_size=256", "output=out")
+    done = forked.run("-m", "fastloop", "train", "digits_module", *keys, "--with", "./ranked.py,ddp", "--nproc", "2", timeout=300)
+    assert done.returncode != 0
+    assert "the train split's sampler gives another order on each process in epoch 1" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -128,6 +130,32 @@ def test_a_recipe_reads_nothing_but_itself(text, monkeypatch):
 def test_dangling_interpolations_are_rejected():
     assert "Interpolation key 'train.nothing' not found" in refusal(write("output: ${train.nothing}"))
     assert "Recursive interpolation" in refusal(write("output: ${output}"))
+
+
+def bomb(first: Any, grow: Callable[[str], Any], level: str = "${.a%d}") -> str:
+    """A recipe in which eight values each expand to ten times the one before."""
+    return write(yaml.safe_dump({"data": {"a": {"a0": first} | {f"a{i + 1}": grow(level % i) for i in range(8)}}}))
+
+
+def test_interpolations_that_grow_without_bound_are_refused():
+    for level in ("${data.a.a%d}", "${.a%d}", "${ ..a.a%d }", "${data[a].a%d}", "${[data][a][a%d]}"):
+        message = refusal(bomb("x" * 10, lambda one: one * 10, level))
+        assert message.startswith("r.yaml: data.a.a4: more than 1,000,000 characters, with expanded ${...}.")
+    assert "data.a.a4: more than" in refusal(bomb({"k": "v"}, lambda one: {str(j): one for j in range(10)}, "${data.a.a%d}"))
+    assert "more than" in refusal(bomb(["v"], lambda one: {"z": one, "l": [one] * 9}, "${data.a.a%d}"))
+    deep = {f"m{i + 1}": {"z": f"${{data.m{i}}}", "k": f"${{data.m{i + 1}.z.k}}" * 10} for i in range(8)}  # through another one
+    assert "more than" in refusal(write(yaml.safe_dump({"data": {"m0": {"k": "x" * 10}} | deep})))
+    numbers = {0: "x" * 10} | {i + 1: f"${{data.0{i}}}" * 10 for i in range(8)}
+    assert "data[4]: more than" in refusal(write(yaml.safe_dump({"data": numbers})))
+    assert "data.b: more than" in refusal(write(yaml.safe_dump({"data": {"a": "x" * 1000, "b": ["y${data.a}"] * 1000}})))
+    chain = {f"a{i}": f"${{data.a{i + 1}}}" for i in range(3000)}
+    assert "recursion" in refusal(write(yaml.safe_dump({"data": chain}))).lower()
+
+
+def test_interpolations_of_interpolations_are_resolved():
+    data = {"a": "x", "b": "${data.a}${.a}", "m": {"k": "${..b}-${data[b]}"}, "n": "${data.m}", "o": "${data.n.k}", "l": ["${data.o}"]}
+    found = load_recipe(write(yaml.safe_dump({"data": data})), ["data.a=y"]).data
+    assert found == {"a": "y", "b": "yy", "m": {"k": "yy-yy"}, "n": {"k": "yy-yy"}, "o": "yy-yy", "l": ["yy-yy"]}
 
 
 # -- extends -----------------------------------------------------------------------------------------------------------------

@@ -98,6 +98,17 @@ def test_a_run_resumed_after_a_newer_best_ends_with_the_same_best(tiny_run):
     assert sorted(path.name for path in Path("run/checkpoints").glob("*best*")) == ["best-00000018"]
 
 
+def test_a_run_that_stopped_between_evaluations_resumes_with_the_best_of_its_checkpoint(tiny_run):
+    """The evaluation at the stop found a better best, after the last checkpoint: the folder that the checkpoint names must stay."""
+    whole = tiny_run([best(), ScriptedScore(0.6, 0.5, 0.4)], epochs=3)
+    stopped = tiny_run([best(), ScriptedScore(0.6, 0.9)], epochs=3, output="run", max_steps=13, save_every=13)
+    assert (stopped.summary["best"]["step"], whole.summary["best"]["step"]) == (13, 9)
+    resumed = tiny_run([best(), ScriptedScore(0.5, 0.4)], epochs=3, output="run", save_every=13, resume=True)
+    assert resumed.summary["best"] == whole.summary["best"]
+    assert all(torch.equal(resumed.weights[name], whole.weights[name]) for name in whole.weights)
+    assert sorted(path.name for path in Path("run/checkpoints").glob("*best*")) == ["best-00000009"]
+
+
 @pytest.mark.slow
 def test_killed_while_saving_the_best_before_it_is_whole(tiny_run):
     """SIGKILL at many moments of a run that saves a better best all the time: the newest named best is always whole."""

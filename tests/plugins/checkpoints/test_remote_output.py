@@ -269,7 +269,7 @@ def test_s3_names_the_command_that_installs_its_package(cli, monkeypatch):
     write_recipe(plugins=[{"module": {"loss": "cross_entropy"}}, remote("s3://bucket/runs")])
     code, _, err = cli("plan", "recipe.yaml")
     assert code == 2
-    assert "needs s3fs, which is not installed. Install it: pip install 'fastloop[s3]'" in err
+    assert "needs s3fs, which is not installed. Install it: pip install 'fastloop-train[s3]'" in err
 
 
 @pytest.mark.slow

@@ -297,14 +297,71 @@ def test_packing_logs_little_padding(caplog):
     ("config", "why"),
     [
         ({"model_type": "modernbert", **SIZES, "num_hidden_layers": 3, "local_attention": 8}, "tokens, and sequences have"),
-        ({"model_type": "gpt2", "n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 48}, "cannot be packed"),  # pools the last token
-        ({"model_type": "deberta-v2", **SIZES}, "its attention is 'eager'"),
+        ({"model_type": "gpt2", "n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 48}, "it does not classify by the first token"),
+        ({"model_type": "deberta-v2", **SIZES}, "DebertaV2ForSequenceClassification cannot be packed: it has no selectable attention. Rem"),
     ],
     ids=["sliding window", "pools elsewhere", "own attention"],
 )
 def test_a_model_that_cannot_be_packed_is_refused(config, why):
     with pytest.raises(PluginError, match=why):
         run(config, Packing())
+
+
+QWEN_MOE = {
+    "model_type": "qwen2_moe",
+    **SIZES,
+    "num_key_value_heads": 1,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "num_experts": 4,
+}
+QWEN_MOE |= {"num_experts_per_tok": 2, "use_sliding_window": True, "max_window_layers": 2}
+PHI_MOE = {"model_type": "phimoe", **SIZES, "num_key_value_heads": 1, "num_local_experts": 2}
+LLAMA4 = {
+    "model_type": "llama4_text",
+    **SIZES,
+    "num_key_value_heads": 1,
+    "intermediate_size_mlp": 32,
+    "head_dim": 8,
+    "num_local_experts": 2,
+    "attention_chunk_size": 8,
+}
+MASK_WINDOWS = {"sliding_window: 8": [QWEN_MOE, PHI_MOE], "attention_chunk_size: 8": [LLAMA4]}
+"""Models that limit attention by their mask alone."""
+
+
+@pytest.mark.parametrize("scale", [0.02, 0.2])
+@pytest.mark.parametrize(
+    ("config", "field"),
+    [(config, field) for field, configs in MASK_WINDOWS.items() for config in configs],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
+)
+def test_a_window_that_only_the_mask_has_is_refused(monkeypatch, config, field, scale):
+    window = {"sliding_window": 8} if "sliding" in field else {}
+    monkeypatch.setitem(DECODERS, "window", config | window | {"initializer_range": scale})
+    with pytest.raises(PluginError) as caught:
+        made(DECODERS["window"], Packing())
+    assert "its results change when sequences are packed in one row" in str(caught.value)
+    assert f"these fields may limit attention to fewer: {field}" in str(caught.value)
+
+
+def test_a_window_longer_than_every_sequence_is_packed(monkeypatch):
+    monkeypatch.setitem(DECODERS, "window", QWEN_MOE | {"sliding_window": 40, "initializer_range": 0.2})
+    assert_same(made(DECODERS["window"], Packing()), made(DECODERS["window"]))
+
+
+def test_a_refused_model_stays_as_it_is(monkeypatch):
+    monkeypatch.setitem(DECODERS, "window", QWEN_MOE | {"sliding_window": 8})
+    one = made(DECODERS["window"])
+    model, packing = one.unwrap_model(), Packing()
+    packing.collator = PackedCollator(one.loaders.collators["train"], None)
+    hooks = [len(module._forward_hooks) for module in model.modules()]
+    assert packing.adapt(one, model, model, trial=False) is None
+    assert [len(module._forward_hooks) for module in model.modules()] != hooks
+    model = made(DECODERS["window"]).unwrap_model()
+    assert "its results change" in str(packing.adapt(one, model, model, trial=True))
+    assert model.config._attn_implementation == "sdpa"
+    assert [len(module._forward_hooks) for module in model.modules()] == hooks
 
 
 class Forgetful(Plugin):

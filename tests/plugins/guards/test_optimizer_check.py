@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 from typing import Any
 
 import pytest
@@ -235,3 +236,21 @@ def test_an_optimizer_of_other_tensors_lists_the_parameters_that_it_steps(tiny_r
 def test_a_message_names_five_modules():
     assert by_module(["a.weight", "a.bias", "scale"]) == "a (weight, bias), the model itself (scale)"
     assert by_module(f"{index}.weight" for index in range(9)).endswith("4 (weight) and 4 more modules")
+
+
+@pytest.mark.parametrize("replaced", ["run.model", "run.optimizer", "3 (weight)"])
+def test_what_before_fit_replaces_is_an_error_that_names_the_plugin(tiny_run, replaced):
+    class Late(Plugin):
+        name = "late"
+
+        @hookimpl
+        def before_fit(self, run: Any) -> None:
+            if replaced == "run.model":
+                run.model = copy.deepcopy(run.model)
+            elif replaced == "run.optimizer":
+                run.optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1)
+            else:
+                replace_weight(run.unwrap_model()[3])
+
+    with pytest.raises(PluginError, match=re.escape(f"plugin 'late' replaced {replaced} in before_fit, after the optimizer was built")):
+        tiny_run([Late()], epochs=1)

@@ -80,9 +80,13 @@ class ReplacesLate(Plugin):
     """Replaces a weight when everything is built."""
 
     name = "replaces-late"
+    _replaced = False
 
     @hookimpl
-    def before_fit(self, run: Any) -> None:
+    def before_epoch(self, run: Any) -> None:
+        if self._replaced:
+            return
+        self._replaced = True
         layer = run.unwrap_model()[0]
         layer.weight = nn.Parameter(layer.weight.detach().clone())
 

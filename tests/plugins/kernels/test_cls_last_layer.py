@@ -112,6 +112,30 @@ def test_a_model_that_is_not_made_so_is_refused():
         make_run("text-classification", {"config": model}, DATA, [ClsLastLayer()])
 
 
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("albert", "RuntimeError: output with shape"),
+        ("rembert", "TypeError: attend"),
+        ("roformer", "AttributeError: 'RoFormerSelfAttention' object has no attribute 'config'"),
+        ("squeezebert", "TypeError: .* unexpected keyword argument 'everything'"),
+        ("xlm", "AttributeError: 'MultiHeadAttention' object has no attribute"),
+    ],
+)
+def test_a_model_with_the_names_of_bert_that_computes_otherwise_is_refused(kind, reason):
+    more: dict[str, Any] = {
+        "rembert": {"input_embedding_size": 16},
+        "squeezebert": {"embedding_size": 16},
+        "albert": {"embedding_size": 16},
+    }
+    xlm = {"model_type": "xlm", "emb_dim": 16, "n_layers": 2, "n_heads": 2, "max_position_embeddings": 40}
+    model = xlm if kind == "xlm" else SIZES | OFF | {"model_type": kind} | more.get(kind, {})
+    with pytest.raises(
+        PluginError, match=rf"plugins.cls-last-layer: \w+ is not built like BERT or DistilBERT \({reason}.*\). Leave it out"
+    ):
+        make_run("text-classification", {"config": model}, DATA, [ClsLastLayer()])
+
+
 def test_a_model_that_reads_other_tokens_is_refused():
     class Mean(Plugin):
         name = "mean"

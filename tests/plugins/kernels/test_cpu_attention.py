@@ -16,9 +16,10 @@ import torch
 from text_helpers import make_run
 
 from fastloop.lifecycle import execute
+from fastloop_plugins.data._varlen import head_size
 from fastloop_plugins.data.packing import Packing
 from fastloop_plugins.kernels import _native
-from fastloop_plugins.kernels._cpu_attention import HEAD_SIZES, SOURCE, RowAttention, unavailable
+from fastloop_plugins.kernels._cpu_attention import HEAD_SIZES, SOURCE, RowAttention, attention, unavailable
 from fastloop_plugins.kernels.cls_last_layer import ClsLastLayer
 from fastloop_plugins.kernels.compile import Compile
 from fastloop_plugins.kernels.cpu_attention import CpuAttention
@@ -138,6 +139,50 @@ def test_numbers_that_are_not_finite_are_not_hidden():
 
 
 @needs_kernel
+@pytest.mark.parametrize("size", [16, 64])
+def test_values_of_another_size_keep_the_models_attention(size):
+    """DeepSeek-V3 and MiniCPM3 have such heads. The kernel would read past the values, or leave a part of them out."""
+    torch.manual_seed(0)
+    query, key = (torch.randn(2, 4, 40, 32).bfloat16().requires_grad_() for _ in range(2))
+    value = torch.randn(2, 4, 40, size).bfloat16().requires_grad_()
+    module = torch.nn.Module()
+    module.is_causal = False
+    output, _ = attention("sdpa", module, query, key, value, None, scaling=0.2)
+    right = torch.nn.functional.scaled_dot_product_attention(query, key, value, scale=0.2).transpose(1, 2)
+    assert output.shape == (2, 40, 4, size)
+    torch.testing.assert_close(output, right)
+    found = torch.autograd.grad(output.float().square().sum(), (query, key, value))
+    expected = torch.autograd.grad(right.float().square().sum(), (query, key, value))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"value": torch.zeros(20, 2, 16)}, r"value: found .*\(20, 2, 16\).* expected .*\(20, 2, 32\)"),
+        ({"value": torch.zeros(19, 2, 32)}, r"value: found .*\(19, 2, 32\)"),
+        ({"key": torch.zeros(20, 2, 64), "value": torch.zeros(20, 2, 64)}, "4 heads of 32 and 2 of 64"),
+        ({"key": torch.zeros(20, 3, 32), "value": torch.zeros(20, 3, 32)}, "4 heads of 32 and 3 of 32"),
+        ({name: torch.zeros(20, 4, 48) for name in ("query", "key", "value")}, "4 heads of 48"),
+        ({"query": torch.zeros(20, 4, 32, dtype=torch.float16)}, "query: found torch.float16"),
+        ({"ends": ([0, 12, 21], [0, 12, 20])}, "ends of sequences: .*21.* expected int32 that rises from 0 to 20"),
+        ({"ends": ([0, 12, 20], [0, 25, 20])}, "ends of sequences: .*25"),
+        ({"ends": ([0, 12, 20], [0, 20])}, "ends of sequences: .* 3 numbers"),
+        ({"ends": ([0, 12], [0, 12])}, "from 0 to 20"),
+    ],
+)
+def test_shapes_that_leave_a_tensor_are_refused_before_the_kernel_runs(change, reason, monkeypatch):
+    monkeypatch.setattr("fastloop_plugins.kernels._cpu_attention.load", lambda source: pytest.fail("the kernel was called"))
+    shapes = {"query": (20, 4, 32), "key": (20, 2, 32), "value": (20, 2, 32)}
+    given = {name: change.get(name, torch.zeros(shape)) for name, shape in shapes.items()}
+    tensors = [tensor.bfloat16() if tensor.dtype == torch.float32 else tensor for tensor in given.values()]
+    ends = tuple(torch.tensor(numbers, dtype=torch.int32) for numbers in change.get("ends", ([0, 12, 20], [0, 12, 20])))
+    with pytest.raises(ValueError, match=reason):
+        RowAttention.apply(*tensors, ends, 0.2, 0.0, False)
+
+
+@needs_kernel
 def test_the_number_of_threads_changes_no_bit(monkeypatch):
     torch.manual_seed(0)
     inputs = [torch.randn(300, 4, 32).bfloat16().requires_grad_() for _ in range(3)]
@@ -198,6 +243,30 @@ def test_batches_with_padding_keep_the_models_attention(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(RowAttention, "apply", lambda *given: pytest.fail("the kernel has no mask for padding"))
     assert results(BERT, Amp(dtype="bf16"), CpuAttention()) == results(BERT, Amp(dtype="bf16"))
+
+
+@pytest.mark.parametrize("kind", ["swin", "segformer"])
+def test_a_model_with_heads_of_several_sizes_keeps_its_attention(kind, tmp_path, monkeypatch, caplog):
+    """Swin's config lists the number of heads of each stage, and Segformer's has no hidden_size."""
+    from image_helpers import make_run as image_run
+
+    monkeypatch.chdir(tmp_path)
+    stages = {"depths": [1, 1], "num_heads": [2, 4], "embed_dim": 16, "window_size": 2, "patch_size": 2}
+    if kind == "segformer":
+        stages = {"num_encoder_blocks": 1, "depths": [1], "sr_ratios": [1], "hidden_sizes": [16], "patch_sizes": [3], "strides": [2]}
+        stages |= {"num_attention_heads": [2], "mlp_ratios": [2]}
+    with caplog.at_level(logging.WARNING):
+        made = image_run(model={"config": {"model_type": kind, **stages}}, objects=[Amp(dtype="bf16"), CpuAttention()])
+    assert "cpu-attention: the model's config gives no single head size (of 32, 64, 128): attention stays as it is" in caplog.text
+    assert made.unwrap_model().config._attn_implementation == "sdpa"
+
+
+def test_a_config_with_a_head_size_for_each_layer_gives_none():
+    """Gemma 4's configuration raises an error for an attribute that differs between layers."""
+    from transformers import AutoConfig
+
+    assert head_size(AutoConfig.for_model("gemma4_unified_text")) is None
+    assert head_size(AutoConfig.for_model("llama", hidden_size=64, num_attention_heads=2)) == 32
 
 
 @pytest.mark.parametrize(

@@ -97,10 +97,12 @@ def test_a_second_derivative_of_attention_raises():
         (loss + gradient.square().sum()).backward()
 
 
+@pytest.mark.parametrize("size", [4, 2, 7])
 @pytest.mark.parametrize("heads", [None, 1])
-def test_attention_is_its_own_formula(heads):
+def test_attention_is_its_own_formula(heads, size):
+    """Values may have other sizes than keys, as in DeepSeek-V3."""
     torch.manual_seed(0)
-    query, key, value = (torch.randn(2, 3, 5, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    query, key, value = (torch.randn(2, 3, 5, width, dtype=torch.float64, requires_grad=True) for width in (4, 4, size))
     bias = None if heads is None else torch.randn(2, heads, 1, 5, dtype=torch.float64)
     torch.manual_seed(7)
     mask = (keep_mask((2, 3, 5, 5), 0.2, 8) != 0) / 0.8

@@ -30,6 +30,29 @@ def test_it_serves_the_optimizers_that_torch_fuses(tiny_run, optimizer):
     assert ours.losses == pytest.approx(plain.losses, rel=1e-5)
 
 
+class LateLayer(nn.Module):
+    """Uses one of its layers from the third step on, as layer drop may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.late, self.head, self.steps = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3), 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.steps += self.training
+        hidden = self.first(inputs)
+        scores: torch.Tensor = self.head(self.late(hidden) if self.steps > 2 else hidden)
+        return scores
+
+
+def test_a_weight_may_get_its_first_gradient_late(tiny_run):
+    sgd = {"name": "SGD", "momentum": 0.9, "nesterov": True}
+    plain, ours = (tiny_run(plugins, model=LateLayer(), optimizer=sgd) for plugins in ([], [FusedOptimizer()]))
+    assert ours.losses == pytest.approx(plain.losses, rel=1e-5)
+    with pytest.raises(PluginError, match=r"2 weights get their first gradient in step 3, .* with dampening. Set .*: foreach"):
+        tiny_run([FusedOptimizer()], model=LateLayer(), optimizer={"name": "SGD", "momentum": 0.9, "dampening": 0.1})
+
+
 def test_a_run_goes_on_with_it(tiny_run, tmp_path):
     whole = tiny_run([FusedOptimizer()])
     tiny_run([FusedOptimizer()], max_steps=9, save_every=9, output=tmp_path / "cut")
@@ -85,7 +108,7 @@ def test_8_bits_promise_less_and_need_an_extra(tiny_run):
     needs = [need.missing(plugin, Machine("mps", "", ("fp32",))) for need in plugin.requirements]
     assert needs[0] == "needs a device of type cuda or xpu or cpu; this run is on mps."
     if importlib.util.find_spec("bitsandbytes") is None:
-        with pytest.raises(PluginError, match=r"needs bitsandbytes>=0\.50, which is not installed\..*pip install 'fastloop\[optim8bit\]'"):
+        with pytest.raises(PluginError, match=r"needs bitsandbytes>=0\.50, which is not installed\..*'fastloop-train\[optim8bit\]'"):
             tiny_run([plugin])
 
 

@@ -31,7 +31,7 @@ def test_a_cpu_is_refused(tiny_run, plugin):
 def test_missing_kernel_package_error_has_install_command():
     plugin = Liger()
     said = [need.missing(plugin, A100) for need in plugin.requirements]
-    assert said == [None, "needs liger-kernel>=0.5, which is not installed. Install it: pip install 'fastloop[liger]'"]
+    assert said == [None, "needs liger-kernel>=0.5, which is not installed. Install it: pip install 'fastloop-train[liger]'"]
 
 
 def test_a_device_without_fp8_units_is_refused():

@@ -292,6 +292,22 @@ def language_model(build: Callable[[], nn.Module], *plugins: Any) -> TinyResult:
     return result
 
 
+def test_a_model_that_makes_a_cache_for_each_forward_trains_the_same():
+    """XLM gives the cache to its blocks, without an option to leave it out. Recomputed, they would add each key and value again."""
+    Path("a.csv").write_text("text,label\n" + "".join(f"{('bad', 'good')[i % 2]} film {i},{i % 2}\n" for i in range(24)))
+    model = {"config": {"model_type": "xlm", "emb_dim": 16, "n_layers": 3, "n_heads": 2, "max_position_embeddings": 40}}
+    data = {"files": {"train": "a.csv", "validation": "a.csv"}, "label": "label", "max_length": 16}
+    results = []
+    for objects in ([], [ActivationCheckpointing()]):
+        kept = Kept()
+        run = make_run("text-classification", model | {"tokenizer": {"kind": "word"}}, data, [*objects, kept])
+        results.append((execute(run)["validation"], run.full_state_dict(), kept.bytes))
+    (metrics, weights, plain), (ours, same, less) = results
+    assert metrics == ours
+    assert all(torch.equal(weights[name], same[name]) for name in weights)
+    assert less < 0.7 * plain
+
+
 def test_adapters_train_the_same():
     pytest.importorskip("peft")
     from transformers import AutoConfig, AutoModelForCausalLM

@@ -76,6 +76,27 @@ def test_a_dtype_that_the_device_lacks_is_refused_with_those_it_has():
         Trainer(nn.Linear(8, 3), tiny_data(), batch_size=8, loss=nn.functional.cross_entropy, plugins=[{"amp": {"dtype": "fp16"}}])
 
 
+class AddsByIndex(nn.Module):
+    """Adds the outputs of a layer to a fp32 tensor by index, which torch refuses in two dtypes. DBRX adds its experts so."""
+
+    def __init__(self, broken: bool) -> None:
+        super().__init__()
+        self.layer, self.broken = nn.Linear(8, 3), broken
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.broken:
+            raise RuntimeError("it never computes")
+        return torch.zeros(len(inputs), 3).index_add(0, torch.arange(len(inputs)), self.layer(inputs))
+
+
+def test_a_model_that_fails_under_autocast_only_is_refused_in_the_first_step(tiny_run):
+    with pytest.raises(PluginError, match=r"plugins.amp: AddsByIndex computes in fp32 and fails in bf16: RuntimeError: .* Remove amp."):
+        tiny_run([{"amp": {"dtype": "bf16"}}], model=AddsByIndex(broken=False))
+    with pytest.raises(Exception, match="it never computes") as raised:
+        tiny_run([{"amp": {"dtype": "bf16"}}], model=AddsByIndex(broken=True))
+    assert not isinstance(raised.value, PluginError)
+
+
 def test_fp8_is_refused_with_the_plugin_that_replaces_it(tiny_run):
     with pytest.raises(RecipeError, match=r"plugins\.amp\.dtype: fp8 is .*List 'torchao-fp8', and set dtype: bf16 here"):
         tiny_run([{"amp": {"dtype": "fp8"}}])
@@ -116,3 +137,57 @@ def test_fp16_skips_the_few_steps_that_overflow_and_trains_in_the_others(tiny_ru
     assert run.accelerator.scaler.get_scale() == 2.0 ** (22 - skipped.count)
     assert run.scheduler.last_epoch == 36 - skipped.count
     assert sum(result.losses[-9:]) < 0.9 * sum(result.losses[:9])
+
+
+class KeepsModel(Plugin):
+    """A strategy whose ``prepare`` leaves out autocast, or applies torch's."""
+
+    name, slot, numerics = "keeps-model", "strategy", "bitwise"
+
+    def __init__(self, autocast: bool) -> None:
+        super().__init__()
+        self.autocast = autocast
+
+    @hookimpl
+    def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
+        if self.autocast:
+            model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
+        return model, optimizer
+
+
+def test_a_strategy_that_leaves_out_autocast_is_refused_in_the_first_step(tiny_run):
+    with pytest.raises(PluginError, match=r"plugins\.amp: the first step computed in fp32, because prepare of the strategy 'keeps-model'"):
+        tiny_run([{"amp": {"dtype": "bf16"}}, KeepsModel(False)], epochs=1)
+
+
+def test_a_strategy_may_apply_autocast_itself(tiny_run):
+    dtypes = Dtypes()
+    tiny_run([{"amp": {"dtype": "bf16"}}, KeepsModel(True), dtypes], epochs=1)
+    assert ("forward", torch.bfloat16) in dtypes.seen
+
+
+@pytest.mark.parametrize("hook", ["before_prepare", "before_fit"])
+def test_arguments_of_another_trainer_made_in_a_hook_change_nothing(tiny_run, tmp_path, hook):
+    """``TrainingArguments`` resets the state that all of Accelerate's classes share."""
+    from transformers import TrainingArguments
+
+    made = []
+
+    class ReadsArguments(Plugin):
+        name = "reads-arguments"
+
+        @hookimpl
+        def before_prepare(self) -> None:
+            if hook == "before_prepare":
+                made.append(TrainingArguments(tmp_path, use_cpu=True).device)
+
+        @hookimpl
+        def before_fit(self) -> None:
+            if hook == "before_fit":
+                made.append(TrainingArguments(tmp_path, use_cpu=True).device)
+
+    plain = tiny_run(["amp"], epochs=1)
+    mixed = tiny_run(["amp", ReadsArguments()], epochs=1)
+    assert made
+    assert mixed.trainer.run.accelerator.mixed_precision == "bf16"
+    assert all(torch.equal(mixed.weights[name], plain.weights[name]) for name in plain.weights)

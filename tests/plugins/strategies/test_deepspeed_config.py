@@ -14,13 +14,14 @@ from fastloop.testing import tiny_data
 from fastloop_plugins.strategies.deepspeed import DeepSpeed
 
 
-def check(config: Any = None, train: dict[str, Any] | None = None, **options: Any) -> DeepSpeed:
+def check(config: Any = None, train: dict[str, Any] | None = None, plugins: dict[str, Any] | None = None, **options: Any) -> DeepSpeed:
     """The plugin after ``check_recipe``; ``config`` goes into ds.json."""
     if config is not None:
         Path("ds.json").write_text(config if isinstance(config, str) else json.dumps(config))
         options["config"] = "ds.json"
     plugin = DeepSpeed(**options)
-    plugin.check_recipe(make_recipe({"train": {"batch_size": 16, "lr": 0.01, **(train or {})}}))
+    listed = [{name: given} for name, given in (plugins or {}).items()]
+    plugin.check_recipe(make_recipe({"train": {"batch_size": 16, "lr": 0.01, **(train or {})}, "plugins": listed}))
     return plugin
 
 
@@ -44,6 +45,37 @@ def test_a_json_that_contradicts_the_recipe_is_refused_with_file_key_and_both_va
         check(config, stage=1)
     assert said in str(caught.value)
     assert "ds.json" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "plugins", "said"),
+    [
+        ({"zero_optimization": {"offload_optimizer": {"device": "none"}}}, {"offload_optimizer": True}, {}, "is 'none', and"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, {"offload_optimizer": True}, {}, "is 'nvme', and"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, {"offload_optimizer": False}, {}, "is 'cpu', and"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, {"offload_parameters": False}, {}, "is 'cpu', and"),
+        ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, {}, {}, "offload_param: needs stage 3 or more; the stage is 2"),
+        ({"zero_optimization": {"overlap_comm": True}}, {"overlap_comm": False}, {}, "overlap_comm: is True, and"),
+        ({"zero_optimization": {"reduce_bucket_size": 5}}, {"bucket_size": 6}, {}, "reduce_bucket_size: is 5, and"),
+        ({"zero_optimization": {"allgather_bucket_size": 5}}, {"bucket_size": 6}, {}, "allgather_bucket_size: is 5, and"),
+        ({"scheduler": {"type": "WarmupLR"}}, {}, {}, "scheduler.type: is 'WarmupLR', and the recipe's schedule"),
+        ({"fp16": {"initial_scale_power": 8}}, {}, {"amp": {"init_scale": 65536.0}}, "initial_scale_power: is 8, and"),
+        ({"fp16": {"loss_scale_window": 9}}, {}, {"amp": {"growth_interval": 8}}, "loss_scale_window: is 9, and"),
+    ],
+)
+def test_a_json_that_contradicts_an_option_is_refused(config, options, plugins, said):
+    with pytest.raises(PluginError) as caught:
+        check(config, plugins=plugins, **options)
+    assert f"ds.json: {next(iter(config))}." in str(caught.value)
+    assert said in str(caught.value)
+
+
+def test_a_json_and_options_that_agree_are_taken():
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}, "overlap_comm": False, "reduce_bucket_size": 6}
+    fp16 = {"initial_scale_power": 8}
+    options = {"offload_optimizer": True, "overlap_comm": False, "bucket_size": 6}
+    assert check({"zero_optimization": zero, "fp16": fp16}, plugins={"amp": {"init_scale": 256.0}}, **options).configuration.stage == 2
+    assert check({"zero_optimization": zero, "fp16": fp16}, plugins={"amp": {}}).configuration.stage == 2
 
 
 def test_a_json_that_says_auto_or_the_same_is_taken():
@@ -75,18 +107,6 @@ def test_options_that_cannot_be_together_are_refused(options, train, said):
     with pytest.raises(PluginError) as caught:
         check(None, train, **options)
     assert said in str(caught.value)
-
-
-def test_accelerate_deepspeed_config_is_compared_with_recipe(monkeypatch):
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "3")
-    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
-    assert check(stage=3).configuration.stage == 3
-    with pytest.raises(PluginError, match=r"accelerate's configuration says '3' .*and plugins.deepspeed.stage is '2'"):
-        check(stage=2)
-    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", "other.json")
-    with pytest.raises(PluginError, match=r"says 'other.json' .*and plugins.deepspeed.config is None"):
-        check(stage=3)
 
 
 def test_steps_that_another_plugin_splits_are_refused(tiny_run):

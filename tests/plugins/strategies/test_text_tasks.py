@@ -72,6 +72,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def bf16(*plugins: str) -> dict[str, Any]:
+    """A run of GPT-2 in bf16, whose last norm is outside its blocks."""
+    listed = ["causal-lm", {"amp": {"dtype": "bf16"}}, *plugins]
+    return {"name": f"{' '.join(plugins) or 'plain'} bf16", "recipe": GENERATE, "plugins": listed, "train": TRAIN}
+
+
 def pretrained() -> list[dict[str, Any]]:
     """Runs that start from a plain run's exported model, with and without the meta device."""
     found = []
@@ -92,8 +98,8 @@ def pretrained() -> list[dict[str, Any]]:
 def results(processes: Callable[..., list[ProcessResult]], folder: Path) -> dict[str, dict[str, Any]]:
     """Results by name."""
     two = [run for strategy in STRATEGIES for run in runs(strategy)]
-    one = processes(1, all_of, runs(), folder=folder)[0].result
-    return one | processes(2, all_of, [*two, *pretrained()], folder=folder)[0].result
+    one = processes(1, all_of, [*runs(), bf16()], folder=folder)[0].result
+    return one | processes(2, all_of, [*two, *pretrained(), bf16("fsdp")], folder=folder)[0].result
 
 
 @pytest.mark.parametrize(("strategy", "task"), CASES, ids=str)
@@ -129,6 +135,10 @@ def test_a_model_that_only_the_main_process_holds_is_the_same_model(results, tas
     same(results[f"pretrained {task} True"], results[f"pretrained {task} False"], 0.0)
     assert results["scratch True"]["losses"] == results["fsdp classify"]["losses"]
     assert results["packed True"]["losses"] == results["fsdp packed"]["losses"]
+
+
+def test_a_norm_outside_the_blocks_works_in_bf16(results):
+    same(results["fsdp bf16"], results["plain bf16"], 1e-2, keys=("losses", "metrics"))
 
 
 def test_rows_without_padding_are_the_same_training(results):

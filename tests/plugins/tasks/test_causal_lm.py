@@ -12,6 +12,7 @@ from text_helpers import TINY_GPT, make_run
 from fastloop.errors import RecipeError
 from fastloop.lifecycle import execute
 from fastloop_plugins.datasets.stdlib_source import stdlib_source
+from fastloop_plugins.tasks._lm_batches import block_sequences
 
 MODEL = {"config": TINY_GPT, "tokenizer": {"kind": "bpe", "vocab_size": 300}}
 DATA = {"files": {"train": "train.txt", "validation": "train.txt"}, "max_length": 16}
@@ -100,7 +101,7 @@ def test_padding_to_max_length_pads_the_short_last_block():
 def test_a_split_of_less_than_two_tokens_has_nothing_to_learn():
     run = make_run("causal-lm", MODEL, DATA)
     with pytest.raises(RecipeError, match=r"recipe.yaml: data: the test split has no two tokens"):
-        run.plugins.plugins[0]._blocks("test", [" "])
+        block_sequences(run.plugins.plugins[0].data.where, "test", [" "], 8)
 
 
 def test_an_encoder_is_refused_as_a_language_model():

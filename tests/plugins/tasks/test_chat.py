@@ -18,7 +18,9 @@ from torch.nn.functional import cross_entropy
 from fastloop.errors import RecipeError
 from fastloop.lifecycle import execute
 from fastloop_plugins.data.packing import Packing
-from fastloop_plugins.tasks._chat_tokens import CHATML, chat_ids, encode_rows
+from fastloop_plugins.tasks._chat_rows import Chat, read_chat
+from fastloop_plugins.tasks._chat_template import CHATML, ChatRenderer
+from fastloop_plugins.tasks._chat_tokens import encode_rows
 from fastloop_plugins.tasks._lm_batches import MaskedSequences
 
 GPT = TINY_GPT | {"n_positions": 64, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -26,6 +28,7 @@ MODEL = {"config": GPT, "tokenizer": {"kind": "bpe", "vocab_size": 300}}
 DATA = {"files": {"train": "chats.jsonl", "validation": "chats.jsonl"}, "messages": "messages", "max_length": 64}
 CHATS = DATA | {"chat_template": "chatml"}
 TRL = json.loads((Path(__file__).parent / "trl_masks.json").read_text(encoding="utf-8"))["cases"]
+FORMS = [["messages"], ["conversations"], ["instruction", "input", "output"]]
 UNMARKED = CHATML.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 
 
@@ -58,13 +61,19 @@ def byte_tokenizer(template: str | None, marks: list[str]) -> Any:
     return made
 
 
-@pytest.mark.parametrize("name", ["chatml", "llama3", "phi3", "completion"])
+def chat_ids(tokenizer: Any, messages: list[dict[str, Any]], train_on: str, where: Any) -> tuple[list[int], list[int]]:
+    return ChatRenderer(tokenizer, train_on).encode(Chat(messages), where)
+
+
+@pytest.mark.parametrize("name", TRL)
 def test_the_mask_is_that_of_trl(name):
     case = TRL[name]
-    tokenizer = byte_tokenizer(CHATML if name == "chatml" else case["template"], case["marks"])
+    tokenizer = byte_tokenizer(case["template"] or CHATML, case["marks"])
     for row in case["rows"]:
-        text = json.dumps(row["messages"] if "messages" in row else [row["prompt"], row["completion"]])
-        end = [] if "messages" in row else [tokenizer.eos_token_id]
+        given = row.get("row", row)
+        columns = next((names for names in FORMS if names[0] in given), [])
+        text = read_chat(given, columns).dumps() if columns else json.dumps([row["prompt"], row["completion"]])
+        end = [] if columns else [tokenizer.eos_token_id]
         (signed,) = encode_rows(tokenizer, [text], end, {"train_on": "assistant"}, str)
         assert [max(token, ~token) for token in signed] == row["ids"]
         assert "".join(str(int(token >= 0)) for token in signed) == row["mask"]
@@ -213,7 +222,7 @@ def test_conversations_come_from_parquet_and_from_a_function():
     [
         ("hello", r"chats.jsonl, row 2: column 'messages' \(data.messages\) holds 'hello' \(str\), expected a list of messages"),
         ([], r"row 2: .* holds \[\] \(list\)"),
-        ([{"from": "human", "value": "a"}], "row 2: .* has as message 1 .* expected a mapping with role and content"),
+        ([{"name": "human", "value": "a"}], "row 2: .* has as message 1 .* expected a mapping with role and content"),
         ([{"role": "user", "content": 3}], "row 2: .* has as message 1 one whose content holds 3"),
         ([{"role": "user", "content": "\ud800"}], "row 2: .* half of a UTF-16 pair"),
     ],
@@ -236,7 +245,10 @@ def test_a_row_that_is_no_conversation_is_named(row, problem):
         (CHATS | {"text": "text"}, "data: found text and messages, expected one of them"),
         (CHATS | {"prompt": "a"}, "data: found messages and prompt, expected one of them"),
         (DATA | {"messages": None, "completion": "a"}, "data.prompt: missing. Expected the names of both columns"),
-        (DATA | {"messages": None, "train_on": "all"}, "data.train_on: it is for conversations, and data.messages is not there"),
+        (
+            DATA | {"messages": None, "text": "messages", "train_on": "all"},
+            "data.train_on: it is for conversations, and data.messages is not there",
+        ),
         (CHATS | {"files": {"train": "a.csv"}}, "a.csv: data.messages needs a file of type .jsonl, .json or .parquet"),
     ],
 )

@@ -247,7 +247,8 @@ def broken(name: str) -> None:
         shutil.copytree(images / "validation", images / "val")
     elif name == "empty class":
         (images / "train" / "yellow").mkdir()
-        (images / "train" / "yellow" / "notes.txt").write_text("no image")
+        for file in ("notes.txt", "1.heic", "2.HEIC"):
+            (images / "train" / "yellow" / file).write_text("no image")
     elif name == "class not in train":
         write_image(images / "test" / "yellow" / "1.png", (200, 200, 0))
     elif name == "image beside classes":
@@ -265,7 +266,7 @@ def broken(name: str) -> None:
     [
         ("no train", r"images: there is no folder 'train' to train on\. There are: test, training, validation"),
         ("unknown split", r"images: unknown split 'val'\. Expected one of: test, train, validation\. .*data\.splits\.validation=val"),
-        ("empty class", r"images/train/yellow: the class 'yellow' has no images"),
+        ("empty class", r"images/train/yellow: the class 'yellow' has no images .*\. Found there: \.heic 2, \.txt 1\. Add or convert"),
         ("class not in train", r"images/test/yellow: the class 'yellow' is not in train, which has: blue, green, red"),
         ("image beside classes", r"images/train/1\.png: an image outside of the folders of classes\. Expected train/CLASS/1\.png"),
         ("no classes", r"images/test: holds no folder of a class\. Expected test/CLASS/IMAGE"),
@@ -320,7 +321,7 @@ def test_other_names_of_splits_and_a_limit(caplog):
         Path("images/train/red", name).write_text("no image")
     run = make_run("data.splits={validation: val, test: null}", "data.limit={train: 10}")
     assert {split: len(dataset) for split, dataset in run.datasets.items()} == {"train": 10, "validation": 15}
-    assert "2 files that are no images are ignored, such as images/train/red/.hidden.png" in caplog.text
+    assert "2 files that are no images are ignored (.txt 1, hidden 1), such as images/train/red/.hidden.png" in caplog.text
     assert "data: train 10, validation 15; images of each class in train: blue " in caplog.text
 
 
@@ -352,13 +353,48 @@ def damage(path: str) -> None:
 
 
 @pytest.mark.parametrize("plugins", [[], [WORKERS]], ids=["no workers", "workers"])
-def test_truncated_image_is_named(plugins):
+def test_truncated_image_is_named(plugins, monkeypatch):
+    monkeypatch.setattr("fastloop_plugins.tasks._image_batches.TRIED", 1)
     write_images(Path("images"))
     damage("images/train/red/01.png")
     with pytest.raises(
         DataError, match=r"reading a batch failed: ValueError: images/train/red/01\.png: cannot be read as an image: .*skip-un"
     ):
         watched(plugins=plugins)
+
+
+@pytest.mark.parametrize("suffix", ["png", "jpg"])
+def test_damaged_images_end_the_run_before_training(suffix):
+    write_images(Path("images"))
+    for name in ("train/red/01.png", "test/blue/03.png"):
+        path = Path("images", name)
+        Image.open(path).resize((200, 200)).save(path.with_suffix(f".{suffix}"))
+        damage(str(path.with_suffix(f".{suffix}")))
+        if suffix != "png":
+            path.unlink()
+    with pytest.raises(RecipeError) as caught:
+        make_run()
+    first, _, rest = str(caught.value).partition(": cannot be read as an image: ")
+    assert first in (f"images/train/red/01.{suffix}", f"images/test/blue/03.{suffix}")
+    assert rest.endswith("skip-unreadable. 1 more of the 69 images that were tried cannot be read.")
+    assert not Path("out").exists()
+
+
+def test_few_of_many_images_are_decoded_before_training(monkeypatch):
+    from fastloop_plugins.tasks import _image_batches
+
+    write_images(Path("images"))
+    found: list[Path] = []
+    monkeypatch.setattr(_image_batches, "read_image", lambda path, small: found.append(path))
+    splits = make_run().datasets.values()
+    assert len(found) == 69
+    size = sum(path.stat().st_size for path in found)
+    for limits, expected in (((10, 2**26), 10), ((4096, size // 3 + 1), 23)):
+        found.clear()
+        for name, value in zip(("TRIED", "TRIED_BYTES"), limits, strict=True):
+            monkeypatch.setattr(_image_batches, name, value)
+        _image_batches.check_images(dataset.files for dataset in splits)
+        assert len(found) == expected
 
 
 def test_unreadable_images_are_skipped_with_the_plugin(caplog):
@@ -387,6 +423,15 @@ def test_images_of_all_modes_are_red_green_and_blue():
     rotated[0x0112] = 6  # to be shown rotated by 90 degrees
     colored.save("rotated.jpg", exif=rotated)
     assert read_image(Path("rotated.jpg")).size == (2, 3)
+    levels = np.arange(0, 2**16, 2**10, dtype=np.uint16).reshape(8, 8)
+    Image.fromarray(levels).save("gray.png")
+    Image.fromarray(levels).save("gray.tiff")
+    assert (np.asarray(read_image(Path("gray.png"))) == (levels >> 8)[..., None]).all()
+    with pytest.raises(ValueError, match=r"gray\.tiff: .*its pixels have mode I;16, expected 8 bits a channel: convert it"):
+        read_image(Path("gray.tiff"))
+    frames = [colored, Image.new("RGB", (3, 2), "blue")]
+    frames[0].save("moving.gif", save_all=True, append_images=frames[1:])
+    assert read_image(Path("moving.gif")).tobytes() == colored.tobytes()
     colored.convert("F").save("float.tiff")
     with pytest.raises(ValueError, match=r"float\.tiff: .*its pixels have mode F, expected 8 bits a channel"):
         read_image(Path("float.tiff"))
@@ -472,6 +517,26 @@ def test_a_checkpoint_keeps_its_head_for_its_classes_only(caplog):
     assert other.unwrap_model().config.id2label == {0: "apple", 1: "pear", 2: "plum"}
 
 
+def test_a_model_whose_config_counts_its_classes_itself(cli):
+    """PVT's configuration has ``num_labels`` as an option, 1000 by default, and no ``id2label``."""
+    sizes = {"depths": [1, 1], "hidden_sizes": [16, 16], "patch_sizes": [4, 2], "strides": [4, 2], "mlp_ratios": [2, 2], "image_size": 16}
+    config = {"model_type": "pvt", "num_encoder_blocks": 2, "sequence_reduction_ratios": [2, 1], "num_attention_heads": [1, 2], **sizes}
+    summary = execute(make_run(model={"config": config}, epochs=1))
+    exported = json.loads(Path("out/model/config.json").read_text())
+    assert exported["num_labels"] == 3
+    assert list(exported["id2label"].values()) == sorted(COLORS)
+    code, _, err = cli("evaluate", "out", "--json", "found.json")
+    assert (code, json.loads(Path("found.json").read_text())["metrics"]) == (0, summary["test"]), err
+
+
+def test_micro_batches_of_one_image_are_refused_where_batch_norm_needs_two():
+    """The last stage of this ResNet has one pixel."""
+    small = {"data": {"image_size": 8}, "model": RESNET}
+    with pytest.raises(RecipeError, match=r"train\.micro_batch_size: found 1: ResNet.* more than 1 value per channel.* Use .* two samples"):
+        make_run("train.micro_batch_size=1", **small)
+    make_run("train.micro_batch_size=2", **small)
+
+
 def test_initial_weights_of_a_file():
     run = make_run(model=RESNET, data={"image_size": 32})
     torch.save(run.unwrap_model().state_dict(), "weights.pt")
@@ -503,7 +568,7 @@ def test_missing_pillow_is_an_error_with_the_command(monkeypatch):
         return installed(name)
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    with pytest.raises(UsageError, match=r"needs pillow>=11, which is not installed\. Install it: pip install 'fastloop\[vision\]'"):
+    with pytest.raises(UsageError, match=r"needs pillow>=11, which is not installed\. Install it: pip install 'fastloop-train\[vision\]'"):
         make_run()
 
 

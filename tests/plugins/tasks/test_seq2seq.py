@@ -225,10 +225,21 @@ def test_long_targets_are_cut_before_their_end_token_and_counted(caplog):
     with caplog.at_level(logging.WARNING, "fastloop"):
         run = make_run("seq2seq", MODEL, DATA | {"files": {"train": "rows.jsonl"}, "validation_fraction": 0})
     assert caplog.text.count("data: train: 2 of 22 targets are cut at 12 tokens (data.max_target_length)") == 1
+    assert "inputs are cut" not in caplog.text
     tokenizer, dataset = task_of(run).text_model.tokenizer, run.datasets["train"]
     whole = tokenizer("x y z " * 9)["input_ids"]
     assert dataset[20]["labels"].tolist() == whole[:11] + whole[-1:]
     assert dataset[19]["labels"].tolist() == tokenizer(ROWS[19]["short"])["input_ids"]
+
+
+def test_inputs_that_are_cut_are_counted(caplog):
+    write([{"text": "w " * count, "short": "x y"} for count in (3, 9, 4, 40)])
+    data = DATA | {"files": {"train": "rows.jsonl"}, "validation_fraction": 0, "max_length": 8}
+    with caplog.at_level(logging.WARNING, "fastloop"):
+        run = make_run("seq2seq", MODEL, data)
+    long = sum(len(task_of(run).text_model.tokenizer("w " * count)["input_ids"]) > 8 for count in (3, 9, 4, 40))
+    assert f"data: train: {long} of 4 inputs are cut at 8 tokens (data.max_length): {long / 4:.1%}" in caplog.messages
+    assert 0 < long < 4
 
 
 def test_the_token_cache_gives_the_same_samples(caplog):

@@ -233,6 +233,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "fraction": ({"validation_fraction": 0.1}, "data.validation_fraction: cannot hold with data.streaming"),
     "read": ({"read": {"encoding": "cp1252"}}, "data.read: cannot hold with data.streaming"),
     "classes": ({"label_type": "classes"}, "data.label_type=classes: cannot hold with data.streaming"),
+    "label_map": ({"label_map": {"-": None}}, "data.label_map: cannot hold with data.streaming: null leaves out rows"),
     "mix": ({"mix": [1.0, 2.0]}, r"data.mix: found \[1.0, 2.0\] for 1 entries of data.files.train"),
     "no files": ({"files": None, "name": "somewhere"}, "data.streaming: it reads data.files.train"),
     "json": ({"files": {"train": "rows.json"}}, "rows.json: cannot be streamed. Expected files of type .parquet, .tar, .jsonl, .csv, .tsv"),

@@ -14,6 +14,7 @@ import fsspec
 import pyarrow
 import pytest
 from checkpoint_helpers import tokenizer
+from pyarrow import parquet
 from streaming_helpers import NAMES, classify, ids_by_step, loader, record_readers, samples_of, write_lines, write_parquet
 from text_helpers import rows
 
@@ -166,6 +167,47 @@ def test_files_that_cannot_be_read_are_named_at_the_start():
         Path(name).write_text(content)
         with pytest.raises(RecipeError, match=message):
             classify(name)
+
+
+def damage(path: str, group: int = 5) -> None:
+    """Change bytes in the page of texts of a row group."""
+    columns = parquet.ParquetFile(path).metadata.row_group(group)
+    column = next(columns.column(index) for index in range(columns.num_columns) if columns.column(index).path_in_schema == "text")
+    content = bytearray(Path(path).read_bytes())
+    end = (column.dictionary_page_offset or column.data_page_offset) + column.total_compressed_size
+    for place in range(end - 40, end):
+        content[place] ^= 0xFF
+    Path(path).write_bytes(content)
+
+
+def test_a_damaged_page_found_at_the_start_is_named():
+    damage(path := write("a.parquet", table()))
+    with pytest.raises(RecipeError, match=r"^a\.parquet: cannot be read as \.parquet: .*[^.]\.$"):
+        classify(path, streaming=None)
+    with pytest.raises(DataError, match=r"^a\.parquet: row group at 5 cannot be read: .*[^.]\. The file is damaged") as caught:
+        classify(path)
+    assert caught.value.__cause__ is None  # else the command line prints its traceback
+
+
+@pytest.mark.parametrize("streaming", [True, None])
+def test_a_page_with_another_checksum_is_refused(streaming):
+    """Without compression, a changed page is readable text."""
+    names = pyarrow.Table.from_pylist(table())
+    parquet.write_table(names, "a.parquet", row_group_size=20, compression="none", write_page_checksum=True, use_dictionary=False)
+    damage("a.parquet")
+    with pytest.raises((DataError, RecipeError), match=r"a\.parquet: .*CRC checksum verification failed"):
+        classify("a.parquet", streaming=streaming)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_page_that_is_damaged_while_training_is_named(workers):
+    run = classify(path := write("a.parquet", table()))
+    damage(path)
+    read = loader(run, workers=workers)
+    with pytest.raises(DataError, match=r"^a\.parquet: row group at 5 cannot be read: .*[^.]\. The file is damaged[^\n]*$") as caught:
+        list(read.batches())
+    read.close()
+    assert caught.value.__cause__ is None
 
 
 @pytest.mark.slow

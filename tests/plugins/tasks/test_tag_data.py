@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,32 @@ def test_conll_files(content):
     assert load(write("a.conll", content)) == TWO
     assert load(write("a.txt", content), format="conll") == TWO
     assert load(write("a.tsv", content), format="conll") == TWO
+
+
+@pytest.mark.parametrize(
+    ("content", "comments"),
+    [
+        ("# sent_id = 1\n# text = EU rejects\nEU\tB-ORG\nrejects\tO\n\n# sent_id = 2\nPeter\tB-PER\n", 3),
+        ("# sent_id = 1\nEU NNP B-NP B-ORG\nrejects VBZ B-VP O\n\n# newdoc\n#\nPeter NNP B-NP B-PER\n", 3),
+        ("#begin document (a); part 000\n\nEU B-ORG\nrejects O\n\nPeter B-PER\n\n#end document\n", 2),
+    ],
+    ids=["conll-u", "as many columns as a word", "conll-2012"],
+)
+def test_comments_of_conll_files_are_no_words(content, comments, caplog):
+    caplog.set_level(logging.INFO, "fastloop")
+    assert load(write("a.conll", content)) == TWO
+    assert f"a.conll: {comments} lines are comments, the first is line 1" in caplog.messages
+    assert list(tag_data("a.conll").sentences(Path("a.conll"))) == [words for words, _ in TWO]
+
+
+def test_a_word_that_begins_with_a_hash_is_no_comment(caplog):
+    caplog.set_level(logging.INFO, "fastloop")
+    for separator in ("\t", " "):
+        lines = [("#", "O"), ("1", "B-PER"), None, ("#eu", "B-ORG"), ("#", "O")]
+        content = "\n".join("" if line is None else separator.join(line) for line in lines)
+        assert load(write("a.conll", content)) == [(["#", "1"], ["O", "B-PER"]), (["#eu", "#"], ["B-ORG", "O"])]
+    assert "comments" not in caplog.text
+    assert "a.conll, line 3: found 1 columns, expected 2, as in line 1." in refusal(write("a.conll", "EU B-ORG\n\n#eu\n"))
 
 
 def test_other_columns_of_a_conll_file():

@@ -105,6 +105,27 @@ def test_a_scheme_must_fit_the_tags():
         make(write_splits(), task={"scheme": "IOE1"})
 
 
+IOB1 = [{"words": ["EU", "rejects", "German", "Dutch"], "tags": ["I-ORG", "O", "I-MISC", "B-MISC"]}] * 4
+IOB2 = [{"words": ["EU", "rejects", "German", "Dutch"], "tags": ["B-ORG", "O", "B-MISC", "I-MISC"]}] * 4
+LOST = "tagged words belong to no entity of"
+
+
+@pytest.mark.parametrize(("rows", "scheme", "other"), [(IOB1, "IOB2", "IOB1"), (IOB2, "IOB1", "IOB2")])
+def test_tags_that_do_not_follow_the_scheme_are_counted_and_the_scheme_they_follow_is_named(rows, scheme, other, caplog):
+    data = {"files": {"train": write_jsonl("t.jsonl", rows)}, "max_length": 16, "validation_fraction": 0}
+    make(data, task={"scheme": scheme})
+    (line,) = [line for line in caplog.messages if LOST in line]
+    example = rows[0]["tags"][0]
+    assert line == (
+        f"data: train: 8 of 12 {LOST} {scheme}, and metrics leave them out, such as {example!r} after the beginning of a sentence. "
+        f"The tags follow {other}: plugins.token-classification.scheme={other}"
+    )
+    caplog.clear()
+    for fits in (other, None):
+        make(data, task={"scheme": fits})
+    assert LOST not in caplog.text
+
+
 def test_parts_of_speech_have_accuracy_alone(caplog, cli):
     write_jsonl("pos.jsonl", [{"words": ["dogs", "bark"], "tags": ["NOUN", "VERB"]}] * 8)
     run = trained(

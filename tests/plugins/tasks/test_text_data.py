@@ -74,12 +74,25 @@ def test_files_replace_dataset_of_shipped_recipe_with_a_message(caplog):
     assert "files are given, so data.name (imdb) is not used" in caplog.text
 
 
-def test_txt_gives_paragraphs_or_else_lines():
+def test_txt_gives_paragraphs_or_else_lines(caplog):
+    caplog.set_level(logging.INFO, "fastloop")
     Path("paragraphs.txt").write_text("one\ntwo\n\n\nthree\n")
     Path("lines.txt").write_text("one\ntwo\nthree\n")
     found = read(labelled=False, files={"train": "paragraphs.txt", "validation": "lines.txt"}).load()
     assert found["train"].texts == ["one\ntwo", "three"]
     assert found["validation"].texts == ["one", "two", "three"]
+    blank = "The 2 blank lines between them are not kept: an end token follows each text"
+    assert f"paragraphs.txt: read as 2 paragraphs, each a text of its own. {blank}" in caplog.messages
+    assert "lines.txt: read as 3 lines, each a text of its own" in caplog.messages
+
+
+def test_many_files_do_not_fill_the_log(caplog):
+    caplog.set_level(logging.INFO, "fastloop")
+    for number in range(20):
+        Path(f"{number}.txt").write_text("one\n\ntwo\n")
+    read(labelled=False, files={"train": "*.txt"}, validation_fraction=0).load()
+    assert sum("read as 2 paragraphs" in line for line in caplog.messages) == 8
+    assert "data: and 12 more lines such as these, of other files" in caplog.messages
 
 
 def test_lists_and_patterns_of_files_are_read_together():
@@ -140,7 +153,7 @@ def test_validation_split_is_held_out_with_a_message(caplog):
     assert {*first["train"].texts, *first["validation"].texts} == {row["text"] for row in rows(40)}
     assert first["validation"].texts == again["validation"].texts
     assert set(first["validation"].labels) == {0, 1}
-    assert "25% of train held out" in caplog.text
+    assert "25% of train, of each class, held out" in caplog.text
 
 
 def test_no_held_out_share_is_no_evaluation():

@@ -69,6 +69,13 @@ def test_the_output_is_that_of_transformers_to_the_bit(name, lengths, attention)
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)
+def test_a_model_that_pads_rows_itself_masks_that_padding(lengths, monkeypatch):
+    """Longformer pads rows of 12 tokens to 16, a multiple of its window."""
+    monkeypatch.setitem(MODELS, "longformer", {"model_type": "longformer", "attention_window": 8, **SMALL, "initializer_range": 0.2})
+    test_the_output_is_that_of_transformers_to_the_bit("longformer", lengths, "eager")
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("name", MODELS)
 def test_attention_gets_the_mask_that_transformers_gives_it(name, lengths, masks):
     ids, mask = batch(LENGTHS[lengths])

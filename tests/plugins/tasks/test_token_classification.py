@@ -321,7 +321,7 @@ def test_a_missing_extra_is_an_error_with_the_command(monkeypatch):
         return real(name)
 
     monkeypatch.setattr(metadata, "version", version)
-    with pytest.raises(PluginError, match=r"needs seqeval>=1.2.2.*pip install 'fastloop\[token-classification\]'"):
+    with pytest.raises(PluginError, match=r"needs seqeval>=1.2.2.*pip install 'fastloop-train\[token-classification\]'"):
         make(write_splits())
 
 

@@ -370,7 +370,7 @@ def test_a_missing_extra_names_the_command(tuned, monkeypatch):
         return version(name)
 
     monkeypatch.setattr(metadata, "version", missing)
-    with pytest.raises(PluginError, match=r"needs bitsandbytes>=0\.50, which is not installed\. .*pip install 'fastloop\[qlora\]'"):
+    with pytest.raises(PluginError, match=r"needs bitsandbytes>=0\.50, which is not installed\. .*pip install 'fastloop-train\[qlora\]'"):
         built(tuned())
     needs = [need.missing(LoRA(quantize="nf4"), Machine("mps", "", ("fp32",))) for need in LoRA.requirements]
     assert needs[1] == "needs a device of type cpu or cuda or xpu; this run is on mps."

@@ -1,18 +1,22 @@
-"""The private names of torch that the core uses are there: see ``fastloop.data.workers``."""
+"""The private names of torch that ``_watched_loader`` and ``fastloop.data.seeding`` use are there."""
 
 from __future__ import annotations
 
 import torch
 from torch.utils.data import DataLoader
+from torch.utils.data._utils import worker
 
-from fastloop.data.workers import CHECKED_WITH, PRIVATE, PRIVATE_OF_ITERATOR
+from fastloop_plugins.data._watched_loader import CHECKED_WITH, PRIVATE, PRIVATE_OF_ITERATOR
 
 
 def gone(name: str) -> str:
-    return f"torch {torch.__version__} has no {name}, which fastloop.data.workers uses since torch {CHECKED_WITH}. Adapt that file."
+    return (
+        f"torch {torch.__version__} has no {name}, which fastloop uses since torch {CHECKED_WITH}. Adapt _watched_loader.py or seeding.py."
+    )
 
 
 def test_torch_has_the_private_names_that_watch_workers():
+    assert hasattr(worker, "_worker_info"), gone("worker._worker_info")
     for owner, names in PRIVATE.items():
         for name in names:
             assert hasattr(owner, name), gone(f"{owner.__name__}.{name}")

@@ -1,0 +1,260 @@
+"""Train a tiny model of every architecture of transformers, check it against plain PyTorch, and write docs/architectures.md.
+
+    python benchmarks/architectures.py                        # every architecture; 45 minutes on one core
+    python benchmarks/architectures.py --sample               # a few of them, for CI; writes no page
+    python benchmarks/architectures.py --only llama bert      # these types of models, for all tasks; writes no page
+    python benchmarks/architectures.py --again                # forget the results of an interrupted run
+
+The models are those of transformers' Auto classes, with random weights that make attention matter. Each has two layers and 64 features,
+or little more. They train for three steps on texts of 1 to 22 words, or on images of 64 pixels, on a CPU and without dropout. A sliding
+window has 8 tokens. Tokenizers pad on the side on which the architecture's own tokenizer pads. Each column is one check:
+
+- *hand-written loop*: losses and weights of a run without plugins equal those of a loop in plain PyTorch;
+- *micro-batches*: micro-batches of one sample give the result of a whole batch;
+- a plugin: a run with it alone gives the result of the run without it. `attention` chooses its implementation itself, and *eager* is its
+  option. `length-bucketing` gets batches of all samples, and `cpu-attention` is compared with `amp` alone;
+- `amp` in bf16 has the losses of plain PyTorch under autocast;
+- *auto*: the run trains, and its last validation loss is within 3% of the run without plugins, or of one with `amp` alone. *auto, dropout*
+  trains with dropout of 0.1. Its validation loss is within 3% of plain PyTorch's with the same weights under autocast;
+- *resume*: a run that is stopped after two steps and resumed has the weights of one that is not, bit for bit;
+- *predict*: predictions in batches equal those of plain PyTorch for one sample at a time.
+
+Losses may differ by 1e-4 and weights by 1% of their change in training. In bf16, a loss may differ by 10%. Few
+models differ more: those that draw random numbers in training, such as PhiMoE, and those in which rounding grows fast, such as MobileNet.
+For them the limit is four times the difference of two plain loops, with two seeds, and with weights that differ by 1e-6 (relative).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from _measure import ROOT, version
+from _plain_loops import TASKS
+from _tiny_models import MAPPINGS
+
+TABLE = ROOT / "docs" / "architectures.md"
+RESULTS = ROOT / "build" / "architectures.jsonl"
+"""The finished checks: a line for each, so that an interrupted run continues."""
+PATIENCE = 180.0
+"""Seconds for one check. Most take less than one; the first of a worker imports its libraries."""
+BAD = ("WRONG", "ERROR")
+SAMPLE = (
+    ("text-classification", "distilbert"),
+    ("text-classification", "gpt2"),
+    ("token-classification", "bert"),
+    ("causal-lm", "mixtral"),
+    ("seq2seq", "t5"),
+    ("image-classification", "vit"),
+)
+
+Pair = tuple[str, str]
+Result = dict[str, str]
+
+
+def every_pair() -> list[Pair]:
+    """The tasks and types of models that transformers' lists name."""
+    from transformers.models.auto import modeling_auto
+
+    return [(name, kind) for name, task in TASKS.items() for kind in getattr(modeling_auto, MAPPINGS[task.auto])]
+
+
+class Worker:
+    """A process that checks pairs. A crash, or a check that takes too long, ends it; the next check starts another.
+
+    Args:
+        serve: The function of the process: see ``_architecture_checks.serve``.
+    """
+
+    def __init__(self, serve: Callable[[Any], None]) -> None:
+        self.serve = serve
+        self.process: Any = None
+
+    def start(self) -> None:
+        """Start the process, unless it runs."""
+        if self.process is not None and self.process.is_alive():
+            return
+        context = multiprocessing.get_context("spawn")
+        self.pipe, other = context.Pipe()
+        self.process = context.Process(target=self.serve, args=(other,))
+        self.process.start()
+        other.close()
+
+    def check(self, pair: Pair, names: Sequence[str]) -> Iterator[Result]:
+        """The results of these checks. Checks after one that ended the process run in a new one."""
+        left = [*names]
+        while left:
+            self.start()
+            self.pipe.send((*pair, left))
+            try:
+                while self.pipe.poll(PATIENCE):
+                    if (answer := self.pipe.recv()) is None:
+                        return
+                    name, outcome, detail = answer
+                    left = left[left.index(name) + 1 :] if name in left else []
+                    yield {"check": name, "outcome": outcome, "detail": detail}
+                problem = f"no result in {PATIENCE:.0f} seconds"
+            except EOFError:
+                self.process.join()
+                problem = f"the process ended with {self.process.exitcode}"
+            self.process.kill()
+            yield {"check": left.pop(0), "outcome": "ERROR", "detail": problem}
+
+    def stop(self) -> None:
+        """End the process."""
+        if self.process is not None:
+            self.process.kill()
+
+
+def study(worker: Worker, pair: Pair, done: Sequence[Result], record: Callable[[Result], None]) -> list[Result]:
+    """Run the checks of a pair that are not done, record and print them, and return all results."""
+    from _architecture_checks import columns
+
+    finished = {result["check"] for result in done}
+    missing = [] if "model" in finished or (done and not is_accepted(done)) else [name for name in columns(pair[0]) if name not in finished]
+    found = [*done]
+    for result in worker.check(pair, missing):
+        found.append(result)
+        record({"task": pair[0], "kind": pair[1], **result})
+    bad = [f"{result['check']}: {result['outcome']} {result['detail']}" for result in found if result["outcome"] in BAD]
+    print(f"{pair[0]:20} {pair[1]:24} {len(found)} checks", *bad, sep="\n    ", flush=True)
+    return found
+
+
+def write_result(result: Result) -> None:
+    """Add a line to ``RESULTS``."""
+    with RESULTS.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(result) + "\n")
+
+
+def read_results() -> dict[Pair, list[Result]]:
+    """The finished checks of earlier runs."""
+    found: dict[Pair, list[Result]] = {}
+    for line in RESULTS.read_text(encoding="utf-8").splitlines() if RESULTS.exists() else ():
+        result = json.loads(line)
+        found.setdefault((result.pop("task"), result.pop("kind")), []).append(result)
+    return found
+
+
+# -- the page ----------------------------------------------------------------------------------------------------------
+
+
+def is_accepted(results: Iterable[Result]) -> bool:
+    """Whether the task accepts the architecture: its tiny model is built, and a run without plugins is not refused."""
+    outcomes = {result["check"]: result["outcome"] for result in results}
+    return "model" not in outcomes and outcomes.get("hand-written loop") != "refused"
+
+
+def page(found: dict[Pair, list[Result]]) -> str:
+    """The text of docs/architectures.md."""
+    accepted = {pair: results for pair, results in found.items() if is_accepted(results)}
+    counts = Counter(result["outcome"] for results in accepted.values() for result in results)
+    trains = sum(result["outcome"] == "ok" for results in accepted.values() for result in results if result["check"] == "auto")
+    whole = sum(all(result["outcome"] not in BAD for result in results) for results in accepted.values())
+    versions = f"transformers {version('transformers')} and torch {version('torch')}"
+    text = [
+        "# Architectures",
+        "",
+        f"Generated by `make architectures` ({Path(__file__).name}) with {versions}.",
+        "",
+        f"**{len(accepted)} pairs of a task and an architecture: {trains} train with `auto`, and {whole} pass every check.** "
+        f"{counts.total()} checks: {counts['ok']} equal, {counts['refused']} refused with a reason, {counts['warned']} different with a "
+        f"warning, {counts['WRONG']} different without one, {counts['ERROR']} with another error.",
+        "",
+        __doc__.partition("interrupted run\n")[2].strip(),
+        "",
+        "A number in brackets is a reason below the tables.",
+        "",
+    ]
+    reasons: list[str] = []
+    for task in TASKS:
+        pairs = {kind: results for (name, kind), results in accepted.items() if name == task}
+        text += [f"## {task}", "", *table(pairs, reasons), ""] if pairs else []
+    text += ["## Reasons", "", *(f"{number}. {reason}" for number, reason in enumerate(reasons, 1)), ""]
+    others = [(*pair, results[0]["detail"]) for pair, results in found.items() if pair not in accepted]
+    text += ["## Not accepted", "", "The tiny model could not be built, or the task refuses it without plugins.", ""]
+    text += [
+        "| task | architecture | reason |",
+        "|---|---|---|",
+        *(f"| {task} | {kind} | {escape(reason)} |" for task, kind, reason in others),
+    ]
+    return "\n".join(text) + "\n"
+
+
+def table(pairs: dict[str, list[Result]], reasons: list[str]) -> list[str]:
+    """A row for each architecture, a column for each check. Adds to ``reasons``."""
+    names = list(dict.fromkeys(result["check"] for results in pairs.values() for result in results))
+    lines = [f"| {' | '.join(['', *names])} |", f"|{'---|' * (1 + len(names))}"]
+    for kind, results in pairs.items():
+        cells = {result["check"]: cell(result, kind, reasons) for result in results}
+        lines.append(f"| {' | '.join([kind, *(cells.get(name, '') for name in names)])} |")
+    return lines
+
+
+def cell(result: Result, kind: str, reasons: list[str]) -> str:
+    """The outcome of a check, with the number of its reason."""
+    if result["outcome"] == "ok":
+        return "ok"
+    reason = escape(result["detail"])
+    if result["outcome"] == "refused":
+        reason = reason.partition(": plugins.")[2] or reason.partition(": ")[2]
+    if reason not in reasons:
+        reasons.append(reason)
+    return f"{result['outcome']} ({reasons.index(reason) + 1})"
+
+
+def escape(text: str) -> str:
+    """Text for a cell of a table."""
+    return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+def main() -> None:
+    """Check and report. Exits with 1 if a check is wrong or ends in an error that is not fastloop's own."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--sample", action="store_true", help="a few architectures, without a page")
+    parser.add_argument("--only", nargs="+", default=[], help="types of models, without a page")
+    parser.add_argument("--task", choices=TASKS, help="with --only: this task")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that check at the same time")
+    parser.add_argument("--again", action="store_true", help="check again what an earlier run has finished")
+    options = parser.parse_args()
+    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    part = options.sample or options.only
+    pairs = [*SAMPLE] if options.sample else [pair for pair in every_pair() if pair[1] in options.only or not options.only]
+    pairs = [pair for pair in pairs if options.task in (None, pair[0])]
+    RESULTS.parent.mkdir(exist_ok=True)
+    done = {} if options.again or part else read_results()
+    if options.again and not part:
+        RESULTS.unlink(missing_ok=True)
+    from _architecture_checks import serve
+
+    workers: dict[int, Worker] = {}
+
+    def check(pair: Pair) -> list[Result]:
+        record: Callable[[Result], None] = (lambda result: None) if part else write_result
+        return study(workers.setdefault(threading.get_ident(), Worker(serve)), pair, done.get(pair, []), record)
+
+    with ThreadPoolExecutor(options.jobs) as pool:
+        try:
+            found = dict(zip(pairs, pool.map(check, pairs), strict=True))
+        finally:
+            pool.shutdown(cancel_futures=True)
+            for worker in workers.values():
+                worker.stop()
+    bad = sum(result["outcome"] in BAD for results in found.values() if is_accepted(results) for result in results)
+    print(f"{len(found)} pairs, {bad} checks wrong or with an error")
+    if not part:
+        TABLE.write_text(page({pair: found[pair] for pair in pairs}), encoding="utf-8")
+    sys.exit(bad > 0)
+
+
+if __name__ == "__main__":
+    main()

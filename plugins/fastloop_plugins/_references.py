@@ -1,0 +1,49 @@
+"""Import the object that a key of a recipe names: ``package.module:name``, or ``file.py:name`` relative to the recipe."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from typing import Any
+
+from fastloop.errors import RecipeError, did_you_mean
+from fastloop.recipe import Recipe
+from fastloop.recipe.importing import import_code, import_file
+
+
+def check_reference(reference: str, recipe: Recipe, key: str) -> tuple[str, str]:
+    """Check a reference without running code, and split it at the colon.
+
+    Args:
+        reference: ``package.module:name`` or ``path/to/file.py:name``; the path may be relative to the recipe.
+        key: The recipe's key, for messages.
+
+    Raises:
+        RecipeError: The reference has another form, or the file or package does not exist.
+    """
+    where = f"{recipe.where}: {key}"
+    home, _, name = reference.rpartition(":")
+    if not home or not name.isidentifier():
+        raise RecipeError(f"{where}: found {reference!r}, expected file.py:name or package.module:name.")
+    package = home.partition(".")[0]
+    if home.endswith(".py"):
+        if not recipe.find(home).is_file():
+            raise RecipeError(f"{where}: no such file: {home}, neither in the current folder nor beside the recipe.")
+    elif not package or (package not in sys.modules and importlib.util.find_spec(package) is None):
+        raise RecipeError(f"{where}: no package {package!r} is installed. Install it, or name a file: file.py:{name}.")
+    return home, name
+
+
+def import_object(reference: str, recipe: Recipe, key: str) -> Any:
+    """Import the object that a reference names.
+
+    Raises:
+        RecipeError: See ``check_reference``; or the import fails (names the line), or the name does not exist.
+    """
+    home, name = check_reference(reference, recipe, key)
+    module = import_file(home, recipe, key) if home.endswith(".py") else import_code(home, importlib.import_module, home, recipe, key)
+    if not hasattr(module, name):
+        public = [known for known in vars(module) if not known.startswith("_")]
+        raise RecipeError(f"{recipe.where}: {key}: {home} has no {name!r}.{did_you_mean(name, public)}")
+    return getattr(module, name)

@@ -1,0 +1,208 @@
+"""A ``DataLoader`` that sets its worker processes up, watches them, and explains how they failed.
+
+Only this file uses private names of torch's data loader. A test looks for the names in ``PRIVATE`` and ``PRIVATE_OF_ITERATOR``.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from multiprocessing import connection
+from multiprocessing.queues import Queue
+from time import monotonic
+from typing import Any
+
+from torch import _C
+from torch._utils import ExceptionWrapper
+from torch.utils.data import DataLoader, get_worker_info
+
+from fastloop import Batch
+from fastloop.data.loader import explain_error
+from fastloop.errors import DataError
+from fastloop.runtime import platform_support
+
+CHECKED_WITH = "2.13"
+"""The torch release that this file was compared with."""
+PRIVATE: dict[Any, tuple[str, ...]] = {
+    _C: ("_set_worker_pids", "_remove_worker_pids", "_error_if_any_worker_fails"),
+    Queue: ("_on_queue_feeder_error",),
+}
+"""Module of torch, or class of Python -> its private names that this file uses."""
+PRIVATE_OF_ITERATOR = ("_workers", "_worker_pids_set", "_try_get_data", "_shutdown_workers")
+"""Private attributes of the iterator of a ``DataLoader`` with workers. The ``DataLoader`` keeps that iterator as ``_iterator``."""
+POLL_SECONDS = 5.0
+"""Seconds between checks for dead workers while waiting for a batch."""
+EXIT_SECONDS = 5.0
+"""Seconds to wait for a worker's exit code after its connections broke."""
+_print_error: Any = Queue._on_queue_feeder_error  # type: ignore[attr-defined]
+
+
+class WatchedLoader(DataLoader[Any]):
+    """A ``DataLoader`` with workers, for ``DataLoaderDraft.loader_class``. Arguments are those of ``DataLoader``.
+
+    Torch's signal handler raises wherever training is when a worker ends. Here only the wait for a batch raises.
+
+    Attributes:
+        limit: Seconds to wait for a batch; 0: no limit. With torch's ``timeout``, a dead worker is noticed only at its end.
+        processes: The worker processes of the current pass.
+    """
+
+    def __init__(self, dataset: Any, timeout: float = 0.0, worker_init_fn: Callable[[int], None] | None = None, **options: Any) -> None:
+        super().__init__(dataset, worker_init_fn=partial(start_worker, init=worker_init_fn), **options)
+        self.limit, self.kills = timeout, platform_support.kills()
+        self.processes: list[Any] = []
+        self.waiting_since = 0.0
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override] # torch's iterator, with other errors
+        """The batches of a pass.
+
+        Raises:
+            DataError: A batch could not be read, or a worker died or hangs.
+        """
+        try:
+            self.waiting_since = monotonic()
+            batches = super().__iter__()
+            self.processes = unregister_workers(batches)
+            if self.limit:
+                wait_in_turns(batches, min(self.limit, POLL_SECONDS), self._check_limit)
+            found = iter(batches)
+            while True:
+                self.waiting_since = monotonic()
+                try:
+                    batch = next_batch(found, self.processes)
+                except StopIteration:
+                    return
+                yield batch
+        except DataError as error:
+            _, prefix, message = str(error).rpartition(f"{DataError.__module__}.{DataError.__name__}: ")
+            raise (DataError(message.strip()) if prefix else error) from None  # torch puts the traceback of a worker before it
+        except Exception as error:
+            raise self._explain(error) from error
+
+    def _check_limit(self) -> None:
+        if monotonic() - self.waiting_since > self.limit:
+            raise DataError(f"no batch in {self.limit:g} seconds: a worker that reads data hangs, or the limit is too low for it.")
+
+    def _explain(self, error: Exception) -> DataError:
+        if isinstance(error, OSError | EOFError):  # a worker's connections break before it has an exit code
+            ready = connection.wait([process.sentinel for process in self.processes], EXIT_SECONDS)
+            for process in self.processes:
+                if process.sentinel in ready:
+                    process.join(EXIT_SECONDS)
+        number, process = next(((number, process) for number, process in enumerate(self.processes) if process.exitcode), (0, None))
+        if process is None:
+            message = explain_error(error)
+            is_full = "shared memory" in message or getattr(error, "errno", 0) == errno.ENOSPC
+            return DataError(f"{message}. {shared_memory_advice()}" if is_full else message)
+        name = signal.Signals(-process.exitcode).name if process.exitcode < 0 else ""
+        cause = f"was ended by {name}" if name else f"ended with exit code {process.exitcode}"
+        advice = shared_memory_advice() if name == "SIGBUS" else "To debug it, read the data in the training process (num_workers: 0)."
+        if name == "SIGKILL":
+            advice = f"{platform_support.explain_kill(self.kills)} Use fewer workers, or let them read less ahead (prefetch_factor)."
+        return DataError(
+            f"worker {number} of the {len(self.processes)} that read data (pid {process.pid}) {cause}. "
+            f"{advice} Continue from the newest checkpoint with --resume."
+        )
+
+    def close(self) -> None:
+        """End the workers."""
+        iterator: Any = self._iterator
+        if iterator is not None:
+            iterator._shutdown_workers()
+            self._iterator = None
+        for process in self.processes:
+            if process.exitcode is None:
+                process.kill()  # a hanging worker would block the exit of the interpreter
+
+
+def shared_memory_advice() -> str:
+    """Advice for full shared memory, with its free space."""
+    room = ""
+    with suppress(OSError):
+        usage = shutil.disk_usage("/dev/shm")  # only Linux has it
+        room = f": {usage.free / 2**20:,.1f} of {usage.total / 2**20:,.1f} MiB of /dev/shm are free"
+    return (
+        f"Workers send batches through shared memory{room}. Make it larger (docker run --shm-size=8g), use fewer workers or a smaller "
+        "prefetch_factor, or read the data in the training process (num_workers: 0)."
+    )
+
+
+def start_worker(number: int, init: Callable[[int], None] | None) -> None:
+    """Set up signals and errors of worker ``number``, show the user's dataset in ``get_worker_info()``, and call the user's ``init``."""
+    _ignore_signals()
+    Queue._on_queue_feeder_error = _send_error  # type: ignore[attr-defined]
+    info = get_worker_info()
+    assert info is not None
+    object.__setattr__(info, "dataset", info.dataset.dataset)  # type: ignore[attr-defined] # frozen
+    if init is not None:
+        init(number)
+
+
+def _send_error(queue: Any, error: Exception, item: Any) -> None:
+    """Send the error of a batch that cannot be sent (shared memory is full) in its place. Python only prints it, and the run would wait."""
+    if not isinstance(item, tuple) or not isinstance(item[-1], Batch | ExceptionWrapper):
+        _print_error(error, item)  # from a queue of the user
+        return
+    report = item[-1] if isinstance(item[-1], ExceptionWrapper) else ExceptionWrapper(where="in its thread")  # type: ignore[no-untyped-call]
+    report.exc_type = RuntimeError  # an error's own class may be the reason that it could not be sent
+    queue.put((item[0], report))
+
+
+def _ignore_signals() -> None:
+    """Leave stop signals to the training process: they often reach a complete process group. Accept SIGTERM only from that process."""
+    for number in platform_support.existing_signals("SIGINT", "SIGUSR1"):
+        signal.signal(number, signal.SIG_IGN)
+    if hasattr(signal, "sigwaitinfo"):  # Linux
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+        threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    while signal.sigwaitinfo([signal.SIGTERM]).si_pid != os.getppid():
+        pass
+    os._exit(0)
+
+
+def unregister_workers(batches: Any) -> list[Any]:
+    """Remove the workers of a ``DataLoader``'s iterator from torch's signal handler, and return their processes."""
+    processes: list[Any] = batches._workers
+    if batches._worker_pids_set:
+        _C._remove_worker_pids(id(batches))
+        batches._worker_pids_set = False
+    return processes
+
+
+def wait_in_turns(batches: Any, seconds: float, expired: Callable[[], None]) -> None:
+    """Make the iterator wait at most ``seconds`` at a time for its workers, and call ``expired`` after each wait without a batch."""
+    if "_try_get_data" in vars(batches):  # persistent workers have one iterator for all epochs
+        return
+    try_get_data: Any = weakref.WeakMethod(batches._try_get_data)  # a reference cycle would keep the workers
+
+    def wait() -> tuple[bool, Any]:
+        found: tuple[bool, Any] = try_get_data()(seconds)
+        if not found[0]:
+            expired()
+        return found
+
+    batches._try_get_data = wait
+
+
+def next_batch(batches: Iterator[Any], processes: list[Any]) -> Any:
+    """The next batch of an iterator with the workers ``processes``.
+
+    Raises:
+        RuntimeError: A worker has ended.
+    """
+    _C._set_worker_pids(id(batches), tuple(process.pid for process in processes))
+    try:
+        _C._error_if_any_worker_fails()  # a worker that ended earlier
+        return next(batches)
+    finally:
+        _C._remove_worker_pids(id(batches))

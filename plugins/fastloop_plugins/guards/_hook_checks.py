@@ -1,0 +1,207 @@
+"""Checks what plugins' hooks return and change.
+
+Each implementation is replaced by one that compares the result with the hook's return type in ``hookspecs``. A hook
+without a result must leave the counters, the batches and the optimizer alone. The hooks of a step are restored after
+``STEPS`` steps, so later steps cost nothing.
+
+Part of every run, like the core's own implementations of hooks; no recipe names it.
+"""
+
+# ruff: noqa: F401  # the return types in hookspecs name what is imported here
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+from collections.abc import Callable, Generator, Mapping
+from concurrent.futures import Future
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Any, get_args, get_origin
+from weakref import WeakValueDictionary
+
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.utils.data import BatchSampler
+from torch.utils.hooks import RemovableHandle
+
+from fastloop import hookimpl, hookspecs
+from fastloop.errors import PluginError
+from fastloop.state import Batch, Output
+
+if TYPE_CHECKING:
+    from fastloop import Plugin
+    from fastloop.run import Run
+
+log = logging.getLogger("fastloop")
+
+STEPS = 8
+"""Optimizer steps in which the hooks of a step are checked: a plugin that acts in every few steps acts at least once."""
+STEP_HOOKS = {
+    "before_step", "compute_loss", "backward", "after_backward", "clip_gradients", "before_optimizer_step", "after_step",
+    "log_scalars",
+}  # fmt: skip
+"""Hooks that are called in every step, or in many."""
+UNCHECKED = {"train_step", "on_exception", "teardown"}
+"""The loop checks ``train_step`` in every step. At the end of a run, an error would hide the run's own."""
+NEEDED = {
+    "build_datasets", "build_model", "build_optimizer", "prepare", "compute_loss", "clip_gradients", "evaluate",
+    "model_state", "optimizer_state", "write_checkpoint",
+}  # fmt: skip
+"""*First* hooks whose result the run needs: a wrapper must return one."""
+COUNTERS = ("step", "epoch", "epoch_samples", "samples", "tokens")
+REMEDIES = {
+    "build_sampler": "Put the sampler into torch.utils.data.BatchSampler(sampler, batch_size, drop_last).",
+    "build_scheduler": "fastloop steps a scheduler after each optimizer step: use one such as CosineAnnealingLR. To step by a "
+    "metric, keep the scheduler in a plugin whose after_evaluate calls its step(metrics['loss']).",
+    "compute_loss": "Return fastloop.Output(loss), whose loss is the mean over the micro-batch: a tensor of shape ().",
+    "stepped the optimizer": "Only run.apply_gradients may. A plugin that steps more often implements train_step.",
+    "changed the batches": "Counters and resume depend on them. It may set `inputs` and `loss_weight` of a batch.",
+    "changed a counter": "Only fastloop counts. To end training, call run.state.request_stop(reason).",
+}
+"""Hook or problem -> the advice for the plugin's author."""
+
+
+CHECKS: WeakValueDictionary[int, HookChecks] = WeakValueDictionary()
+"""``id`` of a run -> the checks of its hooks, which live as long as the replaced functions."""
+
+
+@hookimpl(tryfirst=True)
+def build_datasets(run: Run) -> None:
+    """Begin with the first hook that gets the run."""
+    CHECKS[id(run)] = HookChecks(run)
+
+
+@hookimpl(tryfirst=True)
+def before_fit(run: Run) -> None:
+    """Begin with the hooks of a step: trials of a model may call them before."""
+    CHECKS[id(run)].begin()
+
+
+@hookimpl(trylast=True)
+def write_summary(run: Run) -> None:
+    """End with the run, if it had fewer steps."""
+    if (checks := CHECKS.get(id(run))) is not None:
+        checks.close()
+
+
+class HookChecks:
+    """Checks the hooks of a run until ``close``.
+
+    Raises:
+        PluginError: In the call of a hook: its result has another type, or it changed what only fastloop changes.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.optimizer_steps = run, 0
+        self.last_step = 0
+        self._counting: RemovableHandle | None = None
+        self.has_loss: dict[str, bool] = {}  # plugin -> whether its compute_loss returned one
+        self._restore = run.plugins.manager.replace(self._replace)
+
+    def close(self) -> None:
+        """Restore the hooks of a step, and warn about plugins that computed no loss."""
+        if self._counting is not None:
+            self._restore(STEP_HOOKS)
+            self._counting.remove()
+            self._counting = None
+        for name in [name for name, has_loss in self.has_loss.items() if not has_loss]:
+            problem = "returned None each time, so another plugin computes the loss"
+            log.warning("plugin %r: compute_loss %s. %s", name, problem, REMEDIES["compute_loss"])
+        self.has_loss = {}
+
+    def _replace(self, plugin: Plugin, hook: str, function: Callable[..., Any], wraps: bool) -> Callable[..., Any]:
+        """The function that replaces an implementation."""
+        if hook in UNCHECKED or not hasattr(hookspecs, hook):
+            return function
+        where = f"{self.run.recipe.where}: plugin {plugin.name!r}: {hook}"
+        is_last = hook == "compute_loss" and [*self.run.plugins.each(hook)][-1][0] is plugin
+        needed = hook in NEEDED if wraps else is_last
+
+        def check(result: Any) -> Any:
+            if (result is not None or needed) and (problem := _find_problem(hook, result)):
+                raise PluginError(f"{where} returned {problem}. {REMEDIES.get(hook, 'docs/loop.md describes the hook.')}")
+            return result
+
+        def call(*arguments: Any) -> Any:
+            if hook in STEP_HOOKS and not self._is_in_first_steps():
+                return function(*arguments)
+            if hook == "after_evaluate":  # each plugin gets its own copy of the metrics
+                arguments = tuple(dict(value) if isinstance(value, dict) else value for value in arguments)
+            before = self._read(arguments)
+            result = check(function(*arguments))
+            for problem, value in self._read(arguments).items() if _return_type(hook) == "None" else ():
+                if value != before[problem]:
+                    remedy = REMEDIES.get(problem, REMEDIES["changed a counter"])
+                    raise PluginError(f"{where} {problem}. {remedy}")
+            if hook == "compute_loss":
+                self.has_loss[plugin.name] = self.has_loss.get(plugin.name, False) or result is not None
+            if hook == "write_summary":
+                _check_json(where, next((value for value in arguments if isinstance(value, dict)), {}))
+            return result
+
+        def call_wrapper(*arguments: Any) -> Generator[None, Any, Any]:
+            return check((yield from function(*arguments)))
+
+        return call_wrapper if wraps else call
+
+    def _read(self, arguments: tuple[Any, ...]) -> dict[str, Any]:
+        """Problem -> the value that changes with it."""
+        batches = [batch for value in arguments if isinstance(value, list) for batch in value]
+        counts = [getattr(batch, name, None) for batch in batches for name in ("samples", "tokens", "ids")]
+        counters = {f"changed run.state.{name}": getattr(self.run.state, name) for name in COUNTERS}
+        return counters | {"stepped the optimizer": self.optimizer_steps, "changed the batches": [*map(id, batches), *counts]}
+
+    def begin(self) -> None:
+        """Check the hooks of the next ``STEPS`` steps."""
+        self.last_step = self.run.state.step + STEPS
+        self._counting = register_optimizer_step_pre_hook(self._count_optimizer_step)
+
+    def _is_in_first_steps(self) -> bool:
+        if self._counting is not None and self.run.state.step >= self.last_step:
+            self.close()
+        return self._counting is not None
+
+    def _count_optimizer_step(self, optimizer: Optimizer, *_: Any) -> None:
+        trained = set(map(id, self.run.model.parameters()))
+        self.optimizer_steps += any(id(parameter) in trained for parameter in optimizer.param_groups[0]["params"])
+
+
+def _return_type(hook: str) -> str:
+    return str(getattr(hookspecs, hook).__annotations__["return"])
+
+
+def _find_problem(hook: str, result: Any) -> str:
+    """The type of a result, and the expected one; empty if the result is valid."""
+    expected = _return_type(hook)
+    if hook == "build_metrics":
+        from torchmetrics import MetricCollection
+    if result is None or not _matches(result, eval(expected, vars(hookspecs) | globals(), locals()) or NoneType):
+        hint = ". An implementation with a yield is marked @hookimpl(wrapper=True)" if inspect.isgenerator(result) else ""
+        found = "None" if result is None else f"a {type(result).__name__}"
+        return f"{found}, expected {expected.removesuffix(' | None') if expected != 'None' else 'no result'}{hint}"
+    if hook == "compute_loss" and not (isinstance(result.loss, Tensor) and result.loss.dim() == 0):
+        shape = f" of shape {tuple(result.loss.shape)}" if isinstance(result.loss, Tensor) else ""
+        return f"an Output whose loss is a {type(result.loss).__name__}{shape}"
+    schedulers = result.values() if isinstance(result, Mapping) else [result]
+    if any(isinstance(scheduler, ReduceLROnPlateau) for scheduler in schedulers):
+        return "a ReduceLROnPlateau, which steps by a metric"
+    return ""
+
+
+def _check_json(where: str, summary: Mapping[str, Any]) -> None:
+    for key, value in summary.items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError) as error:
+            raise PluginError(f"{where} set {key!r} to a {type(value).__name__}, expected a JSON value: {error}.") from None
+
+
+def _matches(value: Any, expected: Any) -> bool:
+    kind, parts = get_origin(expected), get_args(expected)
+    if kind is UnionType:
+        return any(_matches(value, part) for part in parts)
+    if kind is tuple:
+        return isinstance(value, tuple) and len(value) == len(parts) and all(map(_matches, value, parts))
+    return expected is Any or isinstance(value, kind or expected)

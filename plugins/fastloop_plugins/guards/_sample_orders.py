@@ -1,0 +1,41 @@
+"""Checks that every process draws the samples in the same order, for samplers and arrangements of users and plugins.
+
+Part of every run, like the core's own implementations of hooks; no recipe names it. One process or fastloop's default order needs no check.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fastloop import UsageError, hookimpl
+
+if TYPE_CHECKING:
+    from fastloop import Run
+
+
+@hookimpl(trylast=True)
+def check_run(run: Run) -> None:
+    """Compare the evaluated splits. They have one order."""
+    compare_orders(run, {split: loader.sampler.fingerprint() for split, loader in run.eval_loaders.items() if loader.sampler is not None})
+
+
+@hookimpl(trylast=True)
+def before_epoch(run: Run) -> None:
+    """Compare the training split in this epoch."""
+    if (sampler := run.train_loader.sampler) is not None and run.loaders.processes.world_size > 1:
+        compare_orders(run, {"train": sampler.fingerprint(run.state.epoch)}, f" in epoch {run.state.epoch}")
+
+
+def compare_orders(run: Run, own: dict[str, str], when: str = "") -> None:
+    """Compare the fingerprints of splits over the processes. Every process must call it.
+
+    Raises:
+        UsageError: The processes have different orders.
+    """
+    orders = run.loaders.processes.all_gather_object(own)
+    for split in own:
+        if len({order[split] for order in orders}) > 1:
+            raise UsageError(
+                f"the {split} split's sampler gives another order on each process{when}. It must not depend on the process: not on its "
+                "rank, nor on the order of a set of strings (PYTHONHASHSEED)."
+            )

@@ -1,0 +1,74 @@
+"""The parts of a model that torch's ``fully_shard`` gathers and reduces at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from fastloop import PluginError
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from fastloop import Run
+    from fastloop_plugins.strategies._gradients import Gradients
+
+
+def fill_gradients(model: nn.Module, gradients: Gradients) -> None:
+    """Reduce a gradient of every trained parameter, and record which ones backward computed.
+
+    Torch reduces only the gradients that a process has. Processes that used different layers would add gradients of different parameters.
+    """
+    for group in _groups(model):
+        group.post_backward = partial(_post_backward, group, group.post_backward, gradients)
+
+
+def _groups(model: nn.Module) -> Iterator[Any]:
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state: Any = module._get_fsdp_state()
+            groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]  # torch 2.10 has one
+            yield from filter(None, groups)
+
+
+def _post_backward(group: Any, post_backward: Callable[[], None], gradients: Gradients, *unused: Any) -> None:
+    import torch
+
+    for parameter in group.fsdp_params if group.reduce_grads else ():
+        full = getattr(parameter, "_unsharded_param", None)  # None before it was gathered once
+        if full is None or not parameter.sharded_param.requires_grad:
+            continue
+        if full.grad is not None or parameter.unsharded_accumulated_grad is not None:
+            gradients.add(parameter.sharded_param)
+        else:
+            full.grad = torch.zeros_like(full)
+    post_backward()
+
+
+def make_mesh(run: Run, shard_within: int | None) -> DeviceMesh:
+    """The processes in one dimension to shard over, or with ``shard_within`` in two: (copies of the model, shards of one)."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    size, world_size = shard_within or run.world_size, run.world_size
+    if world_size % size:
+        fits = ", ".join(str(part) for part in range(2, world_size + 1) if world_size % part == 0)
+        problem = f"{world_size} processes are not a multiple of {size}. Expected one of: {fits}."
+        raise PluginError(f"{run.recipe.where}: plugins.fsdp.shard_within: {problem}")
+    if size == world_size:
+        return init_device_mesh(run.device.type, (size,))
+    return init_device_mesh(run.device.type, (world_size // size, size), mesh_dim_names=("replicate", "shard"))
+
+
+@contextmanager
+def held_back(switch: Callable[[bool], None]) -> Iterator[None]:
+    """Suppress the reduction of gradients that ``switch`` controls, in all micro-steps but the last."""
+    switch(False)
+    try:
+        yield
+    finally:
+        switch(True)

@@ -1,0 +1,247 @@
+"""The parser of chat data: the columns of a row -> a conversation. Rows in memory, streamed rows and rows to predict all pass through it.
+
+A row has one of three forms; docs/tasks/chat.md lists them, and the keys of a message:
+
+- a list of messages: ``{role, content}``
+- a list of messages as ShareGPT writes them: ``{from, value}``
+- Alpaca's columns: an instruction, its input and its output
+
+A column ``tools`` holds the functions that the assistant may call.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastloop_plugins.tasks._text_files import show
+
+EXAMPLE = '[{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]'
+"""A conversation for messages."""
+ALPACA = ["instruction", "input", "output"]
+"""The columns of an Alpaca row."""
+TOOLS = "tools"
+"""The column of functions that the assistant may call."""
+OPTIONAL = ("input", TOOLS)
+"""Columns that a file may lack: most rows have no value there."""
+ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "function_call": "assistant",
+    "observation": "tool",
+    "tool": "tool",
+    "system": "system",
+}
+"""``from`` of a ShareGPT message -> role."""
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Keys of an assistant's reasoning. transformers gives each one to the template as ``reasoning_content`` and ``thinking``."""
+
+
+class RowError(ValueError):
+    """A row that cannot be read. The message names the column, and what is wrong."""
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation, in the form that chat templates read.
+
+    Attributes:
+        messages: Each has a ``role``, and ``content`` (text, or a list of text parts) unless it has tool calls or reasoning. Its
+            ``weight``, if there, is 0 or 1. No value is None.
+        tools: The functions that the assistant may call; None: the row names none.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: list[Any] | None = None
+
+    def dumps(self) -> str:
+        """The JSON that ``loads`` reads.
+
+        Raises:
+            RowError: A text is no UTF-8.
+        """
+        found = json.dumps([self.messages, self.tools], ensure_ascii=False, default=str)
+        if problem := problem_of_text(found):
+            raise RowError(problem)
+        return found
+
+    @classmethod
+    def loads(cls, text: str) -> Chat:
+        """A conversation from its JSON."""
+        return cls(*json.loads(text))
+
+
+def chat_columns(names: Iterable[str]) -> list[str | list[str]]:
+    """The values for ``data.messages`` that fit a file with these columns."""
+    there = set(names)
+    lists: list[str | list[str]] = [name for name in ("messages", "conversations") if name in there]
+    return lists + ([ALPACA] if {"instruction", "output"} <= there else [])
+
+
+def read_chat(row: Mapping[str, Any], columns: Sequence[str]) -> Chat:
+    """The conversation of a row. Without its column of answers, a row of Alpaca's form ends with the instruction.
+
+    Args:
+        row: Column -> value; columns that are not chat data are ignored.
+        columns: The columns of ``data.messages``: one of conversations, or those of instructions, inputs (if any) and answers.
+
+    Raises:
+        RowError: The row is no conversation.
+    """
+    messages = _instruction(row, columns) if len(columns) > 1 else _messages(row.get(columns[0]), f"column {columns[0]!r} (data.messages)")
+    return Chat(messages, _tools(row.get(TOOLS)))
+
+
+def other_keys(chat: Chat) -> Iterator[str]:
+    """Yield each key of each message that has an effect only if the template reads it, and ``tools`` if the row has tools."""
+    for message in chat.messages:
+        for key in message:
+            if key == "weight" and message["role"] != "assistant":
+                yield f"weight of role {message['role']}"
+            elif key not in ("role", "content", "weight", "tool_calls"):
+                yield key
+    if chat.tools:
+        yield TOOLS
+
+
+def unread_keys(split: str, keys: Mapping[str, int], names: Collection[str]) -> str | None:
+    """A warning about keys that have no effect; None if all have one.
+
+    Args:
+        keys: Key -> its number of messages or rows, see ``other_keys``.
+        names: All names that the template reads.
+    """
+    unread = [f"{key} ({count})" for key, count in keys.items() if key not in names and not (key in REASONING and {*REASONING} & {*names})]
+    return f"data: {split}: keys that the chat template does not read, so they have no effect: {', '.join(unread)}" if unread else None
+
+
+def has_null(chat: Chat) -> bool:
+    """Whether there is a null inside of the tools, or of the arguments of a call."""
+    calls = [call.get("function", call) for message in chat.messages for call in message.get("tool_calls", ())]
+    return _contains_null([chat.tools or [], [call.get("arguments", "") for call in calls]])
+
+
+def _contains_null(value: Any) -> bool:
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    return value is None or any(map(_contains_null, inner))
+
+
+# -- messages ----------------------------------------------------------------------------------------------------------
+
+
+def problem_of_text(value: Any) -> str | None:
+    """Why a value is not a text; None if it is one."""
+    if not isinstance(value, str):
+        return f"holds {show(value)}, expected text."
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return "holds half of a UTF-16 pair, which is no text."
+    return None
+
+
+def _messages(value: Any, where: str) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not value:
+        raise RowError(f"{where} holds {show(value)}, expected a list of messages: {EXAMPLE}.")
+    return [_message(message, f"{where} has as message {number}") for number, message in enumerate(value, 1)]
+
+
+def _message(message: Any, where: str) -> dict[str, Any]:
+    """A message without the keys that are null, whose ``from`` and ``value`` are ``role`` and ``content``."""
+    found = {key: value for key, value in message.items() if value is not None} if isinstance(message, Mapping) else {}
+    if "role" not in found and isinstance(sender := found.pop("from", None), str):
+        if sender not in ROLES:
+            raise RowError(f"{where} one that is from {sender!r}. Expected {', '.join(ROLES)}.")
+        value = found.pop("value", None)
+        said = {"tool_calls": _called(value, where)} if sender == "function_call" else {"content": value}
+        found = {"role": ROLES[sender], **said, **found}
+    if not isinstance(found.get("role"), str):
+        raise RowError(f"{where} {show(message)}, expected a mapping with role and content: {EXAMPLE}.")
+    if found.get("weight", 1) not in (0, 1):
+        raise RowError(f"{where} one whose weight is {show(found['weight'])}. Expected 1, or 0 for an answer without a loss.")
+    said = {"tool_calls": _calls(found.get("tool_calls"), where), "content": _content(found.get("content"), where)}
+    found = {key: value for key, value in (found | said).items() if value is not None}
+    if not found.keys() & {"content", "tool_calls", *REASONING}:
+        raise RowError(f"{where} one whose content holds None (NoneType), expected text.")
+    return found
+
+
+def _content(value: Any, where: str) -> Any:
+    """The content of a message: text, a list of ``{type: text, text}``, or None."""
+    if not isinstance(value, list):
+        if value is not None and (problem := problem_of_text(value)):
+            raise RowError(f"{where} one whose content {problem}")
+        return value
+    parts = [_without_nulls(part) for part in value]
+    for part in parts:
+        if not isinstance(part, Mapping) or part.get("type") != "text" or problem_of_text(part.get("text")):
+            raise RowError(f"{where} one whose content has the part {show(part)}. Expected {{'type': 'text', 'text': 'Hello'}}.")
+    return parts or None
+
+
+def _calls(value: Any, where: str) -> Any:
+    """The tool calls of a message, without the keys that are null, which Parquet adds; None if there are none."""
+    calls = [_without_nulls(call) for call in value] if isinstance(value, list) else value
+    for call in calls if isinstance(calls, list) else [calls] * (calls is not None):
+        function = _without_nulls(call.get("function", call)) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            expected = [_call("search", {"text": "owls"})]
+            raise RowError(f"{where} one whose tool_calls hold {show(call)}. Expected such as {json.dumps(expected)}.")
+        if "function" in call:
+            call["function"] = function
+    return calls or None
+
+
+def _call(name: str, arguments: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _called(value: Any, where: str) -> list[dict[str, Any]]:
+    """The calls of a ShareGPT message from ``function_call``: its JSON has a name and arguments, or is a list of such."""
+    try:
+        calls = json.loads(value) if isinstance(value, str) else value
+        return [_call(call["name"], call["arguments"]) for call in (calls if isinstance(calls, list) else [calls])]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise RowError(
+            f"{where} one from function_call that holds {show(value)}. Expected JSON with a name and arguments: "
+            '{"name": "search", "arguments": {"text": "owls"}}.'
+        ) from None
+
+
+def _without_nulls(value: Any) -> Any:
+    return {key: item for key, item in value.items() if item is not None} if isinstance(value, Mapping) else value
+
+
+def _tools(value: Any) -> list[Any] | None:
+    """The tools of a row: a list, or its JSON."""
+    found = value
+    if isinstance(value, str):
+        try:
+            found = json.loads(value) if value.strip() else None
+        except (ValueError, RecursionError):
+            found = value
+    if found is not None and not (isinstance(found, list) and all(isinstance(tool, Mapping) for tool in found)):
+        raise RowError(
+            f"column {TOOLS!r} holds {show(value)}. Expected a list of functions, or its JSON. If it holds something else, rename it."
+        )
+    return found
+
+
+# -- Alpaca ------------------------------------------------------------------------------------------------------------
+
+
+def _instruction(row: Mapping[str, Any], columns: Sequence[str]) -> list[dict[str, Any]]:
+    """The messages of a row of Alpaca's form. The instruction and its input are one message, with a line break between them."""
+    texts: dict[str, Any] = {name: row[name] for name in columns if name in row}
+    for name in columns[1:-1]:
+        texts[name] = texts.get(name) or ""
+    for name, value in texts.items():
+        if problem := problem_of_text(value):
+            raise RowError(f"column {name!r} (data.messages) {problem}")
+    asked = "\n".join(texts[name] for name in columns[:-1] if texts[name])
+    answer = [{"role": "assistant", "content": texts[columns[-1]]}] if columns[-1] in texts else []
+    return [{"role": "user", "content": asked}, *answer]

@@ -1,0 +1,124 @@
+"""The smallest change of a recipe that fits: as the command that trains it, which is tried before it is printed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fastloop.errors import UsageError
+from fastloop.recipe import load_recipe
+from fastloop.registry import load_listed, select
+from fastloop_tools.scale.model import quiet
+
+if TYPE_CHECKING:
+    from fastloop.recipe import Recipe
+    from fastloop_tools.scale.estimate import Variant
+
+CHECKPOINTING = "activation-checkpointing"
+
+
+@dataclass(frozen=True)
+class Command:
+    """The arguments of `fastloop plan` or `fastloop train`.
+
+    Attributes:
+        recipe: The recipe's file or name.
+        overrides: KEY=VALUE.
+        listed: Plugins of ``--with``.
+        left_out: Plugins of ``--without``.
+        nproc: Processes of one machine.
+        nnodes: Machines.
+    """
+
+    recipe: str
+    overrides: Sequence[str] = ()
+    listed: Sequence[str] = ()
+    left_out: Sequence[str] = ()
+    nproc: int = 1
+    nnodes: int = 1
+
+    def lines(self, width: int) -> Iterator[str]:
+        """`fastloop train` with these arguments, in lines that a shell joins."""
+        words = ["fastloop", "train", self.recipe, *self.overrides, "--nproc", str(self.nproc)]
+        if self.nnodes > 1:
+            words += ["--nnodes", str(self.nnodes), "--node-rank", "RANK", "--master", "HOST:PORT"]
+        for option, names in (("--with", self.listed), ("--without", self.left_out)):
+            words += [option, ",".join(names)] if names else []
+        line = ""
+        for word in map(shlex.quote, words):
+            if line and len(line) + len(word) > width:
+                yield f"{line}\\"
+                line = ""
+            line += f"{word} "
+        yield line.rstrip()
+
+    def is_accepted(self) -> bool:
+        """Whether the recipe with these arguments resolves: plugins may conflict, or refuse the optimizer."""
+        try:
+            with quiet():
+                recipe = load_recipe(self.recipe, self.overrides, self.listed, self.left_out)
+                select(recipe).hooks.check_recipe(recipe=recipe)
+        except UsageError:
+            return False
+        return True
+
+    def changed(self, recipe: Recipe, variant: Variant, variants: Iterable[Variant]) -> Command:
+        """The command that trains a variant.
+
+        Args:
+            recipe: The recipe of this command.
+            variants: All variants, whose options the recipe may have.
+        """
+        before, is_recomputed = strategy_of(recipe), recipe.plugins.get(CHECKPOINTING, False) is not False
+        added = [variant.plugin] * (variant.plugin != before) + [CHECKPOINTING] * (variant.checkpointing and not is_recomputed)
+        removed = [name for name in (before, CHECKPOINTING) if name and self._drops(name, variant, recipe)]
+        given: dict[str, Any] = (recipe.plugins.get(variant.plugin) or {}) if variant.plugin == before else {}
+        defaults = vars(load_listed(recipe, variant.plugin).Config()) if given else {}
+        others = {key for other in variants if other.plugin == variant.plugin for key in other.options}
+        wanted = {**{key: defaults[key] for key in given if key in others}, **variant.options}
+        options = {key: value for key, value in wanted.items() if key not in given or given[key] != value}
+        dropped = {f"plugins.{name}." for part in removed for name in (part, recipe.references.get(part, part))}
+        dropped |= {f"plugins.{variant.plugin}.{key}=" for key in options}
+        command = dataclasses.replace(
+            self,
+            overrides=[word for word in self.overrides if not word.startswith(tuple(dropped))]
+            + [f"plugins.{variant.plugin}.{key}={json.dumps(value)}" for key, value in options.items()],
+            listed=[name for name in self.listed if name not in removed and name not in map(recipe.references.get, removed)] + added,
+            left_out=[name for name in self.left_out if name not in added],
+        )
+        remaining = load_recipe(command.recipe, command.overrides, command.listed, command.left_out).plugins
+        left_out = [*command.left_out, *(name for name in removed if remaining.get(name, False) is not False)]
+        return dataclasses.replace(command, left_out=left_out)
+
+    @staticmethod
+    def _drops(name: str, variant: Variant, recipe: Recipe) -> bool:
+        """Whether a variant leaves out a plugin of the recipe."""
+        keeps = variant.checkpointing if name == CHECKPOINTING else name == variant.plugin
+        return recipe.plugins.get(name, False) is not False and not keeps
+
+
+def strategy_of(recipe: Recipe) -> str | None:
+    """The strategy that a recipe lists."""
+    listed = [name for name, options in recipe.plugins.items() if options is not False]
+    return next((name for name in listed if load_listed(recipe, name).slot == "strategy"), None)
+
+
+def smallest_change(variants: Sequence[Variant], accepts: Callable[[Variant], bool] = lambda _: True) -> Variant | None:
+    """The accepted variant that fits with the fewest changes of the recipe, and among those with the least traffic."""
+    current = next((variant for variant in variants if variant.listed), None)
+    if current is not None and current.fits is not False:
+        return None
+
+    def changes(variant: Variant) -> tuple[float, ...]:
+        if current is None:
+            return (1 + variant.checkpointing + bool(variant.host), variant.wire)
+        different = variant.plugin != current.plugin
+        options = sum(current.options.get(key) != value for key, value in variant.options.items()) if not different else bool(variant.host)
+        return (different + options + (variant.checkpointing != current.checkpointing), variant.host > 0, variant.wire)
+
+    fitting = sorted((variant for variant in variants if variant.fits), key=changes)
+    return next((variant for variant in fitting if accepts(variant)), None)

@@ -1,0 +1,131 @@
+"""The validation split that is drawn from train has each class, and rows that stand in two splits or have two labels are named."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+from data_helpers import named_rows, refusal, text_data, write
+from image_helpers import write_image
+
+from fastloop.recipe import make_recipe
+from fastloop_plugins.tasks._held_out import hold_out
+from fastloop_plugins.tasks._image_data import ImageData
+from fastloop_plugins.tasks._tag_data import TagTextData
+
+COUNTS = {"common": 900, "seldom": 97, "rare": 2, "single": 1}
+
+
+def labelled(counts: dict[str, int], path: str = "train.csv") -> str:
+    names = [name for name, count in counts.items() for _ in range(count)]
+    return write(path, "text,label\n" + "".join(f"film {i},{name}\n" for i, name in enumerate(names)))
+
+
+# -- held out of train ---------------------------------------------------------------------------------------------------
+
+
+def test_each_class_with_two_rows_is_in_the_validation_split():
+    data = text_data(labelled(COUNTS), validation_fraction=0.1)
+    found = {role: Counter(name for _, name in named_rows(data, role)) for role in ("train", "validation")}
+    assert found["validation"] == {"common": 90, "seldom": 9, "rare": 1}
+    assert found["train"] == {"common": 810, "seldom": 88, "rare": 1, "single": 1}
+
+
+def test_the_same_rows_are_held_out_each_time_and_whatever_the_numbers_of_the_classes():
+    classes = [0] * 20 + [1] * 15 + [2] * 15 + [3] * 5
+    renumbered = [{0: 3, 1: 2, 2: 1, 3: 0}[index] for index in classes]
+    first = hold_out(55, 0.13, classes, "data")
+    assert first == hold_out(55, 0.13, classes, "data") == hold_out(55, 0.13, renumbered, "data")
+    assert sorted(first[0] + first[1]) == list(range(55))
+    assert len(first[1]) == 7
+
+
+def test_rows_without_classes_are_drawn_as_a_whole():
+    train, held = hold_out(50, 0.1, None, "data")
+    assert len(held) == 5
+    assert sorted(train + held) == list(range(50))
+    data = text_data(write("n.csv", "text,label\n" + "".join(f"film {i},{i / 7}\n" for i in range(20))), label_type="number")
+    data.options.validation_fraction = 0.25
+    assert len(data.load()["validation"].texts) == 5
+
+
+def test_classes_of_one_row_each_cannot_be_held_out():
+    message = refusal(labelled({"a": 1, "b": 1, "c": 1}), validation_fraction=0.4)
+    assert message == (
+        "recipe.yaml: data.validation_fraction: 3 rows with a class each cannot be split into train and validation. "
+        "Give a validation split, or data.validation_fraction=0."
+    )
+
+
+def test_images_are_held_out_of_each_class():
+    for name, count in {"cat": 30, "dog": 9, "owl": 2, "yak": 1}.items():
+        for index in range(count):
+            write_image(Path("pets", name, f"{index}.png"), (90, 90, 90), (4, 4))
+    data = ImageData(make_recipe({"data": {"images": "pets"}}, Path("recipe.yaml")))
+    found = {split: Counter(name.partition("/")[0] for name in files.names) for split, files in data.load().items()}
+    assert found["validation"] == {"cat": 3, "dog": 1, "owl": 1}
+    assert found["train"] == {"cat": 27, "dog": 8, "owl": 1, "yak": 1}
+
+
+# -- rows that repeat each other -----------------------------------------------------------------------------------------
+
+
+def rows_file(path: str, rows: list[tuple[str, str]]) -> str:
+    return write(path, "text,label\n" + "".join(f"{text},{label}\n" for text, label in rows))
+
+
+def repeats(caplog, train: list[tuple[str, str]], **splits: list[tuple[str, str]]) -> list[str]:
+    caplog.clear()
+    files = {"train": rows_file("train.csv", train)} | {split: rows_file(f"{split}.csv", rows) for split, rows in splits.items()}
+    text_data(files).load()
+    return [line for line in caplog.messages if "repeat" in line or "in train" in line or "more than one label" in line]
+
+
+DIFFERENT = [(f"film {i}", ("neg", "pos")[i % 2]) for i in range(12)]
+
+
+def test_rows_that_repeat_or_stand_in_two_splits_give_one_warning(caplog):
+    assert repeats(caplog, DIFFERENT, test=[("another film", "pos")]) == []
+    train = [*DIFFERENT, DIFFERENT[0], DIFFERENT[0], DIFFERENT[7]]
+    assert repeats(caplog, train) == [
+        "data: 3 of 15 rows of train repeat an earlier one, such as 'film 0'. Remove them unless they are intended"
+    ]
+    splits = {"validation": [DIFFERENT[3], ("new", "neg")], "test": [*DIFFERENT[4:7], ("new", "neg")]}
+    assert repeats(caplog, train, **splits) == [
+        "data: 3 of 15 rows of train repeat an earlier one; 1 of 2 rows of validation are in train, too; 3 of 4 rows of test are in "
+        "train, too, such as 'film 3'. Metrics of rows that the model trains on are too high: remove these rows"
+    ]
+
+
+def test_equal_texts_with_different_labels_give_a_warning(caplog):
+    assert repeats(caplog, [*DIFFERENT, ("film 2", "pos"), ("film 5", "neg")]) == [
+        "data: texts with more than one label: 2, such as 'film 2': 'neg' and 'pos'. Correct or remove these rows"
+    ]
+    first, second = repeats(caplog, DIFFERENT, test=[("film 2", "pos")])
+    assert first.startswith("data: 1 of 1 rows of test are in train, too, such as 'film 2'.")
+    assert second.startswith("data: texts with more than one label: 1, such as 'film 2': 'neg' and 'pos'.")
+
+
+def test_pairs_and_sets_of_classes_are_compared_as_a_whole(caplog):
+    rows = [{"a": "x", "b": str(i), "tags": ["p", "q"][: 1 + i % 2]} for i in range(6)]
+    write("train.jsonl", "".join(json.dumps(row) + "\n" for row in [*rows, rows[1], {**rows[0], "tags": ["q"]}]))
+    text_data("train.jsonl", label="tags", label_type="classes", text=["a", "b"]).load()
+    assert [line for line in caplog.messages if line.startswith("data: ")] == [
+        "data: 1 of 8 rows of train repeat an earlier one, such as 'x | 1'. Remove them unless they are intended",
+        "data: texts with more than one label: 1, such as 'x | 0': 'p' and 'q'. Correct or remove these rows",
+    ]
+
+
+def test_sentences_with_tags_are_compared_with_their_tags(caplog):
+    rows = [{"words": ["EU", "film"], "tags": ["B-ORG", "O"]}, {"words": ["EU", "film"], "tags": ["O", "O"]}]
+    write("t.jsonl", "".join(json.dumps(row) + "\n" for row in [*rows, rows[0]]))
+    TagTextData(make_recipe({"data": {"files": {"train": "t.jsonl"}, "validation_fraction": 0}}, Path("recipe.yaml"))).load()
+    (line,) = [line for line in caplog.messages if "repeat" in line]
+    assert line == "data: 1 of 3 rows of train repeat an earlier one, such as 'EU film'. Remove them unless they are intended"
+
+
+def test_lines_of_a_language_model_and_numbers_may_repeat(caplog):
+    text_data(write("a.txt", "one line\n" * 5), label=None).load()
+    text_data(write("n.csv", "text,label\nfilm,1.5\nfilm,2.5\n"), label_type="number").load()
+    assert caplog.messages == []

@@ -1,0 +1,410 @@
+"""Forms of chat data: messages, ShareGPT and Alpaca rows, tools, weights and unknown keys. Memory, streams and predict read the same."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pytest
+from pyarrow import parquet
+from streaming_helpers import data_section, samples_of, write_lines
+from test_chat import CHATML, GPT, TRL, UNMARKED, byte_tokenizer
+from text_helpers import make_run
+
+from fastloop.errors import DataError, RecipeError
+from fastloop.lifecycle import build, execute
+from fastloop.recipe import Inference, load_recipe, make_recipe
+from fastloop.registry import resolve
+from fastloop_plugins.data.packing import Packing
+from fastloop_plugins.tasks._chat_data import LanguageTextData
+from fastloop_plugins.tasks._chat_rows import Chat, RowError, read_chat
+from fastloop_plugins.tasks._chat_stream import chat_chunks
+from fastloop_plugins.tasks._chat_template import ChatRenderer
+
+MODEL = {"config": GPT | {"n_positions": 1024}, "tokenizer": {"kind": "bpe", "vocab_size": 300}}
+CHATS = {"chat_template": "chatml", "max_length": 1024, "validation_fraction": 0, "files": {"train": "rows.jsonl"}}
+QWEN = TRL["qwen2_5"]["template"]
+IM = ["<|im_start|>", "<|im_end|>"]
+SHAREGPT, ALPACA = ["conversations"], ["instruction", "input", "output"]
+WEATHER = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
+}
+
+
+def user(text: Any, **more: Any) -> dict[str, Any]:
+    return {"role": "user", "content": text, **more}
+
+
+def answer(text: Any, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **more}
+
+
+def call(arguments: Any) -> list[dict[str, Any]]:
+    return [{"type": "function", "function": {"name": "weather", "arguments": arguments}}]
+
+
+def tool_row(city: str = "Rome", said: str = "dry") -> dict[str, Any]:
+    messages = [user(f"Rain in {city}?"), answer(None, tool_calls=call({"city": city})), {"role": "tool", "content": said}, answer("No.")]
+    return {"messages": messages, "tools": [WEATHER]}
+
+
+def text_of(run: Any, ids: Any) -> str:
+    text: str = run.plugins.plugins[0].text_model.tokenizer.decode(ids)
+    return text
+
+
+def trained(run: Any, index: int = 0) -> str:
+    """The text of the tokens that have a loss."""
+    targets = run.datasets["train"][index]["targets"]
+    return text_of(run, [token for token in targets if token >= 0])
+
+
+def memory(*rows: Any, **data: Any) -> Any:
+    write_lines("rows.jsonl", rows)
+    return make_run("causal-lm", MODEL, CHATS | data)
+
+
+def encoded(template: str, *messages: dict[str, Any], tools: Any = None, train_on: str = "assistant") -> str:
+    """The text that has a loss."""
+    tokenizer = byte_tokenizer(template, IM)
+    chat = read_chat({"messages": list(messages), "tools": tools}, ["messages"])
+    ids, mask = ChatRenderer(tokenizer, train_on).encode(chat, lambda: "row 1")
+    return str(tokenizer.decode([token for token, own in zip(ids, mask, strict=True) if own]))
+
+
+# -- tools -------------------------------------------------------------------------------------------------------------
+
+
+def test_tool_calls_are_trained_and_tools_are_in_the_prompt():
+    run = memory(tool_row(), {"messages": [user("Hi"), answer("Hello")]})
+    assert trained(run) == '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call><|im_end|>\nNo.<|im_end|>\n'
+    assert json.dumps(WEATHER) in text_of(run, run.datasets["train"][0]["input_ids"])
+    assert "tools" not in text_of(run, run.datasets["train"][1]["input_ids"])
+    assert execute(run)["steps"] == 1
+
+
+@pytest.mark.parametrize("template", [QWEN, re.sub(r"{%-? (end)?generation %}", "", QWEN)])
+def test_tool_calls_have_a_loss_with_and_without_markers(template):
+    text = encoded(template, *tool_row()["messages"], tools=json.dumps([WEATHER]))
+    assert '"arguments": {"city": "Rome"}}\n</tool_call><|im_end|>' in text
+    assert text.endswith("No.<|im_end|>\n")
+    assert "dry" not in text
+
+
+def test_a_template_that_does_not_read_tool_calls_is_refused():
+    with pytest.raises(RecipeError, match=r"row 1: message 2 has tool_calls, which the chat template does not read.*data.chat_template"):
+        encoded("{% for m in messages %}{{ m.role + ': ' + (m.content or '') }}{% endfor %}", *tool_row()["messages"])
+
+
+def test_arguments_in_json_text_are_not_encoded_twice():
+    messages = [user("a"), answer("", tool_calls=call('{"city": "Rome"}'))]
+    for template in (QWEN, CHATML):  # which write arguments | tojson
+        assert '"arguments": {"city": "Rome"}}' in encoded(template, *messages)
+    assert '"arguments": {"city":"K"}}' in encoded(TRL["qwen3"]["template"], user("a"), answer("", tool_calls=call('{"city":"K"}')))
+
+
+# -- keys of a message -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("template", [CHATML, UNMARKED, QWEN])
+def test_an_answer_of_weight_0_has_no_loss(template):
+    messages = [user("a"), answer("one", weight=0), user("b", weight=0), answer("two", weight=1), user("c"), answer("three", weight=0)]
+    kept = encoded(template, *messages)
+    assert (kept.strip(), "weight" in kept) == ("two<|im_end|>", False)
+    both = encoded(template, *messages, train_on="all")
+    assert [word in both for word in ("one", "two", "three", "a<|im_end|>")] == [False, True, False, True]
+    without = [{key: value for key, value in message.items() if key != "weight"} for message in messages]
+    assert all(word in encoded(template, *without) for word in ("one", "two", "three"))
+
+
+def test_weight_0_with_several_blocks_of_an_answer_is_refused():
+    template = CHATML.replace("{% generation %}", "{% generation %}>{% endgeneration %}{% generation %}")
+    assert "one" in encoded(template, user("a"), answer("one"))
+    with pytest.raises(
+        RecipeError, match=r"row 1: message 2 has weight 0, and the chat template has 4 blocks {% generation %} for 2 answers"
+    ):
+        encoded(template, user("a"), answer("one", weight=0), user("b"), answer("two"))
+
+
+def test_reasoning_is_trained_if_the_template_reads_it(caplog):
+    reasoned = {"messages": [user("2+2?"), answer("4", reasoning_content="two and two")]}
+    Path("qwen3.jinja").write_text(TRL["qwen3"]["template"])
+    run = memory(reasoned, chat_template="qwen3.jinja")
+    assert trained(run) == "<think>\ntwo and two\n</think>\n\n4<|im_end|>\n"
+    assert "does not read" not in caplog.text
+    run = memory(reasoned)
+    assert trained(run) == "4<|im_end|>\n"
+    assert "data: train: keys that the chat template does not read, so they have no effect: reasoning_content (1)" in caplog.text
+
+
+def test_keys_that_the_template_does_not_read_are_one_warning_with_counts(caplog):
+    named = [user("a", id=1, weight=1), answer("b", id=2, score=None)]
+    Path("short.jinja").write_text(UNMARKED[UNMARKED.index("{% for message") :].replace("tools and", "").replace("loop.first", "false"))
+    memory({"messages": named}, {"messages": [user("c"), answer("d", id=3)], "tools": [WEATHER]}, chat_template="short.jinja")
+    found = [record.getMessage() for record in caplog.records if "does not read" in record.getMessage()]
+    assert found == [
+        "data: train: keys that the chat template does not read, so they have no effect: id (3), weight of role user (1), tools (1)"
+    ]
+    write_lines("rows.jsonl", [{"messages": named}] * 64)
+    make_run("causal-lm", MODEL, data_section("rows.jsonl", {"chat_template": "chatml", "max_length": 64}))
+    assert "train, its first 64 rows: keys that the chat template does not read, so they have no effect: id (128), weight" in caplog.text
+
+
+def test_parts_of_text_are_joined_unless_the_template_reads_them():
+    parts = [{"type": "text", "text": "Sleep"}, {"type": "text", "text": ", now", "image": None}]
+    assert encoded(CHATML, user(parts), answer(parts)) == "Sleep, now<|im_end|>\n"
+    trims = "{% for m in messages %}{{ '<|im_start|>' + m.role + m.content | trim }}{% endfor %}"
+    trims += "{{ '<|im_start|>assistant' * add_generation_prompt }}"
+    assert encoded(trims, user("a"), answer(parts)) == "Sleep, now", "a filter would write the list as Python does"
+
+
+# -- rows that are refused ---------------------------------------------------------------------------------------------
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "weight": (answer("b", weight=0.5), r"message 2 one whose weight is 0.5 \(float\). Expected 1, or 0 for an answer without a loss"),
+    "no content": (answer(None), "message 2 one whose content holds None"),
+    "no calls": (answer(None, tool_calls=[]), "message 2 one whose content holds None"),
+    "an image": (answer([{"type": "image", "url": "a.png"}]), "message 2 one whose content has the part {'type': 'image'"),
+    "calls": (answer("b", tool_calls="weather()"), r"message 2 one whose tool_calls hold 'weather\(\)' \(str\). Expected such as"),
+    "no name": (answer("b", tool_calls=[{"function": {"arguments": {}}}]), "message 2 one whose tool_calls hold"),
+    "sender": ({"from": "bing", "value": "b"}, "message 2 one that is from 'bing'. Expected human, user, gpt"),
+    "call": ({"from": "function_call", "value": "weather()"}, r"message 2 one from function_call that holds 'weather\(\)'"),
+    "surrogate": (answer("b", note="\ud800"), "half of a UTF-16 pair"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_message_that_is_none_is_named(case):
+    message, problem = REFUSED[case]
+    with pytest.raises(RecipeError, match=f"rows.jsonl, row 2: .*{problem}"):
+        memory({"messages": [user("a"), answer("b")]}, {"messages": [user("a"), message]})
+
+
+@pytest.mark.parametrize("tools", ["weather", ["weather"], "{}", 3])
+def test_tools_that_are_none_are_named(tools):
+    with pytest.raises(RowError, match=r"column 'tools' holds .* Expected a list of functions, or its JSON"):
+        read_chat(tool_row() | {"tools": tools}, ["messages"])
+
+
+def test_a_role_that_the_template_leaves_out_is_named():
+    rows = [{"messages": [user("a"), answer("b")]}, {"messages": [user("a"), {"role": "critic", "content": "no"}, answer("b")]}]
+    Path("qwen.jinja").write_text(QWEN)
+    problem = "the chat template leaves out message 2, whose role is 'critic'. It names the roles user, assistant, tool, system. Rename"
+    with pytest.raises(RecipeError, match=f"rows.jsonl, row 2: {problem}"):
+        memory(*rows, chat_template="qwen.jinja")
+    assert trained(memory(*rows), 1) == "b<|im_end|>\n", "chatml writes every role"
+    run = make_run("causal-lm", MODEL, data_section("rows.jsonl", {"messages": "messages", "chat_template": "chatml", "max_length": 64}))
+    run.datasets["train"].encode.encode.renderer.tokenizer.chat_template = QWEN
+    with pytest.raises(RecipeError, match=f"rows.jsonl, row 2: {problem}"):
+        run.datasets["train"][1]
+
+
+# -- forms -------------------------------------------------------------------------------------------------------------
+
+SHARED: dict[str, tuple[list[str], dict[str, Any]]] = {
+    "messages": (["messages"], tool_row()),
+    "sharegpt": (
+        SHAREGPT,
+        {
+            "conversations": [
+                {"from": "human", "value": "Rain in Rome?"},
+                {"from": "function_call", "value": json.dumps({"name": "weather", "arguments": {"city": "Rome"}})},
+                {"from": "observation", "value": "dry"},
+                {"from": "gpt", "value": "No."},
+            ],
+            "tools": json.dumps([WEATHER]),
+        },
+    ),
+    "alpaca": (ALPACA, {"instruction": "Rain?", "input": "in Rome", "output": "No.", "tools": None}),
+}
+
+
+def test_sharegpt_is_the_conversation_that_its_messages_are():
+    assert read_chat(SHARED["sharegpt"][1], SHAREGPT) == read_chat(tool_row(), ["messages"])
+
+
+@pytest.mark.parametrize("form", SHARED)
+def test_a_form_is_found_by_its_columns_and_read_alike_everywhere(form, caplog):
+    columns, row = SHARED[form]
+    given = columns if len(columns) > 1 else columns[0]
+    rows = [json.loads(json.dumps(row).replace("Rome", city)) for city in ("Rome", "Bonn", "Köln", "Oslo") * 20]
+    with caplog.at_level(logging.INFO, "fastloop"):
+        run = memory(*rows)
+    named = given if isinstance(given, str) else "[" + ",".join(given) + "]"
+    assert f"rows.jsonl holds conversations: data.messages={named}" in caplog.text
+    assert run.recipe.data["messages"] == given, "the run's recipe names it, so that predict needs no training file"
+    found = samples_of(run.datasets["train"])
+    assert (len(found), trained(run, 1).endswith("No.<|im_end|>\n")) == (80, True)
+    assert samples_of(memory(*rows, messages=given).datasets["train"]) == found
+    parquet.write_table(pyarrow.Table.from_pylist(rows), "rows.parquet", row_group_size=16)
+    Path("rows.json").write_text(json.dumps(rows))
+    for file in ("rows.parquet", "rows.json"):
+        assert samples_of(memory(*rows, files={"train": file}).datasets["train"]) == found
+    for file in ("rows.parquet", "rows.jsonl"):
+        section = data_section(file, {"chat_template": "chatml", "max_length": 1024, "shuffle_buffer": 0})
+        assert samples_of(make_run("causal-lm", MODEL, section).datasets["train"]) == found
+    task = run.plugins.plugins[0]
+    without = [{key: value for key, value in row.items() if key != "output"} for row in rows]
+    write_lines("new.jsonl", without)
+    parquet.write_table(pyarrow.Table.from_pylist(without), "new.parquet")
+    for file in ("new.jsonl", "new.parquet"):
+        chunks = list(chat_chunks(task.data, task.text_model.tokenizer, Path(file), 1, 32))
+        prompts = [chunk[index]["input_ids"] for chunk in chunks for index in range(len(chunk))]
+        assert len(prompts) == 79
+        assert text_of(run, prompts[0]) + "No.<|im_end|>\n" == text_of(run, run.datasets["train"][1]["input_ids"])
+
+
+def test_a_text_to_predict_is_a_message_in_every_file():
+    run = memory({"messages": [user("Hi"), answer("Hello")]})
+    task = run.plugins.plugins[0]
+    Path("new.txt").write_text("Hi\nHo\n")
+    Path("new.csv").write_text("messages\nHi\nHo\n")
+    write_lines("new.jsonl", [{"messages": "Hi"}, {"messages": "Ho"}])
+    for source in (Path("new.txt"), Path("new.csv"), Path("new.jsonl"), ["Hi", "Ho"]):
+        (chunk,) = chat_chunks(task.data, task.text_model.tokenizer, source, 0, 8)
+        assert text_of(run, chunk[0]["input_ids"]) + "Hello<|im_end|>\n" == text_of(run, run.datasets["train"][0]["input_ids"])
+        assert len(chunk) == 2
+    task = memory(SHARED["alpaca"][1]).plugins.plugins[0]
+    Path("new.csv").write_text("instruction,input\nHi,you\n")
+    with pytest.raises(RecipeError, match=r"new.csv: instructions and inputs need a file of type .jsonl, .json or .parquet\."):
+        list(chat_chunks(task.data, task.text_model.tokenizer, Path("new.csv"), 0, 8))
+
+
+def test_a_recipe_without_the_key_predicts_with_the_form_of_its_training_file():
+    write_lines("rows.jsonl", [SHARED["alpaca"][1]])
+    recipe = make_recipe({"model": MODEL, "data": CHATS, "plugins": ["causal-lm"]})
+    recipe.inference = Inference(model=None, split="predict", source=["Hi"], chunk=8)
+    assert LanguageTextData(recipe).chat_columns == ALPACA
+
+
+def test_an_instruction_and_its_input_are_one_message():
+    chat = read_chat({"instruction": "Add.", "input": "1 and 2", "output": "3"}, ALPACA)
+    assert chat == Chat([user("Add.\n1 and 2"), answer("3")])
+    for row in ({"instruction": "Add.", "input": None, "output": "3"}, {"instruction": "Add.", "output": "3"}):
+        assert read_chat(row, ALPACA).messages[0] == user("Add.")
+    assert read_chat({"ask": "Add.", "say": "3"}, ["ask", "say"]) == Chat([user("Add."), answer("3")])
+    with pytest.raises(RowError, match=r"column 'output' \(data.messages\) holds None"):
+        read_chat({"instruction": "Add.", "output": None}, ALPACA)
+    run = memory({"instruction": "a", "output": "b"}, {"instruction": "c", "input": "d", "output": "e"})
+    assert "user\nc\nd<|im_end|>" in text_of(run, run.datasets["train"][1]["input_ids"])
+
+
+def test_several_forms_in_a_file_need_a_name_and_each_proposal_works():
+    row = {"messages": [user("a"), answer("b")], "conversations": [{"from": "human", "value": "c"}, {"from": "gpt", "value": "d"}]}
+    with pytest.raises(RecipeError, match="has several columns of conversations: ") as error:
+        memory(row | SHARED["alpaca"][1])
+    proposals = re.findall(r"data\.\S+?(?= or|\.$)", str(error.value))
+    expected = {"data.messages=messages": "b", "data.messages=conversations": "d", "data.messages=[instruction,input,output]": "No."}
+    assert proposals == list(expected)
+    Path("recipe.yaml").write_text(json.dumps({"model": MODEL, "data": CHATS, "train": {"device": "cpu"}, "plugins": ["causal-lm"]}))
+    for proposal in proposals:
+        recipe = load_recipe("recipe.yaml", [proposal])
+        assert trained(build(recipe, resolve(recipe))) == expected[proposal] + "<|im_end|>\n"
+    assert memory(row | {"text": "words and words"}, chat_template=None).recipe.data.get("messages") is None, "text is read as ever"
+
+
+def test_a_function_that_returns_conversations_names_the_key():
+    messages = [{"from": "human", "value": "c"}, {"from": "gpt", "value": "d"}]
+    Path("rows.py").write_text(f"def rows():\n    return {{'train': [{{'conversations': {messages}}}]}}\n")
+    with pytest.raises(RecipeError, match=r"has no column 'text', but conversations: conversations. Give data.messages=conversations\."):
+        make_run("causal-lm", MODEL, {"module": "rows.py:rows", "validation_fraction": 0})
+    section = {"module": "rows.py:rows", "validation_fraction": 0, "messages": "conversations", "chat_template": "chatml"}
+    assert trained(make_run("causal-lm", MODEL, section)) == "d<|im_end|>\n"
+
+
+# -- files of several kinds --------------------------------------------------------------------------------------------
+
+
+def test_streamed_files_may_lack_tools_and_null_keys_of_parquet_are_no_keys(caplog):
+    plain = [{"messages": [user("a"), answer(f"b{number}")]} for number in range(40)]
+    tools = [tool_row(f"{number}") | {"tools": json.dumps([WEATHER])} for number in range(40)]
+    for number, rows in enumerate((plain, tools)):
+        parquet.write_table(pyarrow.Table.from_pylist(rows), f"{number}.parquet", row_group_size=8)
+        write_lines(f"{number}.jsonl", rows)
+    found = {}
+    for kind in ("parquet", "jsonl"):
+        section = data_section([f"0.{kind}", f"1.{kind}"], {"chat_template": "chatml", "max_length": 1024, "shuffle_buffer": 0})
+        found[kind] = samples_of(make_run("causal-lm", MODEL, section).datasets["train"])
+        write_lines("rows.jsonl", plain + tools)
+        section = data_section([f"0.{kind}", f"1.{kind}"], {"chat_template": "chatml", "max_length": 1024, "streaming": None})
+        assert samples_of(make_run("causal-lm", MODEL, section).datasets["train"]) == found[kind]
+    assert found["parquet"] == found["jsonl"]
+    assert "does not read" not in caplog.text
+    assert "null" not in caplog.text
+
+
+def test_nulls_that_parquet_adds_to_arguments_are_a_warning(caplog):
+    rows = [{"messages": [user("a"), answer(None, tool_calls=call({name: "x"}))]} for name in ("city", "town")]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), "rows.parquet")
+    memory(files={"train": "rows.parquet"})
+    assert "train: 2 of 2 rows have null in their tools or in the arguments of a call. Parquet stores null for each key" in caplog.text
+    memory(*rows)
+    assert caplog.text.count("have null") == 1
+
+
+def test_a_bad_row_of_a_stream_is_named_and_skip_unreadable_leaves_out_bad_rows():
+    from fastloop_plugins.data.skip_unreadable import SkipUnreadable
+
+    good = [tool_row(f"{number}") for number in range(9)]
+    write_lines("rows.jsonl", [*good, {"messages": [user("a"), answer("b", weight=7)]}])
+    run = make_run("causal-lm", MODEL, CHATS, [SkipUnreadable()])
+    assert (len(run.datasets["train"]), run.state.unreadable) == (9, 1)
+    write_lines("rows.jsonl", good * 8)
+    run = make_run("causal-lm", MODEL, data_section("rows.jsonl", {"messages": "messages", "chat_template": "chatml", "max_length": 1024}))
+    with pytest.raises(DataError, match=r"row 5: .* one whose weight is 7"):
+        run.datasets["train"].encode([([user("a"), answer("b", weight=7)], None)], ["row 5"])
+
+
+# -- whole runs --------------------------------------------------------------------------------------------------------
+
+
+def mixed(count: int) -> list[dict[str, Any]]:
+    """Rows with tools, weights and reasoning."""
+    rows: list[dict[str, Any]] = []
+    for number in range(count):
+        rows.append(tool_row(f"{number}", "wet" * (number % 3 + 1)))
+        if number % 2:
+            rows[-1]["messages"][1]["weight"] = 0
+    return rows
+
+
+def test_packed_rows_with_tools_are_the_same_training():
+    write_lines("rows.jsonl", mixed(12))
+    losses = []
+    for objects in ([], [Packing()]):
+        run = make_run("causal-lm", MODEL, CHATS | {"files": {"train": "rows.jsonl", "validation": "rows.jsonl"}}, objects)
+        losses.append(execute(run)["validation"]["loss"])
+        assert sum(int((run.datasets["train"][index]["targets"] >= 0).sum()) for index in range(12)) == sum(
+            len(run.plugins.plugins[0].text_model.tokenizer(trained(run, index))["input_ids"]) for index in range(12)
+        )
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [(), ("data.streaming=true", "data.lanes=2")])
+def test_a_run_resumes_predicts_and_evaluates_with_tools(cli, changes):
+    import safetensors.numpy
+
+    write_lines("rows.jsonl", mixed(64))
+    write_lines("few.jsonl", mixed(8))
+    data = CHATS | {"files": {"train": "rows.jsonl", "validation": "few.jsonl"}}
+    train = {"device": "cpu", "epochs": 2, "batch_size": 8, "lr": 1e-2, "save_every": 4}
+    Path("recipe.yaml").write_text(json.dumps({"model": MODEL, "data": data, "train": train, "plugins": ["causal-lm", "packing"]}))
+    for arguments in (["output=whole"], ["output=cut", "train.max_steps=8"], ["output=cut", "--resume"]):
+        code, _, err = cli("train", "recipe.yaml", *arguments, *changes)
+        assert code == 0, err
+    weights = [safetensors.numpy.load_file(f"{run}/model/model.safetensors") for run in ("whole", "cut")]
+    assert all(np.array_equal(value, weights[1][name]) for name, value in weights[0].items())
+    Path("rows.jsonl").rename("gone.jsonl")
+    code, out, err = cli("predict", "whole", "few.jsonl", "plugins.causal-lm.max_new_tokens=4")
+    assert (code, len(out.splitlines())) == (0, 8), err
+    code, out, err = cli("evaluate", "whole", "--file", "few.jsonl")
+    assert code == 0, err
+    loss = json.loads(Path("whole/summary.json").read_text())["validation"]["loss"]
+    assert f"{loss:.4f}" in out + err

@@ -1,0 +1,96 @@
+"""`fastloop plan --device-memory`: ``tensor-parallel`` holds and sends what torch's own division of the model does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_helpers import write_rows
+from scale_runs import LLAMA, tiny
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from fastloop import PluginError
+from fastloop_plugins.strategies.tensor_parallel import TensorParallel
+from fastloop_tools.scale.estimate import estimate
+
+PROCESSES = 2
+ROUNDS = {"all_reduce": 2, "allreduce_": 2, "all_gather_into_tensor": 1}
+"""Collective -> how often a process sends (n - 1) / n of the tensor in a ring."""
+
+
+class Collectives(TorchDispatchMode):
+    """Adds up the bytes that a process sends."""
+
+    sent = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        space, _, name = func.name().partition("::")
+        if "c10d" in space and name in ROUNDS:
+            size = result.nbytes if isinstance(result, torch.Tensor) else sum(tensor.nbytes for tensor in args[0])
+            self.sent += ROUNDS[name] * size * (PROCESSES - 1) / PROCESSES
+        return result
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=PROCESSES)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "vocabulary that is odd": {"vocab_size": 301},
+    "tied": {"tie_word_embeddings": True},
+    "norms of heads": {"model_type": "qwen3", "head_dim": 16},
+}
+
+
+@pytest.mark.parametrize("changes", MODELS.values(), ids=MODELS.keys())
+def test_a_share_holds_and_sends_the_bytes_of_torch(process_group, changes):
+    config = AutoConfig.for_model(**LLAMA | {"vocab_size": 300} | changes)
+    ids = torch.zeros(3, 16, dtype=torch.int64)
+    with FakeTensorMode() as mode:
+        fake = AutoModelForCausalLM.from_config(config)
+        share = TensorParallel.divide_model(fake, PROCESSES, "no", "r.yaml")
+        fake(input_ids=mode.from_tensor(ids), labels=mode.from_tensor(ids)).loss.backward()
+    model = AutoModelForCausalLM.from_config(config)
+    accelerator, recipe = SimpleNamespace(mixed_precision="no"), SimpleNamespace(where="r.yaml")
+    run: Any = SimpleNamespace(recipe=recipe, accelerator=accelerator, device=torch.device("cpu"), world_size=PROCESSES)
+    TensorParallel().before_prepare(run=run, model=model)
+    with Collectives() as collectives:
+        model(input_ids=ids, labels=ids).loss.backward()
+    local = [part.to_local() if hasattr(part, "to_local") else part for part in model.parameters()]
+    assert [part.shape for part in fake.parameters()] == [part.shape for part in local]
+    assert share.sent == collectives.sent > 0
+
+
+def test_the_table_has_a_row_for_the_whole_batch(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_rows(("A", "B"))
+    found = estimate(tiny("decoder", "ddp"), PROCESSES)
+    rows = {(row.name, row.checkpointing): row for row in found.variants}
+    row, again, ddp = rows["tensor-parallel", False], rows["tensor-parallel", True], rows["ddp", False]
+    assert (row.samples, ddp.samples) == (8, 4)
+    assert ddp.gradients / 2 < row.gradients < 0.7 * ddp.gradients  # norms and an odd vocabulary stay whole
+    assert row.weights - row.gradients == ddp.weights - ddp.gradients > 0  # buffers
+    assert row.optimizer == 2 * row.gradients
+    assert ddp.activations < row.activations < 2 * ddp.activations
+    assert again.activations < row.activations
+    assert again.wire > row.wire > 0  # the recomputed forward is exchanged again
+    assert ddp.flops < row.flops < 1.2 * ddp.flops  # half of the work on twice the samples, and the whole head
+
+
+def test_a_model_that_the_processes_cannot_divide_has_no_row(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_rows(("A", "B"))
+    assert "tensor-parallel" not in {row.name for row in estimate(tiny("decoder", "ddp"), 4).variants}
+    with pytest.raises(PluginError, match=r"plugins\.tensor-parallel: num_key_value_heads of the model is 2, not a multiple of the 4"):
+        estimate(tiny("decoder", "tensor-parallel"), 4)

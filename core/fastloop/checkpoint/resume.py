@@ -31,6 +31,9 @@ FIXED_ON_RESUME = (
 )  # fmt: skip
 """Keys of ``train`` that a resumed run cannot change, because the checkpoint's weights depend on them."""
 
+MALFORMED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+"""What reading a value raises from a tree of another form."""
+
 
 def save(run: Run) -> None:
     """Write a checkpoint, and remove the oldest ones beyond ``train.keep_checkpoints``.
@@ -116,17 +119,22 @@ def load(run: Run, path: Path, skipped: list[str]) -> None:
     if not run.is_main and (problem := checkpoint.verify(path, wait=True)):
         raise CheckpointError(f"{path}: process {run.rank} finds: {problem}. Put the run folder where all processes see the same files.")
     model, saved = checkpoint.read(path, sharded_target(run))
-    with _refused(f"{path}: malformed state.json. Resume from another checkpoint: "):
+    malformed = f"{path}: malformed state.json. Resume from another checkpoint: "
+    with _refused(malformed):
         _restore(run, path, model, saved)
-    _restore_plugins(run, path, saved)
+        states = dict(saved["plugins"])
+    _restore_plugins(run, states)
+    log.info("resumed from %s at step %d", path, run.state.step)
+    with _refused(malformed, *MALFORMED, RuntimeError):
+        _restore_random_states(run, saved["random"])
 
 
 @contextmanager
 def _refused(what: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Turn errors of these kinds into a CheckpointError. Without kinds: errors of reading a value from a tree of another form."""
+    """Turn errors of these kinds, by default of ``MALFORMED``, into a CheckpointError."""
     try:
         yield
-    except kinds or (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:  # noqa: B030
+    except kinds or MALFORMED as error:  # noqa: B030
         raise CheckpointError(f"{what}{type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
 
 
@@ -158,21 +166,24 @@ def _restore(run: Run, path: Path, model: dict[str, Tensor], saved: dict[str, An
     run.scalars.restore(saved["scalars"], run.processes)
 
 
-def _restore_plugins(run: Run, path: Path, saved: dict[str, Any]) -> None:
-    """Restore the state of plugins, and then the random states. An error of a plugin is its own."""
+def _restore_plugins(run: Run, states: dict[str, Any]) -> None:
+    """Restore the states of the plugins, by name. An error of a plugin stays the plugin's."""
     log_points.start(run)
     for plugin, call in run.plugins.each("load_state"):
-        if plugin.name not in saved["plugins"]:
+        if plugin.name not in states:
             log.warning("plugin %r is not in the checkpoint: its state starts at step %d", plugin.name, run.state.step)
-        elif (state := saved["plugins"][plugin.name]) is not None:
+        elif (state := states[plugin.name]) is not None:
             call(run=run, state=state)
-    for name in sorted(name for name, state in saved["plugins"].items() if state is not None and name not in run.plugins.names()):
+    for name in sorted(name for name, state in states.items() if state is not None and name not in run.plugins.names()):
         log.warning("plugin %r is in the checkpoint, but not in this run", name)
-    log.info("resumed from %s at step %d", path, run.state.step)
-    if len(saved["random"]) == run.world_size:
-        restore_random_states(saved["random"][run.rank])
+
+
+def _restore_random_states(run: Run, states: list[dict[str, Any]]) -> None:
+    """Restore this process's entry of ``states``. With another number of processes, seed with the step and the rank."""
+    if len(states) == run.world_size:
+        restore_random_states(states[run.rank])
     else:
-        log.info("saved by %d processes, resumed on %d: dropout uses other random numbers", len(saved["random"]), run.world_size)
+        log.info("saved by %d processes, resumed on %d: dropout uses other random numbers", len(states), run.world_size)
         set_seed(run.recipe.train.seed + run.state.step * run.world_size + run.rank)
 
 

@@ -75,9 +75,12 @@ hashes:
 sbom: $(VENV)/ready
 	$(BIN)/python .ci/sbom.py sbom/fastloop.cdx.json
 
-# The wheel and the source distribution of a release, into dist/, with the pinned build tools.
-dist: $(VENV)/ready
-	$(BIN)/python -m build --no-isolation
+# The wheel and the source distribution of a release, into dist/. Their build installs the pinned build tools by hash, and nothing else.
+DIST_TOOLS = build|hatchling|packaging|pathspec|pluggy|pyproject-hooks|tomlkit|trove-classifiers
+dist:
+	$(PYTHON) -m venv build/dist
+	sed -nE '/^($(DIST_TOOLS))==/,/[^\\]$$/p' requirements.txt | build/dist/bin/pip install --quiet --no-deps --require-hashes --requirement /dev/stdin
+	build/dist/bin/python -m build --no-isolation
 
 # Known vulnerabilities of the pinned versions. It needs a network. .github/workflows/audit.yml runs it every day.
 audit: $(VENV)/ready

@@ -5,8 +5,13 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import shutil
+import subprocess
+import sys
+import tarfile
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -97,18 +102,56 @@ def test_sbom_lists_what_a_run_needs(sbom):
     assert all(component["purl"] == f"pkg:pypi/{name}@{versions[name]}" for component in found["components"] if (name := component["name"]))
 
 
+def workflow_jobs() -> dict[str, dict[str, Any]]:
+    """FILE.JOB -> job, of all workflows."""
+    files = sorted((ROOT / ".github/workflows").glob("*.yml"))
+    return {f"{path.stem}.{name}": job for path in files for name, job in yaml.safe_load(path.read_text())["jobs"].items()}
+
+
 def test_release_is_attested_and_stores_no_token():
-    text = (ROOT / ".github/workflows/release.yml").read_text()
-    jobs = yaml.safe_load(text)["jobs"]
-    steps = {step.get("uses", step.get("run")).partition("@")[0]: step.get("with") for step in jobs["build"]["steps"]}
-    assert "make dist sbom" in steps
+    jobs = workflow_jobs()
+    steps = {step["uses"].partition("@")[0]: step.get("with") for step in jobs["release.attest"]["steps"]}
     assert steps["actions/attest-build-provenance"] == {"subject-path": "dist/*"}
     assert steps["actions/attest-sbom"] == {"subject-path": "dist/*", "sbom-path": "sbom/fastloop.cdx.json"}
-    assert jobs["build"]["permissions"] == {"contents": "read", "id-token": "write", "attestations": "write"}
-    assert jobs["publish"]["permissions"] == {"id-token": "write"}
-    assert jobs["publish"]["steps"][-1]["with"] == {"attestations": True}
-    assert "secrets." not in text
+    assert jobs["release.publish"]["steps"][-1]["with"] == {"attestations": True}
+    assert [step["run"] for job in ("build", "sbom") for step in jobs[f"release.{job}"]["steps"] if "run" in step][1:] == [
+        "make dist",
+        "make sbom",
+    ]
+    assert "secrets." not in (ROOT / ".github/workflows/release.yml").read_text()
     assert "sbom/fastloop.cdx.json" in (ROOT / "Makefile").read_text()
+
+
+def test_actions_are_pinned_by_commit():
+    for name, job in workflow_jobs().items():
+        for action in (step["uses"] for step in job["steps"] if "uses" in step):
+            assert re.fullmatch(r"[\w./-]+@[0-9a-f]{40}", action), f"{name}: {action}: a tag can be moved to other code"
+
+
+def test_jobs_that_sign_or_publish_install_nothing():
+    signing = {name: job for name, job in workflow_jobs().items() if "id-token" in job.get("permissions", {})}
+    assert sorted(signing) == ["release.attest", "release.publish"]
+    for name, job in signing.items():
+        assert not [step for step in job["steps"] if "run" in step or "checkout" in step["uses"]], name
+    for path in (ROOT / ".github/workflows").glob("*.yml"):
+        assert yaml.safe_load(path.read_text())["permissions"] == {"contents": "read"}, path
+
+
+@pytest.mark.slow
+def test_release_files_are_built_by_hashed_tools_alone(tmp_path):
+    """A pip that stops at an unhashed package; the source distribution has every file that a reader of the repository needs."""
+    copy = tmp_path / "copy"
+    files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, text=True).stdout.split("\0")[:-1]
+    for file in files:
+        (copy / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / file, copy / file)
+    subprocess.run(["make", "dist", f"PYTHON={sys.executable}"], cwd=copy, check=True, capture_output=True)
+    (source,) = (copy / "dist").glob("*.tar.gz")
+    with tarfile.open(source) as archive:
+        packed = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"SECURITY.md", "CITATION.cff", "CHANGELOG.md", "LICENSE", "requirements.txt"} <= packed
+    listed = subprocess.run([copy / "build/dist/bin/pip", "list", "--format=json"], capture_output=True, check=True).stdout
+    assert len(json.loads(listed)) < 12
 
 
 def test_audit_runs_every_day():

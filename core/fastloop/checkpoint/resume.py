@@ -32,7 +32,7 @@ FIXED_ON_RESUME = (
 """Keys of ``train`` that a resumed run cannot change, because the checkpoint's weights depend on them."""
 
 MALFORMED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-"""What reading a value raises from a tree of another form."""
+"""Errors of a lookup or an operation on a value of another form."""
 
 
 def save(run: Run) -> None:

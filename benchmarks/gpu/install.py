@@ -13,9 +13,9 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def write_metadata(folder: Path) -> Path:
-    """Write ``fastloop-VERSION.dist-info`` to a folder."""
+    """Write ``fastloop_train-VERSION.dist-info`` to a folder."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    info = folder / f"fastloop-{project['version']}.dist-info"
+    info = folder / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
     info.mkdir(parents=True, exist_ok=True)
     lines = ["Metadata-Version: 2.1", f"Name: {project['name']}", f"Version: {project['version']}"]
     (info / "METADATA").write_text("\n".join(lines) + "\n")

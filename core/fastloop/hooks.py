@@ -200,10 +200,11 @@ def make_crash(plugin: Plugin, hook: str, error: BaseException) -> PluginCrash:
 
 def distribution_of(cls: type[Plugin]) -> importlib.metadata.Distribution | None:
     """The distribution that a plugin is installed with; None for one of a file or a script."""
-    for point in entry_points(GROUP):
-        if point.value == f"{cls.__module__}:{cls.__qualname__}":
-            return point.dist
-    names = distributions_of(cls.__module__.partition(".")[0])
+    package = cls.__module__.partition(".")[0]
+    points = [point for group in (GROUP, "fastloop.commands") for point in entry_points(group) if point.module.partition(".")[0] == package]
+    for point in sorted(points, key=lambda point: point.value != f"{cls.__module__}:{cls.__qualname__}"):
+        return point.dist
+    names = distributions_of(package)
     return importlib.metadata.distribution(names[0]) if len(names) == 1 else None
 
 

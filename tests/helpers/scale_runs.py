@@ -192,7 +192,13 @@ def sharding_of_torch(world_size: int) -> dict[str, float]:
         model: Any = Encoder()
         accelerator = SimpleNamespace(mixed_precision="no", prepare_model=lambda model, evaluation_mode: model)
         run: Any = SimpleNamespace(
-            recipe=SimpleNamespace(where="recipe"), accelerator=accelerator, device=torch.device("cpu"), world_size=world_size, is_main=True
+            recipe=SimpleNamespace(where="recipe"),
+            accelerator=accelerator,
+            processes=SimpleNamespace(all_reduce_mean=lambda tensor: tensor, host_group=None),
+            device=torch.device("cpu"),
+            world_size=world_size,
+            is_main=True,
+            updates=0,
         )
         plugin = FSDP()
         plugin.before_prepare(run=run, model=model)
@@ -218,7 +224,9 @@ class Collectives(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.name()
-        if name.startswith("c10d::"):
+        if "allreduce" in name:
+            assert [tensor.numel() for tensor in args[0]] == [1], "in the first forward pass, processes agree on the order of modules"
+        elif name.startswith("c10d::"):
             assert "_allgather_base_" in name or "_reduce_scatter_base_" in name, name
             self.bytes += min(args[0].nbytes, args[1].nbytes) * (self.processes - 1)
         return func(*args, **(kwargs or {}))

@@ -219,7 +219,7 @@ def killed(recipe: dict[str, Any]) -> Trained:
 def test_a_killed_run_resumes_from_its_own_weights(tuned, folder):
     shutil.copytree(folder / "gpt/model", "base")
     options = NF4 | {"merge": False, "dropout": 0.1}
-    recipe = tuned(options, train=TRAIN | {"epochs": 4, "save_every": SAVES_EVERY}) | {"model": {"name": "base"}}
+    recipe = tuned(options, train=TRAIN | {"epochs": 5, "save_every": SAVES_EVERY}) | {"model": {"name": "base"}}
     whole = train(recipe | {"output": "whole"})
     (ended,) = start(1, killed, recipe, folder=Path.cwd())
     assert ended.code == -signal.SIGKILL

@@ -36,6 +36,9 @@ CONTENT = 1e-5
 """A smaller change than ``ROUNDING`` is rounding, unless other vectors at padding change more than this. Masked vectors change nothing, bit
 by bit, except that a mixture of experts computes in other groups: 2e-7. ConvBERT gives 5.7e-5 and more from 64 features on."""
 
+CONTINUATION = 8
+"""Number of new tokens in the trial of a language model. GIT and DeepSeek-V4 give the first one correctly, and later ones wrongly."""
+
 ALIKE = "pad all texts alike: data.padding=max_length"
 """With it, a text has the same padding in each batch."""
 
@@ -91,15 +94,22 @@ def check_prompts(run: Run, model: Any, inputs: Mapping[str, Tensor], where: str
         RecipeError: It does, and the run predicts several prompts at once.
     """
 
-    def logits(ids: Tensor, mask: Tensor) -> Tensor:
-        found: Tensor = model.generate(
-            input_ids=ids, attention_mask=mask, max_new_tokens=1, do_sample=False, return_dict_in_generate=True, output_logits=True
-        ).logits[0][-1]
-        return found
+    def logits(ids: Tensor, mask: Tensor) -> list[Tensor]:
+        length = {"min_new_tokens": CONTINUATION, "max_new_tokens": CONTINUATION}
+        found = model.generate(
+            input_ids=ids, attention_mask=mask, **length, do_sample=False, return_dict_in_generate=True, output_logits=True
+        )
+        return [step[-1] for step in found.logits]
 
     def find() -> float:
         ids, mask = inputs["input_ids"], inputs["attention_mask"]
-        return relative_change(logits(ids, mask), logits(ids[-1:, mask[-1].bool()], mask[-1:, mask[-1].bool()]))
+        padded, alone = logits(ids, mask), logits(ids[-1:, mask[-1].bool()], mask[-1:, mask[-1].bool()])
+        change = 0.0
+        for found, expected in zip(padded, alone, strict=True):
+            change = max(change, relative_change(found, expected))
+            if int(found.argmax()) != int(expected.argmax()):  # further logits are those of other texts
+                break
+        return change
 
     if (change := agree(run, model, where, find) or 0.0) > ROUNDING:
         effect = f"{type(model).__name__} reads padding: beside a longer prompt, it changes the logits of a short one by {percent(change)}"

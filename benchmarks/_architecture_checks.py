@@ -27,6 +27,7 @@ from fastloop.lifecycle import build, inference
 from fastloop.recipe import Inference, make_recipe
 from fastloop.registry import resolve
 from fastloop.testing.runs import Trained, train
+from fastloop_plugins.tasks._tokenizers import check_saved_tokenizer
 from fastloop_tools.inference.chunks import Chunks, predict_dataset
 
 OK, REFUSED, WARNED, WRONG, ERROR = "ok", "refused", "warned", "WRONG", "ERROR"
@@ -83,7 +84,10 @@ class Pair:
     def __init__(self, task: str, kind: str, folder: Path) -> None:
         self.name, self.kind, self.folder, self.task = task, kind, folder, plain.TASKS[task]
         self.images, self.model, self.messages = task == "image-classification", folder / "model", list[str]()
-        make_model(kind, self.task.auto, None if self.images else plain.make_tokenizer(padding_side(kind)), self.model)
+        tokenizer = None if self.images else plain.make_tokenizer(padding_side(kind))
+        make_model(kind, self.task.auto, tokenizer, self.model)
+        if tokenizer is not None:
+            check_saved_tokenizer(tokenizer, transformers.AutoConfig.from_pretrained(self.model), list(plain.WORDS), "model")
 
     def recipe(self, output: str, plugins: Mapping[str, Any], settings: Mapping[str, Any], model: Path | None = None) -> dict[str, Any]:
         """The recipe of a run, with the default guards and without the default observers."""

@@ -99,6 +99,12 @@ def text_inputs(rows: Sequence[Row], tokenizer: Any) -> dict[str, Tensor]:
     return {"input_ids": encoded["input_ids"], "attention_mask": encoded["attention_mask"]}
 
 
+def tag_inputs(rows: Sequence[Row], tokenizer: Any) -> dict[str, Tensor]:
+    """As ``text_inputs``, padded on the right: T5Gemma reads padding on the left, on the side of its own tokenizer."""
+    encoded = tokenizer([row["text"] for row in rows], padding=True, padding_side="right", return_tensors="pt")
+    return {"input_ids": encoded["input_ids"], "attention_mask": encoded["attention_mask"]}
+
+
 def classes(rows: Sequence[Row], tokenizer: Any, inputs: dict[str, Tensor]) -> Tensor:
     """The class of each row."""
     return torch.tensor([CLASSES.index(row["label"]) for row in rows])
@@ -155,7 +161,7 @@ COLUMNS = {"text": "text", "max_length": LONGEST + 2}
 TASKS = {
     "text-classification": Task("AutoModelForSequenceClassification", COLUMNS | {"label": "label"}, text_inputs, classes),
     "token-classification": Task(
-        "AutoModelForTokenClassification", {"words": "words", "tags": "tags", "max_length": LONGEST + 2}, text_inputs, tags
+        "AutoModelForTokenClassification", {"words": "words", "tags": "tags", "max_length": LONGEST + 2}, tag_inputs, tags
     ),
     "causal-lm": Task(
         "AutoModelForCausalLM", {"prompt": "prompt", "completion": "completion", "max_length": LONGEST + 3}, language_inputs, next_tokens

@@ -8,7 +8,7 @@ import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from fastloop import RecipeError, option
 from fastloop.options import parse
@@ -16,6 +16,7 @@ from fastloop_plugins.tasks._hub import explain, is_hub_name, offline, quiet
 from fastloop_plugins.tasks._label_order import CLASSIFIER, LabelOrder, label_order, name_classes, start_head_fresh
 from fastloop_plugins.tasks._model_checks import unsupported
 from fastloop_plugins.tasks._model_config import config_from_scratch
+from fastloop_plugins.tasks._tokenizers import TrainedTokenizer, check_saved_tokenizer, train_tokenizer
 from fastloop_plugins.tasks._warm_start import HELP, STRICT_HELP, load_weights, weight_files
 
 if TYPE_CHECKING:
@@ -42,14 +43,6 @@ class Model:
     revision: Annotated[str | None, option("Branch, tag or commit of the model on the hub.")] = None
     weights: Annotated[str | None, option(HELP)] = None
     weights_strict: Annotated[bool, option(STRICT_HELP)] = False
-
-
-@dataclass(kw_only=True)
-class TrainedTokenizer:
-    """``model.tokenizer`` as a mapping: options of a tokenizer to train."""
-
-    kind: Annotated[Literal["word", "bpe"], option("lower-cased words, or byte pairs, which encode any text")] = "bpe"
-    vocab_size: Annotated[int, option("tokens at most", ge=8)] = 8000
 
 
 class TextModel:
@@ -189,11 +182,17 @@ class TextModel:
             raise RecipeError(explain(f"{self.where}.{key}", name, folder, error, instead)) from None
 
     def finish_tokenizer(self, texts: list[str], max_length: int, types: bool = False) -> None:
-        """Train the tokenizer, if the recipe requests one. With ``types``, it returns token types by default."""
+        """Train the tokenizer, if the recipe requests one, and check one that is not the model's own.
+
+        Args:
+            types: Whether a trained one returns token types by default.
+        """
         if self.trained is not None:
             self.tokenizer = train_tokenizer(self.trained, texts, self.classify, max_length, types)
             logger.info("tokenizer: %s, %d tokens, trained on the training texts", self.trained.kind, len(self.tokenizer))
             self._ensure_pad_token()
+        if self.options.tokenizer is not None or self.trained is not None:
+            check_saved_tokenizer(self.tokenizer, self.config, texts, self.where)
 
     def _ensure_pad_token(self) -> None:
         """Set a pad token if there is none. Raises an error if there is no candidate, or, for a language model, no end token."""
@@ -302,36 +301,3 @@ class TextModel:
             if run.is_main:
                 self.tokenizer.save_pretrained(folder)
         return folder
-
-
-def train_tokenizer(options: TrainedTokenizer, texts: list[str], classify: bool, max_length: int, types: bool = False) -> Any:
-    """Train a tokenizer on texts. The same texts give the same tokenizer. With ``types``, it returns token types by default."""
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    if classify:
-        special = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
-    else:
-        special = {"eos_token": "<|endoftext|>", "bos_token": "<|endoftext|>", "pad_token": "<|endoftext|>", "unk_token": "<|unknown|>"}
-    tokens = list(dict.fromkeys(special.values()))
-    common: dict[str, Any] = {"vocab_size": options.vocab_size, "special_tokens": tokens, "show_progress": False}
-    if options.kind == "word":
-        tokenizer = Tokenizer(models.WordLevel(unk_token=special["unk_token"]))
-        tokenizer.normalizer = normalizers.Lowercase()
-        tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-        trainer: Any = trainers.WordLevelTrainer(**common)
-    else:
-        tokenizer = Tokenizer(models.BPE())
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        tokenizer.decoder = decoders.ByteLevel()
-        trainer = trainers.BpeTrainer(initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), **common)
-    tokenizer.train_from_iterator(iter(texts), trainer, length=len(texts))
-    if classify:
-        ids = [(token, tokenizer.token_to_id(token)) for token in ("[CLS]", "[SEP]")]
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=ids
-        )
-    returned = {"model_input_names": ["input_ids", "token_type_ids", "attention_mask"]} if types else {}
-    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=tokenizer, model_max_length=max_length, **special, **returned
-    )

@@ -356,7 +356,7 @@ def test_models_that_cannot_tag_are_refused():
 @pytest.mark.parametrize("kind", ["PreTrainedTokenizerFast", "RobertaTokenizer", "GPT2Tokenizer"])
 def test_byte_level_tokenizers_get_a_space_before_each_word(kind, cli):
     """As in a text, where these tokenizers read the space with the word. The exported tokenizer does the same."""
-    from fastloop_plugins.tasks._text_model import TrainedTokenizer, train_tokenizer
+    from fastloop_plugins.tasks._tokenizers import TrainedTokenizer, train_tokenizer
 
     rows = dispatches(**SPLITS)
     texts = [" ".join(row["words"]) for row in rows["train"]]

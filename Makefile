@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN     = $(VENV)/bin
 
-.PHONY: quickstart test test-all lint docs docs-sources api-snapshot matrix architectures conformance reliability scale streaming hashes sbom dist audit clean
+.PHONY: quickstart test test-all lint docs docs-sources api-snapshot matrix architectures conformance reliability security scale streaming hashes sbom dist audit clean
 
 quickstart: $(VENV)/ready
 	$(BIN)/fastloop train recipes/quickstart.yaml
@@ -54,6 +54,10 @@ conformance: $(VENV)/ready
 # Every fault, the random ones eight times as often as in `make test-all`, into docs/reliability.md; ARGS='--times 20' for more of them.
 reliability: $(VENV)/ready
 	$(BIN)/python benchmarks/reliability.py $(ARGS)
+
+# Every attack of a stranger's recipe, folder, file, package or connection, into docs/security-tests.md.
+security: $(VENV)/ready
+	$(BIN)/python benchmarks/reliability.py security --times 1
 
 # The estimates of `fastloop plan --device-memory` beside measured bytes, into docs/scale.md.
 scale: $(VENV)/ready

@@ -1,8 +1,9 @@
-"""docs/reliability.md: it is made from a report of pytest's, and has a row for each test of tests/reliability, in that test's own words."""
+"""docs/reliability.md and docs/security-tests.md: pytest's reports have a row for each test of their folders, in its own words."""
 
 from __future__ import annotations
 
 import ast
+import dataclasses
 import re
 from pathlib import Path
 from typing import Any
@@ -20,31 +21,38 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Any:
     return reliability
 
 
+@pytest.fixture(params=["reliability", "security"])
+def page(script: Any, request: pytest.FixtureRequest) -> Any:
+    return script.PAGES[request.param]
+
+
 def docstrings(file: Path) -> dict[str, str]:
     """Test -> docstring, as one line."""
     functions = [node for node in ast.parse(file.read_text(encoding="utf-8")).body if isinstance(node, ast.FunctionDef)]
     return {node.name: " ".join((ast.get_docstring(node) or "").split()) for node in functions if node.name.startswith("test_")}
 
 
-def test_every_file_of_tests_has_its_group(script: Any) -> None:
-    assert {path.stem for path in script.SUITE.glob("test_*.py")} == set(script.GROUPS)
+def test_every_file_of_tests_has_its_group(page: Any) -> None:
+    assert {path.stem for path in page.suite.glob("test_*.py")} == set(page.groups)
 
 
-def test_every_docstring_is_a_fault_and_a_promise(script: Any) -> None:
-    for path in script.SUITE.glob("test_*.py"):
+def test_every_docstring_is_a_fault_and_a_promise(page: Any) -> None:
+    for path in page.suite.glob("test_*.py"):
         wrong = {name: words for name, words in docstrings(path).items() if not re.fullmatch(r"[^:\n]+: [^\n]*[^.\n]", words)}
         assert not wrong, path.name
 
 
-def test_every_test_has_a_row_and_every_row_a_test(script: Any) -> None:
-    text = script.TABLE.read_text(encoding="utf-8")
-    for file, title in script.GROUPS.items():
+def test_every_test_has_a_row_and_every_row_a_test(page: Any) -> None:
+    text = page.table.read_text(encoding="utf-8")
+    for file, title in page.groups.items():
         part = text.partition(f"## {title}\n")[2].partition("\n## ")[0]
         rows = {cells[2].strip("`"): cells for line in part.splitlines() if "`test_" in line for cells in [line[2:-2].split(" | ")]}
-        expected = docstrings(script.SUITE / f"{file}.py")
+        expected = docstrings(page.suite / f"{file}.py")
         assert rows.keys() == expected.keys(), title
         for name, words in expected.items():
-            assert f"{rows[name][0]}: {rows[name][1]}".replace("\\|", "|").startswith(words), f"{name}: `make reliability` again"
+            assert f"{rows[name][0]}: {rows[name][1]}".replace("\\|", "|").startswith(words), (
+                f"{name}: `make {page.table.stem.partition('-')[0]}` again"
+            )
             assert rows[name][5] in ("", "0"), f"{name} lost something"
 
 
@@ -66,7 +74,8 @@ CASES = [
 
 def test_a_report_becomes_a_table(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "report.xml").write_text(f"<testsuites><testsuite>{''.join(CASES)}</testsuite></testsuites>")
-    monkeypatch.setattr(script, "TABLE", tmp_path / "page.md")
+    page = dataclasses.replace(script.PAGES["reliability"], table=tmp_path / "page.md")
+    monkeypatch.setitem(script.PAGES, "reliability", page)
     monkeypatch.setattr("sys.argv", ["reliability.py", "--report", "report.xml"])
     with pytest.raises(SystemExit) as ended:
         script.main()
@@ -82,4 +91,4 @@ def test_a_report_becomes_a_table(script: Any, tmp_path: Path, monkeypatch: pyte
 def test_reliability_test_without_docstring_is_rejected(script: Any, tmp_path: Path) -> None:
     (tmp_path / "report.xml").write_text('<testsuites><testcase classname="tests.core.test_data" name="test_order" /></testsuites>')
     with pytest.raises(SystemExit, match=r"test_data.test_order"):
-        script.read(tmp_path / "report.xml")
+        script.read(script.PAGES["security"], tmp_path / "report.xml")

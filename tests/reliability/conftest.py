@@ -1,16 +1,5 @@
-"""Record the rows of the table of faults: each test's docstring, "fault: promise", goes into pytest's report (`--junitxml`).
+"""Record what each test of this folder tries and what is promised."""
 
-A test of several faults records their number: ``record_property("faults", n)``. benchmarks/reliability.py writes the table.
-"""
+from fault_records import pytest_itemcollected
 
-from __future__ import annotations
-
-import inspect
-
-import pytest
-from saving_helpers import times
-
-
-def pytest_itemcollected(item: pytest.Function) -> None:
-    fault, _, promise = " ".join((inspect.getdoc(item.obj) or "").split()).partition(": ")
-    item.user_properties += [("fault", fault), ("promise", promise), ("times", times(1))]
+__all__ = ["pytest_itemcollected"]

@@ -206,6 +206,8 @@ def test_a_tokenizer_that_transformers_reads_as_another_one_is_refused(kind):
     """Transformers reads every saved tokenizer of a Qwen2 model as Qwen2Tokenizer: a text of known words had no token after the export."""
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
     tokenizer = {"kind": kind, "vocab_size": 400}
-    with pytest.raises(RecipeError, match=r"model\.tokenizer: transformers reads a saved tokenizer of qwen2 as Qwen2Tokenizer, which encodes"):
+    with pytest.raises(
+        RecipeError, match=r"model\.tokenizer: transformers reads a saved tokenizer of qwen2 as Qwen2Tokenizer, which encodes"
+    ):
         make_run(TASK, {"config": {"model_type": "qwen2", **sizes}, "tokenizer": tokenizer}, DATA)
     make_run(TASK, {"config": {"model_type": "qwen3", **sizes}, "tokenizer": tokenizer}, DATA)  # control

@@ -76,6 +76,7 @@ def listed(out: str) -> dict[str, dict[str, Any]]:
 
 
 def test_installed_code_is_listed_and_not_imported(cli, site, hostile):
+    """a recipe that names installed code: listed with its package and effects, and not imported"""
     install(site, "warm-pack", f"import subprocess\n{hostile}", "evil = warm_pack:Evil", "fastloop-train>=0.1")
     name = recipe(
         data={"module": "fastloop_plugins.datasets.reviews:reviews", "arguments": {"train": 8, "api_key": "sesame-open"}},
@@ -105,7 +106,7 @@ def test_installed_code_is_listed_and_not_imported(cli, site, hostile):
 
 
 def test_listing_imports_nothing_by_the_audit_of_python(site, hostile):
-    """Python reports each import to an audit hook. None is of code that the recipe names, of a plugin, or of torch."""
+    """a listing under Python's audit hook for imports: no code of the recipe, of a plugin or of torch is imported"""
     install(site, "warm-pack", hostile, "evil = warm_pack:Evil")
     name = recipe(data={"module": "torch.nn.functional:cross_entropy"}, model={"module": "warm_pack:Evil"}, plugins=["evil", "ema"])
     code = (
@@ -126,6 +127,7 @@ def test_listing_imports_nothing_by_the_audit_of_python(site, hostile):
 
 
 def test_text_that_only_looks_like_an_import_is_not_refused(cli):
+    """control: text that only looks like an import is not refused"""
     name = recipe(data={"module": "fastloop_plugins.datasets.chats:chats", "arguments": {"prompt": "Answer:yes", "url": "Q. Who?:me"}})
     code, out, _ = cli("plan", name, "--untrusted", "--json", "-")
     assert code == 0
@@ -134,6 +136,7 @@ def test_text_that_only_looks_like_an_import_is_not_refused(cli):
 
 
 def test_function_that_is_not_written_for_fastloop_is_marked(cli):
+    """a function that is not written for fastloop: the list marks it"""
     code, out, _ = cli("plan", recipe(data={"module": "torchmetrics:Accuracy"}), "--untrusted", "--json", "-")
     found = listed(out)["data.module"]
     assert code == 0
@@ -142,6 +145,7 @@ def test_function_that_is_not_written_for_fastloop_is_marked(cli):
 
 
 def test_addresses_and_files_are_listed(cli):
+    """a recipe that reads addresses and files and writes elsewhere: the list shows them"""
     Path("rows.csv").write_text("text\nyes\n")
     name = recipe(
         model={"name": "owner/model", "revision": "abc", "weights": "start.pt"},
@@ -162,6 +166,7 @@ def test_addresses_and_files_are_listed(cli):
 
 
 def test_untrusted_goes_before_estimates(cli):
+    """another option of plan that builds the model: the listing refuses first"""
     code, out, err = cli("plan", recipe(), "--untrusted", "--device-memory", "1GiB")
     assert (code, err) == (0, "")
     assert "All code is installed." in out
@@ -209,6 +214,7 @@ def filled(tree: Any, value: str) -> Any:
     ids=["file", "folder on the path", "standard library", "taken from it"],
 )
 def test_import_of_code_that_is_not_installed_is_refused(reference, said, cli, site, hostile):
+    """every key that imports, with a local file, a folder on the path or the standard library: refused, with the key"""
     Path("evil.py").write_text(hostile)
     (site / "loose.py").write_text(hostile)
     install(site, "other-pack", "from subprocess import run\n")
@@ -224,7 +230,7 @@ def test_import_of_code_that_is_not_installed_is_refused(reference, said, cli, s
 
 
 def test_hostile_code_of_these_tests_is_hostile(cli, hostile, pwned):
-    """Control: without the option, planning imports a plugin in a local file."""
+    """control: without the option, planning imports a plugin in a local file"""
     Path("evil.py").write_text(hostile)
     cli("plan", recipe(plugins=["./evil.py"]))
     assert pwned.exists()
@@ -249,6 +255,7 @@ def test_hostile_code_of_these_tests_is_hostile(cli, hostile, pwned):
     ids=lambda value: value[:40] if isinstance(value, str) else "",
 )
 def test_other_code_that_is_not_installed_is_refused(sections, said, cli, site, hostile, monkeypatch, tmp_path):
+    """code from the hub, of a missing or shadowed package, in a pickle or in DeepSpeed's JSON: refused"""
     Path("evil.py").write_text(hostile)
     Path("ds.json").write_text(json.dumps({"torch_autocast": {"lower_precision_safe_modules": ["evil_classes.Layer"]}}))
     install(site, "gone-pack", "", "gone = gone_pack.there:Evil")
@@ -263,9 +270,10 @@ def test_other_code_that_is_not_installed_is_refused(sections, said, cli, site, 
 
 
 @pytest.mark.parametrize(("switch", "safe"), [("weights_only", True), ("allow_pickle", False), ("trust_remote_code", False)])
-def test_switch_that_is_not_the_safe_boolean_is_refused(switch, safe, cli):
-    """Libraries only ask whether a switch is true: ``[]`` means false, and ``[false]`` true."""
+def test_switch_that_is_not_the_safe_boolean_is_refused(switch, safe, cli, record_property):
+    """a safety switch with a value that libraries take for the unsafe one, such as an empty list: refused"""
     values: list[Any] = [[], {}, [False], {"a": 1}, 0, 1, "false", "true", "", None, 0.0, not safe]
+    record_property("faults", len(values))
     arguments = {"f": "x", switch: safe, **{f"at{chr(97 + index)}": {switch: value} for index, value in enumerate(values)}}
     code, _, err = cli("plan", recipe(data={"module": "torch:load", "arguments": arguments}), "--untrusted")
     assert code == 2
@@ -292,6 +300,7 @@ ALIASES = {
 
 @pytest.mark.parametrize("code", ALIASES.values(), ids=ALIASES.keys())
 def test_aliases_are_followed_to_python_s_own_functions(code, cli, site):
+    """an installed name that is an alias of a function that runs its argument: refused"""
     install(site, "alias-pack-inner", "from pickle import loads\nload = loads\n")
     install(site, "alias-pack", code)
     code, _, err = cli("plan", recipe(data={"module": "alias_pack:load"}), "--untrusted")
@@ -300,7 +309,7 @@ def test_aliases_are_followed_to_python_s_own_functions(code, cli, site):
 
 
 def test_aliases_of_installed_packages_are_followed_to_their_definition(site):
-    """Control. ``relu`` is an attribute of compiled code, and modules may name each other in a circle."""
+    """control: attributes of compiled code, and modules that name each other in a circle, are listed"""
     install(site, "alias-pack", "import torch.nn as n\nclass Own: ...\nLoss = n.CrossEntropyLoss\na = b\nb = a\nmade = print(Own)\n")
     found = {name: find_name("alias_pack", name) for name in ("Loss", "Own", "a", "made", "nothing")}
     assert all(origin is not None and not origin.problem for origin in found.values())
@@ -313,6 +322,7 @@ def test_aliases_of_installed_packages_are_followed_to_their_definition(site):
 
 
 def test_alias_of_a_loader_in_a_package_that_many_have_is_refused(cli):
+    """an alias of a pickle loader in a package that many have: refused"""
     pytest.importorskip("jupyter_client")
     code, _, err = cli("plan", recipe(data={"module": "jupyter_client.session:pickle_unpacker"}), "--untrusted")
     assert code == 2
@@ -320,6 +330,7 @@ def test_alias_of_a_loader_in_a_package_that_many_have_is_refused(cli):
 
 
 def test_parents_of_the_recipe_are_listed(cli, tmp_path):
+    """code in a parent that the recipe extends: the list shows the parents"""
     (tmp_path / "far").mkdir()
     Path(recipe()).rename("far/base.yaml")
     Path("far/middle.yaml").write_text("extends: base.yaml\n")
@@ -332,7 +343,7 @@ def test_parents_of_the_recipe_are_listed(cli, tmp_path):
 
 
 def test_file_beside_the_recipe_cannot_replace_installed_code(cli, hostile, monkeypatch, tmp_path):
-    """`python -m fastloop` and PYTHONPATH put folders before the installed packages."""
+    """a module beside the recipe with the name of an installed one, on the import path: refused"""
     (tmp_path / "theirs").mkdir()
     Path("theirs/torchmetrics.py").write_text(hostile)
     Path(recipe()).rename("theirs/r.yaml")
@@ -345,7 +356,7 @@ def test_file_beside_the_recipe_cannot_replace_installed_code(cli, hostile, monk
 
 @pytest.mark.parametrize("text", ["${oc.env:CANARY}", "${touch:x}", "${oc.decode:'${touch:x}'}"])
 def test_no_resolver_runs(text, cli, pwned, monkeypatch):
-    """OmegaConf's resolvers read the environment, and any package may register more of them."""
+    """a resolver of OmegaConf, registered by any package: refused, and not called"""
     monkeypatch.setenv("CANARY", "yellow-bird")
     OmegaConf.register_resolver("touch", lambda _: pwned.touch())
     try:
@@ -358,6 +369,7 @@ def test_no_resolver_runs(text, cli, pwned, monkeypatch):
 
 
 def test_listing_cannot_be_hidden_by_terminal_sequences(cli, hostile):
+    """terminal sequences in a recipe: the list shows them as text"""
     Path("evil.py").write_text(hostile)
     name = recipe(data={"module": "evil.py:data", "files": {"train": "a://\x1b[2K\x1b[1A\u202e"}})
     code, out, err = cli("plan", name, "--untrusted")
@@ -367,7 +379,7 @@ def test_listing_cannot_be_hidden_by_terminal_sequences(cli, hostile):
 
 
 def test_recipe_cannot_blank_the_list_by_declaring_its_text_secret(cli, monkeypatch):
-    """A value of a key like ``token`` stays visible, and so does the same text elsewhere. Values of the environment are hidden."""
+    """a recipe whose keys are called like secrets: their values stay in the list, and those of the environment are hidden"""
     monkeypatch.setenv("HUB_TOKEN", "yellow-bird")
     blanks = {"token": "os:system", "password": "standard library", "api_key": "rm -rf /home", "secret": "data.module", "sibling": "x"}
     arguments = {**blanks, "auth_token": "sibling", "command": "rm -rf /home", "url": "https://yellow-bird@host/x"}
@@ -387,6 +399,7 @@ def test_recipe_cannot_blank_the_list_by_declaring_its_text_secret(cli, monkeypa
 
 
 def test_submodules_are_found_without_their_parents(site, hostile):
+    """a module within namespace packages: found without an import of its parents"""
     (site / "deep" / "inner").mkdir(parents=True)  # a namespace package in another one
     (site / "deep" / "inner" / "leaf.py").write_text(hostile)
     found = find_module("deep.inner.leaf")
@@ -400,6 +413,7 @@ def test_submodules_are_found_without_their_parents(site, hostile):
 
 
 def test_effects_follow_imports_within_the_package(site):
+    """commands and native code in a module that the named one imports: the list shows them"""
     (site / "pack").mkdir()
     (site / "pack" / "__init__.py").write_text("from os import system\nimport os\nos.system('true')\n")
     (site / "pack" / "plain.py").write_text("def run():\n    from . import helper\n")
@@ -409,12 +423,14 @@ def test_effects_follow_imports_within_the_package(site):
 
 
 def test_effects_of_our_own_kernels_name_the_compiler():
+    """control: our kernels are listed as starting a compiler, and ema as starting nothing"""
     found = effects("fastloop_plugins.kernels.cpu_attention")
     assert found["starts commands"].endswith("_native.py")
     assert "starts commands" not in effects("fastloop_plugins.training.ema")
 
 
 def test_recipe_made_in_python_has_no_file():
+    """control: a recipe made in Python has no file"""
     from fastloop_tools.untrusted.listing import list_recipe
 
     found = list_recipe(make_recipe({"plugins": ["ema"]}))
@@ -422,7 +438,7 @@ def test_recipe_made_in_python_has_no_file():
 
 
 def test_processes_of_the_launcher_do_not_import_from_the_current_folder():
-    """A file beside the recipe must not replace an installed module in the processes of ``--nproc`` only."""
+    """a file in the current folder with the name of an installed module: processes of --nproc do not import it"""
     Path("typer.py").write_text("raise SystemExit('the local typer')\n")
     code = "from pathlib import Path; from fastloop.cli.launch import launch; exit(launch(['recipes'], 1, 1, 0, None, Path('run')))"
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False)

@@ -823,11 +823,12 @@ STATES: list[tuple[tuple[str, ...], Any]] = [
 ]
 
 
-def test_a_malformed_state_is_no_traceback(tiny_run, tmp_path):
+def test_a_malformed_state_is_no_traceback(tiny_run, tmp_path, record_property):
     """a checkpoint's state with a wrong value, its checksum made to fit: refused, with the checkpoint's name"""
     tiny_run(["ema"], max_steps=2, output=tmp_path / "run")
     (folder,) = (tmp_path / "run/checkpoints").glob("step-*")
     text = (folder / "state.json").read_text()
+    record_property("faults", len(STATES))
     for place, value in STATES:
         tree = {"state": json.loads(text)}
         inner = tree

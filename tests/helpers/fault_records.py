@@ -1,0 +1,16 @@
+"""Record the rows of the tables of faults and attacks: each test's docstring, "fault: promise", goes into pytest's report (`--junitxml`).
+
+A test of several faults records their number: ``record_property("faults", n)``. benchmarks/reliability.py writes the tables.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+from saving_helpers import times
+
+
+def pytest_itemcollected(item: pytest.Function) -> None:
+    fault, _, promise = " ".join((inspect.getdoc(item.obj) or "").split()).partition(": ")
+    item.user_properties += [("fault", fault), ("promise", promise), ("times", times(1))]

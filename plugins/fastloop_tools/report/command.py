@@ -21,13 +21,15 @@ def report(
     a step. The page is self-contained: it needs no network and no scripts. With --watch, the page follows runs that still train.
     """
     from fastloop.errors import UsageError
-    from fastloop.runtime.files import write
+    from fastloop.runtime.files import check_links, write
 
     title = title or ", ".join(folder.name or folder.resolve().name for folder in folders)
     if port and not watch:
         raise UsageError("--port: it is for --watch.")
     if watch and output is not None:
         raise UsageError("--output: --watch writes no file. Leave one of the two out.")
+    for folder in folders:
+        check_links(folder)
     if watch:
         from fastloop_tools.report.serve import serve
 

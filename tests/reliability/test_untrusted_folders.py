@@ -144,6 +144,35 @@ def test_a_new_run_does_not_follow_the_lock_of_a_folder(victim, cli):
     assert state(victim) == before
 
 
+# folder of a command's results -> (a link that others put there, the command)
+FOLDERS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "the parts of predictions": ("out.csv.parts", ("predict", "run", "a text", "--out", "out.csv")),
+    "a part of predictions": ("out.csv.parts/unfinished", ("predict", "run", "a text", "--out", "out.csv")),
+    "the joined predictions": ("out.csv.parts/joined", ("predict", "run", "a text", "--out", "out.csv")),
+    "the results of a sweep": ("runs/sweep.json", ("sweep", "recipe.yaml", "train.lr=1,2", "output=runs", "--resume")),
+    "a run of a sweep": ("runs/lr-1", ("sweep", "recipe.yaml", "train.lr=1,2", "output=runs", "--resume")),
+    "the results of a search": ("runs/sweep.json", ("search", "recipe.yaml", "train.lr=1..2", "output=runs")),
+    "the database of a search": ("runs/study.db", ("search", "recipe.yaml", "train.lr=1..2", "output=runs")),
+    "the trace of a profile": ("runs/rank0.trace.json", ("profile", "recipe.yaml", "--output", "runs")),
+    "a file of a new package": ("runs/pyproject.toml", ("new", "plugin", "other", "--folder", "runs")),
+}
+
+
+@pytest.mark.parametrize(("place", "command"), FOLDERS.values(), ids=FOLDERS.keys())
+@pytest.mark.parametrize("target", ["text", "new", "."], ids=["a file", "a missing file", "a folder"])
+def test_a_strangers_results_are_no_place_to_write(place, command, target, victim, cli):
+    """a link where another command than train writes its results: refused in one line, and nothing else changes"""
+    if place == "runs/lr-1":
+        Path("runs").mkdir()
+        Path("runs/sweep.json").write_text("{}")
+    link(f"../{place}", target)(victim)
+    before = state(victim)
+    code, out, err = cli(*command)
+    assert (code, err.count("\n")) == (2, 1), out + err
+    assert place.partition("/")[0] in err
+    assert state(victim) == before
+
+
 @pytest.mark.parametrize("place", ["sample-audit", "sample-audit/rank-1.jsonl"])
 def test_a_run_that_resumes_elsewhere_copies_nothing_through_links(place, tiny_run, tmp_path):
     """a link among the records of a run that is resumed in another folder: refused with its name, nothing read"""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import optuna
 from optuna.trial import TrialState
 
 from fastloop.recipe import secrets
+from fastloop.runtime import files
 from fastloop_tools.search.study import ERROR, RUNS, SURPLUS
 from fastloop_tools.sweep import results as sweep_results
 from fastloop_tools.sweep.grid import SweepRun
@@ -61,9 +61,7 @@ def write_sweep(folder: Path, study: optuna.Study, origin: Mapping[str, Any], mo
         "points": points,
         "runs": [vars(run) for run in found.values()],
     }
-    with tempfile.NamedTemporaryFile("w", dir=folder, prefix=".sweep-", suffix=".partial", delete=False, encoding="utf-8") as file:
-        file.write(json.dumps(secrets.hidden(record), indent=2) + "\n")
-    Path(file.name).replace(folder / "sweep.json")
+    files.write(folder / "sweep.json", json.dumps(secrets.hidden(record), indent=2) + "\n", hidden=True)
 
 
 def show(rows: Sequence[Mapping[str, Any]], monitor: str) -> None:

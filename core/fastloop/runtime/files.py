@@ -52,7 +52,7 @@ def no_follow(path: str, flags: int) -> int:
     Raises:
         UsageError: The path is a link.
     """
-    if os.path.islink(path):
+    if Path(path).is_symlink():
         raise UsageError(f"{path} is a link, which may lead out of its folder. Remove it.")
     return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)  # the link may appear now
 

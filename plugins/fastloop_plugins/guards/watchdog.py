@@ -56,7 +56,7 @@ class Watchdog(Plugin):
     def before_fit(self, run: Run) -> None:
         folder = run.folder / "watchdog"
         folder.mkdir(exist_ok=True)
-        self.stacks: IO[str] = open(folder / f"rank-{run.rank}.txt", "w", opener=no_follow)
+        self.stacks: IO[str] = open(folder / f"rank-{run.rank}.txt", "w", opener=no_follow)  # noqa: SIM115 # teardown closes it
         self.heartbeats = RankHeartbeats(folder, run.rank, run.world_size, self.config.timeout)
         self.heartbeats.move("before the first step")
         self.heartbeats.write(run.state.step)

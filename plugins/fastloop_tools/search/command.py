@@ -153,7 +153,6 @@ def check_folder(folder: Path) -> None:
         UsageError: It has other content.
     """
     from fastloop.errors import UsageError
-
     from fastloop.runtime.files import check_links
 
     if not folder.exists():

@@ -52,13 +52,13 @@ def open_study(url: str, name: str, minimise: bool, origin: Mapping[str, Any], h
     direction: Any = "minimize" if minimise else "maximize"
     with storage_errors(url), malformed(name):
         study = optuna.create_study(storage=storage, sampler=sampler, study_name=name, direction=direction, load_if_exists=True)
-        if study.direction.name.lower() != direction:
-            raise ValueError(f"its direction is {study.direction.name.lower()}, expected {direction}")
         if ORIGIN not in study.user_attrs:
             if read_trials(study):
                 raise UsageError(f"--storage: the study {name!r} was not made by `fastloop search`. Set another output or another storage.")
             study.set_user_attr(ORIGIN, origin)
         check_origin(name, study.user_attrs[ORIGIN], origin)
+        if study.direction.name.lower() != direction:
+            raise ValueError(f"its direction is {study.direction.name.lower()}, expected {direction}")
     return study
 
 

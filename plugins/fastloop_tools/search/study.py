@@ -31,7 +31,7 @@ STATUS = ("pending", "running", "finished", "stopped", "failed")
 ORIGIN, ERROR, WORKER, RUNS, SURPLUS = (f"fastloop:{name}" for name in ("origin", "error", "worker", "runs", "surplus"))
 """User attributes: of the study, the search that made it; of a trial, why it failed, its worker, its runs, and that it was not needed."""
 MALFORMED = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-"""What reading a study raises whose database holds other values."""
+"""Errors of reading a study whose database holds other values."""
 
 
 def open_study(url: str, name: str, minimise: bool, origin: Mapping[str, Any], heartbeat: int) -> optuna.Study:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from fastloop import RecipeError
 from fastloop.runtime import files
 
 # every option of a command that names a file to write, without work that would come before the check
@@ -100,3 +101,23 @@ def test_a_write_replaces_no_device(place, places):
     with pytest.raises(OSError, match="found a folder, device or pipe"):
         files.write(Path(place), "text")
     assert kinds() == before
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "x/" * 2500], ids=["name", "path"])
+@pytest.mark.parametrize("command", ["evaluate", "export", "predict", "report", "resume", "train"])
+def test_paths_that_are_too_long_are_refused(command, name, cli):
+    commands = {"resume": ("train", "quickstart", "--resume", name), "predict": ("predict", name, "a text")}
+    code, _, err = cli(*commands.get(command, (command, name)))
+    assert code in (1, 2)
+    assert "File name too long" in err
+    assert err.count("\n") == 1
+    assert not list(Path().iterdir())
+
+
+def test_an_output_folder_with_a_name_of_255_bytes(tiny_run):
+    """control: it is written and resumed; only moving it aside needs a longer name"""
+    folder = Path("x" * 255)
+    tiny_run(["log"], epochs=1, output=folder)
+    assert tiny_run(["log"], epochs=2, output=folder, resume=True).summary["epochs"] == 2
+    with pytest.raises(RecipeError, match=r"cannot be written: .*File name too long"):
+        tiny_run(["log"], epochs=1, output=folder)

@@ -104,7 +104,10 @@ PAGES = {
         {
             "test_recipes_and_files": "Recipes, checkpoints and model folders",
             "test_listing": "`plan --untrusted`",
-            "test_folders": "Run folders and caches",
+            "test_folders": "Run folders",
+            "test_output_files": "Files to write",
+            "test_studies": "Studies of a search",
+            "test_users": "Other users",
             "test_data": "Data files",
             "test_network": "Network",
             "test_environment": "Packages and environment",

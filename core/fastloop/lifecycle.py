@@ -31,7 +31,7 @@ from fastloop.recipe import Inference, Recipe
 from fastloop.run import Run
 from fastloop.runtime import platform_support
 from fastloop.runtime.clock import Clock
-from fastloop.runtime.files import sync_folder
+from fastloop.runtime.files import check_links, sync_folder
 from fastloop.schedule import Schedule
 from fastloop.state import DataLoaderDraft, OptimizerDraft
 
@@ -61,6 +61,7 @@ def _build(run: Run, resume_from: Path | None) -> Run:
         run.hooks.check_recipe(recipe=recipe)
         _build_accelerator(run)
         if resume_from is not None:
+            check_links(run.folder)
             run.hooks.before_resume(run=run, folder=resume_from)
             if run.is_main:  # it chooses: another host may see the newest checkpoint late
                 run.resume_point = resume.find(run.folder, resume_from)

@@ -7,11 +7,13 @@ at once.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
 import os
 import shutil
+import stat
 import tempfile
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
@@ -36,17 +38,44 @@ TOKENS: ContextVar[Path | None] = ContextVar("TOKENS", default=None)
 
 
 def user_cache(name: str) -> Path:
-    """The folder ``name`` in fastloop's part of the user's cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fastloop" / name
+    """The folder ``name`` in fastloop's part of the user's cache.
+
+    Raises:
+        OSError: The user has no home folder.
+    """
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fastloop" / name
+    except RuntimeError:
+        raise FileNotFoundError(errno.ENOENT, "this user has no home folder: set HOME or XDG_CACHE_HOME", name) from None
+
+
+def _is_private(facts: os.stat_result) -> bool:
+    """Whether only this user may write to a folder, which is not a link."""
+    return os.name != "posix" or (stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.getuid() and not facts.st_mode & 0o022)
+
+
+def own_part(folder: Path) -> Path:
+    """Create a folder. Returns it, or this user's folder in it if others may write to it: they could change what is read from there.
+
+    Raises:
+        OSError: It cannot be written, or this user's folder belongs to another one.
+    """
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if not _is_private(folder.stat()):
+        folder /= f"user-{os.getuid()}"
+        folder.mkdir(exist_ok=True, mode=0o700)
+        if not _is_private(folder.lstat()):
+            raise PermissionError(errno.EACCES, "others may write to it", str(folder))
+    tempfile.TemporaryFile(dir=folder).close()
+    return folder
 
 
 def private_cache(name: str) -> Path:
     """Create ``user_cache(name)`` for files that are executed; returns a new empty folder if other users can write to it."""
-    folder = user_cache(name)
     try:
+        folder = user_cache(name)
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        facts = folder.stat()
-        if os.name != "posix" or (facts.st_uid == os.getuid() and not facts.st_mode & 0o022):
+        if _is_private(folder.stat()):
             return folder
         logger.warning("others may write to %s: nothing in it is used. Remove their permission: chmod go-w %s", folder, folder)
     except OSError as error:

@@ -50,9 +50,7 @@ def test_every_test_has_a_row_and_every_row_a_test(page: Any) -> None:
         expected = docstrings(page.suite / f"{file}.py")
         assert rows.keys() == expected.keys(), title
         for name, words in expected.items():
-            assert f"{rows[name][0]}: {rows[name][1]}".replace("\\|", "|").startswith(words), (
-                f"{name}: `make {page.table.stem.partition('-')[0]}` again"
-            )
+            assert f"{rows[name][0]}: {rows[name][1]}".replace("\\|", "|").startswith(words), f"{name}: write {page.table.name} again"
             assert rows[name][5] in ("", "0"), f"{name} lost something"
 
 

@@ -37,11 +37,12 @@ class Lock:
 
     Raises:
         RecipeError: Another process holds the lock.
+        UsageError: The file is a link.
         OSError: The file cannot be created.
     """
 
     def __init__(self, folder: Path, where: str) -> None:
-        self.file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        self.file = files.no_follow(str(folder / ".lock"), os.O_RDWR | os.O_CREAT)
         try:
             platform_support.lock(self.file)
             in_use = not os.path.samestat(os.fstat(self.file), (folder / ".lock").stat())  # another run has just moved it aside
@@ -186,8 +187,8 @@ def write_summary(run: Run, summary: dict[str, Any]) -> None:
 
 
 def _files(folder: Path) -> list[Path]:
-    """The entries of a folder, except a lock and a recipe that was not written completely."""
-    return [path for path in folder.iterdir() if path.name != ".lock" and not path.match(".recipe.yaml.*.partial")]
+    """The entries of a folder, except a lock and files that were not written completely."""
+    return [path for path in folder.iterdir() if path.name != ".lock" and not path.match(".*.partial")]
 
 
 def _writable(folder: Path) -> bool:

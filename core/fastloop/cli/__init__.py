@@ -64,6 +64,11 @@ def main() -> None:
         hint = " Its output has the reason. Continue with --resume." if isinstance(error, ProcessLost) else ""
         print(f"error: {secrets.hide(str(error))}{hint}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"error: {secrets.hide(str(error.filename))}: {error.strerror}.", file=sys.stderr)  # not of a plugin: those are explained
+        sys.exit(1)
     except signals.Stopped as stop:
         if ranks.rank() == 0:
             print(f"stopped by {stop}", file=sys.stderr)

@@ -39,6 +39,40 @@ def choice(option: str, values: Sequence[str], help: str) -> Any:
     return typer.Option(option, parser=parse, metavar="|".join(values), help=help)
 
 
+def output_file(option: str, help: str, kind: type = str) -> Any:
+    """An option for a file to write, checked before the command begins. Empty: no file; ``-``: stdout, where the command has that.
+
+    Args:
+        kind: Type of the value: str or Path.
+    """
+
+    def parse(text: str) -> Any:
+        import tempfile
+        from pathlib import Path
+
+        from fastloop.errors import UsageError
+
+        path = Path(text)
+        if text in ("", "-"):
+            return kind(text)
+        try:
+            if path.is_dir():
+                raise UsageError(f"{option} {text}: found a folder, expected a file.")
+            devices = str(path.parent.resolve()).startswith(("/proc/", "/sys/")) or path.parent.resolve() == Path("/dev")
+            if devices or (path.exists() and not path.is_file()):  # /dev/stdout may lead to a file, and would be replaced itself
+                advice = "For stdout, give -." if "-: stdout" in help else "Write a file, and copy it from there."
+                raise UsageError(f"{option} {text}: found a device, pipe or socket, expected a file. {advice}")
+            if not path.parent.is_dir():
+                raise UsageError(f"{option} {text}: expected a file in an existing folder.")
+            tempfile.TemporaryFile(dir=path.parent).close()  # permission bits are not enough: a file system may be read-only
+        except (OSError, ValueError) as error:  # a ValueError: a null byte
+            why = getattr(error, "strerror", None) or error
+            raise UsageError(f"{option} {text[:100]}: cannot be written: {why}. Give another file.") from None
+        return kind(text)
+
+    return typer.Option(option, parser=parse, metavar="FILE", help=help)
+
+
 ACCEPTED = "bitwise,reassociated,reduced-precision"
 """Numerics classes that `tune` accepts by default."""
 

@@ -8,9 +8,11 @@ from typing import Annotated
 
 import typer
 
+from fastloop.cli.arguments import output_file
+
 
 def schema(
-    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write it there instead of printing it.")] = None,
+    output: Annotated[Path | None, output_file("--output", "Write it there instead of printing it.", Path)] = None,
     every: Annotated[bool, typer.Option("--all", help="Import other packages' plugins too, for their options.")] = False,
 ) -> None:
     """Print the JSON Schema of recipes.
@@ -19,6 +21,7 @@ def schema(
     """
     from fastloop.cli.recipe_schema import recipe_schema
     from fastloop.errors import UsageError
+    from fastloop.runtime.files import write
 
     result, problems = recipe_schema(every)
     for line in problems:
@@ -28,6 +31,6 @@ def schema(
         typer.echo(text)
         return
     try:
-        output.write_text(text + "\n", encoding="utf-8")
+        write(output, text + "\n", hidden=True)
     except OSError as error:
         raise UsageError(f"--output: {output} cannot be written: {error.strerror}.") from None

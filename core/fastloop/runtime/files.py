@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import stat
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
+from secrets import token_hex
 from time import sleep
 from typing import Any
 
-from fastloop.distributed import ranks
+from fastloop.errors import UsageError
 from fastloop.recipe import secrets
 from fastloop.runtime.platform_support import sync
 
@@ -24,15 +29,48 @@ def write(path: Path, text: str, durable: bool = True, hidden: bool = False) -> 
         durable: Whether to flush the file to disk first. Otherwise a loss of power may leave an empty file.
 
     Raises:
-        OSError: The file cannot be written; an existing file is unchanged.
+        OSError: The file cannot be written, or is a folder, device or pipe; an existing file is unchanged.
     """
-    aside = path.with_name(f".{path.name}.{ranks.rank()}.partial")
-    aside.write_text(text if hidden else secrets.hide(text), encoding="utf-8")
-    if durable:
-        sync(aside)
-    aside.replace(path)
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "expected a file, found a folder, device or pipe", str(path))
+    aside = path.with_name(f".{token_hex(8)}.partial")  # a name that nobody can guess and put a link at
+    try:
+        with aside.open("x", encoding="utf-8") as file:
+            file.write(text if hidden else secrets.hide(text))
+        if durable:
+            sync(aside)
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
     if durable:
         sync(path.parent)
+
+
+def no_follow(path: str, flags: int) -> int:
+    """For ``open(..., opener=no_follow)``: opens a file that grows, such as a log, but not through a link.
+
+    Raises:
+        UsageError: The path is a link.
+    """
+    if Path(path).is_symlink():
+        raise UsageError(f"{path} is a link, which may lead out of its folder. Remove it.")
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)  # the link may appear now
+
+
+def check_links(folder: Path) -> None:
+    """Check that no link in a folder, which may come from others, leads out of it. The folder may be missing, or a link itself.
+
+    Raises:
+        UsageError: Names such a link, or a device, pipe or socket.
+    """
+    inside = os.path.realpath(folder)
+    for path in (Path(place, name) for place, *lists in os.walk(folder) for name in chain(*lists)):
+        with suppress(FileNotFoundError):  # a run that still trains removes files
+            kind = stat.S_IFMT(path.lstat().st_mode)
+            if kind == stat.S_IFLNK and not Path(target := os.path.realpath(path)).is_relative_to(inside):
+                raise UsageError(f"{path} is a link that leads out of {folder}, to {target}. Remove it.")
+            if kind not in (stat.S_IFLNK, stat.S_IFREG, stat.S_IFDIR):
+                raise UsageError(f"{path} is a device, pipe or socket. Expected files and folders. Remove it.")
 
 
 def read_again(read: Callable[[], Any]) -> Any:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fastloop.runtime.files import no_follow
+
 SHOWN = 5
 """Ids that a message lists at most."""
 
@@ -30,7 +32,7 @@ class Files:
     def cut(self, rank: int, step: int) -> None:
         """Keep only the lines before ``step``: the run repeats the later steps."""
         kept = 0
-        with self.path(rank).open("rb+") as file:
+        with open(self.path(rank), "rb+", opener=no_follow) as file:
             for line in file:
                 try:
                     if not line.endswith(b"\n") or json.loads(line)["step"] >= step:

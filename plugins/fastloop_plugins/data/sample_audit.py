@@ -20,6 +20,7 @@ from operator import length_hint
 from typing import IO, TYPE_CHECKING, Annotated, Any, Literal
 
 from fastloop import FastloopError, Plugin, PluginError, hookimpl, option
+from fastloop.runtime.files import check_links, no_follow
 from fastloop_plugins.data._audit_files import Files, check
 
 if TYPE_CHECKING:
@@ -84,13 +85,14 @@ class SampleAudit(Plugin):
         run.processes.barrier()  # the folder is there
         if run.rank in files.ranks():
             files.cut(run.rank, run.state.step)
-        self.file = files.path(run.rank).open("a")
+        self.file = open(files.path(run.rank), "a", opener=no_follow)  # noqa: SIM115 # teardown closes it
 
     def _open(self, run: Run, files: Files) -> None:
         """Create the folder. For a resumed run, include the records from before."""
         if run.resume_point is not None:
             source = run.resume_point[0].resolve().parent.parent / "sample-audit"
             if source.is_dir() and source != files.folder.resolve():  # the run resumes in another folder
+                check_links(source.parent)
                 shutil.copytree(source, files.folder, dirs_exist_ok=True)
         files.folder.mkdir(exist_ok=True)
         for rank in files.ranks():

@@ -5,7 +5,8 @@
 
 The cache holds the token ids of text tasks under a hash of the texts, the tokenizer's files and the options. Later runs, and other
 processes of the same run, map them into memory. If ``data.files`` and a pretrained tokenizer are unchanged, a run reads no text at all.
-``auto`` is the folder ``fastloop/tokens`` in the user's cache. You can delete it at any time.
+``auto`` is the folder ``fastloop/tokens`` in the user's cache. You can delete it at any time. If others may write to the folder, each user
+has a part of it, ``user-ID``.
 """
 
 from __future__ import annotations
@@ -46,12 +47,12 @@ class TokenCache(Plugin):
 
     @hookimpl(wrapper=True)
     def build_datasets(self, run: Run) -> Generator[None, Any, Any]:
-        from fastloop_plugins._cache import tokens_kept_in, user_cache
+        from fastloop_plugins._cache import own_part, tokens_kept_in, user_cache
 
-        folder = user_cache("tokens") if self.config.folder == "auto" else Path(self.config.folder).expanduser()
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise PluginError(f"{run.recipe.where}: plugins.token-cache.folder: {folder}: {error.strerror}. Give another folder.") from None
+            folder = own_part(user_cache("tokens") if self.config.folder == "auto" else Path(self.config.folder).expanduser())
+        except (OSError, RuntimeError) as error:  # a RuntimeError: ~ of a user who has no home folder
+            where = f"{run.recipe.where}: plugins.token-cache.folder: {getattr(error, 'filename', None) or self.config.folder}"
+            raise PluginError(f"{where}: {getattr(error, 'strerror', None) or error}. Give another folder.") from None
         with tokens_kept_in(folder):
             return (yield)

@@ -46,7 +46,7 @@ def digit_images(train: int = 1297, validation: int = 200, test: int = 300, size
     if train + validation + test > len(labels):
         raise ValueError(f"there are {len(labels)} images, and the splits need {train + validation + test}")
     order = random.Random(0).sample(range(len(labels)), len(labels))
-    home.mkdir(parents=True, exist_ok=True)
+    home.mkdir(parents=True, exist_ok=True, mode=0o700)
     made = Path(tempfile.mkdtemp(prefix=".", dir=home))
     try:
         for split, first, count in (("test", 0, test), ("validation", test, validation), ("train", test + validation, train)):

@@ -8,6 +8,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from fastloop import FastloopError
+from fastloop.runtime.files import no_follow
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -94,5 +95,5 @@ def write(run: Run, number: int, place: list[int], **found: Any) -> None:
     sampler, (epoch, start) = run.train_loader.sampler, place
     end = start + run.recipe.train.batch_size
     ids = list(range(start, end)) if sampler is None else sampler.order()[start:end]
-    with (run.folder / "bad_batches.jsonl").open("a") as file:
+    with open(run.folder / "bad_batches.jsonl", "a", opener=no_follow) as file:
         file.write(json.dumps({"step": number, "epoch": epoch, **found, "ids": ids}) + "\n")

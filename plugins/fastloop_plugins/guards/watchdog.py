@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Annotated, Any
 
 from fastloop import Plugin, hookimpl, option
+from fastloop.runtime.files import no_follow
 from fastloop_plugins.guards._heartbeats import RankHeartbeats
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class Watchdog(Plugin):
     def before_fit(self, run: Run) -> None:
         folder = run.folder / "watchdog"
         folder.mkdir(exist_ok=True)
-        self.stacks: IO[str] = (folder / f"rank-{run.rank}.txt").open("w")
+        self.stacks: IO[str] = open(folder / f"rank-{run.rank}.txt", "w", opener=no_follow)  # noqa: SIM115 # teardown closes it
         self.heartbeats = RankHeartbeats(folder, run.rank, run.world_size, self.config.timeout)
         self.heartbeats.move("before the first step")
         self.heartbeats.write(run.state.step)

@@ -6,7 +6,7 @@ import gc
 import traceback
 from typing import TYPE_CHECKING
 
-from fastloop.recipe import secrets
+from fastloop.runtime import files
 
 if TYPE_CHECKING:
     from fastloop import Run
@@ -32,7 +32,7 @@ def write_memory_report(run: Run, error: Exception, where: str) -> None:
         contents = torch.cuda.memory_summary(run.device)
         torch.cuda.memory._dump_snapshot(str(folder / f"{name}.pickle"))  # type: ignore[no-untyped-call]
     stack = "".join(traceback.format_tb(error.__traceback__))
-    (folder / f"{name}.txt").write_text(secrets.hide(f"{where}, step {run.state.step + 1}: {error}\n\n{contents}\n\n{stack}"))
+    files.write(folder / f"{name}.txt", f"{where}, step {run.state.step + 1}: {error}\n\n{contents}\n\n{stack}")
 
 
 def free_tensors(error: Exception) -> None:

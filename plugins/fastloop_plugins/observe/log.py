@@ -25,6 +25,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from fastloop import Plugin, __version__, hookimpl
 from fastloop.recipe import secrets
+from fastloop.runtime.files import no_follow
 
 if TYPE_CHECKING:
     from fastloop import Run
@@ -35,6 +36,9 @@ logger = logging.getLogger("fastloop")
 
 class _LogFile(logging.FileHandler):
     """Writes no secrets, and raises nothing when the disk is full: the console shows a warning."""
+
+    def _open(self) -> Any:
+        return open(self.baseFilename, self.mode, encoding=self.encoding, errors=self.errors, opener=no_follow)
 
     def format(self, record: logging.LogRecord) -> str:
         """The message and its traceback, without secrets."""
@@ -77,8 +81,7 @@ class Log(Plugin):
         self.versions = {"python": platform.python_version(), "fastloop": __version__}
         self.versions |= {name: version(name) for name in ("torch", "accelerate")}
         path = run.folder / "metrics.jsonl"
-        path.touch()
-        self.metrics = path.open("r+b")
+        self.metrics = open(path, "ab", opener=no_follow)  # noqa: SIM115 # teardown closes it
         self.metrics.truncate(min(self.offset, path.stat().st_size))  # a resumed run repeats the steps after its last checkpoint
         self.offset = self.metrics.seek(0, os.SEEK_END)
         self.handler = _LogFile(run.folder / "log.txt")

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastloop import Plugin, hookimpl, option
+from fastloop.runtime.files import write
 
 if TYPE_CHECKING:
     import torch
@@ -103,7 +104,7 @@ class Profile(Plugin):
         found: Any = profiler.key_averages()
         by = "self_device_time_total" if any(event.self_device_time_total for event in found) else "self_cpu_time_total"
         table = found.table(sort_by=by, row_limit=ROWS, max_name_column_width=80)
-        (self.folder / f"{self.prefix}.operations.txt").write_text(table, encoding="utf-8")
+        write(self.folder / f"{self.prefix}.operations.txt", table, durable=False, hidden=True)
         if self.history:
             torch.cuda.memory._dump_snapshot(str(self.folder / f"{self.prefix}.memory.pickle"))  # type: ignore[no-untyped-call]
         self.written += 1

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fastloop.cli.arguments import Overrides, RecipeName, With, Without, names
+from fastloop.cli.arguments import Overrides, RecipeName, With, Without, names, output_file
 from fastloop.distributed import ranks
 from fastloop.runtime import platform_support
 
@@ -34,7 +34,7 @@ def bench(
     quality_steps: Annotated[int | None, typer.Option(min=1, metavar="N", help="The same, for N steps.")] = None,
     timeout: Annotated[float | None, typer.Option(min=1, metavar="SECONDS", help="Kill a measurement that takes longer.")] = None,
     output: Annotated[str, typer.Option(metavar="FOLDER", help="Output folder [default: runs/bench-RECIPE].")] = "",
-    json_file: Annotated[str, typer.Option("--json", metavar="FILE", help="Also write the raw results to this file.")] = "",
+    json_file: Annotated[str, output_file("--json", "Also write the raw results to this file.")] = "",
 ) -> None:
     """Measure the speedup and numerics of each plugin of a recipe.
 

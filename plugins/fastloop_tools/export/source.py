@@ -12,6 +12,7 @@ from typing import Any
 from fastloop.cli.startup import started_from
 from fastloop.errors import CheckpointError, UsageError
 from fastloop.recipe import Inference, Recipe, load_recipe
+from fastloop.runtime.files import check_links
 from fastloop_tools.inference.target import load
 
 log = logging.getLogger("fastloop")
@@ -48,6 +49,7 @@ def find(
         run = Path(target)
         if not (run / "recipe.yaml").is_file():
             raise UsageError(f"{target}: --checkpoint {checkpoint}: found no recipe.yaml. Expected a run folder, such as runs/quickstart.")
+        check_links(run)
         if wrong := next((argument for argument in arguments if "=" not in argument), None):
             raise UsageError(f"{wrong}: found a recipe for --checkpoint, which uses the recipe of its run. Leave it out.")
         recipe = load_recipe(str(run / "recipe.yaml"), arguments, with_plugins, without_plugins)

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from fastloop.cli import launch
-from fastloop.cli.arguments import With, Without, names
+from fastloop.cli.arguments import With, Without, names, output_file
 from fastloop.distributed import signals
 from fastloop.recipe import Inference, secrets
 
@@ -28,9 +28,7 @@ def evaluate(
     file: Annotated[Path | None, typer.Option(metavar="FILE", help="A file to evaluate instead, with the recipe's columns.")] = None,
     json_file: Annotated[
         str,
-        typer.Option(
-            "--json", metavar="FILE", help="Also write the results to this file, and the confusion matrix beside it as .svg; -: stdout."
-        ),
+        output_file("--json", "Also write the results to this file, and the confusion matrix beside it as .svg; -: stdout."),
     ] = "",
     worst: Annotated[
         int,

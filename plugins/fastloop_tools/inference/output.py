@@ -35,7 +35,7 @@ class Output:
         job: Everything that determines the predictions, as JSON values. Parts of another job are removed. None: the job cannot be repeated.
 
     Raises:
-        UsageError: The file's format is unknown, or its folder does not exist.
+        UsageError: The file's format is unknown, or a link is in the place of the parts.
     """
 
     def __init__(self, path: Path | None, job: Mapping[str, Any] | None) -> None:
@@ -44,9 +44,10 @@ class Output:
             return
         if path.suffix not in FORMATS:
             raise UsageError(f"--out {path}: found the suffix {path.suffix!r}, expected one of: {', '.join(FORMATS)}.")
-        if path.is_dir() or not path.absolute().parent.is_dir():
-            raise UsageError(f"--out {path}: expected a file in an existing folder.")
         self.folder, identity = path.with_name(f"{path.name}.parts"), json.dumps(job, sort_keys=True)
+        if self.folder.is_symlink() or (self.folder.exists() and not self.folder.is_dir()):
+            raise UsageError(f"--out {path}: {self.folder} is a link or a file, where the parts are kept. Remove it, or give another file.")
+        files.check_links(self.folder)
         if not (self.folder / "job.json").is_file() or job is None or (self.folder / "job.json").read_text(encoding="utf-8") != identity:
             if self.folder.exists():
                 log.info("%s: the parts of another job are removed", self.folder)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fastloop import __version__
-from fastloop.cli.arguments import With, Without, names
+from fastloop.cli.arguments import With, Without, names, output_file
 from fastloop.distributed import ranks, signals
 from fastloop.errors import UsageError
 from fastloop.recipe import Inference, Recipe, secrets
@@ -39,7 +39,7 @@ def predict(
         ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="File to write: .csv, .jsonl or .parquet. Without it: JSON lines on stdout.")
+        Path | None, output_file("--out", "File to write: .csv, .jsonl or .parquet. Without it: JSON lines on stdout.", Path)
     ] = None,
     split: Annotated[str | None, typer.Option(metavar="NAME", help="Predict a split of the recipe's data.")] = None,
     chunk: Annotated[int, typer.Option(min=1, metavar="ROWS", help="Rows to read, predict and write at once.")] = 4096,

@@ -12,6 +12,7 @@ from fastloop.cli import launch
 from fastloop.cli.startup import started_from
 from fastloop.errors import UsageError
 from fastloop.recipe import Inference, Recipe, load_recipe
+from fastloop.runtime.files import check_links
 
 if TYPE_CHECKING:
     from fastloop import Plugin
@@ -41,6 +42,8 @@ def load(
     if not folder.is_dir():
         raise UsageError(f"{target}: no such folder. Expected a run folder, such as runs/quickstart, or an exported model.")
     run = next((place for place in (folder, folder.parent) if (place / "recipe.yaml").is_file()), None)
+    if run is not None:
+        check_links(run)
     model = folder if run is None or run != folder else folder / "model"
     if not any(model.glob("*.safetensors")):
         if run == folder:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fastloop.cli import launch
-from fastloop.cli.arguments import Overrides, RecipeName, With, Without, names
+from fastloop.cli.arguments import Overrides, RecipeName, With, Without, names, output_file
 from fastloop.errors import UsageError
 from fastloop.recipe import secrets
 
@@ -36,8 +36,8 @@ def lr_find(
     high: Annotated[float, typer.Option("--max", metavar="RATE", help="The rate of the last step.")] = 10.0,
     steps: Annotated[int, typer.Option(min=10, metavar="N", help="Optimizer steps at most.")] = 100,
     nproc: Annotated[int | None, typer.Option(min=1, metavar="N", help="Start N processes on this machine.")] = None,
-    svg: Annotated[str, typer.Option("--svg", metavar="FILE", help="The chart to write [default: runs/lr-find-RECIPE.svg].")] = "",
-    json_file: Annotated[str, typer.Option("--json", metavar="FILE", help="Also write the results to this file; -: stdout.")] = "",
+    svg: Annotated[str, output_file("--svg", "The chart to write [default: runs/lr-find-RECIPE.svg].")] = "",
+    json_file: Annotated[str, output_file("--json", "Also write the results to this file; -: stdout.")] = "",
 ) -> None:
     """Suggest a learning rate, from a few steps with growing rates.
 

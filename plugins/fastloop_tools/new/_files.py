@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -42,7 +43,7 @@ def write(folder: Path, files: Mapping[str, str]) -> None:
     Raises:
         UsageError: A file exists already, or cannot be written.
     """
-    if there := [path for path in files if (folder / path).exists()]:
+    if there := [path for path in files if os.path.lexists(folder / path)]:
         raise UsageError(f"{folder} already contains {', '.join(there)}. Nothing was written; use another --folder.")
     try:
         for path, text in files.items():

@@ -14,7 +14,9 @@ import typer
 from fastloop.cli import launch
 from fastloop.cli.arguments import Overrides, RecipeName, With, Without, names
 from fastloop.distributed import ranks
+from fastloop.errors import UsageError
 from fastloop.recipe import secrets
+from fastloop.runtime.files import check_links
 
 if TYPE_CHECKING:
     from fastloop.recipe import Recipe
@@ -45,6 +47,11 @@ def profile(
     loaded = load_recipe(recipe, overrides or (), names(with_), names(without))
     window = Window(steps=steps, seconds=seconds, warmup=warmup, profile_steps=profile_steps)
     folder = Path(output or f"runs/profile-{loaded.source.stem if loaded.source else 'recipe'}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--output {folder}: cannot be created: {error}.") from None
+    check_links(folder)
     plugins = {"--with": ",".join(names(with_)), "--without": ",".join(names(without))}
     given = [recipe, *(overrides or ()), *_options(plugins)]
     if nproc is not None:

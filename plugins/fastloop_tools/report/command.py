@@ -7,10 +7,12 @@ from typing import Annotated
 
 import typer
 
+from fastloop.cli.arguments import output_file
+
 
 def report(
     folders: Annotated[list[Path], typer.Argument(metavar="RUN", help="Output folders of train, sweep, bench or profile.")],
-    output: Annotated[Path | None, typer.Option(metavar="FILE", help="The HTML file to write [default: report.html].")] = None,
+    output: Annotated[Path | None, output_file("--output", "The HTML file to write [default: report.html].", Path)] = None,
     title: Annotated[str, typer.Option(metavar="TEXT", help="Title of the page.")] = "",
     watch: Annotated[bool, typer.Option("--watch", help="Serve the page on this machine until Ctrl-C, and write no file.")] = False,
     port: Annotated[int, typer.Option(min=0, max=65535, metavar="PORT", help="The port for --watch; 0: a free one.")] = 0,
@@ -21,13 +23,15 @@ def report(
     a step. The page is self-contained: it needs no network and no scripts. With --watch, the page follows runs that still train.
     """
     from fastloop.errors import UsageError
-    from fastloop.runtime.files import write
+    from fastloop.runtime.files import check_links, write
 
     title = title or ", ".join(folder.name or folder.resolve().name for folder in folders)
     if port and not watch:
         raise UsageError("--port: it is for --watch.")
     if watch and output is not None:
         raise UsageError("--output: --watch writes no file. Leave one of the two out.")
+    for folder in folders:
+        check_links(folder)
     if watch:
         from fastloop_tools.report.serve import serve
 
@@ -37,7 +41,5 @@ def report(
     from fastloop_tools.report.read import read
 
     found, output = read(folders), output or Path("report.html")
-    if output.is_dir() or not output.absolute().parent.is_dir():
-        raise UsageError(f"--output {output}: expected a file in an existing folder.")
     write(output, render(found, title))
     typer.echo(f"written to {output}")

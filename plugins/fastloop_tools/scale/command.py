@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from fastloop.cli.arguments import Overrides, RecipeName, With, Without, names
+from fastloop.cli.arguments import Overrides, RecipeName, With, Without, names, output_file
 
 
 def plan_memory(
@@ -21,7 +21,7 @@ def plan_memory(
     bandwidth: Annotated[str, typer.Option(metavar="RATE", help="And step times: what a process sends, such as 50GB/s.")] = "",
     json_file: Annotated[
         str,
-        typer.Option("--json", metavar="FILE", help="Estimate memory, and write it to this file; with --untrusted, the list. -: stdout."),
+        output_file("--json", "Estimate memory, and write it to this file; with --untrusted, the list. -: stdout."),
     ] = "",
 ) -> bool:
     """Estimate memory and traffic. Returns whether one of the options was given."""

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from fastloop.cli import launch
-from fastloop.cli.arguments import RecipeName, With, Without, choice, names
+from fastloop.cli.arguments import RecipeName, With, Without, choice, names, output_file
 from fastloop.distributed import signals
 
 Values = Annotated[
@@ -47,9 +47,7 @@ def search(
         int,
         typer.Option(min=1, metavar="SECONDS", help="Time between two heartbeats of a trial. After twice this time, it is lost."),
     ] = 60,
-    json_file: Annotated[
-        str, typer.Option("--json", metavar="FILE", help="Also write the trials to this file, best first; -: stdout.")
-    ] = "",
+    json_file: Annotated[str, output_file("--json", "Also write the trials to this file, best first; -: stdout.")] = "",
 ) -> None:
     """Search the best values of keys with Optuna.
 
@@ -68,6 +66,7 @@ def search(
     from fastloop.errors import UsageError
     from fastloop.recipe import load_recipe, secrets
     from fastloop.registry import resolve
+    from fastloop.runtime import files
     from fastloop_plugins.training._monitor import Monitor
     from fastloop_tools.search import results, space
     from fastloop_tools.search.study import hide_password, open_study, storage_errors
@@ -143,7 +142,7 @@ def search(
             typer.echo(secrets.hide(f"best: {best}"))
         typer.echo(f"curves: fastloop report {folder}")
     if json_file not in ("", "-"):
-        Path(json_file).write_text(text, encoding="utf-8")
+        files.write(Path(json_file), text, hidden=True)
     raise typer.Exit(int(any(row["error"] for row in rows)))
 
 
@@ -154,9 +153,11 @@ def check_folder(folder: Path) -> None:
         UsageError: It has other content.
     """
     from fastloop.errors import UsageError
+    from fastloop.runtime.files import check_links
 
     if not folder.exists():
         return
+    check_links(folder)
     if not folder.is_dir():
         raise UsageError(f"output: {folder} is not a folder. Set another output.")
     try:

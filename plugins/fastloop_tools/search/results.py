@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,8 @@ import optuna
 from optuna.trial import TrialState
 
 from fastloop.recipe import secrets
-from fastloop_tools.search.study import ERROR, RUNS, SURPLUS
+from fastloop.runtime import files
+from fastloop_tools.search.study import ERROR, RUNS, SURPLUS, read_trials
 from fastloop_tools.sweep import results as sweep_results
 from fastloop_tools.sweep.grid import SweepRun
 
@@ -25,7 +25,7 @@ STATUS = {TrialState.COMPLETE: "finished", TrialState.RUNNING: "running", TrialS
 def collect(study: optuna.Study) -> list[dict[str, Any]]:
     """The trials, best first, then those without a value."""
     rows = []
-    for trial in study.get_trials(deepcopy=False):
+    for trial in read_trials(study):
         if SURPLUS in trial.user_attrs:
             continue
         status = STATUS.get(trial.state, "failed" if ERROR in trial.user_attrs else "lost")
@@ -47,7 +47,7 @@ def collect(study: optuna.Study) -> list[dict[str, Any]]:
 def write_sweep(folder: Path, study: optuna.Study, origin: Mapping[str, Any], monitor: str) -> None:
     """Write ``sweep.json`` in the form of `fastloop sweep`, with the runs of all workers. Several workers may write it at once."""
     found: dict[str, SweepRun] = {}
-    for trial in study.get_trials(deepcopy=False):
+    for trial in read_trials(study):
         for run in trial.user_attrs.get(RUNS, ()):
             found.setdefault(run["name"], SweepRun(**run))
     minimise = study.direction == optuna.study.StudyDirection.MINIMIZE
@@ -61,9 +61,7 @@ def write_sweep(folder: Path, study: optuna.Study, origin: Mapping[str, Any], mo
         "points": points,
         "runs": [vars(run) for run in found.values()],
     }
-    with tempfile.NamedTemporaryFile("w", dir=folder, prefix=".sweep-", suffix=".partial", delete=False, encoding="utf-8") as file:
-        file.write(json.dumps(secrets.hidden(record), indent=2) + "\n")
-    Path(file.name).replace(folder / "sweep.json")
+    files.write(folder / "sweep.json", json.dumps(secrets.hidden(record), indent=2) + "\n", hidden=True)
 
 
 def show(rows: Sequence[Mapping[str, Any]], monitor: str) -> None:

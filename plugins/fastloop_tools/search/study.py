@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import time
 import warnings
 from collections.abc import Iterator, Mapping
@@ -18,13 +20,18 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from fastloop.errors import FastloopError, UsageError
 from fastloop.recipe import secrets
+from fastloop_tools.sweep.grid import SweepRun
 
 SQLITE_TIMEOUT = 60
 """Seconds to wait for a lock of SQLite. Its default of 5 is short for several workers on a network file system."""
 ATTEMPTS = 5
 """Attempts to open the storage. Workers that create the tables at the same time fail once."""
+STATUS = ("pending", "running", "finished", "stopped", "failed")
+"""States of a run."""
 ORIGIN, ERROR, WORKER, RUNS, SURPLUS = (f"fastloop:{name}" for name in ("origin", "error", "worker", "runs", "surplus"))
 """User attributes: of the study, the search that made it; of a trial, why it failed, its worker, its runs, and that it was not needed."""
+MALFORMED = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""Errors of reading a study whose database holds other values."""
 
 
 def open_study(url: str, name: str, minimise: bool, origin: Mapping[str, Any], heartbeat: int) -> optuna.Study:
@@ -35,22 +42,23 @@ def open_study(url: str, name: str, minimise: bool, origin: Mapping[str, Any], h
         heartbeat: Seconds between two heartbeats of a trial. After twice this time without one, its worker counts as lost.
 
     Raises:
-        UsageError: The database cannot be reached, or the study belongs to another search.
+        UsageError: The database cannot be reached, or the study is malformed or belongs to another search.
     """
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ExperimentalWarning)
         storage = _open_storage(url, heartbeat)
         sampler = optuna.samplers.TPESampler(constant_liar=True)  # takes the running trials of other workers into account
-    with storage_errors(url):
-        study = optuna.create_study(
-            storage=storage, sampler=sampler, study_name=name, direction="minimize" if minimise else "maximize", load_if_exists=True
-        )
+    direction: Any = "minimize" if minimise else "maximize"
+    with storage_errors(url), malformed(name):
+        study = optuna.create_study(storage=storage, sampler=sampler, study_name=name, direction=direction, load_if_exists=True)
         if ORIGIN not in study.user_attrs:
-            if study.get_trials(deepcopy=False):
+            if read_trials(study):
                 raise UsageError(f"--storage: the study {name!r} was not made by `fastloop search`. Set another output or another storage.")
             study.set_user_attr(ORIGIN, origin)
         check_origin(name, study.user_attrs[ORIGIN], origin)
+        if study.direction.name.lower() != direction:
+            raise ValueError(f"its direction is {study.direction.name.lower()}, expected {direction}")
     return study
 
 
@@ -96,6 +104,54 @@ def storage_errors(url: str) -> Iterator[None]:
         ) from error
 
 
+@contextmanager
+def malformed(name: str) -> Iterator[None]:
+    """Raise errors of reading a study as errors that name it. Others may have changed its database.
+
+    Raises:
+        UsageError: A value of the study is malformed.
+    """
+    try:
+        yield
+    except MALFORMED as error:
+        reason = " ".join(str(error).split())[:200].rstrip(".")
+        raise UsageError(
+            f"--storage: the study {name!r} is malformed: {type(error).__name__}: {reason}. Restore its database, or set another output or "
+            "another storage for a new search."
+        ) from None
+
+
+def read_trials(study: optuna.Study) -> list[FrozenTrial]:
+    """The trials of a study.
+
+    Raises:
+        UsageError: The database holds values that no search has written.
+    """
+    with malformed(study.study_name):
+        trials = study.get_trials(deepcopy=False)
+        for trial in trials:
+            _check(trial, study.user_attrs.get(ORIGIN, {}).get("search", {}))
+    return trials
+
+
+def _check(trial: FrozenTrial, axes: Mapping[str, Any]) -> None:
+    """Raise one of ``MALFORMED`` if a trial has other values than a search writes."""
+    right = [isinstance(trial.number, int), isinstance(trial.user_attrs.get(ERROR, ""), str)]
+    if trial.state == TrialState.COMPLETE:  # raises for values outside their ranges
+        optuna.trial.create_trial(state=trial.state, values=trial.values, params=trial.params, distributions=trial.distributions)
+        right += [math.isfinite(trial.values[0])]
+    for record in trial.user_attrs.get(RUNS, []):
+        run = SweepRun(**record)
+        metrics = run.metrics or {}
+        right += [re.fullmatch(r"trial-\d{4,}(_seed-\d+)?", run.name) is not None, run.status in STATUS, run.values.keys() <= axes.keys()]
+        right += [text.isprintable() for text in (*run.values.values(), *metrics)]
+        right += [isinstance(run.seed, int | None), isinstance(run.reason, str | None), run.fold is None]
+        for value in metrics.values():
+            math.isfinite(value)  # raises for what is no number
+    if not all(right):
+        raise ValueError(f"trial {trial.number!r:.20} has values that no search writes")
+
+
 def check_origin(name: str, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
     """Check that a study belongs to this search.
 
@@ -130,7 +186,9 @@ def fail_lost_trials(study: optuna.Study, heartbeat: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ExperimentalWarning)
         optuna.storages.fail_stale_trials(study)
-    for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):  # lost before the first heartbeat, which Optuna skips
+    for trial in (
+        trial for trial in read_trials(study) if trial.state == TrialState.RUNNING
+    ):  # lost before the first heartbeat, which Optuna skips
         started = trial.datetime_start
         if WORKER not in trial.user_attrs and started and datetime.now() - started > timedelta(seconds=2 * heartbeat + 60):
             study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)

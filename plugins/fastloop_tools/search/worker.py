@@ -19,7 +19,7 @@ from optuna.trial import TrialState
 from fastloop.distributed import signals
 from fastloop.errors import UsageError, did_you_mean
 from fastloop_tools.search.space import Axis
-from fastloop_tools.search.study import ERROR, RUNS, SURPLUS, WORKER, counts, fail_lost_trials
+from fastloop_tools.search.study import ERROR, RUNS, SURPLUS, WORKER, counts, fail_lost_trials, read_trials
 from fastloop_tools.sweep.command import STOPPED
 from fastloop_tools.sweep.grid import SweepRun
 from fastloop_tools.sweep.results import read_metrics
@@ -72,7 +72,7 @@ class Worker:
         waits = False
         while True:
             fail_lost_trials(self.study, self.heartbeat)
-            counted = [trial for trial in self.study.get_trials(deepcopy=False) if counts(trial)]
+            counted = [trial for trial in read_trials(self.study) if counts(trial)]
             running = sum(trial.state == TrialState.RUNNING for trial in counted)
             if len(counted) < self.trials:
                 waits = False
@@ -88,7 +88,7 @@ class Worker:
 
     def run_trial(self, trial: optuna.Trial) -> float:
         """Train a trial with all seeds. Returns its value."""
-        earlier = self.study.get_trials(deepcopy=False)
+        earlier = read_trials(self.study)
         if sum(other.number < trial.number and counts(other) for other in earlier) >= self.trials:
             trial.set_user_attr(SURPLUS, True)
             raise Surplus

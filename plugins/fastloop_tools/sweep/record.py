@@ -41,6 +41,7 @@ class Record:
             if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
                 raise UsageError(f"output: {folder} is not an empty folder. Set another output, such as output={folder}-sweep.")
         else:
+            files.check_links(folder)
             earlier = read_json(self.file)
             check_sweep(earlier, self.file)
             try:

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from fastloop.cli.arguments import ACCEPTED, Overrides, RecipeName, With, Without, choice, names, numerics_classes, parse_time
+from fastloop.cli.arguments import ACCEPTED, Overrides, RecipeName, With, Without, choice, names, numerics_classes, output_file, parse_time
 from fastloop.distributed import ranks
 
 
@@ -34,7 +34,7 @@ def tune(
     seconds: Annotated[float, typer.Option(min=0, metavar="SECONDS", help="Shortest time to measure.")] = 6.0,
     warmup: Annotated[int, typer.Option(min=1, metavar="N", help="Steps before them.")] = 2,
     nproc: Annotated[int, typer.Option(min=1, metavar="N", help="Measure with N processes on this machine.")] = 1,
-    output: Annotated[str, typer.Option(metavar="FILE", help="The recipe to write [default: RECIPE.tuned.yaml].")] = "",
+    output: Annotated[str, output_file("--output", "The recipe to write [default: RECIPE.tuned.yaml].")] = "",
 ) -> None:
     """Find the fastest set of plugins for a recipe on this machine.
 

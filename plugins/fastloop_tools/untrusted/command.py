@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fastloop.cli.arguments import Overrides, RecipeName, With, Without, names
+from fastloop.cli.arguments import Overrides, RecipeName, With, Without, names, output_file
 from fastloop.recipe import secrets
 
 
@@ -24,7 +24,7 @@ def plan_code(
     ] = False,
     json_file: Annotated[
         str,
-        typer.Option("--json", metavar="FILE", help="Estimate memory, and write it to this file; with --untrusted, the list. -: stdout."),
+        output_file("--json", "Estimate memory, and write it to this file; with --untrusted, the list. -: stdout."),
     ] = "",
 ) -> bool:
     """List the code of a recipe, without importing it. Returns whether the option was given."""

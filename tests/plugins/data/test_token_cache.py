@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import stat
 from collections.abc import Iterator
@@ -197,3 +198,63 @@ def test_the_users_cache_is_the_default(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
     run("text-classification", cache="auto")
     assert len(list((tmp_path / "elsewhere" / "fastloop" / "tokens").iterdir())) == 2
+
+
+posix = pytest.mark.skipif(os.name != "posix", reason="permission bits of POSIX")
+
+
+@posix
+def test_where_others_may_write_each_user_has_an_own_part():
+    Path("shared").mkdir()
+    Path("shared").chmod(0o777)
+    first = samples(run("text-classification", cache="shared"))
+    (part,) = Path("shared").iterdir()
+    assert part.name == f"user-{os.getuid()}"
+    assert stat.S_IMODE(part.stat().st_mode) == 0o700
+    assert len(list(part.iterdir())) == 2
+    assert samples(run("text-classification", cache="shared")) == first
+    assert list(Path("shared").iterdir()) == [part]
+
+
+@posix
+@pytest.mark.parametrize("kind", ["a link", "a link to nothing", "open to others", "a file"])
+def test_an_own_part_that_another_user_has_put_there_is_refused(kind):
+    part, victim = Path(f"shared/user-{os.getuid()}"), Path("victim")
+    Path("shared").mkdir()
+    Path("shared").chmod(0o777)
+    victim.mkdir(mode=0o700)
+    if kind == "open to others":
+        part.mkdir()
+        part.chmod(0o777)
+    elif kind == "a file":
+        part.write_text("")
+    else:
+        part.symlink_to("../victim" if kind == "a link" else "../nothing")
+    with pytest.raises(PluginError, match=r"plugins\.token-cache\.folder: shared/user-\d+: .*\. Give another folder\."):
+        run("text-classification", cache="shared")
+    assert list(victim.iterdir()) == []
+    assert not Path("nothing").exists()
+
+
+@posix
+@pytest.mark.parametrize("mask", [0o000, 0o002, 0o077])
+def test_the_users_cache_is_private_whatever_the_umask(mask, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "cache")
+    before = os.umask(mask)
+    try:
+        run("text-classification", cache="auto")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(Path("cache/fastloop/tokens").stat().st_mode) == 0o700
+    assert not list(Path("cache").rglob("user-*"))
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="no folder where even root cannot write")
+@pytest.mark.parametrize("home", ["file", "/proc/nonexistent"])
+def test_a_home_that_cannot_be_used_is_named(home, monkeypatch):
+    Path("file").write_text("")
+    monkeypatch.setenv("HOME", home)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    with pytest.raises(PluginError, match=rf"plugins\.token-cache\.folder: {home}.*: .*\. Give another folder\."):
+        run("text-classification", cache="auto")
+    assert sorted(path.name for path in Path().iterdir()) == ["a.csv", "file"]

@@ -12,7 +12,7 @@ from typing import Any
 import forked
 import pytest
 import yaml
-from test_search import CODE, RECIPE
+from search_runs import CODE, RECIPE
 
 COMMAND = ("search", "recipe.yaml", "train.lr=1e-4..1e-1", "--trials", "1", "--without", "progress")
 Attack = Callable[[Path], Any]

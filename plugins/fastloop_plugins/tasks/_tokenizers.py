@@ -59,14 +59,17 @@ def check_saved_tokenizer(tokenizer: Any, config: Any, texts: list[str], where: 
     """Check that AutoTokenizer reads a saved tokenizer as it is. For models such as Qwen2, transformers ignores the saved class.
 
     Raises:
-        RecipeError: The saved tokenizer gives other ids, so that the exported model would get other tokens than in training.
+        RecipeError: It cannot be saved; or the saved one gives other ids, so that the exported model would get other tokens than in training.
     """
     from transformers import AutoTokenizer
 
-    with tempfile.TemporaryDirectory() as folder, quiet():
-        tokenizer.save_pretrained(folder)
-        config.save_pretrained(folder)
-        saved: Any = AutoTokenizer.from_pretrained(Path(folder))
+    try:
+        with tempfile.TemporaryDirectory() as folder, quiet():
+            tokenizer.save_pretrained(folder)
+            config.save_pretrained(folder)
+            saved: Any = AutoTokenizer.from_pretrained(Path(folder))
+    except OSError as error:
+        raise RecipeError(f"{where}.tokenizer: cannot be saved in {tempfile.gettempdir()}: {error}") from None
     for text in texts[:CHECKED]:
         expected, found = tokenizer(text)["input_ids"], saved(text)["input_ids"]
         if expected != found:

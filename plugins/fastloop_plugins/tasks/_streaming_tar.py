@@ -18,6 +18,18 @@ from fastloop_plugins.tasks._streaming_formats import LINES, BadRow, Row, Scanne
 from fastloop_plugins.tasks._text_files import Read, missing_column
 
 
+class Headers:
+    """An archive's file. ``tarfile`` reads names and attributes of files at once, whatever size they claim."""
+
+    def __init__(self, file: Any, how: Read) -> None:
+        self.file, self.most, self.seek, self.tell = file, how.max_row_mib * 2**20 + tarfile.BLOCKSIZE, file.seek, file.tell
+
+    def read(self, size: int) -> Any:
+        if not 0 <= size <= self.most:
+            raise OSError(f"a header claims {size} bytes")
+        return self.file.read(size)
+
+
 class Sample:
     """The files of a sample.
 
@@ -100,9 +112,11 @@ def samples_of(path: str, file: Any, offset: int, how: Read) -> Iterator[Sample]
     file.seek(offset)
     sample, newest = None, ""
     try:
-        with cast("Any", tarfile.open(fileobj=file, mode="r:")) as archive:
+        with cast("Any", tarfile).open(fileobj=Headers(file, how), mode="r:") as archive:
             while (member := archive.next()) is not None:
                 archive.members.clear()  # else they stay in memory
+                if member.size < 0:  # tarfile would return it forever
+                    raise OSError(f"{member.name} claims {member.size} bytes")
                 if not member.isfile():
                     continue
                 check_row(where := f"{path}, {member.name}", member.size, how)

@@ -46,7 +46,7 @@ class Read:
     max_row_mib: Annotated[int, option("MiB of a row at most: a line, the lines of a quoted cell, or a file in a .tar.", ge=1)] = 64
     max_expansion: Annotated[
         int, option("Times its size that a compressed or Parquet file may expand to; one row of max_row_mib always may.", ge=1)
-    ] = 100
+    ] = 50
 
     def __post_init__(self) -> None:
         if self.delimiter in ("tab", "\\t"):

@@ -83,7 +83,7 @@ def written(path: str, text: str | bytes) -> str:
 # -- files of lines --------------------------------------------------------------------------------------------------------
 
 CSV, ROW = b"text,label\na,good\n", b'{"text": "a", "label": "good"}\n'
-LONG = r"line \d+: longer than 64 MiB, expected .* \(data\.read\.max_row_mib\)"
+LONG = r"line \d+: longer than 16 MiB, expected .* \(data\.read\.max_row_mib\)"
 EXPANDS = r"has \d+ bytes and expands to more than \d+, expected .* \(data\.read\.max_expansion\)"
 DEPTH = "line 41: .*recursion depth"
 
@@ -131,9 +131,9 @@ def test_file_of_lines_that_takes_gigabytes(attack, streaming):
 @pytest.mark.parametrize("streaming", [False, True], ids=["memory", "stream"])
 @pytest.mark.parametrize("name", ["a.csv", "a.csv.gz", "a.csv.bz2", "a.jsonl", "a.jsonl.zst", "a.json.gz"])
 def test_file_of_lines_that_is_good(name, streaming):
-    """control: plain and compressed files of lines with a text of 30 MiB, read into memory and streamed"""
+    """control: plain and compressed files of lines with a text of 5 MiB, read into memory and streamed"""
     texts = table()
-    texts[7]["text"] = "fine " * (6 * MIB)
+    texts[7]["text"] = "fine " * MIB
     if ".csv" in name:
         content = "text,label\n" + "".join(f"{row['text']},{row['label']}\n" for row in texts)
     else:
@@ -180,13 +180,13 @@ def claims(kind: bytes, size: bytes) -> tuple[bytes, bytes]:
 
 
 TARS: dict[str, tuple[list[tuple[Any, bytes]], str]] = {
-    "a hole of 4 GiB": ([sparse("9999.txt", 4 * GIB), member("9999.cls", b"good")], r"9999\.txt: longer than 64 MiB, .*max_row_mib"),
-    "60 holes of 60 MiB": (
-        [part for number in range(9000, 9060) for part in (sparse(f"{number}.txt", 60 * MIB), member(f"{number}.cls", b"good"))],
+    "a hole of 4 GiB": ([sparse("9999.txt", 4 * GIB), member("9999.cls", b"good")], r"9999\.txt: longer than 16 MiB, .*max_row_mib"),
+    "90 holes of 15 MiB": (
+        [part for number in range(9000, 9090) for part in (sparse(f"{number}.txt", 15 * MIB), member(f"{number}.cls", b"good"))],
         r"9000\.txt: stored with holes",
     ),
-    "a file that claims 8 GiB": ([member("9999.txt", b"x", size=8 * GIB - 1)], r"9999\.txt: longer than 64 MiB"),
-    "a file that claims 2**60 bytes": ([claims(tarfile.REGTYPE, HUGE)], "long: longer than 64 MiB"),
+    "a file that claims 8 GiB": ([member("9999.txt", b"x", size=8 * GIB - 1)], r"9999\.txt: longer than 16 MiB"),
+    "a file that claims 2**60 bytes": ([claims(tarfile.REGTYPE, HUGE)], "long: longer than 16 MiB"),
     "a long name that claims 8 GiB": ([claims(tarfile.GNUTYPE_LONGNAME, b"77777777777\0")], r"a\.tar: cannot be read as \.tar"),
     "a long name that claims 2**60 bytes": ([claims(tarfile.GNUTYPE_LONGNAME, HUGE)], r"a\.tar: cannot be read as \.tar"),
     "attributes that claim 8 GiB": ([claims(tarfile.XHDTYPE, b"77777777777\0")], r"a\.tar: cannot be read as \.tar"),
@@ -235,13 +235,13 @@ def long_texts(path: str = "a.parquet") -> str:
 CLAIMS = r"a page of column text claims \d+ bytes, and its column \d+"
 PARQUET: dict[str, tuple[Callable[[], str], str]] = {
     "one text of 10 MiB that 1000 rows share": (lambda: shared("a.parquet", 10 * MIB, 1000), EXPANDS),
-    "one text of 60 MiB that 300 rows share": (lambda: shared("a.parquet", 60 * MIB, 300), EXPANDS),
+    "one text of 15 MiB that 900 rows share": (lambda: shared("a.parquet", 15 * MIB, 900), EXPANDS),
     "one prefix of 10 MiB that 500 rows share": (lambda: prefixed("a.parquet", 10 * MIB, 500), EXPANDS),
     "a column that claims 1 TiB": (lambda: edit_parquet(long_texts(), chunk=2**40), EXPANDS),
     "a page that claims 2 GiB": (lambda: edit_parquet(long_texts(), page=2**31 - 1), CLAIMS),
     "a page that claims less than no byte": (lambda: edit_parquet(long_texts(), page=2**31), "claims"),
     "a column that claims one byte": (lambda: edit_parquet(long_texts(), chunk=1), CLAIMS),
-    "10**12 rows": (lambda: edit_parquet(long_texts(), rows=10**12), r"a\.parquet: "),
+    "10**12 rows": (lambda: edit_parquet(long_texts(), rows=10**12), r"a\.parquet: .*row group 0 has 9+68 rows less than it claims"),
 }
 
 
@@ -341,9 +341,129 @@ def test_image_that_is_good():
     )
     png(Path("images/train/green/00.png"), 3000, 3000)
     accepted(recipe)
-    assert "has 3000 x 3000 pixels, expected at most 1000000" in refused(images(image_size=16, max_pixels=10**6))
+    assert "has 3000 x 3000 pixels, expected at most 1000000" in refused({**recipe, "data": recipe["data"] | {"max_pixels": 10**6}})
     png(Path("images/train/red/00.png"), 12_000, 12_000)
-    accepted(images(image_size=16, max_pixels=150_000_000))
+    accepted({**recipe, "data": recipe["data"] | {"max_pixels": 150_000_000}})
 
 
 # -- models ----------------------------------------------------------------------------------------------------------------
+
+
+MODELS: dict[str, Callable[[Path], Any]] = {
+    "weights whose header claims 2**63 bytes": lambda folder: safetensors(folder / "model.safetensors", {}, size=2**63),
+    "weights whose header claims 90 MB": lambda folder: safetensors(folder / "model.safetensors", {}, size=90_000_000),
+    "weights with a tensor of 4 TiB": lambda folder: safetensors(
+        folder / "model.safetensors", {"a": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}}, b"0000"
+    ),
+    "weights with a shape that overflows": lambda folder: safetensors(
+        folder / "model.safetensors", {"a": {"dtype": "F32", "shape": [2**32, 2**32], "data_offsets": [0, 0]}}
+    ),
+    "weights with tensors that share bytes": lambda folder: safetensors(
+        folder / "model.safetensors",
+        {name: {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]} for name in map(str, range(1000))},
+        b"0000",
+    ),
+    "weights with a nested header": lambda folder: safetensors(folder / "model.safetensors", b'{"a":' + DEEP.encode() + b"}"),
+    "a nested configuration": lambda folder: (folder / "config.json").write_text('{"model_type": "distilbert", "a": ' + DEEP + "}"),
+    "a configuration of 10**12 tokens": lambda folder: change(folder / "config.json", vocab_size=10**12),
+    "a configuration of 10**6 layers": lambda folder: change(folder / "config.json", n_layers=10**6),
+    "a configuration of 256 MiB": lambda folder: hole(str(folder / "config.json"), b'{"model_type": "distilbert", "a": "', GIB // 4),
+    "a nested tokenizer": lambda folder: (folder / "tokenizer.json").write_text('{"version": "1.0", "model": ' + DEEP + "}"),
+    "a tokenizer of 2 GiB": lambda folder: hole(str(folder / "tokenizer.json"), b'{"version": "', 2 * GIB),
+    "a nested configuration of the tokenizer": lambda folder: (folder / "tokenizer_config.json").write_text('{"a": ' + DEEP + "}"),
+    "a nested index of weights": lambda folder: (folder / "model.safetensors.index.json").write_text(DEEP),
+}
+
+
+def change(path: Path, **values: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def pretrained(folder: Path, config: dict[str, Any], causal: bool = False) -> dict[str, Any]:
+    """Write a tiny model. Returns the recipe that trains it."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    from fastloop_plugins.tasks._text_model import TrainedTokenizer, train_tokenizer
+
+    tokenizer = train_tokenizer(TrainedTokenizer(kind="word"), [row["text"] for row in table()], not causal, 16)
+    made = AutoConfig.for_model(**config, vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id)
+    (AutoModelForCausalLM if causal else AutoModelForSequenceClassification).from_config(made).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return classify(written("a.jsonl", lines()), False) | {"model": {"name": str(folder)}}
+
+
+@pytest.mark.parametrize("attack", MODELS)
+def test_model_folder_that_takes_gigabytes(attack):
+    """a small model folder whose weights, configuration or tokenizer claim terabytes or are nested 200,000 deep: refused with model.name"""
+    recipe = pretrained(Path("model"), TINY)
+    MODELS[attack](Path("model"))
+    assert re.match(r"error: r\.yaml: model\.name: ", refused(recipe))
+
+
+@pytest.mark.parametrize("attack", [name for name in MODELS if name.startswith("weights")])
+def test_initial_weights_that_take_gigabytes(attack):
+    """a small safetensors file for model.weights whose header claims terabytes: refused with its name"""
+    MODELS[attack](Path())
+    recipe = classify(written("a.jsonl", lines()), False)
+    recipe["model"]["weights"] = "model.safetensors"
+    assert "model.safetensors" in refused(recipe)
+
+
+def test_model_folder_that_is_good():
+    """control: a tiny model folder is loaded with the same memory"""
+    accepted(pretrained(Path("model"), TINY))
+
+
+# -- chat templates --------------------------------------------------------------------------------------------------------
+
+ESCAPES = {
+    "the classes of Python": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "an attribute by name": "{{ (messages | attr('__class__')).__base__ }}",
+    "an attribute by format": "{{ '{0.__class__.__init__.__globals__}'.format(messages) }}",
+    "an attribute by map": "{{ [messages] | map(attribute='__class__') | map(attribute='__base__') | list | first }}",
+    "the globals of a function": "{{ raise_exception.__globals__['os'].system('touch pwned') }}",
+    "the builtins of Jinja": "{{ cycler.__init__.__globals__.os.system('touch pwned') }}",
+    "the builtins of a macro": "{{ self.__init__.__globals__ }}",
+    "a changed conversation": "{{ messages.append(messages[0]) }}",
+    "a file": "{% include '/etc/passwd' %}",
+    "an import": "{% import 'os' as os %}{{ os.system('touch pwned') }}",
+    "a range of a billion": "{% for number in range(10 ** 9) %}a{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("attack", ESCAPES)
+def test_chat_template_that_escapes(attack):
+    """a chat template that reaches for Python's objects, files, a changed conversation or a huge range: refused by the sandbox"""
+    recipe = chats(ESCAPES[attack])
+    found = refused(recipe)
+    assert "chat template" in found
+    assert not Path("pwned").exists()
+
+
+def chats(template: str) -> dict[str, Any]:
+    """A recipe of causal-lm with a chat template of a file."""
+    Path("template.jinja").write_text(template)
+    messages = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "That."}]
+    Path("chats.jsonl").write_text((json.dumps({"messages": messages}) + "\n") * 20)
+    data = {"files": {"train": "chats.jsonl"}, "messages": "messages", "chat_template": "template.jinja", "max_length": 16}
+    return {"model": {"config": TINY_GPT, "tokenizer": {"kind": "bpe", "vocab_size": 300}}, "data": data, "plugins": ["causal-lm"]}
+
+
+def test_chat_template_that_is_good():
+    """control: a chat template that loops over messages is used"""
+    accepted(chats("{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"))
+
+
+@pytest.mark.parametrize("depth", [200_000, 900, 400])
+@pytest.mark.parametrize("where", ["tools", "arguments", "content"])
+def test_conversation_that_is_nested(where, depth):
+    """a conversation whose tools, arguments or content are nested up to 200,000 deep: refused with its row, without a traceback"""
+    recipe = chats("{{ tools | tojson }}{% for message in messages %}{{ message | tojson }}\n{% endfor %}")
+    nested = "[" * depth + "]" * depth
+    call = f'[{{"type": "function", "function": {{"name": "a", "arguments": {nested if where == "arguments" else "{}"}}}}}]'
+    answer = f'{{"role": "assistant", "content": {nested if where == "content" else "null"}, "tool_calls": {call}}}'
+    row = f'{{"messages": [{{"role": "user", "content": "a"}}, {answer}], "tools": {nested if where == "tools" else "[]"}}}\n'
+    Path("chats.jsonl").write_text(Path("chats.jsonl").read_text() + row)
+    done = command(recipe)
+    assert "Traceback" not in done.stderr, done.stderr[-3000:]
+    assert done.returncode == 0 if depth == 400 and where == "tools" else "chats.jsonl" in done.stderr, done.stderr

@@ -62,13 +62,15 @@ class BoundedParquet:
         """
         total = 0
         for group in range(self.metadata.num_row_groups) if groups is None else groups:
-            largest = self._largest_pages(group, columns)
+            largest, left = self._largest_pages(group, columns), self.metadata.row_group(group).num_rows
             for batch in self.file.iter_batches(max(1, min(rows, AT_ONCE // max(largest, 1))), row_groups=[group], columns=list(columns)):
                 plain = [array.dictionary_decode() if hasattr(array, "dictionary_decode") else array for array in batch.columns]
                 batch = pyarrow.RecordBatch.from_arrays(plain, batch.schema.names)
-                total += batch.nbytes
+                total, left = total + batch.nbytes, left - batch.num_rows
                 check_total(self.path, self.size, total, self.how)
                 yield batch
+            if left:
+                raise OSError(f"row group {group} has {left} rows less than it claims")
 
     def _largest_pages(self, group: int, columns: Sequence[str]) -> int:
         """The sum of the sizes of each column's largest page: no row has more bytes."""

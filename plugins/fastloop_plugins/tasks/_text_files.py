@@ -43,7 +43,7 @@ class Read:
         option("double: quoted cells may span lines, with doubled quotes; none: quotes are text; null: double, an error if in doubt."),
     ] = None
     compression: Annotated[Literal["gzip", "bz2", "zstd", "none"] | None, option("null: by suffix and first bytes.")] = None
-    max_row_mib: Annotated[int, option("MiB of a row at most: a line, the lines of a quoted cell, or a file in a .tar.", ge=1)] = 64
+    max_row_mib: Annotated[int, option("MiB of a row at most: a line, the lines of a quoted cell, or a file in a .tar.", ge=1)] = 16
     max_expansion: Annotated[
         int, option("Times its size that a compressed or Parquet file may expand to; one row of max_row_mib always may.", ge=1)
     ] = 50

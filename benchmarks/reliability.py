@@ -31,6 +31,7 @@ GROUPS = {
     "test_two_machines": "Two machines",
     "test_machine_faults": "Machine",
     "test_security": "Security",
+    "test_untrusted_data": "Data and models from others",
     "test_fuzz": "Fuzzing",
     "test_soak": "Load",
 }

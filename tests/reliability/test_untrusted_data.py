@@ -5,6 +5,7 @@ Each attack runs in a process whose memory has a limit of 1.25 GiB above what it
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import tarfile
@@ -103,6 +104,11 @@ LINES: dict[str, tuple[Callable[[], str], str, str | None]] = {
     "a csv with a line of 2 GiB": (lambda: hole("a.csv", CSV, 2 * GIB), LONG, LONG),
     "a txt with a line of 2 GiB": (lambda: hole("a.txt", b"a\n", 2 * GIB), LONG, None),
     "200,000 lists in a jsonl": (lambda: written("a.jsonl", lines(DEEP)), DEPTH, DEPTH),
+    "900 lists as a text in a jsonl": (
+        lambda: written("a.jsonl", lines('{"text": ' + "[" * 900 + "]" * 900 + ', "label": "good"}\n')),
+        "row 41: column 'text' .*expected text",
+        "row 41: column 'text' .*expected text",
+    ),
     "200,000 objects in a row of a jsonl": (lambda: written("a.jsonl", lines('{"text":' * 200_000)), DEPTH, DEPTH),
     "200,000 lists in a json": (lambda: written("a.json", DEEP), "line 1: .*recursion depth", None),
     "bad UTF-8 in a csv": (
@@ -114,22 +120,24 @@ LINES: dict[str, tuple[Callable[[], str], str, str | None]] = {
 }
 
 
-@pytest.mark.parametrize("streaming", [False, True], ids=["memory", "stream"])
-@pytest.mark.parametrize("attack", LINES)
+@pytest.mark.parametrize(
+    ("attack", "streaming"),
+    [(name, streaming) for name, (_, _, stream) in LINES.items() for streaming in (False, True) if stream is not None or not streaming],
+)
 def test_file_of_lines_that_takes_gigabytes(attack, streaming):
-    """a small csv, jsonl, json or txt file that stands for gigabytes, also compressed, or that is nested 200,000 deep: refused with its line
-    or size, and the option that allows more"""
+    """a small csv, jsonl, json or txt file that stands for gigabytes, also compressed, or is nested 200,000 deep: refused with its line or
+    size, and the option that allows more"""
     write, memory, stream = LINES[attack]
-    if streaming and stream is None:
-        pytest.skip("this format is not streamed")
     path = write()
     found = refused(classify(path, streaming))
     assert found.startswith(f"error: {path}")
     assert re.search(stream if streaming and stream else memory, found), found
 
 
-@pytest.mark.parametrize("streaming", [False, True], ids=["memory", "stream"])
-@pytest.mark.parametrize("name", ["a.csv", "a.csv.gz", "a.csv.bz2", "a.jsonl", "a.jsonl.zst", "a.json.gz"])
+@pytest.mark.parametrize(
+    ("name", "streaming"),
+    [*itertools.product(["a.csv", "a.csv.gz", "a.csv.bz2", "a.jsonl", "a.jsonl.zst"], [False, True]), ("a.json.gz", False)],
+)
 def test_file_of_lines_that_is_good(name, streaming):
     """control: plain and compressed files of lines with a text of 5 MiB, read into memory and streamed"""
     texts = table()
@@ -142,8 +150,6 @@ def test_file_of_lines_that_is_good(name, streaming):
         packed(name, content.encode(), b"\n", 0)
     else:
         written(name, content)
-    if ".json." in name and streaming:
-        pytest.skip("this format is not streamed")
     accepted(classify(name, streaming, max_length=16))
 
 
@@ -428,12 +434,15 @@ ESCAPES = {
     "a file": "{% include '/etc/passwd' %}",
     "an import": "{% import 'os' as os %}{{ os.system('touch pwned') }}",
     "a range of a billion": "{% for number in range(10 ** 9) %}a{% endfor %}",
+    "a text of 10 GB": "{{ 'a' * 10 ** 10 }}",
+    "a division by zero": "{{ 1 // 0 }}",
 }
 
 
 @pytest.mark.parametrize("attack", ESCAPES)
 def test_chat_template_that_escapes(attack):
-    """a chat template that reaches for Python's objects, files, a changed conversation or a huge range: refused by the sandbox"""
+    """a chat template that reaches for Python's objects, files, a changed conversation, a huge range or a text
+    larger than memory: refused by the sandbox or by the system, and nothing of it was run"""
     recipe = chats(ESCAPES[attack])
     found = refused(recipe)
     assert "chat template" in found
@@ -454,16 +463,22 @@ def test_chat_template_that_is_good():
     accepted(chats("{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"))
 
 
-@pytest.mark.parametrize("depth", [200_000, 900, 400])
-@pytest.mark.parametrize("where", ["tools", "arguments", "content"])
+@pytest.mark.parametrize("depth", [200_000, 900, 400, 20])
+@pytest.mark.parametrize("where", ["tools", "arguments", "text of arguments", "content"])
 def test_conversation_that_is_nested(where, depth):
-    """a conversation whose tools, arguments or content are nested up to 200,000 deep: refused with its row, without a traceback"""
+    """a conversation whose tools, arguments or content are nested up to 200,000 deep: refused with its row; 20 deep is read"""
     recipe = chats("{{ tools | tojson }}{% for message in messages %}{{ message | tojson }}\n{% endfor %}")
-    nested = "[" * depth + "]" * depth
-    call = f'[{{"type": "function", "function": {{"name": "a", "arguments": {nested if where == "arguments" else "{}"}}}}}]'
+    depth = min(depth, 2000) if where == "text of arguments" else depth  # training a tokenizer on one long word takes minutes
+    nested = '{"a": ' + "[" * depth + "]" * depth + "}"
+    arguments = {"arguments": nested, "text of arguments": json.dumps(nested)}.get(where, "{}")
+    call = f'[{{"type": "function", "function": {{"name": "a", "arguments": {arguments}}}}}]'
     answer = f'{{"role": "assistant", "content": {nested if where == "content" else "null"}, "tool_calls": {call}}}'
-    row = f'{{"messages": [{{"role": "user", "content": "a"}}, {answer}], "tools": {nested if where == "tools" else "[]"}}}\n'
+    tools = f'[{{"type": "function", "function": {{"name": "a", "parameters": {nested}}}}}]' if where == "tools" else "[]"
+    row = f'{{"messages": [{{"role": "user", "content": "a"}}, {answer}], "tools": {tools}}}\n'
     Path("chats.jsonl").write_text(Path("chats.jsonl").read_text() + row)
     done = command(recipe)
     assert "Traceback" not in done.stderr, done.stderr[-3000:]
-    assert done.returncode == 0 if depth == 400 and where == "tools" else "chats.jsonl" in done.stderr, done.stderr
+    if where == "text of arguments" or (depth == 20 and where != "content"):
+        assert done.returncode in (0, 2), done.stderr
+    else:
+        assert re.search(r"^error: chats\.jsonl, (line|row) 21: ", done.stderr, re.M), done.stderr

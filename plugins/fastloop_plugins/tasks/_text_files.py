@@ -111,7 +111,10 @@ def check_names(where: str, names: Iterable[str]) -> None:
 
 def show(value: Any) -> str:
     """A value for a message: shortened, with its type."""
-    return f"{value!r:.60} ({type(value).__name__})"
+    try:
+        return f"{value!r:.60} ({type(value).__name__})"
+    except RecursionError:
+        return f"a deeply nested {type(value).__name__}"
 
 
 def make_part(where: str, rows: Any, label: str | None = None) -> Part:

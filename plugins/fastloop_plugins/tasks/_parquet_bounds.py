@@ -1,4 +1,4 @@
-"""Reads Parquet files in batches of bounded size. What a file says about its sizes is checked against its pages first.
+"""Reads Parquet files in batches of bounded size. The sizes that a file claims are checked against its pages first.
 
 A page of a few bytes may hold one long value that each of millions of rows repeats, and its header may claim any size.
 """

@@ -99,7 +99,7 @@ def encode_rows(tokenizer: Any, rows: Sequence[str], end: list[int], arguments: 
         return ids
 
     for portion in portions(rows):
-        texts, targets = zip(*(json.loads(str(row)) for row in portion), strict=True)
+        texts, targets = zip(*(json.loads(row) for row in portion), strict=True)
         inputs = encode_marked(tokenizer, texts, {"truncation": True, "max_length": arguments["max_length"]})
         for (ids, long), target, labels in zip(inputs, targets, encode_targets(targets, most + 1), strict=True):
             missing = [token for token in end if token not in labels]

@@ -118,7 +118,7 @@ def encode_rows(tokenizer: Any, rows: Sequence[Any], end: list[int], arguments: 
     """
     stand_in = tokenizer.unk_token_id if tokenizer.unk_token_id is not None else tokenizer.pad_token_id
     for portion in portions(rows):
-        sentences = [json.loads(str(row)) for row in portion]
+        sentences = [json.loads(row) for row in portion]
         found = tokenizer(
             [words or ["a"] for words, _ in sentences],
             is_split_into_words=True,

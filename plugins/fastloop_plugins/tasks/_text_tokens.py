@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastloop import __version__
 from fastloop_plugins import _cache
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from fastloop_plugins.tasks._text_model import TextModel
 
 logger = logging.getLogger("fastloop")
+T = TypeVar("T", bound=Text)
 
 
 CHARACTERS = 50
@@ -150,9 +151,9 @@ def encode_marked(tokenizer: Any, texts: Sequence[Text], arguments: dict[str, An
                 yield ids, True
 
 
-def portions(rows: Sequence[Text]) -> Iterator[list[Text]]:
+def portions(rows: Sequence[T]) -> Iterator[list[T]]:
     """Divide rows into lists to tokenize at once: a tokenizer takes hundreds of bytes for each character."""
-    portion, size = list[Text](), 0
+    portion, size = list[T](), 0
     for row in rows:
         length = len(row) if isinstance(row, str) else sum(map(len, row))
         if portion and (len(portion) == AT_ONCE or size + length > CHARACTERS_AT_ONCE):

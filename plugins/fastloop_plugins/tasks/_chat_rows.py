@@ -41,6 +41,10 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys of an assistant's reasoning. transformers gives each one to the template as ``reasoning_content`` and ``thinking``."""
 
 
+DEEPEST = 64
+"""Lists and objects of a conversation that may lie in each other."""
+
+
 class RowError(ValueError):
     """A row that cannot be read. The message names the column, and what is wrong."""
 
@@ -92,6 +96,8 @@ def read_chat(row: Mapping[str, Any], columns: Sequence[str]) -> Chat:
     Raises:
         RowError: The row is no conversation.
     """
+    for name in (*columns, TOOLS):
+        _check_depth(row.get(name), name)
     messages = _instruction(row, columns) if len(columns) > 1 else _messages(row.get(columns[0]), f"column {columns[0]!r} (data.messages)")
     return Chat(messages, _tools(row.get(TOOLS)))
 
@@ -128,6 +134,17 @@ def has_null(chat: Chat) -> bool:
 def _contains_null(value: Any) -> bool:
     inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
     return value is None or any(map(_contains_null, inner))
+
+
+def _check_depth(value: Any, column: str) -> None:
+    level = [value]
+    for _ in range(DEEPEST):
+        level = [
+            inner for item in level for inner in (item.values() if isinstance(item, Mapping) else item if isinstance(item, list) else ())
+        ]
+        if not level:
+            return
+    raise RowError(f"column {column!r} is nested deeper than {DEEPEST}, expected less.")
 
 
 # -- messages ----------------------------------------------------------------------------------------------------------
@@ -224,6 +241,7 @@ def _tools(value: Any) -> list[Any] | None:
             found = json.loads(value) if value.strip() else None
         except (ValueError, RecursionError):
             found = value
+        _check_depth(found, TOOLS)
     if found is not None and not (isinstance(found, list) and all(isinstance(tool, Mapping) for tool in found)):
         raise RowError(
             f"column {TOOLS!r} holds {show(value)}. Expected a list of functions, or its JSON. If it holds something else, rename it."

@@ -40,6 +40,8 @@ MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 MARKERS = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
 """All such statements, which jinja alone does not know."""
 REMEDY = "Mark its answers by {% generation %} in a template (data.chat_template=FILE), or give data.train_on=all."
+FAILURES = (ValueError, TypeError, ArithmeticError, LookupError, AttributeError, RecursionError, MemoryError)
+"""Errors of Python that a template may raise, beside those of Jinja."""
 PROBE = "31415926535"
 """A text that templates leave as it is."""
 
@@ -207,7 +209,7 @@ class ChatRenderer:
 
         try:
             return self._render(messages, tools)
-        except (jinja2.TemplateError, ValueError, TypeError):
+        except (jinja2.TemplateError, *FAILURES):
             return None
 
     # -- rendering -----------------------------------------------------------------------------------------------------
@@ -225,8 +227,8 @@ class ChatRenderer:
 
         try:
             yield
-        except (jinja2.TemplateError, ValueError, TypeError) as error:
-            raise RecipeError(f"{where()}: the chat template rejects the conversation: {error}.") from None
+        except (jinja2.TemplateError, *FAILURES) as error:
+            raise RecipeError(f"{where()}: the chat template rejects the conversation: {error or type(error).__name__}.") from None
 
     def _check_fast(self, where: Callable[[], str]) -> None:
         if not self.tokenizer.is_fast:

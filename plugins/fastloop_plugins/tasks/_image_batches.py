@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,11 +16,14 @@ from torch import Generator, Tensor
 from torch.utils.data import Dataset, default_collate
 
 from fastloop import Batch, RecipeError
+from fastloop_plugins.tasks._image_format import MAX_PIXELS
 
 if TYPE_CHECKING:
     from fastloop_plugins.tasks._image_data import Augment, ImageFiles
     from fastloop_plugins.tasks._image_format import InputFormat
     from fastloop_plugins.tasks._losses import ClassLoss
+
+warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # read_image reports such an image as an error
 
 CROP_ATTEMPTS = 10
 """Random parts to draw until one lies within the image, as in torchvision."""
@@ -29,19 +33,24 @@ TRIED, TRIED_BYTES = 4096, 2**26
 """Images to decode before training, and the size of their files: at most about three seconds on one CPU core."""
 
 
-def check_images(splits: Iterable[ImageFiles]) -> None:
+def check_images(splits: Iterable[ImageFiles], resized: int = 1) -> None:
     """Decode images, so that a damaged one does not end a run that has trained for hours: all, or evenly spaced ones of many.
+
+    Args:
+        resized: Pixels of the shorter side in evaluation.
 
     Raises:
         RecipeError: One of them cannot be read.
     """
+    splits = list(splits)
     paths = [files.root / name for files in splits for name in files.names]
+    most = max(files.max_pixels for files in splits)
     tried = paths[:: -(-len(paths) // TRIED) or 1]
     tried = tried[:: -(-sum(path.stat().st_size for path in tried) // TRIED_BYTES) or 1]
 
     def problem(path: Path) -> str | None:
         try:
-            read_image(path, small=True)
+            read_image(path, most, resized, small=True)
         except ValueError as error:
             return str(error)
         return None
@@ -53,19 +62,39 @@ def check_images(splits: Iterable[ImageFiles]) -> None:
         raise RecipeError(f"{problems[0]}{more}")
 
 
-def read_image(path: Path, small: bool = False) -> Image.Image:
+class TooLarge(ValueError):
+    """An image with too many pixels. The message does not say where it is."""
+
+
+def check_size(size: tuple[int, int], max_pixels: int, resized: int) -> None:
+    """Raise ``TooLarge`` for an image with more pixels than ``data.max_pixels``, or with more when its shorter side is ``resized``."""
+    width, height = size
+    longer = resized * max(size) // max(min(size), 1)
+    for pixels, what in ((width * height, ""), (resized * longer, f", and resized {resized} x {longer}")):
+        if pixels > max_pixels:
+            raise TooLarge(
+                f"has {width} x {height} pixels{what}, expected at most {max_pixels} in all (data.max_pixels). Cut or shrink the image, "
+                "remove it, or set the option higher."
+            )
+
+
+def read_image(path: Path, max_pixels: int = MAX_PIXELS, resized: int = 1, small: bool = False) -> Image.Image:
     """Decode an image as red, green and blue. Applies the orientation in its EXIF data, and drops transparency.
 
     A grayscale PNG of 16 bits is scaled to 8 bits, as Pillow scales one in color. A GIF gives its first picture.
 
     Args:
+        max_pixels: Pixels of the image at most, as it is and resized. Checked before either.
+        resized: Pixels of the shorter side when it is resized.
         small: Decode a JPEG at an eighth of its size, which is faster and finds the same damage.
 
     Raises:
         ValueError: The file cannot be read as an image of 8 bits a channel.
     """
     try:
+        Image.MAX_IMAGE_PIXELS = max(max_pixels, Image.MAX_IMAGE_PIXELS or 0)
         with Image.open(path) as image:
+            check_size(image.size, max_pixels, resized)
             if small:
                 image.draft("RGB", (1, 1))
             image.load()
@@ -76,6 +105,10 @@ def read_image(path: Path, small: bool = False) -> Image.Image:
                 return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
             opaque = image.convert("RGBA") if "transparency" in image.info else image
             return opaque.convert("RGB")
+    except TooLarge as error:
+        raise ValueError(f"{path}: {error}") from None
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise ValueError(f"{path}: {str(error).partition(',')[0]}. See data.max_pixels, which is {max_pixels}.") from None
     except Exception as error:  # decoders raise errors of any type
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         raise ValueError(
@@ -159,7 +192,7 @@ class ImageDataset(Dataset[tuple[Any, ...]]):
     def __getitem__(self, index: int) -> tuple[Any, ...]:
         name, label = self.files.names[index], self.files.labels[index]
         random = Generator().manual_seed(hash((self.seed, int(self.epoch), index)) % 2**32)
-        image = self.transform(read_image(self.files.root / name), random)
+        image = self.transform(read_image(self.files.root / name, self.files.max_pixels, self.transform.form.resized), random)
         return (image, label, name) if self.named else (image, label)
 
     def fingerprint(self) -> str:

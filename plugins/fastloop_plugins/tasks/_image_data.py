@@ -6,7 +6,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -16,7 +16,7 @@ from fastloop.errors import did_you_mean
 from fastloop.options import parse
 from fastloop_plugins._cache import digest
 from fastloop_plugins.tasks._held_out import draw, hold_out
-from fastloop_plugins.tasks._image_format import InputFormat
+from fastloop_plugins.tasks._image_format import MAX_PIXELS, InputFormat
 
 if TYPE_CHECKING:
     from fastloop.recipe import Recipe
@@ -54,6 +54,9 @@ class Data:
     ] = None
     mean: Annotated[list[float] | None, option("Of red, green and blue from 0 to 1; null: as pretrained, else ImageNet's.")] = None
     std: Annotated[list[float] | None, option("Of red, green and blue from 0 to 1; null: as pretrained, else ImageNet's.")] = None
+    max_pixels: Annotated[int, option("Pixels of an image at most, as it is and resized: a small file may claim any size.", ge=1)] = (
+        MAX_PIXELS
+    )
     augment: Annotated[dict[str, Any] | None, option("Random changes of training images: {crop: true, scale: [0.08, 1], flip: 0.5}.")] = (
         None
     )
@@ -104,15 +107,17 @@ class ImageFiles:
     Attributes:
         names: Paths with forward slashes, in sorted order.
         labels: Ids of the classes.
+        max_pixels: ``data.max_pixels``.
     """
 
     root: Path
     names: list[str]
     labels: list[int]
+    max_pixels: int = MAX_PIXELS
 
     def keep(self, ids: Sequence[int]) -> ImageFiles:
         """The images with these ids."""
-        return ImageFiles(self.root, [self.names[index] for index in ids], [self.labels[index] for index in ids])
+        return replace(self, names=[self.names[index] for index in ids], labels=[self.labels[index] for index in ids])
 
     def fingerprint(self) -> str:
         """A hash of names, sizes in bytes and classes."""
@@ -276,7 +281,7 @@ class ImageData:
                     f"{'Rename or remove the folder' if self.inference is not None else 'Add images of it to train, or remove the folder'}."
                 )
         rows = [(path, ids[name]) for name, images in found.items() for path in images]
-        return ImageFiles(folder, [path for path, _ in rows], [label for _, label in rows])
+        return ImageFiles(folder, [path for path, _ in rows], [label for _, label in rows], self.options.max_pixels)
 
     def _count(self, files: ImageFiles) -> str:
         counts = [files.labels.count(index) for index in range(min(len(self.classes), 8))]
@@ -307,7 +312,7 @@ class ImageData:
         empty = start == 0
         while chunk := list(islice(names, size)):
             empty = False
-            yield ImageFiles(root, chunk, [0] * len(chunk))
+            yield ImageFiles(root, chunk, [0] * len(chunk), self.options.max_pixels)
         if empty:
             raise RecipeError(f"{source if isinstance(source, Path) else 'predict'}: found no image ({' '.join(SUFFIXES)}) to predict.")
 

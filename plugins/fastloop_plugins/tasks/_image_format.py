@@ -10,6 +10,8 @@ IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """Mean and standard deviation of ImageNet's red, green and blue values from 0 to 1."""
 WHOLE_FROM = 384
 """Pixels of an image from which transformers' ConvNextImageProcessor ignores its ``crop_pct``."""
+MAX_PIXELS = 89_478_485
+"""Pixels of an image at most, as in Pillow, which warns about more."""
 INTERPOLATIONS = ("bilinear", "bicubic")
 
 

@@ -22,7 +22,7 @@ from fastloop_plugins.tasks._text_columns import Text, read_columns
 from fastloop_plugins.tasks._text_data import Data, TextData
 from fastloop_plugins.tasks._text_files import Part, format_of
 from fastloop_plugins.tasks._text_stream import text_chunks
-from fastloop_plugins.tasks._text_tokens import encode, encode_marked
+from fastloop_plugins.tasks._text_tokens import encode, encode_marked, portions
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -98,8 +98,8 @@ def encode_rows(tokenizer: Any, rows: Sequence[str], end: list[int], arguments: 
         ids: list[list[int]] = found["input_ids"]
         return ids
 
-    for start in range(0, len(rows), 1000):
-        texts, targets = zip(*map(json.loads, rows[start : start + 1000]), strict=True)
+    for portion in portions(rows):
+        texts, targets = zip(*(json.loads(row) for row in portion), strict=True)
         inputs = encode_marked(tokenizer, texts, {"truncation": True, "max_length": arguments["max_length"]})
         for (ids, long), target, labels in zip(inputs, targets, encode_targets(targets, most + 1), strict=True):
             missing = [token for token in end if token not in labels]

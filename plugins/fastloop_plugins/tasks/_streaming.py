@@ -175,7 +175,7 @@ class Streaming:
         columns, labels = data.text_columns(), data.label_columns()
         self.columns = [*columns, *data.optional_columns(), *labels]
         counted = next(iter(labels), None) if data.label_type == "class" else None
-        self.index = index = read_index(self.paths, columns | labels, counted, lists=data.tagged)
+        self.index = index = read_index(self.paths, columns | labels, counted, data.how, lists=data.tagged)
         files = np.cumsum([0, *map(len, self.entries)])
         self.sources = np.searchsorted(index.file, files[:-1]).tolist()
         self._set_groups(index)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,9 +17,9 @@ from pyarrow import ArrowException  # type: ignore[import-untyped]
 from fastloop import __version__
 from fastloop.errors import DataError, RecipeError
 from fastloop_plugins import _cache
-from fastloop_plugins.tasks._streaming_formats import LINE_FORMATS, Format, Parquet, Row
+from fastloop_plugins.tasks._streaming_formats import LINE_FORMATS, BadRow, Format, Parquet, Row
 from fastloop_plugins.tasks._streaming_tar import Tar
-from fastloop_plugins.tasks._text_files import COMPRESSIONS, Part, first_line, format_of
+from fastloop_plugins.tasks._text_files import COMPRESSIONS, Part, Read, first_line, format_of
 from fastloop_plugins.tasks._text_files import FORMATS as IN_MEMORY
 from fastloop_plugins.tasks._text_paths import URL, find_files
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from fastloop.recipe import Recipe
 
-FORMATS: dict[str, Format] = {".parquet": Parquet(), ".tar": Tar(), **LINE_FORMATS}
+FORMATS: dict[str, Callable[[Read], Format]] = {".parquet": Parquet, ".tar": Tar, **LINE_FORMATS}
 """Suffix -> format. Only the files of ``LINE_FORMATS`` may be compressed."""
 OPEN = 32
 """Files that one reader keeps open."""
@@ -95,6 +95,7 @@ class Index:
         rows: (row groups,) its rows.
         labels: Label -> its rows and the first of them.
         facts: Facts about each file that change with its rows.
+        how: The limits of rows and files.
     """
 
     paths: list[str]
@@ -103,6 +104,7 @@ class Index:
     rows: NDArray[np.int64]
     labels: dict[Any, list[int]] = field(default_factory=dict)
     facts: list[str] = field(default_factory=list)
+    how: Read = field(default_factory=Read)
 
     def __post_init__(self) -> None:
         self.firsts = np.cumsum(self.rows) - self.rows
@@ -118,12 +120,13 @@ class Index:
         return f"{self.paths[self.file[group]]}, row {row - before + 1}"
 
 
-def read_index(paths: Sequence[str], columns: Mapping[str, str], label: str | None, lists: bool = False) -> Index:
+def read_index(paths: Sequence[str], columns: Mapping[str, str], label: str | None, how: Read, lists: bool = False) -> Index:
     """Count the rows of files: from the metadata of Parquet files, and by reading other files. ``token-cache`` keeps the result.
 
     Args:
         columns: Column -> the option of ``data`` that names it.
         label: The column whose values to count; None: none.
+        how: The limits of rows and files.
         lists: Count the elements of lists in that column.
 
     Raises:
@@ -133,8 +136,8 @@ def read_index(paths: Sequence[str], columns: Mapping[str, str], label: str | No
     if kept is not None and (kept / "index.json").is_file():
         found = json.loads((kept / "index.json").read_text(encoding="utf-8"))
         file, key, rows = np.array(found["groups"], np.int64)
-        return Index(list(paths), file, key, rows, {value: [count, row] for value, count, row in found["labels"]}, found["facts"])
-    index = _scan(paths, columns, label, lists)
+        return Index(list(paths), file, key, rows, {value: [count, row] for value, count, row in found["labels"]}, found["facts"], how)
+    index = _scan(paths, columns, label, lists, how)
     plain = all(isinstance(value, str | int | float | None) for value in index.labels)
     if kept is not None and plain:
         labels = [[value, *counts] for value, counts in index.labels.items()]
@@ -144,7 +147,7 @@ def read_index(paths: Sequence[str], columns: Mapping[str, str], label: str | No
     return index
 
 
-def _scan(paths: Sequence[str], columns: Mapping[str, str], label: str | None, lists: bool) -> Index:
+def _scan(paths: Sequence[str], columns: Mapping[str, str], label: str | None, lists: bool, how: Read) -> Index:
     groups: list[list[int]] = []
     labels: dict[Any, list[int]] = {}
     facts: list[str] = []
@@ -152,7 +155,7 @@ def _scan(paths: Sequence[str], columns: Mapping[str, str], label: str | None, l
     for number, path in enumerate(paths):
         start = total
         try:
-            for key, rows, values in format_for(path).scan(path, columns, label, facts):
+            for key, rows, values in format_for(path, how).scan(path, columns, label, facts):
                 for row, value in enumerate(values, total):
                     for one in value if lists and isinstance(value, list) else [value]:
                         labels.setdefault(one, [0, row])[0] += 1
@@ -168,7 +171,7 @@ def _scan(paths: Sequence[str], columns: Mapping[str, str], label: str | None, l
         if total == start:
             raise RecipeError(f"{path}: has no rows. Remove it from data.files.train.")
     file, key, rows = np.array(groups, np.int64).T
-    return Index(list(paths), file, key, rows, labels, facts)
+    return Index(list(paths), file, key, rows, labels, facts, how)
 
 
 def kept_entry(about: Sequence[str], paths: Sequence[str]) -> Path | None:
@@ -193,9 +196,9 @@ def _state_of(path: str) -> str | None:
     return f"{path} {info.get('size')} {marks}" if marks else None
 
 
-def format_for(path: str) -> Format:
+def format_for(path: str, how: Read) -> Format:
     """The format of a file that ``find_shards`` accepted."""
-    return FORMATS[format_of(Path(path))[0]]
+    return FORMATS[format_of(Path(path))[0]](how)
 
 
 class Reader:
@@ -219,9 +222,11 @@ class Reader:
         path, rows, count = self.index.paths[number], int(self.index.rows[group]), skip
         self.rows_read += skip
         try:
-            for values in format_for(path).read(partial(self._file, number), path, key, rows, skip, self.columns):
+            for values in format_for(path, self.index.how).read(partial(self._file, number), path, key, rows, skip, self.columns):
                 self.rows_read, count = self.rows_read + 1, count + 1
                 yield values
+        except BadRow as error:
+            raise DataError(f"{self.index.name(int(self.index.firsts[group]) + count)}: {error}.") from None
         except (OSError, ValueError, TypeError, ArrowException) as error:
             raise DataError(
                 f"{path}: row group at {key} cannot be read: {first_line(error)}. The file is damaged, or was changed: write it again."
@@ -238,10 +243,10 @@ class Reader:
     def _file(self, number: int) -> Any:
         if number not in self.open:
             path = self.index.paths[number]
-            self.open[number] = format_for(path).open(path)
+            self.open[number] = format_for(path, self.index.how).open(path)
             if len(self.open) > OPEN:
                 evicted, file = self.open.popitem(last=False)
-                if not format_for(self.index.paths[evicted]).shares_file:
+                if not format_for(self.index.paths[evicted], self.index.how).shares_file:
                     file.close()
         self.open.move_to_end(number)
         return self.open[number]

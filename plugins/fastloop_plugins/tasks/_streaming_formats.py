@@ -11,15 +11,20 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from io import BufferedReader
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, cast
 
 from fastloop.errors import RecipeError
+from fastloop_plugins.tasks._bounds import Expanded, lines_of, size_of
 from fastloop_plugins.tasks._text_csv import SAMPLE, rows_of_lines
-from fastloop_plugins.tasks._text_files import format_of, missing_column
+from fastloop_plugins.tasks._text_files import Read, format_of, missing_column
 from fastloop_plugins.tasks._text_paths import URL
+
+if TYPE_CHECKING:
+    from fastloop_plugins.tasks._parquet_bounds import BoundedParquet
 
 LINES = 1024
 """Rows of a row group of a file of lines, which has none of its own."""
@@ -62,6 +67,27 @@ class Format(Protocol):
         ...
 
 
+class BadRow(ValueError):
+    """A row that cannot be read. The message does not say where it is."""
+
+
+def json_object(content: str | bytes) -> dict[str, Any]:
+    """The object that is the content of a row.
+
+    Raises:
+        BadRow: It is none.
+    """
+    try:
+        found: Any = json.loads(content)
+    except UnicodeDecodeError as error:
+        raise BadRow(f"not UTF-8 ({error.reason})") from None
+    except (ValueError, RecursionError) as error:
+        raise BadRow(f"not valid JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise BadRow(f"found {type(found).__name__}, expected an object with a key for each column")
+    return found
+
+
 def open_file(path: str) -> BinaryIO:
     """Open a file at a path or a URL of fsspec."""
     if not URL.match(path):
@@ -77,36 +103,39 @@ def batch_rows(batch: Any, columns: Sequence[str]) -> Iterator[Row]:
     return zip(*(batch.column(name).to_pylist() if name in there else [None] * batch.num_rows for name in columns), strict=True)
 
 
+@dataclass(frozen=True)
 class Parquet:
     """Row groups of a Parquet file."""
 
+    how: Read
     shares_file = True
 
-    def open(self, path: str) -> Any:
+    def open(self, path: str) -> BoundedParquet:
         """See ``Format``."""
-        from pyarrow import parquet  # type: ignore[import-untyped]
+        import pyarrow  # type: ignore[import-untyped]
 
-        source = open_file(path) if URL.match(path) else path
-        return parquet.ParquetFile(source, buffer_size=2**20, pre_buffer=False, page_checksum_verification=True)
+        from fastloop_plugins.tasks._parquet_bounds import BoundedParquet
+
+        return BoundedParquet(open_file(path) if URL.match(path) else pyarrow.OSFile(path), path, self.how)
 
     def scan(self, path: str, columns: Mapping[str, str], label: str | None, facts: list[str]) -> Scanned:
         """See ``Format``. Reads the metadata, and the column of labels."""
         with self.open(path) as file:
             for name, key in columns.items():
-                if name not in file.schema_arrow.names:
-                    raise missing_column(path, key, name, file.schema_arrow.names)
+                if name not in file.names:
+                    raise missing_column(path, key, name, file.names)
             for number in range(file.metadata.num_row_groups):
                 group, values = file.metadata.row_group(number), []
                 facts.append(f"{group.num_rows} {group.total_byte_size}")
                 if label is not None:
-                    batches = file.iter_batches(row_groups=[number], columns=[label])
+                    batches = file.batches([label], [number])
                     values = [value for batch in batches for value in batch.column(0).to_pylist()]
                 if group.num_rows:
                     yield number, group.num_rows, values
 
     def read(self, file: Callable[[], Any], path: str, key: int, rows: int, skip: int, columns: Sequence[str]) -> Iterator[Row]:
         """See ``Format``."""
-        for batch in file().iter_batches(BATCH, row_groups=[key], columns=list(columns)):
+        for batch in file().batches(columns, [key], BATCH):
             yield from batch_rows(batch.slice(skip), columns)
             skip = max(skip - batch.num_rows, 0)
 
@@ -114,14 +143,16 @@ class Parquet:
 class LineFile:
     """An open file of lines, which may be compressed. Its lines are iterated from ``offset`` on, which then follows the last one."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, how: Read) -> None:
         codec = format_of(Path(path))[1]
+        self.path, self.how = path, how
         self.raw: Any = open_file(path)
         self.stream, self.is_whole = self.raw, codec is not None
         if codec is not None:
             import pyarrow
 
-            self.stream = BufferedReader(pyarrow.CompressedInputStream(self.raw, codec))
+            size = size_of(self.raw)
+            self.stream = BufferedReader(Expanded(pyarrow.CompressedInputStream(self.raw, codec), path, size, how))
         self.head, self.offset, self.number, self.checksum = b"", 0, 0, 0
 
     def seek(self, offset: int) -> LineFile:
@@ -132,7 +163,7 @@ class LineFile:
         return self
 
     def __iter__(self) -> Iterator[bytes]:
-        for line in self.stream:
+        for line in lines_of(self.stream.readline, self.path, self.how, self.number + 1):
             self.offset += len(line)
             self.number += 1
             self.checksum = zlib.crc32(line, self.checksum)
@@ -150,28 +181,24 @@ class LineFile:
         self.raw.close()
 
 
+@dataclass(frozen=True)
 class Lines:
     """JSON objects, one a line."""
 
+    how: Read
     shares_file = False
 
     def open(self, path: str) -> LineFile:
         """See ``Format``."""
-        return LineFile(path)
+        return LineFile(path, self.how)
 
     def records(self, path: str, file: LineFile, columns: Mapping[str, str]) -> Iterator[Any]:
         """The rows from the position of a file on, before they are decoded."""
         return (line for line in file if not line.isspace())
 
-    def decode(self, where: str, record: Any) -> Mapping[str, Any]:
+    def decode(self, record: Any) -> Mapping[str, Any]:
         """Column -> value, of one of ``records``."""
-        try:
-            row: Any = json.loads(record)
-        except ValueError as error:
-            raise RecipeError(f"{where}: not valid JSON: {error}.") from None
-        if not isinstance(row, dict):
-            raise RecipeError(f"{where}: found {type(row).__name__}, expected an object with a key for each column.")
-        return row
+        return json_object(record)
 
     def scan(self, path: str, columns: Mapping[str, str], label: str | None, facts: list[str]) -> Scanned:
         """See ``Format``. Reads all lines, and decodes them if there is a label."""
@@ -179,7 +206,10 @@ class Lines:
             start, rows, values, first = 0, 0, list[Any](), True
             for record in self.records(path, file, columns):
                 if first or label is not None:
-                    row = self.decode(f"{path}, line {file.number}", record)
+                    try:
+                        row = self.decode(record)
+                    except BadRow as error:
+                        raise RecipeError(f"{path}, line {file.number}: {error}.") from None
                     for name, key in columns.items() if first else ():
                         if name not in row:
                             raise missing_column(path, key, name, row)
@@ -199,7 +229,7 @@ class Lines:
         if file().is_whole:
             with self.open(path) as own:  # lanes have different positions in it
                 for record in islice(self.records(path, own, names), skip, rows):
-                    yield self._values(path, record, columns)
+                    yield self._values(record, columns)
             return
         while rows:  # other row groups may move the file's position between two batches
             lines = file().seek(key)
@@ -208,11 +238,11 @@ class Lines:
                 return
             key, rows = lines.offset, rows - len(found)
             for record in found[skip:]:
-                yield self._values(path, record, columns)
+                yield self._values(record, columns)
             skip = max(skip - len(found), 0)
 
-    def _values(self, path: str, record: Any, columns: Sequence[str]) -> Row:
-        row = self.decode(f"{path}, a row", record)
+    def _values(self, record: Any, columns: Sequence[str]) -> Row:
+        row = self.decode(record)
         return tuple(row.get(name) for name in columns)
 
 
@@ -221,22 +251,31 @@ class Delimited(Lines):
 
     def open(self, path: str) -> LineFile:
         """See ``Format``. Reads the start of the file, which shows the delimiter and the header."""
-        with LineFile(path) as file:
+        with LineFile(path, self.how) as file:
             head = file.stream.read(SAMPLE)
-        file = LineFile(path)
+        file = LineFile(path, self.how)
         file.head = head
         return file
 
     def records(self, path: str, file: LineFile, columns: Mapping[str, str]) -> Iterator[Any]:
         """See ``Lines``."""
         begun = file.offset > 0
-        lines = (line.decode("utf-8-sig" if file.offset == len(line) else "utf-8") for line in file)
-        return rows_of_lines(Path(path), file.head.decode("utf-8-sig", "ignore"), lines, columns, begun)
+        return rows_of_lines(Path(path), file.head.decode("utf-8-sig", "ignore"), self._decoded(file), columns, begun, self.how)
 
-    def decode(self, where: str, record: Any) -> Mapping[str, Any]:
+    def _decoded(self, file: LineFile) -> Iterator[str]:
+        for line in file:
+            try:
+                yield line.decode("utf-8-sig" if file.offset == len(line) else "utf-8")
+            except UnicodeDecodeError as error:
+                raise RecipeError(
+                    f"{file.path}, line {file.number}: not UTF-8 ({error.reason}). Streamed files are UTF-8. Convert it: "
+                    "iconv -f latin1 -t utf-8 (with its real encoding)."
+                ) from None
+
+    def decode(self, record: Any) -> Mapping[str, Any]:
         """See ``Lines``."""
         return cast("Mapping[str, Any]", record)
 
 
-LINE_FORMATS: dict[str, Format] = {".jsonl": Lines(), ".csv": Delimited(), ".tsv": Delimited()}
+LINE_FORMATS: dict[str, Callable[[Read], Format]] = {".jsonl": Lines, ".csv": Delimited, ".tsv": Delimited}
 """Suffix -> format of a file of lines, which may be compressed."""

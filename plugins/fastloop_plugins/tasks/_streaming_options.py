@@ -111,8 +111,9 @@ def check_streaming(data: TextData, given: dict[str, Any]) -> None:
         raise refuse("limit.train", "rows are not drawn from a stream. Set train.max_steps, or name fewer files")
     if options.validation_fraction and options.files.get("validation") is None:
         raise refuse("validation_fraction", "no rows are held out of a stream. Give data.files.validation, or set validation_fraction: 0")
-    if options.read is not None:
-        raise refuse("read", "streamed files are UTF-8, and their header line shows the delimiter. Remove it")
+    for key in options.read or {}:
+        if not key.startswith("max_"):
+            raise refuse(f"read.{key}", "streamed files are UTF-8, and their header line shows the delimiter. Remove it")
     if data.splits.train != "train":
         raise refuse("splits.train", "data.files.train is streamed. Remove it")
     if None in (options.label_map or {}).values():

@@ -5,15 +5,29 @@ A column is such an ending (``txt``, ``cls``), or a key of the object in the fil
 
 from __future__ import annotations
 
-import json
 import tarfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, cast
 
-from fastloop_plugins.tasks._streaming_formats import LINES, Row, Scanned, open_file
-from fastloop_plugins.tasks._text_files import missing_column
+from fastloop.errors import RecipeError
+from fastloop_plugins.tasks._bounds import check_row
+from fastloop_plugins.tasks._streaming_formats import LINES, BadRow, Row, Scanned, json_object, open_file
+from fastloop_plugins.tasks._text_files import Read, missing_column
+
+
+class Headers:
+    """An archive's file. ``tarfile`` reads names and attributes of files at once, whatever size they claim."""
+
+    def __init__(self, file: Any, how: Read) -> None:
+        self.file, self.most, self.seek, self.tell = file, how.max_row_mib * 2**20 + tarfile.BLOCKSIZE, file.seek, file.tell
+
+    def read(self, size: int) -> Any:
+        if not 0 <= size <= self.most:
+            raise OSError(f"a header claims {size} bytes")
+        return self.file.read(size)
 
 
 class Sample:
@@ -42,15 +56,17 @@ class Sample:
         return "" if file is None else file.read().decode()
 
     def _object(self) -> Mapping[str, Any]:
-        found = json.loads(self._text("json"))
-        if not isinstance(found, dict):
-            raise ValueError(f"{self.files['json'].name}: found {type(found).__name__}, expected an object with a key for each column")
-        return found
+        try:
+            return json_object(self._text("json"))
+        except ValueError as error:
+            raise BadRow(f"{self.files['json'].name}: {error}") from None
 
 
+@dataclass(frozen=True)
 class Tar:
     """Samples of a tar archive. The key of a row group is the offset of its first sample."""
 
+    how: Read
     shares_file = False
 
     def open(self, path: str) -> Any:
@@ -60,7 +76,7 @@ class Tar:
     def scan(self, path: str, columns: Mapping[str, str], label: str | None, facts: list[str]) -> Scanned:
         """See ``Format``. Reads the headers of the archive, and the labels."""
         with self.open(path) as file:
-            checksum, count, samples = 0, 0, samples_of(file, 0)
+            checksum, count, samples = 0, 0, samples_of(path, file, 0, self.how)
             while group := list(islice(self._labelled(path, samples, columns if not count else {}, label), LINES)):
                 for sample, _ in group:
                     for part in sample.files.values():
@@ -82,24 +98,30 @@ class Tar:
 
     def read(self, file: Callable[[], Any], path: str, key: int, rows: int, skip: int, columns: Sequence[str]) -> Iterator[Row]:
         """See ``Format``. Lanes may share the file: a position is set before each access."""
-        for sample in islice(samples_of(file(), key), skip, rows):
+        for sample in islice(samples_of(path, file(), key, self.how), skip, rows):
             yield sample.values(columns)
 
 
-def samples_of(file: Any, offset: int) -> Iterator[Sample]:
+def samples_of(path: str, file: Any, offset: int, how: Read) -> Iterator[Sample]:
     """The samples of an archive from an offset on.
 
     Raises:
         OSError: The archive is damaged.
+        RecipeError: A file is too large, or has holes: a few bytes may claim any size.
     """
     file.seek(offset)
     sample, newest = None, ""
     try:
-        with cast("Any", tarfile.open(fileobj=file, mode="r:")) as archive:
+        with cast("Any", tarfile).open(fileobj=Headers(file, how), mode="r:") as archive:
             while (member := archive.next()) is not None:
                 archive.members.clear()  # else they stay in memory
+                if member.size < 0:  # tarfile would return it forever
+                    raise OSError(f"{member.name} claims {member.size} bytes")
                 if not member.isfile():
                     continue
+                check_row(where := f"{path}, {member.name}", member.size, how)
+                if member.issparse():
+                    raise RecipeError(f"{where}: stored with holes, expected its whole content. Write the archive without --sparse.")
                 folder, _, base = member.name.rpartition("/")
                 name, _, ending = base.partition(".")
                 if sample is None or f"{folder}/{name}" != newest:

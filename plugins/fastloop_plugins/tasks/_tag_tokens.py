@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastloop import RecipeError
 from fastloop_plugins.tasks._text_model import TextModel
+from fastloop_plugins.tasks._text_tokens import portions
 
 if TYPE_CHECKING:
     from fastloop.recipe import Recipe
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
 
 EXAMPLES = "bert, distilbert, roberta, deberta-v2, modernbert or xlm-roberta"
 """Architectures for messages."""
-AT_ONCE = 1000
-"""Sentences that the tokenizer gets at once."""
 
 
 class TagModel(TextModel):
@@ -118,8 +117,8 @@ def encode_rows(tokenizer: Any, rows: Sequence[Any], end: list[int], arguments: 
         arguments: Not used either.
     """
     stand_in = tokenizer.unk_token_id if tokenizer.unk_token_id is not None else tokenizer.pad_token_id
-    for start in range(0, len(rows), AT_ONCE):
-        sentences = [json.loads(row) for row in rows[start : start + AT_ONCE]]
+    for portion in portions(rows):
+        sentences = [json.loads(row) for row in portion]
         found = tokenizer(
             [words or ["a"] for words, _ in sentences],
             is_split_into_words=True,

@@ -116,15 +116,15 @@ def encode_pairs(
         most: Tokens that truncation keeps; 0: all.
         size: Characters of a text to read, if these have ``most`` tokens.
     """
-    from fastloop_plugins.tasks._text_tokens import beginning, shortened
+    from fastloop_plugins.tasks._text_tokens import beginning, portions, shortened
 
     def start(text: str) -> str:
         part = beginning(text, size) if most else text
         enough = len(part) == len(text) or len(tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]) >= most
         return part if enough else text
 
-    for first in range(0, len(pairs), 1000):
-        columns = [list(texts) for texts in zip(*((start(one), start(other)) for one, other in pairs[first : first + 1000]), strict=True)]
+    for portion in portions(pairs):
+        columns = [list(texts) for texts in zip(*((start(one), start(other)) for one, other in portion), strict=True)]
         found = tokenizer(*columns, return_attention_mask=False, **arguments)
         types = found["token_type_ids"] if "return_token_type_ids" in arguments else [[]] * len(columns[0])
         for ids, kinds, cut in zip(found["input_ids"], types, shortened(tokenizer, columns, found, most, arguments), strict=True):

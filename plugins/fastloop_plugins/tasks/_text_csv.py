@@ -9,11 +9,13 @@ import csv
 import io
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from fastloop.errors import RecipeError, did_you_mean
+from fastloop_plugins.tasks._bounds import check_row
 from fastloop_plugins.tasks._text_files import Part, Read, check_names, missing_column, open_text
 
 DELIMITERS = {",": "comma", "\t": "tab", ";": "semicolon", "|": "bar"}
@@ -56,15 +58,18 @@ def stream_delimited(path: Path, how: Read, text: Mapping[str, str]) -> Iterator
         csv.field_size_limit(limit)
 
 
-def rows_of_lines(path: Path, head: str, lines: Iterator[str], columns: Mapping[str, str], begun: bool) -> Iterator[dict[str, str]]:
+def rows_of_lines(
+    path: Path, head: str, lines: Iterator[str], columns: Mapping[str, str], begun: bool, how: Read
+) -> Iterator[dict[str, str]]:
     """Yield the cells of ``columns`` of each row of some lines. Raises like ``read_delimited``.
 
     Args:
         head: The first characters of the file.
         columns: Column -> the option that names it.
         begun: The lines are from a later part of the file, and have no header.
+        how: The limits of a row.
     """
-    file = _File(path, Read(), head, columns, ())
+    file = _File(path, replace(how), head, columns, ())
     if begun:
         (header,) = file._first(1, file.delimiter)
         file.how.columns, file.how.delimiter = header, file.delimiter
@@ -167,7 +172,11 @@ class _File:
         lines = self.lines
 
         def kept() -> Iterator[str]:
+            size = 0
             for line in stream:
+                size = len(line) if not lines else size + len(line)
+                if lines:  # a quoted cell spans lines
+                    check_row(f"{self.path}, line {first}", size, self.how)
                 lines.append(line)
                 yield line
 

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 from fastloop import option
 from fastloop.errors import RecipeError, did_you_mean
+from fastloop_plugins.tasks._bounds import BoundedText, Expanded
 
 FORMATS = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".txt")
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
@@ -42,6 +43,10 @@ class Read:
         option("double: quoted cells may span lines, with doubled quotes; none: quotes are text; null: double, an error if in doubt."),
     ] = None
     compression: Annotated[Literal["gzip", "bz2", "zstd", "none"] | None, option("null: by suffix and first bytes.")] = None
+    max_row_mib: Annotated[int, option("MiB of a row at most: a line, the lines of a quoted cell, or a file in a .tar.", ge=1)] = 16
+    max_expansion: Annotated[
+        int, option("Times its size that a compressed or Parquet file may expand to; one row of max_row_mib always may.", ge=1)
+    ] = 50
 
     def __post_init__(self) -> None:
         if self.delimiter in ("tab", "\\t"):
@@ -106,7 +111,10 @@ def check_names(where: str, names: Iterable[str]) -> None:
 
 def show(value: Any) -> str:
     """A value for a message: shortened, with its type."""
-    return f"{value!r:.60} ({type(value).__name__})"
+    try:
+        return f"{value!r:.60} ({type(value).__name__})"
+    except RecursionError:
+        return f"a deeply nested {type(value).__name__}"
 
 
 def make_part(where: str, rows: Any, label: str | None = None) -> Part:
@@ -184,13 +192,18 @@ def _read_as(path: Path, suffix: str, how: Read, text: Mapping[str, str], labels
 
         return read_delimited(path, how, text, labels, skip_unreadable)
     if suffix == ".parquet":
-        from pyarrow import parquet
+        import pyarrow
 
-        check_names(str(path), parquet.read_schema(path).names)
-        table = parquet.read_table(path, page_checksum_verification=True)
+        from fastloop_plugins.tasks._parquet_bounds import BoundedParquet
+
+        with BoundedParquet(pyarrow.OSFile(str(path)), str(path), how) as file:
+            check_names(str(path), file.names)
+            batches = list(file.batches(file.names))
+            table = pyarrow.Table.from_batches(batches) if batches else file.file.schema_arrow.empty_table()
         return Part(str(path), dict(zip(table.column_names, table.columns, strict=True)))
     with open_text(path, how) as stream:
-        content = re.sub("\r\n?", "\n", stream.read())
+        is_list = suffix != ".txt" and stream.head.lstrip().startswith("[")  # it may be one long line
+        content = re.sub("\r\n?", "\n", stream.read() if is_list else "".join(stream))
     if suffix == ".txt":
         return _read_plain(path, content, next(iter(text)))
     without_rows = Part(str(path), {name: [] for name in text})
@@ -254,20 +267,22 @@ def parse_json(path: Path, line: int, content: str) -> Any:
 # -- encodings ---------------------------------------------------------------------------------------------------------
 
 
-def open_text(path: Path, how: Read) -> io.TextIOWrapper:
+def open_text(path: Path, how: Read) -> BoundedText:
     """Open a text file that may be compressed, without translation of line ends. A byte-order mark determines the encoding."""
     encoding, head = _encoding(path, how)
     if encoding == "utf-8":
         for odd, name in ((1, "utf-16-le"), (0, "utf-16-be")):
             if head[odd::2].count(0) > len(head) / 4 and not head[1 - odd :: 2].count(0):
                 raise RecipeError(f"{path}, line 1: not UTF-8, but looks like UTF-16. If it is, give data.read.encoding={name}.")
-    return io.TextIOWrapper(_open(path, how), encoding=encoding, newline="")
+    return BoundedText(_open(path, how), encoding, str(path), how, head.decode(encoding, "ignore"))
 
 
 def _open(path: Path, how: Read) -> Any:
     import pyarrow
 
-    return pyarrow.input_stream(str(path), compression=_codec(path, how), buffer_size=2**20)
+    codec = _codec(path, how)
+    stream = pyarrow.input_stream(str(path), compression=codec, buffer_size=2**20)
+    return stream if codec is None else io.BufferedReader(Expanded(stream, str(path), path.stat().st_size, how), 2**20)
 
 
 def _codec(path: Path, how: Read) -> str | None:

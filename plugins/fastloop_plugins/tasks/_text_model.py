@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fastloop")
 
+LAYERS = 10_000
+"""Layers of a pretrained model at most: each takes memory before its weights are read."""
+
 
 @dataclass(kw_only=True)
 class Model:
@@ -146,6 +149,8 @@ class TextModel:
         else:
             self.config = self._pretrained(AutoConfig, "name")
             self._check_architecture(self.config.to_dict())  # for a model of the hub, only known now
+            if (layers := getattr(self.config, "num_hidden_layers", 0)) > LAYERS:
+                raise RecipeError(f"{self.where}.name: {self.options.name} claims {layers} layers, expected at most {LAYERS}.")
         source = "tokenizer" if isinstance(self.options.tokenizer, str) else "name"
         if self.trained is None:
             self.tokenizer = self._pretrained(AutoTokenizer, source)
@@ -177,7 +182,7 @@ class TextModel:
                     local_files_only=local,
                     **arguments,
                 )
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError, SafetensorError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError, MemoryError, SafetensorError) as error:
             instead = "model.name=FOLDER, or train from scratch with model.config" if key == "name" else "model.tokenizer=FOLDER"
             raise RecipeError(explain(f"{self.where}.{key}", name, folder, error, instead)) from None
 

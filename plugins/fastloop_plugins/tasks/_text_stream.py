@@ -93,11 +93,13 @@ def read_values(path: Path, data: TextData, optional: Sequence[str] = ()) -> Ite
 
         yield from ([*cells, *absent] for cells in stream_delimited(path, how, keys))
     elif suffix == ".parquet":
-        from pyarrow import parquet  # type: ignore[import-untyped]
+        import pyarrow  # type: ignore[import-untyped]
 
-        with parquet.ParquetFile(path, page_checksum_verification=True) as file:
-            _check_columns(path, data, file.schema_arrow.names)
-            for batch in file.iter_batches(columns=names):
+        from fastloop_plugins.tasks._parquet_bounds import BoundedParquet
+
+        with BoundedParquet(pyarrow.OSFile(str(path)), str(path), how) as file:
+            _check_columns(path, data, file.names)
+            for batch in file.batches(names):
                 yield from batch_rows(batch, names)
     elif suffix == ".json":  # one document, or one a line
         part = read_file(path, how, keys)

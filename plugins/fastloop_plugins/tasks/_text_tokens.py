@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastloop import __version__
 from fastloop_plugins import _cache
@@ -29,10 +29,13 @@ if TYPE_CHECKING:
     from fastloop_plugins.tasks._text_model import TextModel
 
 logger = logging.getLogger("fastloop")
+T = TypeVar("T", bound=Text)
 
 
 CHARACTERS = 50
 """Characters to read for each token that truncation keeps. Without this limit, tokenizing one huge text takes a minute."""
+AT_ONCE, CHARACTERS_AT_ONCE = 1000, 2**22
+"""Rows, and their characters, that the tokenizer gets at once."""
 
 
 ENCODING = 2
@@ -133,8 +136,8 @@ def encode_marked(tokenizer: Any, texts: Sequence[Text], arguments: dict[str, An
     if pairs := [(row[0], row[1]) for row in texts if isinstance(row, tuple)]:
         yield from encode_pairs(tokenizer, pairs, most, CHARACTERS * most, arguments)
         return
-    for start in range(0, len(texts), 1000):
-        full = each_text(texts[start : start + 1000])
+    for portion in portions(texts):
+        full = each_text(portion)
         read = [beginning(text, CHARACTERS * most) for text in full] if most else full
         found = tokenizer(read, return_attention_mask=False, **arguments)
         cuts = shortened(tokenizer, [read], found, most, arguments)
@@ -146,6 +149,20 @@ def encode_marked(tokenizer: Any, texts: Sequence[Text], arguments: dict[str, An
                 yield again["input_ids"][0], shortened(tokenizer, [[text]], again, most, arguments)[0]
             else:
                 yield ids, True
+
+
+def portions(rows: Sequence[T]) -> Iterator[list[T]]:
+    """Divide rows into lists to tokenize at once: a tokenizer takes hundreds of bytes for each character."""
+    portion, size = list[T](), 0
+    for row in rows:
+        length = len(row) if isinstance(row, str) else sum(map(len, row))
+        if portion and (len(portion) == AT_ONCE or size + length > CHARACTERS_AT_ONCE):
+            yield portion
+            portion, size = [], 0
+        portion.append(row)
+        size += length
+    if portion:
+        yield portion
 
 
 def shortened(tokenizer: Any, columns: list[list[str]], found: Any, most: int, arguments: dict[str, Any]) -> list[bool]:

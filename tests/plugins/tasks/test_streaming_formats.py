@@ -23,6 +23,7 @@ from fastloop_plugins._cache import tokens_kept_in
 from fastloop_plugins.tasks import _streaming, _streaming_files, _streaming_formats, _streaming_tar
 from fastloop_plugins.tasks._streaming_files import Reader
 from fastloop_plugins.tasks._streaming_formats import LineFile
+from fastloop_plugins.tasks._text_files import Read
 
 ROWS = 200
 CODECS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
@@ -120,8 +121,8 @@ def test_a_compressed_file_is_decompressed_up_to_the_position(monkeypatch):
     run = classify(write("a.jsonl.gz", table(1600)), shuffle_buffer=0)
     opened = LineFile.__init__
 
-    def record(file: LineFile, path: str) -> None:
-        opened(file, path)
+    def record(file: LineFile, path: str, how: Read) -> None:
+        opened(file, path, how)
         taken.append(file)
 
     monkeypatch.setattr(LineFile, "__init__", record)

@@ -1,0 +1,149 @@
+"""Small data files that stand for gigabytes, or that claim to: each function writes one and returns its path."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import json
+import struct
+import tarfile
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+from pyarrow import parquet
+
+MIB = 2**20
+GIB = 2**30
+
+PACKERS: dict[str, Callable[[bytes], bytes]] = {
+    ".gz": lambda data: gzip.compress(data, 6),
+    ".bz2": bz2.compress,
+    ".zst": lambda data: pyarrow.Codec("zstd").compress(data, asbytes=True),
+}
+"""Suffix -> compresses a part of a file. Parts may follow each other."""
+
+
+def packed(path: str, head: bytes, part: bytes, size: int, tail: bytes = b"") -> str:
+    """A compressed file of ``head``, then ``size`` bytes of ``part``, repeated, then ``tail``."""
+    pack = PACKERS[Path(path).suffix]
+    block = part * (16 * MIB // len(part))
+    Path(path).write_bytes(pack(head) + pack(block) * (size // len(block)) + pack(tail))
+    return path
+
+
+def hole(path: str, head: bytes, size: int) -> str:
+    """A file that begins with ``head``; zeros follow, for which the disk needs no room."""
+    with Path(path).open("wb") as file:
+        file.write(head)
+        file.truncate(size)
+    return path
+
+
+# -- archives --------------------------------------------------------------------------------------------------------------
+
+
+def tar(path: str, members: Iterable[tuple[tarfile.TarInfo | bytes, bytes]]) -> str:
+    """An archive of headers and contents, as they are given."""
+    with Path(path).open("wb") as file:
+        for info, content in members:
+            file.write(info if isinstance(info, bytes) else info.tobuf(tarfile.GNU_FORMAT))
+            file.write(content + b"\0" * (-len(content) % 512))
+        file.write(b"\0" * 10240)
+    return path
+
+
+def member(name: str, content: bytes, size: int | None = None, kind: bytes = tarfile.REGTYPE) -> tuple[tarfile.TarInfo, bytes]:
+    """A member of an archive, which may claim another size than its content has."""
+    info = tarfile.TarInfo(name)
+    info.size, info.type = len(content) if size is None else size, kind
+    return info, content
+
+
+def sparse(name: str, size: int) -> tuple[bytes, bytes]:
+    """A member that is one hole: GNU's old form of sparse files."""
+    info, content = member(name, b"x" * 512, kind=tarfile.GNUTYPE_SPARSE)
+    header = bytearray(info.tobuf(tarfile.GNU_FORMAT)[:512])
+    header[386:410] = b"%011o\0%011o\0" % (size - 512, 512)
+    header[483:495] = b"%011o\0" % size
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    return bytes(header), content
+
+
+# -- Parquet ---------------------------------------------------------------------------------------------------------------
+
+
+def varint(value: int) -> bytes:
+    """A number as in Thrift's compact protocol."""
+    value, found = value * 2, bytearray()
+    while value > 127:
+        found.append(value & 127 | 128)
+        value >>= 7
+    return bytes([*found, value])
+
+
+def write_parquet(path: str, texts: Any, labels: Any, **options: Any) -> str:
+    """A Parquet file of one row group. The column of texts is its last."""
+    options = {"compression": "zstd", "row_group_size": 10**9, "write_page_checksum": False, "data_page_size": GIB} | options
+    parquet.write_table(pyarrow.table({"label": labels, "text": texts}), path, **options)
+    return path
+
+
+def edit_parquet(path: str, page: int | None = None, chunk: int | None = None, rows: int | None = None) -> str:
+    """Change what a file claims: the size of the first page of texts, that of the whole column, or the number of rows."""
+    with parquet.ParquetFile(path) as file:
+        group = file.metadata.row_group(0)
+        text = group.column(1)
+        first = text.dictionary_page_offset or text.data_page_offset
+        unpacked, stored, count, size = text.total_uncompressed_size, text.total_compressed_size, group.num_rows, group.total_byte_size
+    data = Path(path).read_bytes()
+    length = struct.unpack("<I", data[-8:-4])[0]
+    body, footer = data[: -8 - length], data[-8 - length : -8]
+    if page is not None:
+        start = body.index(b"\x15", first + 1) + 1
+        end = body.index(b"\x15", start)
+        body = body[:start] + varint(page) + body[end:]
+        new = stored + len(varint(page)) - (end - start)
+    else:
+        new = stored
+    sizes, total = (b"\x16" + varint(unpacked) + b"\x16", b"\x16" + varint(size) + b"\x16")
+    assert footer.count(sizes + varint(stored)) == footer.count(total + varint(count)) == 1
+    footer = footer.replace(sizes + varint(stored), b"\x16" + varint(unpacked if chunk is None else chunk) + b"\x16" + varint(new))
+    footer = footer.replace(total + varint(count), total + varint(count if rows is None else rows))
+    if rows is not None:
+        assert footer.count(b"\x16" + varint(count) + b"\x19") == 1  # of the whole file, before the list of row groups
+        footer = footer.replace(b"\x16" + varint(count) + b"\x19", b"\x16" + varint(rows) + b"\x19")
+    Path(path).write_bytes(body + footer + struct.pack("<I", len(footer)) + b"PAR1")
+    return path
+
+
+# -- images ----------------------------------------------------------------------------------------------------------------
+
+
+def png(path: Path, width: int, height: int, bits: int = 1, more: Sequence[tuple[bytes, bytes]] = (), written: int | None = None) -> Path:
+    """A black PNG. ``written``: rows in the file, if they are not all."""
+    line, rows = b"\0" * (1 + -(-width * bits // 8)), height if written is None else written
+    packer, pixels = zlib.compressobj(9), io.BytesIO()
+    for _ in range(rows):
+        pixels.write(packer.compress(line))
+    pixels.write(packer.flush())
+    chunks = [(b"IHDR", struct.pack(">IIBBBBB", width, height, bits, 0, 0, 0, 0)), *more, (b"IDAT", pixels.getvalue()), (b"IEND", b"")]
+    found = b"\x89PNG\r\n\x1a\n"
+    for name, data in chunks:
+        found += struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+    path.write_bytes(found)
+    return path
+
+
+# -- tensors ---------------------------------------------------------------------------------------------------------------
+
+
+def safetensors(path: Path, header: Any, data: bytes = b"", size: int | None = None) -> Path:
+    """A safetensors file with any header, which may claim any size for itself."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text) if size is None else size) + text + data)
+    return path

@@ -31,6 +31,8 @@ GROUPS = {
     "test_two_machines": "Two machines",
     "test_machine_faults": "Machine",
     "test_security": "Security",
+    "test_untrusted_network": "Network",
+    "test_untrusted_environment": "Environment",
     "test_fuzz": "Fuzzing",
     "test_soak": "Load",
 }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +41,7 @@ def test_a_package_that_claims_our_names_does_not_weaken_auto_silently(names, in
     """a package installs plugins with names of ours, so that auto leaves ours out: a warning names the package and the plugin"""
     plugin_checks.warn_once.cache_clear()
     ours = set(own_plugins())
-    install("evil-pack", "raise SystemExit('imported')", **{name: "evil_pack:It" for name in names})
+    install("evil-pack", "raise SystemExit('imported')", **dict.fromkeys(names, "evil_pack:It"))
     code, out, err = cli("plan", "quickstart", "--with", "auto")
     assert code == 0, err
     for name in names:

@@ -208,6 +208,27 @@ The largest difference of any weight from one process, after 16 steps of AdamW o
 | zero-1 | 5.2e-08 | 6.0e-08 | 6.0e-08 | 1.2e-07 |
 | zero-2 | 6.0e-08 | 1.2e-07 | 6.0e-08 | 1.2e-07 |
 | zero-3 | 6.0e-08 | 1.2e-07 | 6.0e-08 | 1.2e-07 |
+
+## Open ports
+
+The processes of a group meet at a store, a key-value server, and then connect to each other. Neither asks who connects: a stranger who
+reaches the store can write to it. `tests/reliability/test_untrusted_network.py` lists the ports of real runs.
+
+| started with | who reaches the store and gloo's ports |
+|---|---|
+| `fastloop train --nproc N` on one machine | this machine: 127.0.0.1 and the loopback interface |
+| any launcher with `MASTER_ADDR=127.0.0.1` | this machine; gloo's ports also follow `GLOO_SOCKET_IFNAME` |
+| `torchrun`, `accelerate launch` | every machine that reaches this one: torchrun makes the store, on all addresses |
+| `fastloop train --nnodes N --master HOST:PORT` | every machine that reaches this one: torch binds all addresses |
+
+Between machines, let a firewall accept connections from the other machines of the run only. It must let these pass:
+
+* the port of `--master`, or of `--rdzv-endpoint`, on machine 0;
+* every port above 1023 between the machines: gloo and NCCL choose free ones. `GLOO_SOCKET_IFNAME` and `NCCL_SOCKET_IFNAME` name the
+  interface, which is best one of a private network.
+
+DeepSpeed uses the same store and links, and opens no port of its own. On one machine with GPUs, `NCCL_SOCKET_IFNAME=lo` keeps NCCL on
+loopback. Other users of the same machine reach loopback: run on a shared machine only with users whom you trust.
 """
 
 

@@ -19,6 +19,7 @@ The resolver reads only declarations on the class, so it treats third-party plug
 from __future__ import annotations
 
 import importlib.metadata
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -303,11 +304,12 @@ def is_own(point: importlib.metadata.EntryPoint) -> bool:
     return point.dist is not None and name_and_version(point.dist)[0] == DISTRIBUTION
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=4096)
 def name_and_version(distribution: importlib.metadata.Distribution) -> tuple[str, str]:
-    """Name and version of an installed package. importlib.metadata parses the metadata again for each of them."""
-    metadata = distribution.metadata
-    return metadata["Name"], metadata["Version"]
+    """Name and version of an installed package. Reads these two fields only: importlib.metadata parses the whole text for each of them."""
+    head = (distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or "").partition("\n\n")[0]
+    fields = dict(re.findall(r"(?m)^(Name|Version):[ \t]*(.*?)[ \t]*$", head))
+    return fields.get("Name", "?"), fields.get("Version", "?")
 
 
 def entry_points(group: str) -> importlib.metadata.EntryPoints:

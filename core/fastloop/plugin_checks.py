@@ -73,7 +73,7 @@ def check_together(plugins: Sequence[Plugin], installed: Collection[str], reason
                 f"{did_you_mean(str(plugin.numerics), get_args(Numerics))}"
             )
         for message in misspelled(plugin, names, slots):
-            _warn_once(f"{where}: {message}")
+            warn_once(f"{where}: {message}")
     _check_exclusive_hooks(plugins, reasons, where)
 
 
@@ -127,7 +127,7 @@ def misspelled(plugin: Plugin | type[Plugin], names: Collection[str], slots: Col
 
 
 @functools.cache
-def _warn_once(message: str) -> None:
+def warn_once(message: str) -> None:
     """Log a message once per process: one command may resolve plugins several times."""
     log.warning("%s", message)
 

@@ -13,7 +13,7 @@ from fastloop.errors import FastloopError, PluginError, did_you_mean
 from fastloop.hooks import PluginSet, origin
 from fastloop.options import check_options
 from fastloop.plugin import DISTRIBUTION, GROUP, Plugin, defaults, entry_points, is_own, listed_at, name_and_version
-from fastloop.plugin_checks import check_declarations, check_together
+from fastloop.plugin_checks import check_declarations, check_together, warn_once
 from fastloop.recipe import Recipe
 from fastloop.recipe.importing import import_file
 from fastloop.recipe.plugin_references import split_file
@@ -36,8 +36,21 @@ def installed(group: str = GROUP, taken: Iterable[str] = ()) -> dict[str, import
 
 
 def own_plugins() -> list[str]:
-    """Names of the plugins that fastloop itself installs. Other packages are not imported before a recipe names them."""
-    return [name for name, point in installed().items() if is_own(point) and name == point.name]
+    """Names of the plugins that fastloop itself installs. Other packages are not imported before a recipe names them.
+
+    Leaves out, with a warning, each name that another package uses, too.
+    """
+    table = installed()
+    for key, point in table.items():
+        if is_own(point) and key != (name := point.name):
+            rivals = ", ".join(
+                " ".join(name_and_version(other.dist)) for other in table.values() if other.name == name and not is_own(other)
+            )
+            warn_once(
+                f"plugin {name!r}: {rivals} installs a plugin of this name, too. `auto` and the estimates of other commands leave out "
+                f"fastloop's. Uninstall that package, or list {key!r} in the recipe."
+            )
+    return [name for name, point in table.items() if is_own(point) and name == point.name]
 
 
 def _distribution(point: importlib.metadata.EntryPoint) -> str:

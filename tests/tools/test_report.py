@@ -26,6 +26,7 @@ from fastloop_tools.report.frame import CHARACTER, FULL, SMALL
 from fastloop_tools.report.numbers import number, tick_labels, ticks
 from fastloop_tools.report.page import MANY
 from fastloop_tools.report.read import read
+from fastloop_tools.report.series import MOST, Series, mean
 from fastloop_tools.report.sweeps import ALL, SERIES, axis, plots
 from fastloop_tools.sweep.grid import SweepRun
 from fastloop_tools.sweep.record import Record
@@ -216,7 +217,7 @@ def test_report_ignores_a_line_that_the_run_is_writing(folders):
             file.truncate(log.stat().st_size - end)
     with log.open("a") as file:
         file.write(line)
-    assert read([Path("plain")]).runs[0].lines["loss"][-1] == (99, 0.123456)
+    assert read([Path("plain")]).runs[0].lines["loss"].points[-1] == (99, 0.123456)
 
 
 def test_environments_differ_in_known_facts_only():
@@ -379,7 +380,7 @@ def test_labels_of_ticks_differ_and_have_one_form():
 @pytest.mark.parametrize("last", [7, 100, 12_345, 200_000, 3_000_000])
 def test_labels_stay_inside_the_picture_and_apart(size, last):
     points = [(0.0, -1.23e-7), (float(last), 1e-9)]
-    chart = line_chart("one", {"a": (0, points)}, size=size)
+    chart = line_chart("one", {"a": (0, Series().extend(points))}, size=size)
     assert chart is not None
     ends = [(tick.text - CHARACTER * len(tick.label) / 2, tick.text + CHARACTER * len(tick.label) / 2) for tick in chart.xs if tick.label]
     assert len(ends) >= 2
@@ -406,9 +407,29 @@ def test_long_lines_are_thinned_to_means():
     assert thinned(points[:10]) == points[:10]
 
 
+@pytest.mark.parametrize("count", [1, MOST, MOST + 1, 2 * MOST + 3, 7 * MOST + 13])
+@pytest.mark.parametrize("part", [7, 997, 10 * MOST])
+def test_a_series_keeps_means_of_neighbours_and_exact_ends(count, part):
+    points = [(float(step), math.sin(step) + step) for step in range(count)]
+    series = Series()
+    for start in range(0, count, part):
+        series.extend(points[start : start + part])
+    values = [value for _, value in points]
+    assert (series.start, series.first, series.last, series.least, series.most) == (0, values[0], values[-1], min(values), max(values))
+    kept = series.points
+    if count <= MOST:
+        assert kept == points
+        return
+    assert MOST // 2 <= len(kept) <= MOST + 1
+    assert kept[-1][0] == count - 1
+    size = int(kept[0][0]) + 1  # points in a group
+    expected = [mean(points[start : start + size]) for start in range(0, count, size)]
+    assert kept == [(step, pytest.approx(value)) for step, value in expected]
+
+
 def test_chart_omits_nan():
-    assert line_chart("empty", {"a": (0, [(1.0, float("nan"))])}) is None
-    chart = line_chart("one", {"a": (0, [(1.0, 2.0), (2.0, float("inf"))])})
+    assert line_chart("empty", {"a": (0, Series().extend([(1.0, float("nan"))]))}) is None
+    chart = line_chart("one", {"a": (0, Series().extend([(1.0, 2.0), (2.0, float("inf"))]))})
     assert chart is not None
     assert len(chart.lines[0].dots) == 1
     assert chart.rows == [("a", "2", "2", "2", "2")]

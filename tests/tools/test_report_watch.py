@@ -12,6 +12,7 @@ import subprocess
 import threading
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -71,7 +72,9 @@ class Watch:
 
     def __init__(self, *arguments: str) -> None:
         self.command = forked.Command("-m", "fastloop", "report", "--watch", *arguments)
-        found = wait_for(lambda: re.search(r"serving (http://127\.0\.0\.1:(\d+)/)", self.command.stdout) or self.command.poll() is not None)
+        found = wait_for(
+            lambda: re.search(r"serving (http://127\.0\.0\.1:(\d+)/[\w-]+/),", self.command.stdout) or self.command.poll() is not None
+        )
         assert found is not True, self.command.stderr
         self.address, self.port = found[1], int(found[2])
 
@@ -157,6 +160,54 @@ def test_the_version_changes_with_the_files_only(run, watch):
     assert "step 100" not in page
 
 
+def read_anew(live: LivePage) -> str:
+    """The page of the same files, from one that has read nothing before."""
+    other = LivePage(live.folders, live.title)
+    other.nonce = live.nonce
+    return other.page()
+
+
+def test_only_new_lines_are_read_again(run, monkeypatch):
+    live, read = LivePage([run], "run"), []
+    monkeypatch.setattr(json, "loads", lambda text, loads=json.loads: read.append(text) or loads(text))
+    live.page()
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    assert [line for line in read if line in lines] == lines
+    read.clear()
+    append(run / "metrics.jsonl", '{"step": 98, "loss": 0.25}\n{"step": 99, "loss": 0.5}\n{"step": 100, "lo')
+    assert steps(live.page()) == 99
+    append(run / "metrics.jsonl", 'ss": 0.75}\n')
+    assert steps(live.page()) == 100
+    logged = [line for line in read if line.startswith('{"step"') and "summary" not in line]
+    assert logged == ['{"step": 98, "loss": 0.25}\n', '{"step": 99, "loss": 0.5}\n', '{"step": 100, "lo', '{"step": 100, "loss": 0.75}\n']
+    assert live.page() == read_anew(live)
+
+
+def half(text: str) -> str:
+    return text[: len(text) // 2].rpartition("\n")[0] + "\n"
+
+
+CHANGES: dict[str, Callable[[str], str]] = {
+    "resumed, and longer than before": lambda text: half(text) + '{"step": 50, "loss": 0.5}\n' * 40,
+    "resumed, and shorter": half,
+    "started again": lambda text: '{"step": 1, "loss": 0.5}\n',
+    "empty": lambda text: "",
+    "without a last line break, and then with one": lambda text: text.rstrip("\n"),
+    "broken, and then repaired": lambda text: text + "{}\n",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_a_log_that_is_written_again_is_read_again(run, change):
+    live, log = LivePage([run], "run"), run / "metrics.jsonl"
+    live.page()
+    text = log.read_text()
+    for content in (change(text), text, text + '{"step": 50, "loss": 0.5}\n'):
+        log.write_text(content)
+        assert live.page() == read_anew(live)
+    assert steps(live.page()) == 50
+
+
 @pytest.mark.slow
 def test_the_page_survives_a_folder_that_is_moved_aside(run, watch):
     served = watch("run")
@@ -181,7 +232,7 @@ def test_only_this_machine_reads_the_page(run, watch):
     listeners.close()
     for host, status in (("evil.example", 403), (f"evil.example:{served.port}", 403), ("localhost:1", 200), ("127.0.0.1", 200)):
         connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=10)
-        connection.request("GET", "/version", headers={"Host": host})
+        connection.request("GET", urllib.parse.urlsplit(served.address).path + "version", headers={"Host": host})
         assert connection.getresponse().status == status
         connection.close()
     for path in ("run/summary.json", "../run/summary.json", "version/", "favicon.ico"):
@@ -259,8 +310,7 @@ def test_a_browser_shows_the_new_page_in_the_same_place(run):
     with Server(live, 0) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         command = [str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--window-size=500,600", "--virtual-time-budget=9000"]
-        address = f"http://127.0.0.1:{server.server_address[1]}/"
-        done = subprocess.run([*command, "--dump-dom", address], capture_output=True, text=True, timeout=600, check=True)
+        done = subprocess.run([*command, "--dump-dom", server.address], capture_output=True, text=True, timeout=600, check=True)
         server.shutdown()
     title = re.search(r"<title>(.*?)</title>", done.stdout)
     assert title is not None

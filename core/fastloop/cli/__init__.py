@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -18,6 +19,9 @@ from fastloop.recipe import secrets
 
 ERROR_DELAY = 5.0
 """Seconds to wait before reporting an error that another process probably reports first."""
+
+INSPECTING = ("doctor", "plugins", "recipes", "schema")
+"""Commands that only show what is installed. Packages with a device for torch are not imported for them."""
 
 app = typer.Typer(
     name="fastloop",
@@ -54,6 +58,8 @@ for module in (train, plan, plugins, recipes, schema, doctor):
 def main() -> None:
     """Run the command line. Exit codes: 0 done, 1 the run failed, 2 usage error, 75 stopped by a signal, 130 interrupted."""
     arguments = train.with_resume_value(sys.argv[1:])
+    if "torch" not in sys.modules and arguments and arguments[0] in INSPECTING:
+        os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     try:
         app(arguments)
     except FastloopError as error:

@@ -8,7 +8,7 @@ fastloop's tools may also add options to a command of the core: see ``extended``
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib.metadata import EntryPoint
 from typing import Any
@@ -32,16 +32,20 @@ class Commands(TyperGroup):
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """List the commands for the help. Does not build their options, which takes longer than to import them."""
-        names = self.list_commands(ctx)
+        others = third_party(self.reserved())
+        names = [*self.reserved(), *others]
         limit = formatter.width - 6 - max(map(len, names))
         with formatter.section("Commands"):
-            formatter.write_dl([(name, self.listed(name).get_short_help_str(limit)) for name in names])
+            formatter.write_dl([(name, self.listed(name, others).get_short_help_str(limit)) for name in names])
 
-    def listed(self, name: str) -> Any:
-        """A command without its options."""
-        if point := tools().get(name):
-            return load(name, point, with_options=False)
-        return self.commands.get(name) or self.get_command(None, name)
+    def listed(self, name: str, others: Mapping[str, EntryPoint]) -> Any:
+        """A command without its options. Does not import other packages."""
+        if point := others.get(name):
+            origin = f"Of {' '.join(name_and_version(point.dist))}" if point.dist else "Of an installed package"
+            if point.name in self.reserved():
+                origin += f"; `{point.name}` alone is fastloop's own"
+            return typer.main.get_command(_app(name, lambda: None, f"{origin}."))  # one sentence: the list shows no more
+        return load(name, tools()[name], with_options=False) if name in tools() else self.commands[name]
 
     def reserved(self) -> list[str]:
         """Names of fastloop's own commands."""
@@ -53,14 +57,8 @@ class Commands(TyperGroup):
             return extended(self.commands[cmd_name])
         if point := tools().get(cmd_name):
             return load(cmd_name, point)
-        point = third_party(self.reserved()).get(cmd_name)
-        if point is None:
-            return None
-        dist = point.dist
-        help_text = f"Of {dist.name} {dist.version}" if dist else "Of an installed package"
-        if point.name in self.reserved():
-            help_text += f"; `{point.name}` alone is fastloop's own"
-        return typer.main.get_command(_app(cmd_name, lambda: None, f"{help_text}."))  # one sentence: the list shows no more
+        others = third_party(self.reserved())
+        return self.listed(cmd_name, others) if cmd_name in others else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The command to call. Imports it if it belongs to another package."""
@@ -109,11 +107,11 @@ def extended(command: Any) -> Any:
 
 def third_party(reserved: Iterable[str]) -> dict[str, EntryPoint]:
     """Name -> entry point of other packages' commands."""
-    if all(point in tools().values() for point in entry_points(GROUP)):
+    if all(map(is_own, entry_points(GROUP))):
         return {}
     from fastloop.registry import installed  # only here: importing it takes longer than the help
 
-    return {name: point for name, point in installed(GROUP, taken=set(reserved)).items() if point not in tools().values()}
+    return {name: point for name, point in installed(GROUP, taken=set(reserved)).items() if not is_own(point)}
 
 
 def load(name: str, point: EntryPoint, with_options: bool = True) -> Any:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 
 import typer
 
-from fastloop.plugin import DISTRIBUTION
+from fastloop.plugin import DISTRIBUTION, entry_points, name_and_version
 
 
 def doctor() -> None:
@@ -28,6 +29,10 @@ def doctor() -> None:
 
     machine = this_machine()
     line("device", f"{machine.device} ({machine.name})" + (f" x {torch.accelerator.device_count()}" if machine.device != "cpu" else ""))
+    if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
+        for point in entry_points("torch.backends"):
+            package = " ".join(name_and_version(point.dist)) if point.dist else point.value
+            line("not loaded", f"{point.name} of {package}: TORCH_DEVICE_BACKEND_AUTOLOAD=1 fastloop doctor runs its code")
     line("dtypes", ", ".join(machine.dtypes))
     line("processors", f"{platform_support.cores()}, of which torch uses {torch.get_num_threads()}")
     compiler = next((path for name in ("g++", "clang++", "cl") if (path := shutil.which(name))), None)

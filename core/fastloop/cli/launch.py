@@ -22,7 +22,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from fastloop.distributed.ranks import world_size
+from fastloop.distributed.ranks import LOOPBACK, world_size
 from fastloop.distributed.signals import EXIT_INTERRUPTED, EXIT_STOPPED, STOP_TIMEOUT, on_signals
 from fastloop.errors import PluginError, UsageError
 from fastloop.recipe import secrets
@@ -66,7 +66,7 @@ def launch(arguments: Sequence[str], nproc: int, nnodes: int, node_rank: int, ma
         raise UsageError(f"--nnodes {nnodes}: needs --master HOST:PORT, an address of node 0 that every node reaches.")
     if not 0 <= node_rank < nnodes:
         raise UsageError(f"--node-rank {node_rank}: expected 0 to {nnodes - 1}, since --nnodes is {nnodes}.")
-    host, _, port = (master or f"127.0.0.1:{free_port()}").rpartition(":")
+    host, _, port = (master or f"{LOOPBACK}:{free_port()}").rpartition(":")
     if not host or not port.isdecimal():
         raise UsageError(f"--master {master}: expected HOST:PORT, such as 10.0.0.1:29500.")
     launch_options = f"--nproc {nproc}"
@@ -99,8 +99,12 @@ def launch(arguments: Sequence[str], nproc: int, nnodes: int, node_rank: int, ma
 
 
 def member(local: int, nproc: int, host: str, port: str, nnodes: int = 1, node_rank: int = 0) -> dict[str, str]:
-    """Environment variables of process ``local`` of ``nproc`` on this machine. The processes share its processors equally."""
-    return {
+    """Environment variables of process ``local`` of ``nproc`` on this machine. The processes share its processors equally.
+
+    On one machine, gloo listens on the loopback interface. Otherwise it listens on the address of the machine's name.
+    """
+    interface = {"linux": "lo", "darwin": "lo0"}.get(sys.platform) if nnodes == 1 and host == LOOPBACK else None
+    return ({"GLOO_SOCKET_IFNAME": interface} if interface and not os.environ.get("GLOO_SOCKET_IFNAME") else {}) | {
         "WORLD_SIZE": str(nproc * nnodes),
         "LOCAL_WORLD_SIZE": str(nproc),
         "RANK": str(node_rank * nproc + local),
@@ -114,13 +118,13 @@ def member(local: int, nproc: int, host: str, port: str, nnodes: int = 1, node_r
 def local_group(count: int) -> list[dict[str, str]]:
     """The environment variables of each of ``count`` processes on a single machine; none for a single process."""
     port = str(free_port())
-    return [member(rank, count, "127.0.0.1", port) for rank in range(count)] if count > 1 else [{}]
+    return [member(rank, count, LOOPBACK, port) for rank in range(count)] if count > 1 else [{}]
 
 
 def free_port() -> int:
     """A free port of this machine."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((LOOPBACK, 0))
         port: int = probe.getsockname()[1]
     return port
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fastloop.plugin import GROUP, Device, Dtype, Package, Plugin, When
+from fastloop.plugin import GROUP, Device, Dtype, Package, Plugin, When, name_and_version
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -71,10 +71,11 @@ def _table(*columns: str, **settings: Any) -> Table:
 def listing(name: str, point: EntryPoint) -> dict[str, Any]:
     """The row of a plugin, from package metadata and source text, without importing it. ``group`` is the subpackage that holds it."""
     facts = {"slot": None, "numerics": None, "summary": "", **_declared(point)}
+    distribution, version = name_and_version(point.dist) if point.dist else ("", "")
     return {
         "name": name,
-        "distribution": point.dist.name if point.dist else "",
-        "version": point.dist.version if point.dist else "",
+        "distribution": distribution,
+        "version": version,
         "group": ".".join(point.value.partition(":")[0].strip().split(".")[1:-1]),
         **facts,
     }

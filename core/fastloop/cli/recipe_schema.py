@@ -12,7 +12,7 @@ import inspect
 from typing import Any
 
 from fastloop.options import pydantic_model
-from fastloop.plugin import Observer, Plugin, is_own
+from fastloop.plugin import Observer, Plugin, is_own, name_and_version
 from fastloop.recipe import Train
 from fastloop.registry import installed, load
 
@@ -38,7 +38,7 @@ def recipe_schema(every: bool = False) -> tuple[dict[str, Any], list[str]]:
     opaque, problems = [], []
     for name, point in installed().items():
         if not every and not is_own(point):
-            descriptions[name] = f"{point.dist.name} {point.dist.version}" if point.dist else ""
+            descriptions[name] = " ".join(name_and_version(point.dist)) if point.dist else ""
             definitions[f"plugins.{name}"] = {"type": ["object", "null"]}
             opaque.append(name)
             continue

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import socket
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
 
-from fastloop.distributed.ranks import rank, world_size
+from fastloop.distributed.ranks import LOOPBACK, rank, world_size
 from fastloop.errors import PluginError
 from fastloop.recipe import Recipe
 from fastloop.runtime.hardware import this_machine
@@ -55,18 +56,25 @@ def restore_shared_state(accelerator: Accelerator) -> None:
 
 
 def _own_store() -> dict[str, Any]:
-    """Arguments of ``PartialState`` under torchrun: a part of its store that only the processes of this start use.
+    """Arguments of ``PartialState``: a store on the loopback address for one machine, and a part of torchrun's store.
+
+    Torch binds the store to all addresses, and anyone who reaches it can write to it. The processes of one machine do not need that.
 
     Torchrun keeps the store when it starts processes again (torch 2.13). The default part still has the addresses of the earlier processes,
     and a process that reads them waits for processes that have ended. Torchrun's count of restarts does not identify a start: each machine
     has its own, and a machine that joins or leaves changes none.
     """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or world_size() == 1:
+    has_agent, host = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True", os.environ.get("MASTER_ADDR", "")
+    if world_size() == 1 or not (has_agent or host == LOOPBACK):
         return {}
-    from torch.distributed import PrefixStore, TCPStore, default_pg_timeout  # type: ignore[attr-defined]
+    from torch.distributed import PrefixStore, TCPStore, default_pg_timeout, is_initialized  # type: ignore[attr-defined]
 
-    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=default_pg_timeout)
-    return {"store": PrefixStore(_name_start(store), store), "rank": rank(), "world_size": world_size()}
+    if is_initialized():  # by an earlier run of this process
+        return {}
+    port, serves = int(os.environ.get("MASTER_PORT") or 29500), not has_agent and rank() == 0
+    fd = socket.create_server((host, port)).detach() if serves else None
+    store = TCPStore(host, port, is_master=serves, wait_for_workers=False, timeout=default_pg_timeout, master_listen_fd=fd)
+    return {"store": PrefixStore(_name_start(store), store) if has_agent else store, "rank": rank(), "world_size": world_size()}
 
 
 def _name_start(store: Any) -> str:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 
+LOOPBACK = "127.0.0.1"
+"""The address on which the processes of one machine meet. No other machine reaches it."""
+
 
 def _from_environment(*names: str) -> int | None:
     return next((int(value) for name in names if (value := os.environ.get(name, "")).isdecimal()), None)

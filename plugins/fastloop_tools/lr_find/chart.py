@@ -9,6 +9,7 @@ from typing import Any
 
 from fastloop_tools.report.charts import line_chart
 from fastloop_tools.report.frame import Frame, Size, find_limits
+from fastloop_tools.report.series import Series
 from fastloop_tools.report.svg import svg
 
 SIZE = Size(width=480, height=240, top=10, right=12, bottom=30, ticks=4, points=300)
@@ -31,10 +32,10 @@ def draw(record: Mapping[str, Any]) -> str:
     lowest = min(range(len(finite)), key=finite.__getitem__)
     most = 1.2 * max(finite[: lowest + 1])
     series = {
-        name: (number, [(x, value) for x, value in zip(logs, record[key], strict=True) if value <= most])
+        name: (number, Series().extend((x, value) for x, value in zip(logs, record[key], strict=True) if value <= most))
         for number, (name, key) in enumerate([("loss", "losses"), ("smoothed", "smoothed")])
     }
-    limits = find_limits(points for _, points in series.values())
+    limits = find_limits(line for _, line in series.values())
     chart = line_chart(record["recipe"], series, limits=limits, size=SIZE)
     assert chart is not None
     assert limits is not None

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from fastloop_tools.report.frame import FULL, SMALL, Frame, Limits, Size, Tick, find_limits
 from fastloop_tools.report.numbers import number, some_ticks, tick_labels
-from fastloop_tools.report.read import Points
+from fastloop_tools.report.series import Points, Series, mean
 
 FEW = 20
 """Lines of at most this many points show their points."""
@@ -93,40 +93,38 @@ class Panel:
 
 
 def line_chart(
-    title: str, series: Mapping[str, tuple[int, Points]], unit: str = "", limits: Limits | None = None, size: Size = FULL
+    title: str, series: Mapping[str, tuple[int, Series]], unit: str = "", limits: Limits | None = None, size: Size = FULL
 ) -> Chart | None:
     """A chart of values over steps; None if there is no finite value.
 
     Args:
-        series: Name -> the number of its colour, and its points.
+        series: Name -> the number of its colour, and its line.
         unit: Name of the vertical axis.
         limits: The limits, for charts with common axes; None: those of ``series``.
     """
-    drawn = {name: (colour, [point for point in points if math.isfinite(point[1])]) for name, (colour, points) in series.items()}
-    drawn = {name: (colour, points) for name, (colour, points) in drawn.items() if points}
-    limits = limits or find_limits(points for _, points in drawn.values())
+    drawn = {name: (colour, line) for name, (colour, line) in series.items() if line}
+    limits = limits or find_limits(line for _, line in drawn.values())
     if limits is None or not drawn:
         return None
     frame = Frame(limits, size)
     lines, rows = list[Line](), list[tuple[str, ...]]()
-    for name, (colour, points) in drawn.items():
-        shown = thinned(points, size.points)
+    for name, (colour, line) in drawn.items():
+        shown = thinned(line.points, size.points)
         places = [frame.place(*point) for point in shown]
         dots = [(*place, f"{name}, step {x:,.0f}: {number(y)}") for place, (x, y) in zip(places, shown, strict=True)]
         lines.append(Line(name, colour, path(places), dots if size == FULL or len(dots) == 1 else [], len(dots) <= FEW))
-        values = [value for _, value in points]
-        rows.append((name, number(values[0]), number(values[-1]), number(min(values)), number(max(values))))
+        rows.append((name, *map(number, (line.first, line.last, line.least, line.most))))
     steps = [value for value in some_ticks(limits.left, limits.right, size.ticks) if value == int(value)]
     xs, columns = frame.horizontal(steps, tick_labels(steps)), ("run", "first", "last", "least", "most")
     return Chart(title, unit, "step", lines, xs, frame.vertical(), columns, rows, frame.left, size)
 
 
-def panel(title: str, series: Mapping[str, Points], unit: str = "", first: bool = True) -> Panel | None:
+def panel(title: str, series: Mapping[str, Series], unit: str = "", first: bool = True) -> Panel | None:
     """A small chart for each run, with common axes; None if no run has a line of two points or there is no finite value."""
     limits = find_limits(series.values())
-    if limits is None or all(len(points) < 2 for points in series.values()):
+    if limits is None or all(len(line.points) < 2 for line in series.values()):
         return None
-    charts = [line_chart(name, {name: (0, points)}, unit, limits, SMALL) for name, points in series.items()]
+    charts = [line_chart(name, {name: (0, line)}, unit, limits, SMALL) for name, line in series.items()]
     return Panel(title, unit, [chart for chart in charts if chart is not None], first)
 
 
@@ -140,5 +138,4 @@ def thinned(points: Points, most: int = FULL.points) -> Points:
     size = math.ceil(len(points) / most)
     if size <= 1:
         return points
-    groups = [points[start : start + size] for start in range(0, len(points), size)]
-    return [(group[-1][0], sum(value for _, value in group) / len(group)) for group in groups]
+    return [mean(points[start : start + size]) for start in range(0, len(points), size)]

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from fastloop_tools.report.numbers import some_ticks, tick_labels
-from fastloop_tools.report.read import Points
+from fastloop_tools.report.series import Series
 
 CHARACTER = 7.7
 """Width of a digit of a label at 12px, in units of the picture, in the widest of common system fonts: DejaVu Sans."""
@@ -84,15 +84,16 @@ class Frame:
         return found
 
 
-def find_limits(lines: Iterable[Points]) -> Limits | None:
-    """The limits that show all finite values of several lines; None if there is none."""
-    every = [point for points in lines for point in points if math.isfinite(point[1])]
+def find_limits(lines: Iterable[Series]) -> Limits | None:
+    """The limits that show all values of several lines; None if there is none."""
+    every = [series for series in lines if series]
     if not every:
         return None
-    left, right = min(x for x, _ in every), max(x for x, _ in every)
+    steps = [step for series in every for step in (series.start, *(step for step, _ in series.points))]
+    left, right = min(steps), max(steps)
     if 0 <= left < 0.5 * right or left == right:  # nearly all lines begin at the first step
         left, right = min(left, 0.0), max(right, 1.0)
-    return Limits(left, right, *value_range([y for _, y in every]))
+    return Limits(left, right, *value_range([value for series in every for value in (series.least, series.most)]))
 
 
 def value_range(values: Sequence[float]) -> tuple[float, float]:

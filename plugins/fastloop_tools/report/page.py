@@ -13,7 +13,8 @@ from fastloop_tools.report.charts import Chart, Panel, line_chart, panel
 from fastloop_tools.report.differences import differences, environment
 from fastloop_tools.report.evaluations import shown_evaluations
 from fastloop_tools.report.numbers import number
-from fastloop_tools.report.read import Found, Points, Trained
+from fastloop_tools.report.read import Found, Trained
+from fastloop_tools.report.series import Series
 from fastloop_tools.report.tables import Cell, Table
 
 if TYPE_CHECKING:
@@ -136,10 +137,7 @@ def _metrics(runs: list[Trained]) -> list[tuple[str, list[Cell]]]:
 def charts(runs: list[Trained]) -> list[Chart | Panel]:
     """The curves of each value that any run has: loss, metrics, learning rate, throughput, then all others."""
     keys = dict.fromkeys(
-        key
-        for run in runs
-        for key, points in run.lines.items()
-        if key.rpartition(" ")[2] not in ASIDE and any(value for _, value in points)
+        key for run in runs for key, series in run.lines.items() if key.rpartition(" ")[2] not in ASIDE and (series.least or series.most)
     )
     core = [key for key in TITLES if key in keys]
     metrics = [key for key in keys if key.startswith("validation ")]
@@ -150,11 +148,7 @@ def charts(runs: list[Trained]) -> list[Chart | Panel]:
 
 def _curves(key: str, runs: list[Trained]) -> Chart | Panel | None:
     title, unit, factor = TITLES.get(key, (key, key.removeprefix("validation "), 1.0))
-    series: dict[str, Points] = {}
-    for run in runs:
-        series[run.name] = [(step, value * factor) for step, value in run.lines.get(key, ())]
+    series = {run.name: run.lines.get(key, Series()).scaled(factor) for run in runs}
     if len(runs) > MANY:
-        return panel(
-            title, {name: points for name, points in series.items() if points}, unit, key == "loss" or key.startswith("validation ")
-        )
-    return line_chart(title, {name: (index, points) for index, (name, points) in enumerate(series.items())}, unit)
+        return panel(title, {name: line for name, line in series.items() if line}, unit, key == "loss" or key.startswith("validation "))
+    return line_chart(title, {name: (index, line) for index, (name, line) in enumerate(series.items())}, unit)

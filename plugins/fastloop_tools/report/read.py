@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,10 +9,10 @@ from typing import Any
 
 from fastloop.errors import UsageError
 from fastloop.recipe import safe_yaml as plain
-from fastloop_tools.report.records import MALFORMED, Evaluation, check_summary, check_sweep, is_number, read_evaluation, read_json
+from fastloop_tools.report.metrics import Metrics
+from fastloop_tools.report.records import MALFORMED, Evaluation, check_summary, check_sweep, read_evaluation, read_json
+from fastloop_tools.report.series import Series
 
-Points = list[tuple[float, float]]
-"""(step, value) of each point."""
 EVALUATIONS = "evaluation"
 """The folder in a run folder with results of ``fastloop evaluate``."""
 
@@ -24,14 +23,14 @@ class Trained:
 
     Attributes:
         name: A short name, unique on the page.
-        lines: Value -> its points, by the names in ``metrics.jsonl``: ``loss``, ``samples_per_second``, ..., ``validation accuracy``.
+        lines: Value -> its series, by the names in ``metrics.jsonl``: ``loss``, ``samples_per_second``, ..., ``validation accuracy``.
     """
 
     folder: Path
     name: str
     summary: dict[str, Any] | None = None
     recipe: dict[str, Any] = field(default_factory=dict)
-    lines: dict[str, Points] = field(default_factory=dict)
+    lines: dict[str, Series] = field(default_factory=dict)
     evaluations: list[Evaluation] = field(default_factory=list)
 
 
@@ -45,13 +44,16 @@ class Found:
     sweeps: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
 
 
-def read(folders: Iterable[Path]) -> Found:
+def read(folders: Iterable[Path], logs: dict[Path, Metrics] | None = None) -> Found:
     """Read everything in the given folders.
+
+    Args:
+        logs: The logs that an earlier call has read. Only their new lines are read.
 
     Raises:
         UsageError: A folder contains none of these outputs, or a file cannot be read.
     """
-    found = Found()
+    found, logs = Found(), {} if logs is None else logs
     names: dict[str, int] = {}
 
     def unique(folder: Path) -> str:
@@ -62,14 +64,14 @@ def read(folders: Iterable[Path]) -> Found:
     for folder in folders:
         name = unique(folder)
         if _is_run(folder):
-            found.runs.append(_run(folder, name))
+            found.runs.append(_run(folder, name, logs))
         elif (folder / "sweep.json").is_file():
             sweep = read_json(folder / "sweep.json")
             check_sweep(sweep, folder / "sweep.json")
             found.sweeps.append((name, sweep))
             _check(Found(sweeps=found.sweeps[-1:]), folder / "sweep.json")
             members = [folder / run["name"] for run in sweep["runs"]]
-            found.runs += [_run(member, unique(member)) for member in members if _is_run(member)]
+            found.runs += [_run(member, unique(member), logs) for member in members if _is_run(member)]
         elif (folder / "bench.json").is_file():
             found.ablations.append((name, read_json(folder / "bench.json")))
             _check(Found(ablations=found.ablations[-1:]), folder / "bench.json")
@@ -113,7 +115,7 @@ def _is_run(folder: Path) -> bool:
     return (folder / "recipe.yaml").is_file() and ((folder / "metrics.jsonl").is_file() or (folder / "summary.json").is_file())
 
 
-def _run(folder: Path, name: str) -> Trained:
+def _run(folder: Path, name: str, logs: dict[Path, Metrics]) -> Trained:
     run = Trained(folder, name)
     if (folder / "summary.json").is_file():
         run.summary = read_json(folder / "summary.json")
@@ -124,33 +126,7 @@ def _run(folder: Path, name: str) -> Trained:
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{folder / 'recipe.yaml'}: cannot be read: {error}.") from None
     run.recipe = recipe if isinstance(recipe, dict) else {}
-    if (folder / "metrics.jsonl").is_file():
-        for step, split, values in _log(folder / "metrics.jsonl"):
-            for key, value in values.items():
-                run.lines.setdefault(f"{split} {key}" if split else key, []).append((step, value))
+    if (path := folder / "metrics.jsonl").is_file():
+        run.lines = logs.setdefault(path, Metrics(path)).update()
     run.evaluations = [read_evaluation(path) for path in sorted((folder / EVALUATIONS).glob("*.json"))]
     return run
-
-
-def _log(path: Path) -> Iterator[tuple[int, str | None, dict[str, float]]]:
-    """The step, split and values of each line. A last line that is not complete is ignored: the run is writing it, or was killed then.
-
-    Raises:
-        UsageError: The file cannot be read; names the line.
-    """
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: cannot be read: {error}.") from None
-    for number, line in enumerate(lines, start=1):
-        if not line and number == len(lines):
-            return
-        try:
-            point = json.loads(line)
-            step, split = int(point.pop("step")), point.pop("split", None)
-            values = {key: float(value) for key, value in point.items() if is_number(value)}
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
-            if number == len(lines):
-                return
-            raise UsageError(f"{path}, line {number}: expected one JSON object with a step, and numbers.") from None
-        yield step, split, values

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -262,3 +264,56 @@ def test_a_command_that_fails_breaks_only_itself(cli, install, code, reference, 
     returned, out, err = cli("warm")
     assert (returned, out, err.count("\n")) == (2, "", 1)
     assert err.startswith(f"error: command 'warm' ({reference} of warm-pack 1.2) {said}")
+
+
+COUNTED = """
+import collections, json, sys
+calls, opened = 0, collections.Counter()
+
+def count(frame, event, argument):
+    global calls
+    calls += event == "call"
+
+def audit(event, arguments):
+    if event == "open" and isinstance(arguments[0], str) and "/many_" in arguments[0]:
+        opened[arguments[0].rpartition("/many_")[2]] += 1
+
+from fastloop.cli import main
+sys.argv = ["fastloop", *sys.argv[1:]]
+sys.addaudithook(audit)
+sys.setprofile(count)
+try:
+    main()
+finally:
+    sys.setprofile(None)
+    print(json.dumps([calls, opened]), file=sys.stderr)
+"""
+
+
+def counted(count: int, *arguments: str) -> tuple[int, dict[str, int]]:
+    """The function calls of a command beside ``count`` packages of others, and how often each of their files was opened."""
+    site = Path(f"site{count}")
+    for number in range(count):
+        metadata = site / f"many_{number}-1.0.dist-info"
+        metadata.mkdir(parents=True)
+        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: many-{number}\nVersion: 1.0\n\n" + "Text.\n" * 50)
+        points = {"plugins": f"one-{number} = many_{number}:One", "commands": f"run-{number} = many_{number}:run"}
+        (metadata / "entry_points.txt").write_text("".join(f"[fastloop.{group}]\n{line}\n" for group, line in points.items()))
+    Path("counted.py").write_text(COUNTED)
+    environment = os.environ | {"PYTHONPATH": str(site.absolute()), "COLUMNS": "100"}
+    command = [sys.executable, "-P", "counted.py", *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=True)
+    if count:
+        assert f"-{count - 1} " in done.stdout, "they are listed"
+    calls, opened = json.loads(done.stderr)
+    return calls, opened
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["plugins"]], ids=" ".join)
+def test_many_packages_are_read_once_each(arguments):
+    counts = (0, 20, 120)
+    (none, _), (few, _), (many, opened) = (counted(count, *arguments) for count in counts)
+    assert len(opened) == 2 * counts[-1]
+    for file, times in opened.items():
+        assert times <= (1 if file.endswith("entry_points.txt") or arguments == ["--help"] else 2), "`plugins` also reads the keywords"
+    assert many - none <= 1.1 * (few - none) * counts[-1] / counts[1], "each package costs the same number of calls"

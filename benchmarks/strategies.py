@@ -212,7 +212,7 @@ The largest difference of any weight from one process, after 16 steps of AdamW o
 ## Open ports
 
 The processes of a group meet at a store, a key-value server, and then connect to each other. Neither asks who connects: a stranger who
-reaches the store can write to it. `tests/reliability/test_untrusted_network.py` lists the ports of real runs.
+reaches the store can write to it. `tests/security/test_network.py` lists the ports of real runs.
 
 | started with | who reaches the store and gloo's ports |
 |---|---|

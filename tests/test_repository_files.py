@@ -27,7 +27,7 @@ def test_workflows_call_the_projects_own_script():
     assert job["env"]["PYTHON"] == "python${{ matrix.python }}", "the Makefile makes its environment with it"
     versions = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"]
     assert versions == f">={min(job['strategy']['matrix']['python'])}"
-    assert load(".github/workflows/release.yml")["jobs"].keys() == {"build", "publish"}
+    assert load(".github/workflows/release.yml")["jobs"].keys() == {"build", "sbom", "attest", "publish"}
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")

@@ -148,7 +148,7 @@ class LineFile:
         self.path, self.how = path, how
         self.raw: Any = open_file(path)
         self.is_whole = codec is not None
-        self.stream = self.raw if isinstance(self.raw, BufferedReader) else BufferedReader(self.raw, 2**16)  # fsspec reads whole lines
+        self.stream: Any = self.raw if isinstance(self.raw, BufferedReader) else BufferedReader(self.raw, 2**16)  # fsspec reads whole lines
         if codec is not None:
             import pyarrow
 

@@ -59,7 +59,7 @@ def check_saved_tokenizer(tokenizer: Any, config: Any, texts: list[str], where: 
     """Check that AutoTokenizer reads a saved tokenizer as it is. For models such as Qwen2, transformers ignores the saved class.
 
     Raises:
-        RecipeError: It cannot be saved; or the saved one gives other ids, so that the exported model would get other tokens than in training.
+        RecipeError: It cannot be saved; or the saved one gives other ids, so the exported model would get other tokens than in training.
     """
     from transformers import AutoTokenizer
 

@@ -147,7 +147,8 @@ class LineFile:
         codec = format_of(Path(path))[1]
         self.path, self.how = path, how
         self.raw: Any = open_file(path)
-        self.stream, self.is_whole = self.raw, codec is not None
+        self.is_whole = codec is not None
+        self.stream: Any = self.raw if isinstance(self.raw, BufferedReader) else BufferedReader(self.raw, 2**16)  # fsspec reads whole lines
         if codec is not None:
             import pyarrow
 

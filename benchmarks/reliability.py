@@ -108,7 +108,7 @@ PAGES = {
             "test_output_files": "Files to write",
             "test_studies": "Studies of a search",
             "test_users": "Other users",
-            "test_data": "Data files and models",
+            "test_hostile_data": "Data files and models",
             "test_network": "Network",
             "test_environment": "Packages and environment",
         },

@@ -626,6 +626,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "tasks/_chat_template.py data.train_on=",
         "tasks/_padding_check.py data.padding=",  # test_padding.py
         "tasks/_padding_check.py train.eval_batch_size=",
+        "tasks/_tokenizers.py model.tokenizer=",  # test_text_classification.py
     ),
 }
 

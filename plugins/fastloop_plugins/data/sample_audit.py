@@ -99,10 +99,8 @@ class SampleAudit(Plugin):
             if rank >= run.world_size:  # the run had more processes before; keep their records
                 files.cut(rank, run.state.step)
         if run.state.epoch_samples and not (self.loaded and files.ranks()):
-            self.unrecorded = run.state.epoch
-            logger.warning(
-                "sample-audit: the beginning of epoch %d is not recorded: it is only checked for repeated samples", run.state.epoch
-            )
+            self.unrecorded = epoch = run.state.epoch
+            logger.warning("sample-audit: the beginning of epoch %d is not recorded: it is only checked for repeated samples", epoch)
 
     @hookimpl
     def before_epoch(self, run: Run) -> None:

@@ -38,6 +38,13 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Any:
     return architectures
 
 
+def test_the_page_has_every_architecture(script: Any) -> None:
+    """Tables, and the list of architectures that a task does not accept."""
+    text = script.TABLE.read_text(encoding="utf-8")
+    missing = [pair for pair in script.every_pair() if f"| {pair[1]} |" not in text and pair[1] not in text.partition("## Not accepted")[2]]
+    assert not missing, "run `make architectures`"
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_checks_find_planted_errors(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import _architecture_checks as checks

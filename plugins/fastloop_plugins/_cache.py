@@ -51,7 +51,7 @@ def user_cache(name: str) -> Path:
 
 def _is_private(facts: os.stat_result) -> bool:
     """Whether only this user may write to a folder, which is not a link."""
-    return os.name != "posix" or (stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.getuid() and not facts.st_mode & 0o022)
+    return not hasattr(os, "getuid") or (stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.getuid() and not facts.st_mode & 0o022)
 
 
 def own_part(folder: Path) -> Path:

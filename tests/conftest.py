@@ -56,6 +56,7 @@ def _in_its_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     logger = logging.getLogger("fastloop")
+    logger.setLevel(logging.NOTSET)  # a fixture of a module may have run a command, which logs more
     level, propagate = logger.level, logger.propagate
     yield
     torch.set_num_threads(threads)

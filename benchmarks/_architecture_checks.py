@@ -332,7 +332,8 @@ def serve(pipe: Any) -> None:
                 found = None
                 if pair is not None:
                     found, cell = guarded(partial(CHECKS[name], pair))
-                pipe.send((name, *(found or cell)))
+                outcome, detail = found or cell
+                pipe.send((name, outcome, detail.replace(f"{folder}/", "")))
                 if name == FIRST and cell[0] == REFUSED:
                     break
         pipe.send(None)

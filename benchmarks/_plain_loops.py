@@ -93,16 +93,15 @@ def read_rows(folder: Path, split: str, images: bool) -> list[Row]:
 # -- inputs and targets ------------------------------------------------------------------------------------------------
 
 
-def text_inputs(rows: Sequence[Row], tokenizer: Any) -> dict[str, Tensor]:
-    """Padded token ids and their mask."""
-    encoded = tokenizer([row["text"] for row in rows], padding=True, return_tensors="pt")
+def text_inputs(rows: Sequence[Row], tokenizer: Any, padding_side: str | None = None) -> dict[str, Tensor]:
+    """Padded token ids and their mask. Without ``padding_side``, the tokenizer's own side is padded."""
+    encoded = tokenizer([row["text"] for row in rows], padding=True, padding_side=padding_side, return_tensors="pt")
     return {"input_ids": encoded["input_ids"], "attention_mask": encoded["attention_mask"]}
 
 
 def tag_inputs(rows: Sequence[Row], tokenizer: Any) -> dict[str, Tensor]:
     """As ``text_inputs``, padded on the right: T5Gemma reads padding on the left, on the side of its own tokenizer."""
-    encoded = tokenizer([row["text"] for row in rows], padding=True, padding_side="right", return_tensors="pt")
-    return {"input_ids": encoded["input_ids"], "attention_mask": encoded["attention_mask"]}
+    return text_inputs(rows, tokenizer, "right")
 
 
 def classes(rows: Sequence[Row], tokenizer: Any, inputs: dict[str, Tensor]) -> Tensor:

@@ -31,8 +31,8 @@ def specs() -> dict[str, Any]:
 
 def is_implemented(name: str) -> bool:
     """Whether fastloop itself implements a hook, beside its plugins."""
-    marks = [getattr(getattr(module, name, None), "fastloop_impl", None) for module in own_implementations()]
-    return any(found and not found["wrapper"] for found in marks)
+    functions = [(key, getattr(value, "fastloop_impl", None)) for module in own_implementations() for key, value in vars(module).items()]
+    return any(marks and not marks["wrapper"] and (marks["specname"] or key) == name for key, marks in functions)
 
 
 def result(name: str, spec: Any) -> str:

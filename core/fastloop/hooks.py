@@ -185,10 +185,12 @@ class Hooks(pluggy.PluginManager):
 
 
 def own_implementations() -> list[ModuleType]:
-    """fastloop's modules of hook implementations, which are part of every run. They are imported by name: one imports the loop, which is
-    above this module, and the others belong to no part of the core."""
+    """fastloop's modules of hook implementations, which are part of every run.
+
+    They are imported by name: two are above this module, and the others belong to no part of the core.
+    """
     points = own_entry_points(IMPLEMENTATIONS).values()
-    return [importlib.import_module("fastloop.defaults"), *(importlib.import_module(point.value) for point in points)]
+    return [importlib.import_module(name) for name in ("fastloop.loop", "fastloop.defaults", *(point.value for point in points))]
 
 
 def make_crash(plugin: Plugin, hook: str, error: BaseException) -> PluginCrash:

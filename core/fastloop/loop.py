@@ -1,10 +1,10 @@
 """The training loop, for every plugin and strategy.
 
 for each epoch:
-    for the micro-batches of each step:                 # train_step
-        for each micro-batch:                           # run.accumulate_gradients
+    for the micro-batches of each step:                 # take_step
+        for each micro-batch:                           # accumulate_gradients
             compute the loss, scale it to its share of the step, backward
-        clip, step the optimizer                        # run.apply_gradients
+        clip, step the optimizer                        # apply_gradients
         step the scheduler, count the step
         log, evaluate and save when due
     evaluate and save when due
@@ -16,6 +16,7 @@ If training or an evaluation raises and a plugin recovers, training continues fr
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,10 +25,12 @@ from torch import Tensor
 
 from fastloop import log_points
 from fastloop.checkpoint import resume
+from fastloop.distributed.tensors import gather_full, total_norm
 from fastloop.errors import PluginError
 from fastloop.evaluation_results import EvaluationResults, evaluating
+from fastloop.plugin import core_default, hookimpl
 from fastloop.runtime.random_states import preserve_random_states
-from fastloop.runtime.regions import region
+from fastloop.runtime.regions import NO_CONTEXT, region
 from fastloop.state import Batch
 
 if TYPE_CHECKING:
@@ -76,7 +79,7 @@ def train(run: Run) -> None:
             if run.should_skip_step():
                 state.skip_samples(run.totals(batches))
                 continue
-            loss = train_step(run, batches)
+            loss = take_step(run, batches)
             hooks.after_step(run=run, loss=loss)
             log_points.after_step(run, loss)
             run.sync_requests()
@@ -107,7 +110,7 @@ def retry_after_recovery(run: Run, function: Callable[[], T], split: str | None 
         run.optimizer.zero_grad()  # drop the gradients of the failed step
 
 
-def train_step(run: Run, batches: list[Batch]) -> Tensor:
+def take_step(run: Run, batches: list[Batch]) -> Tensor:
     """Do one step over its micro-batches, which are on the device: by the ``train_step`` hook, then the scheduler and the counters.
 
     Returns:
@@ -127,6 +130,87 @@ def train_step(run: Run, batches: list[Batch]) -> Tensor:
             run.scheduler.step()
     run.state.count_step(totals)
     return loss
+
+
+@core_default
+def train_step(run: Run, batches: list[Batch]) -> Tensor:
+    """Accumulate the gradients of the micro-batches, and change the weights by them.
+
+    Raises:
+        PluginError: A plugin's ``train_step`` changed the weights and returned None.
+    """
+    if run.updates:
+        plugin = next(plugin.name for plugin, _ in run.plugins.each("train_step"))
+        raise PluginError(
+            f"{run.recipe.where}: plugin {plugin!r}: train_step called run.apply_gradients and returned None. Return the step's loss. "
+            "None leaves the whole step to the core."
+        )
+    loss = accumulate_gradients(run, batches)
+    apply_gradients(run, loss)
+    return loss
+
+
+def accumulate_gradients(run: Run, batches: list[Batch]) -> Tensor:
+    """Forward and backward of each micro-batch; see ``Run.accumulate_gradients``."""
+    totals = run.totals(batches)
+    total = (totals.weight or 1) / run.loaders.processes.world_size  # processes average gradients, and their shares may differ
+    step_loss: Tensor | None = None
+    for index, batch in enumerate(batches):
+        is_last = index == len(batches) - 1 or run.world_size == 1
+        with NO_CONTEXT if is_last else run.accelerator.no_sync(run.model):  # reduce gradients once
+            with region("loss"):
+                output = run.hooks.compute_loss(run=run, model=run.model, batch=batch.inputs)
+                loss = output.loss if batch.loss_weight == total else output.loss * (batch.loss_weight / total)
+            with region("backward"):
+                run.hooks.backward(run=run, loss=loss)
+        step_loss = loss.detach() if step_loss is None else step_loss + loss.detach()
+    assert step_loss is not None
+    return run.processes.all_reduce_mean(step_loss)
+
+
+@core_default
+def backward(run: Run, loss: Tensor) -> bool:
+    """``loss.backward()``, with fp16's loss scaling. Accelerate's own would divide the loss again, by its number of micro-batches."""
+    scaler = run.accelerator.scaler
+    (loss if scaler is None else scaler.scale(loss)).backward()
+    return True
+
+
+def apply_gradients(run: Run, loss: Tensor, optimizer: str | None = None) -> None:
+    """Clip the gradients, step the optimizer and clear the gradients; see ``Run.apply_gradients``."""
+    if optimizer is not None:
+        several = getattr(run.optimizer, "optimizer", run.optimizer)  # without the wrapper that scales losses
+        if not hasattr(several, "select"):
+            raise PluginError(
+                f"run.apply_gradients: found the name {optimizer!r}, but the run has one optimizer. Let build_optimizer return a dict "
+                "of name -> optimizer."
+            )
+        several.select(optimizer)
+    run.hooks.after_backward(run=run, loss=loss)
+    max_norm, grad_norm = run.recipe.train.max_grad_norm, None
+    if max_norm is not None:
+        with region("clip"):
+            grad_norm = run.hooks.clip_gradients(run=run, max_norm=max_norm)
+    run._clipped_at, run._gradient_norm = run.state.step, grad_norm  # run.gradient_norm() works until the optimizer steps
+    if run.scalars.enabled and run.schedule.log_due(run.state.step + 1):
+        run.scalars.set_gradient_norm(run.gradient_norm(), run.is_main)
+    run.hooks.before_optimizer_step(run=run, grad_norm=grad_norm)
+    with region("optimizer"):
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    run._clipped_at = -1
+    run.updates += 1
+
+
+@core_default
+def clip_gradients(run: Run, max_norm: float) -> Tensor:
+    """Torch's, after loss scaling is undone. With ``inf``, the norm alone. Torch would multiply by inf / norm, which is NaN for an
+    infinite norm, and loss scaling may be undone only once a step."""
+    if max_norm < math.inf:
+        return gather_full(run.accelerator.clip_grad_norm_(run.model.parameters(), max_norm))
+    norm = total_norm(parameter.grad for parameter in run.model.parameters() if parameter.grad is not None)
+    scaler = run.accelerator.scaler
+    return norm if scaler is None else norm / scaler.scale(torch.ones_like(norm))
 
 
 def _step_error(run: Run, loss: Any) -> PluginError:
@@ -175,6 +259,7 @@ def evaluation_batches(run: Run, loader: Loader) -> Iterator[Batch]:
         yield batch
 
 
+@hookimpl(specname="evaluate", trylast=True)
 @torch.no_grad()
 def evaluation_loop(run: Run, split: str) -> dict[str, float]:
     """Mean loss and the task's metrics over all processes, counting every sample of the split once.

@@ -23,7 +23,7 @@ from fastloop.errors import PluginError, SaveError
 from fastloop.hooks import PluginSet
 from fastloop.recipe import Recipe
 from fastloop.runtime.clock import Clock
-from fastloop.runtime.regions import NO_CONTEXT, each, region
+from fastloop.runtime.regions import each, region
 from fastloop.scalars import Reduction, Scalars
 from fastloop.schedule import Schedule
 from fastloop.state import INTERRUPTED, Batch, BatchTotals, DataLoaderDraft, State
@@ -89,7 +89,7 @@ class Run:
         self.scalars = Scalars(enabled=any(plugins.each("log_scalars")))
         self.updates = 0
         self._totals: tuple[list[Batch], BatchTotals] | None = None
-        self._clipped_at = -1  # step whose gradients are final
+        self._clipped_at = -1  # step whose gradients are final; the loop sets it and the norm
         self._gradient_norm: Tensor | None = None
 
     @property
@@ -209,20 +209,9 @@ class Run:
         Returns:
             The step's mean loss over all processes: 0-dim, detached, on the device, not multiplied by the loss scale.
         """
-        hooks, totals = self.hooks, self.totals(batches)
-        total = (totals.weight or 1) / self.loaders.processes.world_size  # processes average gradients, and their shares may differ
-        step_loss: Tensor | None = None
-        for index, batch in enumerate(batches):
-            is_last = index == len(batches) - 1 or self.processes.world_size == 1
-            with NO_CONTEXT if is_last else self.accelerator.no_sync(self.model):  # reduce gradients once
-                with region("loss"):
-                    output = hooks.compute_loss(run=self, model=self.model, batch=batch.inputs)
-                    loss = output.loss if batch.loss_weight == total else output.loss * (batch.loss_weight / total)
-                with region("backward"):
-                    hooks.backward(run=self, loss=loss)
-            step_loss = loss.detach() if step_loss is None else step_loss + loss.detach()
-        assert step_loss is not None
-        return self.processes.all_reduce_mean(step_loss)
+        import fastloop.loop  # which imports what builds on this module
+
+        return fastloop.loop.accumulate_gradients(self, batches)
 
     def apply_gradients(self, loss: Tensor, optimizer: str | None = None) -> None:
         """Change the weights by the gradients, then clear all gradients. Every process must call it.
@@ -237,38 +226,9 @@ class Run:
         Raises:
             PluginError: There is no optimizer of this name, or none of its parameters has a gradient.
         """
-        if optimizer is not None:
-            several = getattr(self.optimizer, "optimizer", self.optimizer)  # without the wrapper that scales losses
-            if not hasattr(several, "select"):
-                raise PluginError(
-                    f"run.apply_gradients: found the name {optimizer!r}, but the run has one optimizer. Let build_optimizer return a dict "
-                    "of name -> optimizer."
-                )
-            several.select(optimizer)
-        self.hooks.after_backward(run=self, loss=loss)
-        grad_norm = self.clip_gradients()
-        if self.scalars.enabled and self.schedule.log_due(self.state.step + 1):
-            self.scalars.set_gradient_norm(self.gradient_norm(), self.is_main)
-        self.hooks.before_optimizer_step(run=self, grad_norm=grad_norm)
-        with region("optimizer"):
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-        self._clipped_at = -1
-        self.updates += 1
+        import fastloop.loop
 
-    def clip_gradients(self) -> Tensor | None:
-        """Clip the step's gradients to ``train.max_grad_norm``. From here to the optimizer's step, ``gradient_norm()`` may be called.
-
-        Returns:
-            Their norm before clipping, 0-dim; None without ``train.max_grad_norm``.
-        """
-        max_norm = self.recipe.train.max_grad_norm
-        self._gradient_norm = None
-        if max_norm is not None:
-            with region("clip"):
-                self._gradient_norm = self.hooks.clip_gradients(run=self, max_norm=max_norm)
-        self._clipped_at = self.state.step
-        return self._gradient_norm
+        fastloop.loop.apply_gradients(self, loss, optimizer)
 
     def gradient_norm(self) -> Tensor:
         """The total 2-norm of the step's gradients before clipping: 0-dim, float, on the device. Call it in ``before_optimizer_step``.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -102,3 +103,91 @@ def test_a_device_backend_runs_where_it_is_wanted(install):
         assert "not loaded" not in done.stdout
         assert Path("ran").exists()
         Path("ran").unlink()
+
+
+# Name -> the file of the metadata that Python cannot read, its bytes, and whether a command that does not show the package fails, too.
+MALFORMED: dict[str, tuple[str, bytes, bool]] = {
+    "a line of entry_points.txt without a value": ("entry_points.txt", b"[fastloop.plugins]\nno value\n", True),
+    "entry_points.txt is not UTF-8": ("entry_points.txt", b"[fastloop.plugins]\nx = \xe9:Y\n", True),
+    "METADATA is not UTF-8": ("METADATA", b"Metadata-Version: 2.1\nName: p\xe9ck\nVersion: 1.2\n", False),
+}
+
+
+@pytest.mark.parametrize(("file", "content", "always"), MALFORMED.values(), ids=MALFORMED.keys())
+def test_malformed_metadata_of_a_package_is_no_traceback(file, content, always, install, cli):
+    """the metadata of an installed package is malformed: commands name its folder and the remedy in one line"""
+    install("pack", "", warmth="pack:Warmth")
+    (folder,) = Path("site").glob("*.dist-info")
+    (folder / file).write_bytes(content)
+    for command, fails in ((["plugins"], True), (["plan", "quickstart"], always)):
+        code, _, err = cli(*command)
+        assert code == (2 if fails else 0), err
+        if fails:
+            assert f"{folder.name}: the metadata of this package cannot be read" in err
+            assert "Install the package again, or remove this folder" in err
+            assert len(err.splitlines()) == 1
+
+
+# -- standard streams --------------------------------------------------------------------------------------------------
+
+# Name -> a shell's redirection.
+STREAMS: dict[str, str] = {
+    "a closed standard output": ">&-",
+    "a closed standard error": "2>&-",
+    "all three closed": "<&- >&- 2>&-",
+    "a reader that leaves": "| head -1",
+    "readers of both that leave": "2>&1 | head -1",
+    "a full disk": "> /dev/full",
+}
+ONE_STEP = "train quickstart data.limit.train=64 data.limit.validation=32 data.limit.test=32 train.max_steps=1 output=run"
+
+
+def shell(arguments: str, redirection: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a command as a shell does. The exit code is that of fastloop."""
+    line = f"{sys.executable} -P -m fastloop {arguments} {redirection}"
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | variables
+    command = ["bash", "-c", f"set -o pipefail; {line}"]
+    return subprocess.run(command, env=environment, text=True, timeout=WAIT, check=False, capture_output=True)
+
+
+@pytest.mark.parametrize("redirection", STREAMS.values(), ids=STREAMS.keys())
+def test_a_run_outlives_its_standard_streams(redirection):
+    """the standard output or error of a training is closed, full or without a reader: the run completes, and no file gets its messages"""
+    done = shell(ONE_STEP, redirection)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert json.loads(Path("run/summary.json").read_text())["status"] == "completed"
+    assert "step 1, test" in Path("run/log.txt").read_text()
+
+
+@pytest.mark.slow
+def test_two_processes_outlive_their_standard_streams():
+    """the reader of two processes leaves: both complete the run"""
+    done = shell(f"{ONE_STEP} --nproc 2 --with ddp", "2>&1 | head -1")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(Path("run/summary.json").read_text())["status"] == "completed"
+
+
+def test_a_listing_ends_well_when_its_reader_leaves():
+    """`fastloop plugins | head -1` prints one line, and is no error; so is a closed standard output"""
+    done = shell("plugins", "| head -1")
+    assert (done.returncode, len(done.stdout.splitlines()), done.stderr) == (0, 1, "")
+    done = shell("plugins", ">&-")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("command", ["plugins", "--help", "plan quickstart"])
+def test_a_listing_that_cannot_be_written_is_an_error(command):
+    """the standard output of a listing is a full disk: one line of error"""
+    done = shell(command, "> /dev/full")
+    assert (done.returncode, done.stderr) == (1, "error: the standard output: No space left on device.\n")
+
+
+@pytest.mark.parametrize("variables", [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}])
+def test_output_in_an_encoding_that_lacks_characters(variables):
+    """the terminal's encoding lacks characters of a message: they are escaped"""
+    Path("caf\u00e9.yaml").write_text("task: text-classification\n", encoding="utf-8")
+    done = shell("plan caf*.yaml", **variables)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert done.stderr.startswith("error: caf\\"), done.stderr

@@ -13,6 +13,7 @@ import typer
 
 from fastloop.cli import doctor, launch, plan, plugins, recipes, schema, train
 from fastloop.cli.commands import Commands
+from fastloop.cli.streams import secure_streams
 from fastloop.distributed import ranks, signals
 from fastloop.errors import DataError, FastloopError, PluginCrash, ProcessLost, UsageError, UserCodeError
 from fastloop.recipe import secrets
@@ -61,7 +62,10 @@ def main() -> None:
     if "torch" not in sys.modules and arguments and arguments[0] in INSPECTING:
         os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     try:
-        app(arguments)
+        try:
+            app(arguments)
+        finally:
+            sys.stdout.flush()
     except FastloopError as error:
         if isinstance(error, ProcessLost) or (ranks.rank() and isinstance(error, UsageError)):
             time.sleep(ERROR_DELAY)  # another process failed first or reports the same error, and its exit ends this process
@@ -88,6 +92,7 @@ def main() -> None:
 def process() -> None:
     """Run ``main`` as the entry point of a process. If torch is imported, exit with ``launch.leave``, so that torch does not abort."""
     code = 0
+    secure_streams(is_log=sys.argv[1:2] == ["train"])
     try:
         main()
     except SystemExit as stop:

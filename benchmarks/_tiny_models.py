@@ -78,6 +78,7 @@ def make_model(kind: str, auto: str, tokenizer: Any, folder: Path) -> None:
     config = shrink(kind, names, (0 if tokenizer is None else len(tokenizer)) + SPARE)
     config.id2label = dict(enumerate("ABC"))
     config.label2id = {name: index for index, name in config.id2label.items()}
+    config.num_labels = len(config.id2label)  # PVT's configuration has it as a field of its own
     if auto == "AutoModelForCausalLM" and hasattr(config, "is_decoder"):
         config.is_decoder = True
     if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:

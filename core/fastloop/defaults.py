@@ -16,10 +16,12 @@ from fastloop.checkpoint import resume
 from fastloop.checkpoint.export import save_model
 from fastloop.distributed.tensors import shard_like
 from fastloop.errors import SaveError
-from fastloop.plugin import core_default
+from fastloop.plugin import hookimpl
 
 if TYPE_CHECKING:
     from fastloop.run import Run
+
+core_default = hookimpl(trylast=True)  # any plugin's result takes precedence
 
 
 @core_default

@@ -28,7 +28,7 @@ from fastloop.checkpoint import resume
 from fastloop.distributed.tensors import gather_full, total_norm
 from fastloop.errors import PluginError
 from fastloop.evaluation_results import EvaluationResults, evaluating
-from fastloop.plugin import core_default, hookimpl
+from fastloop.plugin import hookimpl
 from fastloop.runtime.random_states import preserve_random_states
 from fastloop.runtime.regions import NO_CONTEXT, region
 from fastloop.state import Batch
@@ -132,7 +132,7 @@ def take_step(run: Run, batches: list[Batch]) -> Tensor:
     return loss
 
 
-@core_default
+@hookimpl(trylast=True)
 def train_step(run: Run, batches: list[Batch]) -> Tensor:
     """Accumulate the gradients of the micro-batches, and change the weights by them.
 
@@ -168,7 +168,7 @@ def accumulate_gradients(run: Run, batches: list[Batch]) -> Tensor:
     return run.processes.all_reduce_mean(step_loss)
 
 
-@core_default
+@hookimpl(trylast=True)
 def backward(run: Run, loss: Tensor) -> bool:
     """``loss.backward()``, with fp16's loss scaling. Accelerate's own would divide the loss again, by its number of micro-batches."""
     scaler = run.accelerator.scaler
@@ -202,7 +202,7 @@ def apply_gradients(run: Run, loss: Tensor, optimizer: str | None = None) -> Non
     run.updates += 1
 
 
-@core_default
+@hookimpl(trylast=True)
 def clip_gradients(run: Run, max_norm: float) -> Tensor:
     """Torch's, after loss scaling is undone. With ``inf``, the norm alone. Torch would multiply by inf / norm, which is NaN for an
     infinite norm, and loss scaling may be undone only once a step."""

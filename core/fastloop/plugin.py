@@ -57,9 +57,6 @@ _place: ContextVar[str] = ContextVar("_place", default="")
 
 hookimpl = pluggy.HookimplMarker("fastloop")
 
-core_default = hookimpl(trylast=True)
-"""Marks the core's own implementations. They run last, so any plugin's result takes precedence."""
-
 ConfigT = TypeVar("ConfigT", covariant=True)
 
 Numerics = Literal["bitwise", "reassociated", "reduced-precision", "changes-training"]
@@ -310,9 +307,7 @@ def is_own(point: importlib.metadata.EntryPoint) -> bool:
 @lru_cache(maxsize=4096)
 def name_and_version(distribution: importlib.metadata.Distribution) -> tuple[str, str]:
     """Name and version of an installed package. Reads these two fields only: importlib.metadata parses the whole text for each of them."""
-    with _naming_unreadable_package():
-        text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
-    head = text.partition("\n\n")[0]
+    head = (distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or "").partition("\n\n")[0]
     fields = dict(re.findall(r"(?m)^(Name|Version):[ \t]*(.*?)[ \t]*$", head))
     return fields.get("Name", "?"), fields.get("Version", "?")
 
@@ -345,33 +340,10 @@ def _entry_points(folders: tuple[tuple[str, int], ...]) -> dict[str, importlib.m
             f"fastloop {other.version}, which is another project. Remove both, then install this one: "
             f"pip uninstall --yes fastloop {DISTRIBUTION} && pip install {DISTRIBUTION}"
         )
-    with _naming_unreadable_package():
-        points = importlib.metadata.entry_points()
+    points = importlib.metadata.entry_points()
     return {group: points.select(group=group) for group in points.groups if group.startswith(("fastloop.", "torch.backends"))}
 
 
 @lru_cache(maxsize=2)
 def _packages(folders: tuple[tuple[str, int], ...]) -> Mapping[str, list[str]]:
-    with _naming_unreadable_package():
-        return importlib.metadata.packages_distributions()
-
-
-@contextmanager
-def _naming_unreadable_package() -> Iterator[None]:
-    """Name the package whose metadata Python cannot read. torch and transformers read that of all packages, too, and fail.
-
-    Raises:
-        UsageError: A package's METADATA or entry_points.txt is malformed.
-    """
-    try:
-        yield
-    except (TypeError, ValueError):
-        for distribution in importlib.metadata.distributions():
-            try:
-                _ = distribution.metadata, distribution.entry_points
-            except (TypeError, ValueError) as error:
-                raise UsageError(
-                    f"{getattr(distribution, '_path', '?')}: the metadata of this package cannot be read: {error}. Install the package "
-                    "again, or remove this folder."
-                ) from None
-        raise
+    return importlib.metadata.packages_distributions()

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from fastloop.data.datasets import Filler
 from fastloop.errors import PluginCrash
+from fastloop.evaluation_results import evaluating
 from fastloop.hooks import PluginSet
 from fastloop.plugin import Numerics, Plugin
 from fastloop.recipe import Recipe
@@ -198,7 +199,7 @@ def _compute(run: Run) -> str | None:
     loader, model, plugins = run.train_loader, run.built_model, run.plugins
     eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
     try:
-        samples = _first_samples(run, min(SAMPLES, loader.micro_batch_size))
+        samples = _samples(run, min(SAMPLES, loader.micro_batch_size))
     except Exception:  # training reports it
         return None
     if samples is None:
@@ -209,6 +210,8 @@ def _compute(run: Run) -> str | None:
             ((batch,),) = run.to_device([[loader.loader.collate_fn(samples)]])
             loss = run.hooks.compute_loss(run=run, model=model, batch=batch.inputs).loss
             torch.autograd.grad(loss, [weight for weight in model.parameters() if weight.requires_grad], allow_unused=True)
+            with evaluating(model), torch.no_grad():  # some models compute otherwise in eval mode
+                run.hooks.compute_loss(run=run, model=model, batch=batch.inputs)
     except Exception as error:  # models raise errors of any type
         failure, plugins.manager.failure = plugins.manager.failure, None
         by = failure[1] if failure is not None and failure[0] is error else None
@@ -221,12 +224,15 @@ def _compute(run: Run) -> str | None:
     return None
 
 
-def _first_samples(run: Run, count: int) -> list[Any] | None:
-    """The first samples of the training split; None for an iterable dataset that does not read by position."""
+def _samples(run: Run, count: int) -> list[Any] | None:
+    """The longest samples of the training split, or the first ones without ``lengths``; None for an iterable dataset that does not read by
+    position."""
     dataset, loader = run.datasets["train"], run.train_loader
     if loader.stream is None:
         reader: Any = loader.loader.dataset
-        return list(reader.read(list(range(min(count, len(dataset))))))
+        lengths = getattr(dataset, "lengths", None)
+        longest = range(len(dataset)) if lengths is None else (-lengths).argsort(kind="stable").tolist()
+        return list(reader.read(list(longest[:count])))
     if not hasattr(dataset, "read_ranges"):
         return None
     return [sample for sample in islice(loader.stream, count) if not isinstance(sample, Filler)]

@@ -31,6 +31,21 @@ T5 = {"model_type": "t5", "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1,
 BART = {"model_type": "bart", "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "max_position_embeddings": 64}
 BART |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
 XLNET = {"model_type": "xlnet", "d_model": 16, "n_layer": 1, "n_head": 2, "d_inner": 32}
+SMALL = {"num_attention_heads": 2, "attention_head_size": 8, "feed_forward_size": 32, "max_position_embeddings": 64}
+REFORMER = {"model_type": "reformer", "is_decoder": True, "hidden_size": 16, "attn_layers": ["local"], "axial_pos_embds": False} | SMALL
+REFORMER |= {"local_attn_chunk_length": 8}
+LAYERS = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 32}
+FSMT = {
+    "model_type": "fsmt",
+    "langs": ["en", "de"],
+    "src_vocab_size": 300,
+    "tgt_vocab_size": 300,
+    "d_model": 16,
+    "decoder_ffn_dim": 32,
+} | LAYERS
+PROPHETNET = {"model_type": "prophetnet", "is_decoder": True, "hidden_size": 16, "num_encoder_layers": 1, "num_decoder_layers": 1}
+PROPHETNET |= {"num_encoder_attention_heads": 2, "num_decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+PROPHETNET |= {"init_std": 0.5}
 READS_AHEAD = "each position sees the tokens after it"
 
 
@@ -103,6 +118,33 @@ def test_causal_models_pass(model):
     assert execute(text_run(LM, {"config": model} | BPE, max_steps=1))["status"] == "completed"
 
 
+def test_a_model_that_trains_on_some_lengths_only_is_refused_on_others():
+    """Reformer takes multiples of its chunk length in train mode, and every length in eval mode."""
+    with pytest.raises(RecipeError, match=r"Reformer.* cannot compute logits.* multiple of .* set data.pad_to_multiple_of"):
+        text_run(LM, {"config": REFORMER} | BPE, {"max_length": 20})
+    assert execute(text_run(LM, {"config": REFORMER} | BPE, {"max_length": 16}, max_steps=1))["status"] == "completed"
+
+
+def test_a_language_model_that_reads_the_end_of_a_row_is_refused_with_micro_batches(caplog):
+    """ProphetNet's logits depend on the number of tokens behind them. Blocks of equal length are no problem, so a warning is enough."""
+    with pytest.raises(
+        RecipeError, match=r"train.micro_batch_size: found 2. ProphetNetForCausalLM reads padding: .* data.padding=max_length"
+    ):
+        text_run(LM, {"config": PROPHETNET} | BPE, {"max_length": 20}, micro_batch_size=2)
+    assert execute(text_run(LM, {"config": PROPHETNET} | BPE, {"max_length": 20}, max_steps=1))["status"] == "completed"
+    assert "ProphetNetForCausalLM reads padding" in caplog.text
+    caplog.clear()
+    text_run(LM, {"config": PROPHETNET} | BPE, {"max_length": 20, "padding": "max_length"}, micro_batch_size=2)
+    assert "reads padding" not in caplog.text
+
+
+def test_an_encoder_decoder_whose_logits_have_the_length_of_its_inputs_is_refused():
+    data = {"target": "label", "max_length": 20, "max_target_length": 20}
+    with pytest.raises(RecipeError, match=r"FSMTForConditionalGeneration cannot compute logits from the task's batches: .*batch_size"):
+        text_run("seq2seq", {"config": FSMT} | BPE, data)
+    assert execute(text_run("seq2seq", {"config": BART} | BPE, data, max_steps=1))["status"] == "completed"
+
+
 def test_causality_check_changes_no_random_state_or_mode(monkeypatch):
     import torch
 
@@ -111,12 +153,13 @@ def test_causality_check_changes_no_random_state_or_mode(monkeypatch):
     states = []
     check = _model_checks.check_causal
 
-    def watched(run: Run, model: Any, *arguments: Any) -> None:
+    def watched(run: Run, model: Any, *arguments: Any) -> Any:
         modes = [module.training for module in model.modules()]
         states.append(torch.get_rng_state())
-        check(run, model, *arguments)
+        found = check(run, model, *arguments)
         states.append(torch.get_rng_state())
         assert [module.training for module in model.modules()] == modes
+        return found
 
     monkeypatch.setattr("fastloop_plugins.tasks.causal_lm.check_causal", watched)
     text_run(LM, {"config": {"model_type": "gpt2", "n_layer": 1, "n_head": 2, "n_embd": 16}} | BPE)

@@ -153,6 +153,7 @@ def test_messages_name_a_plugin_as_the_recipe_does():
 def test_a_package_cannot_add_implementations_to_every_run(install, tiny_run):
     install("rogue", "raise SystemExit", group="fastloop.implementations", rogue="rogue")
     assert [module.__name__ for module in own_implementations()] == [
+        "fastloop.loop",
         "fastloop.defaults",
         "fastloop_plugins.guards._hook_checks",
         "fastloop_plugins.training._named_optimizer",

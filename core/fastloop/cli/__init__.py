@@ -13,6 +13,7 @@ import typer
 
 from fastloop.cli import doctor, launch, plan, plugins, recipes, schema, train
 from fastloop.cli.commands import Commands
+from fastloop.cli.messages import unreadable_package
 from fastloop.cli.streams import secure_streams
 from fastloop.distributed import ranks, signals
 from fastloop.errors import DataError, FastloopError, PluginCrash, ProcessLost, UsageError, UserCodeError
@@ -79,6 +80,11 @@ def main() -> None:
             raise
         print(f"error: {secrets.hide(str(error.filename))}: {error.strerror}.", file=sys.stderr)  # not of a plugin: those are explained
         sys.exit(1)
+    except (TypeError, ValueError):
+        if (problem := unreadable_package()) is None:
+            raise
+        print(f"error: {problem}", file=sys.stderr)
+        sys.exit(UsageError.exit_code)
     except signals.Stopped as stop:
         if ranks.rank() == 0:
             print(f"stopped by {stop}", file=sys.stderr)

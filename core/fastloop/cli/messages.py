@@ -1,7 +1,8 @@
-"""Show log messages of the logger ``fastloop`` on the console."""
+"""Messages on the console: the log of ``fastloop``, and an error of another package's metadata."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import logging
 
 from fastloop.distributed import ranks
@@ -34,3 +35,14 @@ def show_messages() -> None:
         logger.addHandler(Messages())
     logger.setLevel(logging.INFO)
     logger.propagate = False
+
+
+def unreadable_package() -> str | None:
+    """The message for an installed package whose metadata Python cannot read, or None. Python, torch and transformers fail on it."""
+    for distribution in importlib.metadata.distributions():
+        try:
+            _ = distribution.metadata, distribution.entry_points
+        except (TypeError, ValueError) as error:
+            folder = getattr(distribution, "_path", "?")
+            return f"{folder}: the metadata of this package cannot be read: {error}. Install the package again, or remove this folder."
+    return None

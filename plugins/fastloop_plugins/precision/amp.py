@@ -128,15 +128,45 @@ class Amp(Plugin):
             output = yield
         except Exception as error:
             run.plugins.unsubscribe(self, "compute_loss")
-            if self.name in run.recipe.selected or not computes_in_fp32(run, batch):  # a plugin that selected this one leaves it out
+            if (problem := self.explain(run, batch, error)) is None:
                 raise
-            raise PluginError(
-                f"{run.recipe.where}: plugins.{self.name}: {type(run.unwrap_model()).__name__} computes in fp32 and fails in {self.dtype}: "
-                f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0].rstrip('.')}. Remove {self.name}."
-            ) from error
+            raise PluginError(problem) from error
         if "model" in vars(run):  # it is prepared, so this was no trial of another plugin
             run.plugins.unsubscribe(self, "compute_loss")
         return output
+
+    @hookimpl(wrapper=True)
+    def evaluate(self, run: Run, split: str) -> Generator[None, dict[str, float], dict[str, float]]:
+        """Explain an error of the model in eval mode, in which it may compute otherwise than in training."""
+        from fastloop_plugins._probe import probing
+
+        try:
+            return (yield)
+        except Exception:
+            batch = next(iter(run.to_device([batch] for batch in run.eval_loaders[split].batches())))[0].inputs
+            with probing(run.unwrap_model()):
+                try:
+                    run.hooks.compute_loss(run=run, model=run.unwrap_model(), batch=batch)
+                except Exception as error:
+                    if problem := self.explain(run, batch, error):
+                        raise PluginError(problem) from error
+            raise
+
+    def explain(self, run: Run, batch: Any, error: Exception) -> str | None:
+        """The message for a model that computes the loss of a batch without the autocast that Accelerate added to its forward, or None."""
+        model: Any = run.unwrap_model()
+        if self.name in run.recipe.selected or "_original_forward" not in vars(model):  # a plugin that selected this one leaves it out
+            return None
+        forward, model.forward = model.forward, model._original_forward
+        try:
+            run.hooks.compute_loss(run=run, model=model, batch=batch)
+        except Exception:  # the caller raises the first error
+            return None
+        finally:
+            model.forward = forward
+        cause = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0].rstrip('.')}"
+        fails = f"{type(model).__name__} computes in fp32 and fails in {self.dtype}: {cause}"
+        return f"{run.recipe.where}: plugins.{self.name}: {fails}. Remove {self.name}."
 
     def record(self, layer: nn.Module, inputs: Any) -> None:
         """Record whether a layer computes under autocast, or has weights in the smaller dtype."""
@@ -159,18 +189,3 @@ class Amp(Plugin):
                 "applied no autocast. Let it call run.accelerator.prepare_model(model, evaluation_mode=True), which adds autocast and no "
                 f"DDP. Or remove {self.name}."
             )
-
-
-def computes_in_fp32(run: Run, batch: Any) -> bool:
-    """Whether the model computes the loss of a batch without the autocast that Accelerate added to its forward."""
-    model: Any = run.unwrap_model()
-    if "_original_forward" not in vars(model):
-        return False
-    forward, model.forward = model.forward, model._original_forward
-    try:
-        run.hooks.compute_loss(run=run, model=model, batch=batch)
-    except Exception:  # the caller raises the first error
-        return False
-    finally:
-        model.forward = forward
-    return True

@@ -30,6 +30,9 @@ rounding gives up to 3e-7, reading ahead 9e-5 and more."""
 ROUTER_REMEDY = "Set output_router_logits to false in the model's configuration."
 """Advice for a model whose router has another loss than expected."""
 
+AFFORDABLE = 1e12
+"""Largest product of tokens and parameters for which a block is tried in train mode: about ten seconds on two cores."""
+
 PADDING_REMEDY = "If it needs padding, set data.pad_to_multiple_of, or data.padding: max_length. Otherwise, use another model."
 """Advice for a model that computes in eval mode only."""
 
@@ -78,7 +81,7 @@ def unsupported(model_type: str, config: Mapping[str, Any], classify: bool, trai
     return None
 
 
-def check_causal(run: Run, model: nn.Module, ids: list[int], where: str) -> float:
+def check_causal(run: Run, model: nn.Module, ids: list[int], block: Mapping[str, Tensor], where: str) -> tuple[float, float]:
     """Raise an error for a language model in which a later token changes an earlier logit.
 
     The model computes two rows that differ in their second half: on the CPU, in eval mode, without gradients. A process whose weights are
@@ -86,16 +89,18 @@ def check_causal(run: Run, model: nn.Module, ids: list[int], where: str) -> floa
 
     Args:
         ids: A few token ids, at least two.
+        block: The inputs of a batch of one sample, for a model that trains on some lengths only, such as Reformer.
 
     Returns:
-        The weight of the auxiliary loss of the model's router, which its output has as ``aux_loss``; 0 without one.
+        The weight of the auxiliary loss of the model's router, which its output has as ``aux_loss``; 0 without one. And how much tokens at
+        the end of a row change its earlier logits, as a share of the largest logit, compared with a shorter row.
 
     Raises:
         RecipeError: The model reads ahead, cannot compute logits from token ids alone, or adds another loss of its router.
     """
     import torch
 
-    def find() -> float:
+    def find() -> tuple[float, float]:
         config: Any = model.config
         vocabulary, half = config.get_text_config().vocab_size, len(ids) // 2
         rows = torch.tensor([ids, ids[:half] + [(token + 1) % vocabulary for token in ids[half:]]])
@@ -104,9 +109,17 @@ def check_causal(run: Run, model: nn.Module, ids: list[int], where: str) -> floa
         change = (logits[0, :half] - logits[1, :half]).abs().max()
         if change > TOLERANCE * logits.abs().max():
             raise RecipeError(f"{where}: {type(model).__name__} is not causal: {READS_AHEAD} Use a decoder such as {DECODERS}.")
-        return _router_weight(model, rows, output, where)
+        alone = model(input_ids=rows[:1, :half], use_cache=False).logits.float()
+        return _router_weight(model, rows, output, where), float((logits[:1, :half] - alone).abs().max() / alone.abs().max())
 
-    return agree(run, model, where, find) or 0.0
+    def train() -> None:
+        model.train()
+        model(**block, use_cache=False)
+
+    found = agree(run, model, where, find) or (0.0, 0.0)
+    if block["input_ids"].numel() * sum(parameter.numel() for parameter in model.parameters()) <= AFFORDABLE:
+        agree(run, model, where, train, PADDING_REMEDY)
+    return found
 
 
 def _router_weight(model: nn.Module, rows: Tensor, output: Any, where: str) -> float:

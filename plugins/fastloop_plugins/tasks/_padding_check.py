@@ -70,7 +70,17 @@ def check_padding(run: Run, model: nn.Module, text_model: TextModel, width: Widt
         text_model.tokenizer.padding_side = "left"  # for users of the exported model
         text_model.tokenizer.init_kwargs["padding_side"] = "left"  # all that save_pretrained writes
         logger.info("%s needs texts that are padded on the left", type(model).__name__)
-    if not change or width.always:
+    if not width.always:
+        report_padding(run, model, change)
+
+
+def report_padding(run: Run, model: nn.Module, change: float) -> None:
+    """Refuse what divides a step's samples, or warn, if padding changes logits by the share ``change``; 0: it does not.
+
+    Raises:
+        RecipeError: It does, and the run divides steps into micro-batches, groups texts by length or predicts several texts at once.
+    """
+    if not change:
         return
     effect = f"{type(model).__name__} reads padding: beside a longer text, it changes the logits of a short one by {percent(change)}"
     refuse_batched_predictions(run, effect, f", or {ALIKE}")

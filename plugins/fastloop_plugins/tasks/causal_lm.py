@@ -29,7 +29,7 @@ from fastloop import Output, Plugin, RecipeError, hookimpl, option
 from fastloop_plugins.tasks._chat_data import LanguageData, LanguageTextData
 from fastloop_plugins.tasks._chat_tokens import ChatModel, CompletionModel, encode_rows
 from fastloop_plugins.tasks._model_checks import check_causal
-from fastloop_plugins.tasks._padding_check import PROBE, check_prompts
+from fastloop_plugins.tasks._padding_check import PROBE, ROUNDING, check_prompts, report_padding
 from fastloop_plugins.tasks._tag_data import has_tags
 from fastloop_plugins.tasks._text_model import Model, TextModel
 
@@ -139,8 +139,12 @@ class CausalLM(Plugin):
 
         model: nn.Module = self.text_model.build(AutoModelForCausalLM)
         if run.recipe.inference is None:
-            ids = run.datasets["train"][0]["input_ids"][:8].tolist()
-            self.router_weight = check_causal(run, model, ids, self.text_model.where)
+            sample = run.datasets["train"][0]
+            block = {name: value for name, value in self.build_collator(run, "train")([sample]).inputs.items() if name != "targets"}
+            ids = sample["input_ids"][:8].tolist()
+            self.router_weight, change = check_causal(run, model, ids, block, self.text_model.where)
+            if change > ROUNDING and not self.text_model.width(run, self.data.options).always:
+                report_padding(run, model, change)
         elif run.recipe.inference.chunk:
             prompts = self.text_model.tokenizer(list(PROBE), add_special_tokens=False)["input_ids"]
             batch = self.build_collator(run, "predict")([{"input_ids": np.array(ids)} for ids in prompts])

@@ -97,6 +97,24 @@ def test_a_model_that_fails_under_autocast_only_is_refused_in_the_first_step(tin
     assert not isinstance(raised.value, PluginError)
 
 
+class AddsByIndexLater(AddsByIndex):
+    """Fails under autocast in eval mode only. xLSTM does, for texts that are longer than its chunks."""
+
+    def __init__(self) -> None:
+        super().__init__(broken=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.layer(inputs) if self.training else super().forward(inputs)
+
+
+def test_a_model_that_fails_under_autocast_in_eval_mode_is_refused_in_the_first_evaluation(tiny_run):
+    with pytest.raises(
+        PluginError, match=r"plugins.amp: AddsByIndexLater computes in fp32 and fails in bf16: RuntimeError: .* Remove amp."
+    ):
+        tiny_run([{"amp": {"dtype": "bf16"}}], model=AddsByIndexLater())
+    assert tiny_run([], model=AddsByIndexLater()).summary["status"] == "completed"
+
+
 def test_fp8_is_refused_with_the_plugin_that_replaces_it(tiny_run):
     with pytest.raises(RecipeError, match=r"plugins\.amp\.dtype: fp8 is .*List 'torchao-fp8', and set dtype: bf16 here"):
         tiny_run([{"amp": {"dtype": "fp8"}}])

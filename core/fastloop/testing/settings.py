@@ -69,6 +69,9 @@ def _settings() -> Iterator[tuple[str, Any]]:
     yield "sys.excepthook", sys.excepthook
     yield "sys.stdout and sys.stderr", (sys.stdout, sys.stderr)
     yield "the garbage collector", (gc.isenabled(), gc.get_threshold(), gc.get_freeze_count())
+    for thread in threading.enumerate():
+        if thread.name == "QueueFeederThread":  # that of a closed queue ends soon after its process
+            thread.join(timeout=5.0)
     yield "threads that run", sorted(thread.name for thread in threading.enumerate() if thread.name != "tqdm_monitor")  # shared by all bars
     children = []
     for process in psutil.Process().children():

@@ -44,10 +44,7 @@ class Amp(Plugin):
     name = "amp"
     slot = "precision"
     numerics = "reduced-precision"
-    requirements = (
-        When(wants("bf16"), Dtype("bf16")),
-        When(wants("fp16"), Dtype("fp16")),
-    )
+    requirements = (When(wants("bf16"), Dtype("bf16")), When(wants("fp16"), Dtype("fp16")))
     for_inference = True
     description = "forward pass in a smaller dtype"
 

@@ -139,6 +139,8 @@ STREAMS: dict[str, str] = {
     "readers of both that leave": "2>&1 | head -1",
     "a full disk": "> /dev/full",
 }
+QUICK = ("a closed standard output", "a reader that leaves")
+"""Those of `make test`; the others are slow tests."""
 ONE_STEP = "train quickstart data.limit.train=64 data.limit.validation=32 data.limit.test=32 train.max_steps=1 output=run"
 
 
@@ -150,7 +152,12 @@ def shell(arguments: str, redirection: str = "", **variables: str) -> subprocess
     return subprocess.run(command, env=environment, text=True, timeout=WAIT, check=False, capture_output=True)
 
 
-@pytest.mark.parametrize("redirection", STREAMS.values(), ids=STREAMS.keys())
+def in_make_test(item: tuple[str, str]) -> Any:
+    """The parameters of a test, marked slow unless they are in ``QUICK``."""
+    return pytest.param(item[1], id=item[0], marks=[] if item[0] in QUICK else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("redirection", [*map(in_make_test, STREAMS.items())])
 def test_a_run_outlives_its_standard_streams(redirection):
     """the standard output or error of a training is closed, full or without a reader: the run completes, and no file gets its messages"""
     done = shell(ONE_STEP, redirection)
@@ -169,14 +176,14 @@ def test_two_processes_outlive_their_standard_streams():
 
 
 def test_a_listing_ends_well_when_its_reader_leaves():
-    """`fastloop plugins | head -1` prints one line, and is no error; so is a closed standard output"""
+    """the reader of a listing leaves (`fastloop plugins | head -1`), or its standard output is closed: it ends without an error"""
     done = shell("plugins", "| head -1")
     assert (done.returncode, len(done.stdout.splitlines()), done.stderr) == (0, 1, "")
     done = shell("plugins", ">&-")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-@pytest.mark.parametrize("command", ["plugins", "--help", "plan quickstart"])
+@pytest.mark.parametrize("command", ["plugins", "--help", pytest.param("plan quickstart", marks=pytest.mark.slow)])
 def test_a_listing_that_cannot_be_written_is_an_error(command):
     """the standard output of a listing is a full disk: one line of error"""
     done = shell(command, "> /dev/full")

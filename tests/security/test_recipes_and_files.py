@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from omegaconf import OmegaConf
 
 from fastloop import CheckpointError, Plugin, RecipeError, UsageError, checkpoint, hookimpl
@@ -540,18 +541,47 @@ def leaks(text: str) -> list[str]:
     return [value for value in secret if value in text]
 
 
+class FileTracker(GeneralTracker):
+    """A tracker of Accelerate that writes what it receives into a file of the run folder."""
+
+    name = "wandb"
+    requires_logging_directory = False
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__()
+        self.received: list[Any] = [*arguments, options]
+
+    @property
+    def tracker(self) -> Any:
+        return self
+
+    def store_init_configuration(self, values: Any) -> None:
+        self.received.append(values)
+
+    def log(self, values: Any, step: Any = None, **options: Any) -> None:
+        self.received.append(values)
+
+    def finish(self) -> None:
+        Path("run/tracker.json").write_text(json.dumps(self.received))
+
+
 @pytest.mark.parametrize("fail", [False, True], ids=["completed", "failed"])
-def test_secrets_reach_no_file_and_no_console(fail, monkeypatch, capfd):
-    """tokens in the environment and the recipe, logged, raised and summed up by a plugin: in nothing that a run writes or shows"""
+def test_secrets_reach_no_file_no_tracker_and_no_console(fail, monkeypatch, capfd):
+    """tokens in the environment and the recipe, logged, raised and summed up by a plugin: in nothing that a run writes, sends or shows"""
     monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "wandb", FileTracker)
+    Path("site").mkdir()
+    write("", "site/wandb.py")
+    monkeypatch.syspath_prepend(Path("site").absolute())
     name = secret_recipe()
-    arguments = [name, f"plugins.chatty.fail={str(fail).lower()}"]
+    arguments = [name, "--with", "trackers", "plugins.trackers.trackers=[wandb]", f"plugins.chatty.fail={str(fail).lower()}"]
     assert command(monkeypatch, "train", *arguments) == int(fail)
     shown = capfd.readouterr()
     assert not leaks(shown.out + shown.err)
     assert secrets.HIDDEN in shown.out + shown.err
     left = [path for path in Path("run").rglob("*") if path.is_file()]
     assert any("tensorboard" in str(path) for path in left)
+    assert secrets.HIDDEN in Path("run/tracker.json").read_text()
     for path in left:
         assert not leaks(path.read_bytes().decode("latin-1")), path
     assert secrets.HIDDEN in Path("run/log.txt").read_text()

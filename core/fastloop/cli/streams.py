@@ -18,6 +18,7 @@ class _Output(io.FileIO):
     def __init__(self, number: int, raises: bool) -> None:
         super().__init__(number, "w", closefd=False)
         self.raises = raises
+        self.discards = False
 
     def write(self, data: Any) -> int:
         """Write, and return the number of bytes.
@@ -28,6 +29,7 @@ class _Output(io.FileIO):
         try:
             return super().write(data)
         except OSError as error:
+            self.discards = True
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, self.fileno())
             os.close(null)
@@ -56,3 +58,8 @@ def secure_streams(is_log: bool) -> None:
             buffer = io.BufferedWriter(_Output(stream.fileno(), raises=name == "stdout" and not is_log))
             text = io.TextIOWrapper(buffer, stream.encoding, "backslashreplace", None, stream.line_buffering, stream.write_through)
             setattr(sys, name, text)
+
+
+def has_reader() -> bool:
+    """Whether what is written to the standard output still arrives, so that a command may stop when its reader has left."""
+    return not getattr(getattr(getattr(sys.stdout, "buffer", None), "raw", None), "discards", False)

@@ -10,13 +10,13 @@ import csv
 import io
 import json
 import logging
-import os
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from fastloop.cli.streams import has_reader
 from fastloop.errors import UsageError
 from fastloop.runtime import files
 
@@ -67,15 +67,13 @@ class Output:
         """Write the predictions of the next chunk.
 
         Raises:
-            SystemExit: The program that reads stdout has closed it, as ``head`` does.
+            SystemExit: The program that reads stdout has closed it, as ``head`` does. No more samples are predicted.
         """
         if self.path is None:
-            try:
-                sys.stdout.writelines(json_lines(columns))
-                sys.stdout.flush()
-            except BrokenPipeError:
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes the rest when it exits
-                raise SystemExit(1) from None
+            sys.stdout.writelines(json_lines(columns))
+            sys.stdout.flush()
+            if not has_reader():
+                raise SystemExit(1)
             return
         part = self.folder / (f"{len(self.parts):08}" + ".last" * last)
         unfinished = self.folder / "unfinished"

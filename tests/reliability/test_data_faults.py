@@ -253,6 +253,78 @@ def test_a_truncated_parquet_is_refused_wherever_it_is_cut(record_property):
     record_property("faults", TIMES)
 
 
+def test_parquet_file_whose_footer_is_malformed(record_property):
+    """a bit of a parquet footer inverted: read, or refused by name; never the end of the process"""
+    import pyarrow
+    from pyarrow import parquet
+
+    table = pyarrow.table({"text": ["fine film", "dull"] * 9, "score": [0.5, 1.0] * 9, "words": [["a", "b"], []] * 9})
+    parquet.write_table(table, "whole.parquet", row_group_size=18, store_schema=False)
+    content = Path("whole.parquet").read_bytes()
+    length = int.from_bytes(content[-8:-4], "little")
+    footer = range(8 * (len(content) - 8 - length), 8 * (len(content) - 8))
+    faults = footer if TIMES > 3 else footer[:: max(1, len(footer) // 200)]
+    malformed = 0
+    for bit in faults:
+        damaged = bytearray(content)
+        damaged[bit // 8] ^= 1 << bit % 8
+        malformed += read_in_a_child(bytes(damaged))
+    assert malformed > 0, "no bit mattered"
+    record_property("faults", len(faults))
+
+
+def test_parquet_statistics_that_do_not_fit_their_column():
+    """size statistics of a parquet column with a wrong number of levels, or for a number: refused by name"""
+    import pyarrow
+    from pyarrow import parquet
+
+    from fastloop_plugins.tasks._parquet_thrift import check_footer
+
+    parquet.write_table(pyarrow.table({"text": ["fine"] * 9, "label": [1, 2, 3] * 3}), "whole.parquet")
+    content = Path("whole.parquet").read_bytes()
+    length = int.from_bytes(content[-8:-4], "little")
+    start = len(content) - 8 - length
+    refused = set()
+    for bit in range(8 * start, 8 * (len(content) - 8)):
+        damaged = bytearray(content)
+        damaged[bit // 8] ^= 1 << bit % 8
+        Path("damaged.parquet").write_bytes(damaged)
+        try:
+            file = parquet.ParquetFile("damaged.parquet")
+            with pyarrow.OSFile("damaged.parquet") as source:
+                check_footer(source, len(content), file.metadata.schema)
+        except OSError as error:
+            refused |= {words for words in ("histogram of", "counts bytes of texts") if words in str(error)}
+        except Exception:  # pyarrow's own refusals have many types
+            continue
+    assert refused == {"histogram of", "counts bytes of texts"}
+
+
+def read_in_a_child(content: bytes) -> bool:
+    """Whether a process that reads a Parquet file refuses it by name. A crash of the process fails the test."""
+    import pyarrow
+
+    from fastloop_plugins.tasks._parquet_bounds import BoundedParquet
+    from fastloop_plugins.tasks._text_files import Read
+
+    Path("damaged.parquet").write_bytes(content)
+    if (child := os.fork()) == 0:
+        code = 3
+        try:
+            signal.alarm(60)
+            with BoundedParquet(pyarrow.OSFile("damaged.parquet"), "damaged.parquet", Read()) as file:
+                list(file.batches(file.names))
+            code = 0
+        except (OSError, RecipeError, pyarrow.ArrowException, ValueError):
+            code = 1
+        finally:
+            os._exit(code)
+    status = os.waitpid(child, 0)[1]
+    assert os.WIFEXITED(status), f"signal {os.WTERMSIG(status)}"
+    assert os.WEXITSTATUS(status) in (0, 1), f"exit code {os.WEXITSTATUS(status)}"
+    return os.WEXITSTATUS(status) == 1
+
+
 @pytest.mark.parametrize("name", ["train.jsonl", "train.csv", "train.txt"])
 def test_a_wrong_encoding_is_refused_with_the_line_and_what_to_do(name):
     """a file that is not UTF-8: refused with its name and what to do"""

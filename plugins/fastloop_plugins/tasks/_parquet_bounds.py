@@ -13,6 +13,7 @@ import pyarrow  # type: ignore[import-untyped]
 from pyarrow import parquet
 
 from fastloop_plugins.tasks._bounds import check_total, size_of
+from fastloop_plugins.tasks._parquet_thrift import PageHeader, check_footer
 
 if TYPE_CHECKING:
     from fastloop_plugins.tasks._text_files import Read
@@ -31,6 +32,9 @@ class BoundedParquet:
     Args:
         source: An open file of pyarrow, or of fsspec.
         path: Its name in messages.
+
+    Raises:
+        OSError: The footer is malformed.
     """
 
     source: Any
@@ -42,6 +46,7 @@ class BoundedParquet:
         self.file = parquet.ParquetFile(self.source, buffer_size=2**20, pre_buffer=False, page_checksum_verification=True)
         self.names: list[str] = self.file.schema_arrow.names
         self.metadata = self.file.metadata
+        check_footer(self.source, self.size, self.metadata.schema)
 
     def __enter__(self) -> BoundedParquet:
         return self
@@ -91,12 +96,12 @@ class BoundedParquet:
         end = min(start + column.total_compressed_size, self.size)
         while start < end:
             self.source.seek(start)
-            header = Header(self.source.read(HEADER))
+            header = PageHeader(self.source.read(HEADER))
             try:
                 header.read()
             except IndexError:
                 self.source.seek(start)
-                header = Header(self.source.read(LONG_HEADER))
+                header = PageHeader(self.source.read(LONG_HEADER))
                 header.read()
             if not 0 <= header.size <= column.total_uncompressed_size or header.stored < 0:
                 raise OSError(
@@ -104,66 +109,3 @@ class BoundedParquet:
                 )
             yield header.size
             start += header.at + header.stored
-
-
-class Header:
-    """The header of a page: a struct in Thrift's compact protocol.
-
-    Attributes:
-        size: Bytes of the page, decompressed.
-        stored: Its bytes in the file.
-        at: Bytes of the header.
-    """
-
-    def __init__(self, data: bytes) -> None:
-        self.data, self.at, self.size, self.stored = data, 0, -1, -1
-
-    def read(self) -> None:
-        """Read it.
-
-        Raises:
-            IndexError: It does not end within the data.
-            OSError: It is malformed.
-        """
-        for field, kind in self._fields():
-            if field in (2, 3) and kind == 5:
-                number = self._varint()
-                number = number >> 1 ^ -(number & 1)
-                self.size, self.stored = (number, self.stored) if field == 2 else (self.size, number)
-            else:
-                self._skip(kind, 0)
-
-    def _fields(self) -> Iterator[tuple[int, int]]:
-        """Number and type of each field of a struct. The caller reads the value."""
-        number = 0
-        while kind := self._byte():
-            if kind >> 4:
-                number += kind >> 4
-            else:
-                number = self._varint() >> 1
-            yield number, kind & 15
-
-    def _skip(self, kind: int, depth: int) -> None:
-        if kind in (4, 5, 6):
-            self._varint()
-        elif kind in (3, 7):
-            self.at += 1 if kind == 3 else 8
-        elif kind == 8:
-            length = self._varint()
-            self.at += length
-        elif kind == 12 and depth < 8:
-            for _, inner in self._fields():
-                self._skip(inner, depth + 1)
-        elif kind not in (1, 2):
-            raise OSError("the header of a page is malformed")
-
-    def _varint(self) -> int:
-        number = shift = 0
-        while (byte := self._byte()) >> 7:
-            number |= (byte & 127) << shift
-            shift += 7
-        return number | byte << shift
-
-    def _byte(self) -> int:
-        self.at += 1
-        return self.data[self.at - 1]

@@ -17,8 +17,8 @@ def cpu_random_states() -> dict[str, Any]:
 
 
 def random_states() -> dict[str, Any]:
-    """The random states of this process, with those of its CUDA devices."""
-    return cpu_random_states() | ({"cuda": torch.cuda.get_rng_state_all()} if torch.cuda.is_available() else {})
+    """The random states of this process, with that of its current CUDA device. A resumed run may find fewer devices."""
+    return cpu_random_states() | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
 
 
 def restore_random_states(states: Mapping[str, Any]) -> None:
@@ -27,7 +27,7 @@ def restore_random_states(states: Mapping[str, Any]) -> None:
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])
     if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(states["cuda"])
+        torch.cuda.set_rng_state(states["cuda"])
 
 
 @contextmanager

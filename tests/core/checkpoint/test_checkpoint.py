@@ -128,6 +128,18 @@ def test_tied_shared_and_strided_weights_keep_their_values():
     assert (Path("step-1") / "model.safetensors").stat().st_size < 2000  # a row is saved as a row, not with all it is a view of
 
 
+def test_random_states_hold_the_current_cuda_device_only(monkeypatch):
+    """The run may resume where fewer devices are visible."""
+    restored = []
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_rng_state", lambda: torch.tensor([7]))
+    monkeypatch.setattr("torch.cuda.set_rng_state", restored.append)
+    monkeypatch.setattr("torch.cuda.get_rng_state_all", lambda: [torch.tensor([7]), torch.tensor([8])])
+    states = random_states()
+    restore_random_states(states)
+    assert restored == [torch.tensor([7])]
+
+
 def test_random_states_are_restored():
     states = random_states()
     drawn = (random.random(), np.random.rand(), torch.rand(1).item())

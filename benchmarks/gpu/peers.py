@@ -65,7 +65,7 @@ def main() -> None:
 
     def prepare(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
-        parser.add_argument("--variant", choices=list(VARIANTS), default="graphs", help="fastloop's variant of command 2")
+        parser.add_argument("--variant", choices=list(VARIANTS), default="packing-graphs", help="fastloop's variant of command 2")
         parser.add_argument("--rounds", type=int, help="interleaved rounds (default 3)")
         parser.add_argument("--steps", type=int, help="steps of 12 a window (default 192)")
         parser.add_argument("--hold", type=int, help="workers that are held at once (default: all on a GPU, 4 on a CPU)")

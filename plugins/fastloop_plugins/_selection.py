@@ -21,14 +21,17 @@ from torch.distributed.tensor import DTensor
 
 from fastloop.data.datasets import Filler
 from fastloop.errors import PluginCrash
+from fastloop.estimates import Recommendation
 from fastloop.evaluation_results import evaluating
 from fastloop.hooks import PluginSet
 from fastloop.plugin import Numerics, Plugin
 from fastloop.recipe import Recipe
-from fastloop.registry import load_listed, select
+from fastloop.registry import select
 from fastloop.run import Run
 from fastloop.runtime import hardware
+from fastloop.runtime.hardware import Machine
 from fastloop_plugins._probe import remember
+from fastloop_plugins.auto import recommend_beside
 
 log = logging.getLogger("fastloop")
 
@@ -123,8 +126,11 @@ class SelectedBuild:
         """A run without some of the selected plugins, not built yet."""
         self.recipe.plugins = {name: options for name, options in self.listed.items() if name not in out}
         self.recipe.selected = {name: why for name, why in self.selected.items() if name not in out}
-        for name in dependents(self.recipe, self.listed):
-            del self.recipe.plugins[name], self.recipe.selected[name]
+        for name, again in dependents(self.recipe, self.listed, hardware.this_machine(self.recipe.train.device)).items():
+            if again is None:
+                del self.recipe.plugins[name], self.recipe.selected[name]
+            else:
+                self.recipe.plugins[name] = dict(again.options)
         return Run(self.recipe, remake(self.recipe, self.plugins))
 
     def _blame(self, run: Run, error: Exception) -> tuple[str, str] | None:
@@ -152,15 +158,15 @@ def discard(run: Run, is_torn_down: bool = False) -> None:
     gc.collect()
 
 
-def dependents(recipe: Recipe, before: Mapping[str, Any]) -> list[str]:
-    """The selected plugins that are recommended beside the plugins ``before``, and not beside the fewer ones that the recipe now lists."""
-    machine = hardware.this_machine(recipe.train.device)
+def dependents(recipe: Recipe, before: Mapping[str, Any], machine: Machine) -> dict[str, Recommendation | None]:
+    """The selected plugins whose recommendation is another one beside the plugins ``before`` than beside the fewer ones of the recipe.
 
-    def is_recommended(name: str, plugins: Mapping[str, Any]) -> bool:
-        others = {other: options for other, options in plugins.items() if other != name}
-        return load_listed(recipe, name).recommend(dataclasses.replace(recipe, plugins=others, selected={}), machine) is not None
-
-    return [name for name in recipe.selected if is_recommended(name, before) and not is_recommended(name, recipe.plugins)]
+    Returns:
+        Plugin -> its recommendation now; None: it has none any more.
+    """
+    full = dataclasses.replace(recipe, plugins=dict(before))
+    pairs = {name: (recommend_beside(full, name, machine), recommend_beside(recipe, name, machine)) for name in recipe.selected}
+    return {name: now for name, (then, now) in pairs.items() if then is not None and (now is None or now.options != then.options)}
 
 
 def remake(recipe: Recipe, plugins: PluginSet) -> PluginSet:

@@ -80,7 +80,8 @@ class Auto(Plugin):
                     logger.info("auto: leaves out %s: %s", cls.name, error)
                 continue
             plugins, chosen[cls.name] = trial.plugins, found
-        return chosen
+        final = dataclasses.replace(recipe, plugins=plugins, selected={})
+        return {name: again for name in chosen if (again := recommend_beside(final, name, machine)) is not None}
 
     def build_selected(self, run: Run, build: Callable[[Run], Run]) -> Run:
         """Leave out plugins that fail with the run's model."""
@@ -101,3 +102,11 @@ class Auto(Plugin):
     @hookimpl
     def check_run(self, run: Run) -> None:
         logger.warning("auto: no plugin of fastloop is known to make this recipe faster on %s", run.device.type)
+
+
+def recommend_beside(recipe: Recipe, name: str, machine: Machine) -> Recommendation | None:
+    """The recommendation for a plugin beside the others that a recipe lists. Its options may depend on them."""
+    from fastloop.registry import load_listed
+
+    others = {other: options for other, options in recipe.plugins.items() if other != name}
+    return load_listed(recipe, name).recommend(dataclasses.replace(recipe, plugins=others, selected={}), machine)

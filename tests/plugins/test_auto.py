@@ -11,6 +11,7 @@ from fastloop.errors import PluginError
 from fastloop.recipe import load_recipe, make_recipe
 from fastloop.registry import resolve
 from fastloop.runtime.hardware import Machine
+from fastloop_plugins._selection import dependents
 
 CPU = Machine("cpu", "AVX512", ("fp32", "bf16"), ("bf16",))
 OLD_CPU = Machine("cpu", "AVX2", ("fp32", "bf16"))
@@ -49,8 +50,27 @@ def test_flagship_recipe_lists_auto_and_resolves_to_the_cpu_recipe():
 def test_default_numerics_keep_the_batches():
     chosen = select(H100, "auto")
     assert "length-bucketing" not in chosen
-    assert chosen["compile"] == {}, "no CUDA graphs for shapes that vary"
+    assert chosen["packing"] == {}
+    assert chosen["compile"] == {"mode": "reduce-overhead"}, "packed rows have few shapes"
     assert chosen["amp"] == {"dtype": "bf16"}
+
+
+def test_without_a_kernel_for_rows_a_gpu_pads():
+    """No bf16, or packing turned off: the lengths of batches vary."""
+    for machine, listed in ((dataclasses.replace(H100, fast_dtypes=("fp16",)), ()), (H100, ({"packing": False},))):
+        chosen = select(machine, "auto", *listed)
+        assert chosen.get("packing", False) is False
+        assert chosen["compile"] == {}, "no CUDA graphs for shapes that vary"
+        assert "length-bucketing" in select(machine, {"auto": {"numerics": "changes-training"}}, *listed)
+
+
+def test_options_follow_the_plugins_that_are_left_out():
+    """`auto` records CUDA graphs for packed rows only. A model that cannot be packed leaves batches of many shapes."""
+    recipe = make_recipe({**MODEL, "plugins": ["auto"]})
+    resolve(recipe, H100)
+    before = dict(recipe.plugins)
+    del recipe.plugins["packing"], recipe.selected["packing"]
+    assert dependents(recipe, before, H100)["compile"].options == {}
 
 
 @pytest.mark.parametrize(("numerics", "absent"), [("reassociated", {"amp"}), ("bitwise", {"amp", "packing", "cls-last-layer"})])

@@ -53,6 +53,7 @@ class LengthBucketing(Plugin):
     @classmethod
     def recommend(cls, recipe: Recipe, machine: hardware.Machine) -> Recommendation | None:
         pays = machine.device == "cuda" and reads_padded_texts(recipe) and not recipe.data.get("streaming")
+        pays = pays and recipe.plugins.get("packing", False) is False  # which leaves no padding
         return Recommendation(why="little padding, and few shapes") if pays else None
 
     @classmethod

@@ -57,11 +57,14 @@ class Packing(Plugin):
 
     @classmethod
     def recommend(cls, recipe: Recipe, machine: Machine) -> Recommendation | None:
-        """On a CPU, for texts that are padded."""
+        """For texts that are padded, on a CPU, and on CUDA where one kernel computes the attention of a row."""
         from fastloop_plugins.tasks._tag_data import has_tags
 
         kinds = PACKABLE if has_tags(recipe) else BERT_LIKE  # a decoder classifies a text by its last token
-        if machine.device != "cpu" or not reads_padded_texts(recipe) or model_type(recipe) not in kinds:
+        has_kernel = "bf16" in machine.fast_dtypes and recipe.plugins.get("amp", False) is not False
+        if machine.device != "cpu" and not (machine.device == "cuda" and has_kernel):
+            return None
+        if not reads_padded_texts(recipe) or model_type(recipe) not in kinds:
             return None
         return Recommendation(why="no padding is computed")
 
@@ -119,6 +122,9 @@ class Packing(Plugin):
             return "it has no list of blocks"
         if not hasattr(dataset, "__getitem__"):
             return f"it is trained on {type(dataset).__name__}, which is iterable"
+        absent = _varlen.missing(run.device, _varlen.computing_dtype(run, model), _varlen.head_size(found.config))
+        if run.device.type == "cuda" and absent is not None and self.name in run.recipe.selected:
+            return f"attention would be computed one sequence at a time, since {absent}"
         if current != FLASH:  # which supports sliding windows
             self.collator.longest = longest
 
@@ -131,7 +137,6 @@ class Packing(Plugin):
             return answer
         pack()
         self.collator.longest = longest
-        absent = _varlen.missing(run.device, _varlen.computing_dtype(run, model), _varlen.head_size(found.config))
         if current == FLASH or absent is None:
             found.set_attn_implementation(FLASH if current == FLASH else _varlen.register())
             self.collator.varlen = True

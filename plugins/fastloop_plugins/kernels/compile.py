@@ -73,7 +73,8 @@ class Compile(Plugin):
         """On CUDA. With few shapes, it records CUDA graphs."""
         if machine.device != "cuda":
             return None
-        if recipe.plugins.get("length-bucketing", False) is not False or recipe.data.get("padding") == "max_length":
+        few = any(recipe.plugins.get(name, False) is not False for name in ("length-bucketing", "packing"))
+        if few or recipe.data.get("padding") == "max_length":
             return Recommendation(why="CUDA graphs for the few shapes of the batches", options={"mode": "reduce-overhead"})
         return Recommendation(why="fused kernels")
 

@@ -18,7 +18,7 @@ from fastloop import Output, Plugin, PluginCrash, PluginError, Trainer, checkpoi
 from fastloop.checkpoint import resume
 from fastloop.registry import PluginSet
 from fastloop.testing import tiny_data, tiny_model
-from fastloop_plugins.checkpoints.async_save import snapshot
+from fastloop_plugins.checkpoints.async_save import HostCopies, snapshot
 
 SPECS = {name: spec for name, spec in vars(hookspecs).items() if hasattr(spec, "fastloop_spec")}
 
@@ -471,7 +471,7 @@ def test_a_plugin_that_writes_checkpoints_later_is_waited_for(tiny_run, tmp_path
                 resume.write(run, folder, *copies)
 
             pool = ThreadPoolExecutor(1)
-            written = pool.submit(write, snapshot(model, state))
+            written = pool.submit(write, snapshot(model, state, HostCopies())[0])
             pool.shutdown(wait=False)
             return written
 

@@ -3,7 +3,7 @@
 ``DeviceTensor`` reports another device than the CPU and computes with the CPU's kernels. So a run takes the paths of an accelerator, its
 numbers are real, and a wait shows without a GPU. Three kinds of operation wait:
 
-* a read: ``.item()``, ``bool(tensor)``, ``.tolist()``, ``.cpu()``, ``torch.equal``;
+* a read: ``.item()``, ``bool(tensor)``, ``.tolist()``, ``.cpu()``, ``torch.equal``; a ``copy_`` to the host that is not ``non_blocking``;
 * an operation whose output's shape follows from values: ``nonzero``, ``unique``, ``bincount``, a boolean index;
 * a copy to the device that is not ``non_blocking``, such as ``torch.tensor(1.0, device=device)``.
 
@@ -85,7 +85,7 @@ def compute(func: Any, args: Any, kwargs: dict[str, Any], waits: list[str]) -> A
         raise RuntimeError(f"{func} has inputs on the device and on the host: {[tuple(tensor.shape) for tensor in elsewhere]}")
     if wrapped and (READS in func.tags or (SHAPES in func.tags and _shape_from_values(func, args))):
         waits.append(_place(func))
-    if copies and to_host and wrapped:
+    if copies and to_host and wrapped and args[2:] != (True,):  # copy_(tensor, non_blocking=True), into page-locked memory
         waits.append(_place(func))
     if copies and on_device and any(not isinstance(leaf, DeviceTensor) for leaf in inputs):
         blocking = not (kwargs.get("non_blocking") or (func is aten.copy_.default and args[2:] == (True,)))

@@ -5,9 +5,11 @@
 
 A save copies the weights and the optimizer state to host memory, and a thread writes the copy. The files are the same as without the
 plugin, and as safe; the next step waits only for the copy. Each save waits for the previous one, and the end of the run waits for the last
-one. If a write fails, fastloop reports it at the end of the current step, and ``train.on_save_error`` decides what happens. The copy needs
-as much host memory as the checkpoint has bytes. With sharded weights (``fsdp``, ``deepspeed``, ``tensor-parallel``), each process copies
-and writes its own shards, so each needs the memory of its part.
+one. If a write fails, fastloop reports it at the end of the current step, and ``train.on_save_error`` decides what happens.
+
+The copy needs as much host memory as the checkpoint has bytes, for the rest of the run: later saves use the same memory. On an accelerator
+that memory is page-locked, and the host does not wait for the copy: the thread does. With sharded weights (``fsdp``, ``deepspeed``,
+``tensor-parallel``), each process copies and writes its own shards, so each needs the memory of its part.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from fastloop import Plugin, hookimpl
 from fastloop.errors import SaveError
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
@@ -38,6 +41,7 @@ class AsyncSave(Plugin):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.group: ProcessGroup | None = None  # of the threads: their messages must not mix with those of training
+        self.copies = HostCopies()
 
     @hookimpl
     def write_checkpoint(self, run: Run, folder: Path, model: dict[str, Tensor], state: dict[str, Any]) -> Future[None] | None:
@@ -51,11 +55,13 @@ class AsyncSave(Plugin):
             return None  # only the main process writes
         if sharded and self.group is None:
             self.group = torch.distributed.new_group(backend="gloo")
-        copies = snapshot(model, state)
+        copies, event = snapshot(model, state, self.copies)
         written: Future[None] = Future()
 
         def write() -> None:
             try:
+                if event is not None:
+                    event.synchronize()
                 resume.write(run, folder, *copies, self.group)
                 written.set_result(None)
             except BaseException as error:
@@ -68,15 +74,53 @@ class AsyncSave(Plugin):
         return written
 
 
-def snapshot(model: Mapping[str, Tensor], state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Copy both to the CPU, so that later steps do not change them.
+class HostCopies:
+    """Copies of tensors in host memory. A later copy with the same name, shape and dtype takes the memory of the earlier one."""
+
+    def __init__(self) -> None:
+        self.buffers: dict[str, Tensor] = {}
+
+    def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copy tensors to the host. The host does not wait for the device: the numbers are complete when its current stream is.
+
+        No later operation changes a number before it is copied: all of them follow the copies on that stream.
+        """
+        import torch
+        from torch.distributed.tensor import DTensor
+
+        copies, buffers = {}, {}
+        for name, tensor in tensors.items():
+            tensor = tensor.detach()
+            if isinstance(tensor, DTensor):
+                copies[name] = tensor.to("cpu", copy=True)
+                continue
+            buffer = self.buffers.get(name)
+            if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
+                pin = tensor.device.type != "cpu" and torch.accelerator.is_available()
+                buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin)
+            copies[name] = buffers[name] = buffer.copy_(tensor, non_blocking=True)
+        self.buffers = buffers
+        return copies
+
+
+def snapshot(
+    model: Mapping[str, Tensor], state: Mapping[str, Any], copies: HostCopies
+) -> tuple[tuple[dict[str, Tensor], dict[str, Any]], torch.Event | None]:
+    """Copy both to the host, so that later steps do not change them.
+
+    Returns:
+        The copies, and the event after which they are complete; None: they are.
 
     Raises:
         TypeError: ``state`` contains a value that cannot be saved.
     """
+    import torch
+
     from fastloop import checkpoint
 
     tensors: dict[str, Tensor] = {}
     packed = checkpoint.pack(state, tensors, "state")
-    copies = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
-    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in model.items()}, checkpoint.unpack(packed, copies)
+    found = copies.copy({f"model.{name}": tensor for name, tensor in model.items()} | tensors)
+    event = torch.accelerator.current_stream().record_event() if torch.accelerator.is_available() else None
+    weights = {name: found[f"model.{name}"] for name in model}
+    return (weights, checkpoint.unpack(packed, {name: found[name] for name in tensors})), event

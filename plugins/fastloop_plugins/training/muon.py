@@ -7,7 +7,8 @@
 Muon orthogonalizes the update of a 2-D weight. Torch's Muon refuses all other weights. Embeddings and the output layer of a language model
 are 2-D, too, but AdamW steps them, as the method prescribes. For a classifier's output layer, set ``adamw``. Both optimizers use
 ``train.lr`` and ``train.weight_decay``: by default, ``adjust_lr_fn: match_rms_adamw`` scales Muon's updates to the size of AdamW's. The
-arguments in ``train.optimizer`` are Muon's. Several processes need ``ddp``: sharded weights are refused.
+arguments in ``train.optimizer`` are Muon's. Weights of one shape are orthogonalized together: the numbers are torch's up to rounding.
+Several processes need ``ddp``: sharded weights are refused.
 
 Methods: Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024; Liu et al., "Muon is Scalable for LLM Training",
 2025.
@@ -50,6 +51,7 @@ class MuonOptimizer(Plugin):
         from torch import nn, optim
         from torch.distributed.tensor import DTensor
 
+        from fastloop_plugins.training._batched_muon import BatchedMuon
         from fastloop_plugins.training._named_optimizer import optimizer_keywords
         from fastloop_plugins.training._patterns import matching, parameters_by_name
 
@@ -70,7 +72,7 @@ class MuonOptimizer(Plugin):
             raise RecipeError(f"{run.recipe.where}: train.optimizer: Muon on sharded weights gives other updates. Use ddp instead of fsdp.")
         arguments = {"adjust_lr_fn": "match_rms_adamw", **optimizer_keywords(run.recipe)}
         try:
-            muon = optim.Muon(matrices, **arguments)
+            muon = BatchedMuon(matrices, **arguments)
         except (TypeError, ValueError) as error:
             raise RecipeError(f"{run.recipe.where}: train.optimizer: Muon was called with {arguments}: {error}.") from error
         shared = {name: arguments[name] for name in ("lr", "weight_decay")}

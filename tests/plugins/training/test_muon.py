@@ -5,11 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from recipe_runs import LR, assert_same, make_run, torch_loop, trained
 from torch.optim import AdamW, Muon
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastloop import RecipeError
 from fastloop.lifecycle import execute
+from fastloop_plugins.training import _batched_muon
+from fastloop_plugins.training._batched_muon import BatchedMuon
 
 
 def both(model, adamw=(), **arguments):
@@ -54,3 +58,69 @@ def test_another_optimizer_is_left_alone():
 def test_errors_name_the_key(optimizer, patterns, message):
     with pytest.raises(RecipeError, match=message):
         make_run(optimizer=optimizer, plugins=[{"muon-optimizer": {"adamw": patterns}}])
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def gpt2_matrices(width=16, dtype=torch.float32):
+    """Weights of the shapes of GPT-2's 48 matrices, with gradients."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)] * 12
+    weights = [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
+    for weight in weights:
+        weight.grad = torch.randn(weight.shape, generator=generator).to(dtype)
+    return weights
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.5}, {"adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.3, "momentum": 0.8}])
+def test_batches_equal_torchs_muon_within_rounding(options, dtype, monkeypatch):
+    monkeypatch.setattr(_batched_muon, "STACKED", 5 * 16 * 48)  # stacks of several sizes
+    ours, torchs = gpt2_matrices(dtype=dtype), gpt2_matrices(dtype=dtype)
+    optimizers = BatchedMuon(ours, lr=0.01, **options), Muon(torchs, lr=0.01, **options)
+    for _ in range(5):
+        for optimizer in optimizers:
+            optimizer.step()
+    close = {"rtol": 0.0, "atol": 2e-3} if dtype == torch.float32 else {"rtol": 2**-6, "atol": 2**-5}
+    for one, other in zip(ours, torchs, strict=True):
+        torch.testing.assert_close(one, other, **close)
+    states = [[state["momentum_buffer"] for state in optimizer.state.values()] for optimizer in optimizers]
+    assert all(torch.equal(one, other) for one, other in zip(*states, strict=True))
+
+
+def test_torchs_muon_reads_the_state_and_writes_it():
+    ours, torchs = BatchedMuon(gpt2_matrices()), Muon(gpt2_matrices())
+    ours.step()
+    torchs.load_state_dict(ours.state_dict())
+    torchs.step()
+    ours.load_state_dict(torchs.state_dict())
+    assert ours.state_dict()["param_groups"] == torchs.state_dict()["param_groups"]
+
+
+def test_a_step_has_few_operations():
+    counts = []
+    for optimizer in (BatchedMuon(gpt2_matrices()), Muon(gpt2_matrices())):
+        optimizer.step()
+        with Operations() as counted:
+            optimizer.step()
+        counts.append(counted.count)
+    assert counts[0] * 8 < counts[1], counts
+
+
+def test_momentum_without_nesterov_equals_torchs_in_fp32():
+    """In bf16, torch 2.13 divides the momentum itself by its norm. This optimizer does not."""
+    ours, torchs = gpt2_matrices(), gpt2_matrices()
+    optimizers = BatchedMuon(ours, lr=0.01, nesterov=False), Muon(torchs, lr=0.01, nesterov=False)
+    for _ in range(5):
+        for optimizer in optimizers:
+            optimizer.step()
+    for one, other in zip(ours, torchs, strict=True):
+        torch.testing.assert_close(one, other, rtol=0.0, atol=2e-3)

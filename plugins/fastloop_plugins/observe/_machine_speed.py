@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from time import perf_counter
 
 import torch
@@ -11,28 +11,51 @@ import torch
 from fastloop.runtime.platform_support import page_faults
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+ACCELERATOR_ROWS = 8192
+"""Rows of a matrix on an accelerator: smaller products measure launches. Three matrices take 768 MiB in fp32."""
+CALLS = 8
+"""Products between two events: 9 TFLOP, so that the launch of the first one does not count."""
 
 
 def peaks(device: torch.device, dtypes: Iterable[str], size: int | None = None) -> dict[str, float]:
-    """Floating-point operations a second of square matrix products, for each dtype: the best of six.
+    """Floating-point operations per second of square matrix products, for each dtype: the best of six windows.
+
+    A dtype is missing if the device has too little memory for the matrices.
 
     Args:
-        size: Rows of a matrix; None: enough to reach the peak, which takes about two seconds on a CPU.
+        size: Rows of a matrix on a CPU; None: enough to reach the peak, which takes about two seconds.
     """
-    rows = size or (2048 if device.type == "cpu" else 8192)
+    rows = (size or 2048) if device.type == "cpu" else ACCELERATOR_ROWS
     generator = torch.Generator(device).manual_seed(0)  # a run's own random numbers stay as they are
     found = {}
     for name in dtypes:
-        a, b = (torch.randn(rows, rows, device=device, generator=generator).to(DTYPES[name]) for _ in range(2))
-        best = float("inf")
-        for _ in range(6):  # the first one is a warm-up and never the fastest
-            started = perf_counter()
-            torch.mm(a, b)
-            if device.type != "cpu":
-                torch.accelerator.synchronize()
-            best = min(best, perf_counter() - started)
+        try:
+            a, b = (torch.randn(rows, rows, device=device, generator=generator).to(DTYPES[name]) for _ in range(2))
+            product = torch.empty_like(a)
+
+            def multiply(a: torch.Tensor = a, b: torch.Tensor = b, product: torch.Tensor = product) -> None:
+                torch.mm(a, b, out=product)
+
+            best = min(seconds_of(multiply, device) for _ in range(6))  # the first one is a warm-up and never the fastest
+        except torch.OutOfMemoryError:
+            continue
         found[name] = 2 * rows**3 / best
     return found
+
+
+def seconds_of(function: Callable[[], object], device: torch.device, calls: int = CALLS) -> float:
+    """Seconds of a call: on a CPU by the clock, on an accelerator the mean of several between two events on the device."""
+    if device.type == "cpu":
+        started = perf_counter()
+        function()
+        return perf_counter() - started
+    first, last = (torch.Event(device, enable_timing=True) for _ in range(2))
+    first.record()
+    for _ in range(calls):
+        function()
+    last.record()
+    last.synchronize()
+    return first.elapsed_time(last) / 1000 / calls
 
 
 def fault_seconds(pages: int = 8192) -> float:

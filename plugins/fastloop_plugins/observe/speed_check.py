@@ -36,7 +36,7 @@ WORTH = 1.3
 LEFT = 60.0
 """Seconds that the remaining steps must take. A shorter run ends before its user could restart it."""
 PEAK_SIZE = 1024
-"""Rows of the matrices that measure the peak: 0.1 s on two CPU cores, within about 10% of the peak of larger ones."""
+"""Rows of the matrices that measure the peak on a CPU: 0.1 s on two cores, within about 10% of the peak of larger ones."""
 SAVING = 10.0
 """Minimum total seconds of saves before their share of the time counts: one slow save shows little."""
 
@@ -61,8 +61,12 @@ class SpeedCheck(Plugin):
 
     @hookimpl(trylast=True)
     def before_step(self, run: Run, batches: list[Batch]) -> None:
+        import torch
+
         from fastloop.runtime.platform_support import page_faults
 
+        if self.steps in (WARM_UP, WARM_UP + STEPS) and run.device.type == "cuda":
+            torch.cuda.synchronize(run.device)  # the host is ahead of the device
         if self.steps == WARM_UP:
             self.started, self.faults, self.load = perf_counter(), page_faults(), ForeignLoad()
         if self.steps == WARM_UP + STEPS:
@@ -118,7 +122,7 @@ class SpeedCheck(Plugin):
             longest=sum(map(int, self.longest)) / STEPS,
             real=self.real / STEPS,
             regions={"loss": seconds},
-            operations={"aten::mm": min(flops / peaks["fp32"], seconds)} if peaks else {},
+            operations={"aten::mm": min(flops / peaks["fp32"], seconds)} if "fp32" in peaks else {},
             peaks=peaks,
             page_faults=faults,
             fault_seconds=_machine_speed.fault_seconds(1024) if run.device.type == "cpu" else 0.0,

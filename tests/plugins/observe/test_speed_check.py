@@ -17,7 +17,7 @@ from fastloop.lifecycle import build, execute
 from fastloop.recipe import make_recipe
 from fastloop.registry import resolve
 from fastloop.run import Run
-from fastloop_plugins.observe import speed_check
+from fastloop_plugins.observe import _machine_speed, speed_check
 from fastloop_plugins.observe.speed_check import SpeedCheck, estimates, multiplications
 
 
@@ -115,3 +115,43 @@ def test_weights_of_linear_layers_are_multiplied_three_times():
 def test_the_line_is_a_warning_of_the_fastloop_log(recipe, caplog):
     fit(recipe(max_steps=28))
     assert [record.levelno for record in caplog.records if record.getMessage().startswith("speed-check")] == [logging.WARNING]
+
+
+class FakeEvent:
+    """An event of a device on which every call takes 2 ms."""
+
+    calls = 0
+    waits: list[FakeEvent] = []
+
+    def __init__(self, device: torch.device, enable_timing: bool) -> None:
+        assert (device.type, enable_timing) == ("cuda", True)
+
+    def record(self) -> None:
+        self.at = FakeEvent.calls
+
+    def synchronize(self) -> None:
+        FakeEvent.waits.append(self)
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        return 2.0 * (end.at - self.at)
+
+
+def test_a_device_is_timed_by_events_around_several_calls(monkeypatch):
+    monkeypatch.setattr(torch, "Event", FakeEvent)
+
+    def call() -> None:
+        FakeEvent.calls += 1
+
+    seconds = _machine_speed.seconds_of(call, torch.device("cuda"))
+    assert seconds == pytest.approx(0.002)
+    assert FakeEvent.calls == _machine_speed.CALLS > 1
+    assert len(FakeEvent.waits) == 1, "the host waits once for all calls"
+
+
+def test_a_dtype_without_memory_has_no_peak(monkeypatch):
+    def seconds_of(function, device):
+        raise torch.OutOfMemoryError("no memory")
+
+    assert _machine_speed.peaks(torch.device("cpu"), ("fp32",), 64)["fp32"] > 0
+    monkeypatch.setattr(_machine_speed, "seconds_of", seconds_of)
+    assert _machine_speed.peaks(torch.device("cpu"), ("fp32",), 64) == {}

@@ -166,5 +166,7 @@ def first_tokens(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     firsts = kwargs.get("first_tokens")
     if firsts is not None:
         row = output["last_hidden_state"][0]
-        output["last_hidden_state"] = (row if len(row) == len(firsts) else row[firsts])[:, None]  # ``cls-last-layer`` returns only these
+        output["last_hidden_state"] = (row if len(row) == len(firsts) else row.index_select(0, firsts))[
+            :, None
+        ]  # ``cls-last-layer`` returns only these
     return output

@@ -109,7 +109,7 @@ def at_first(forward: Any, hidden_states: Tensor, attention_mask: Tensor | None 
         if (ends := kwargs.get("cu_seq_lens_k")) is not None:  # FlashAttention's arguments: one query for each sequence
             each = ends.new_ones(len(ends)).cumsum(0, dtype=ends.dtype) - 1
             kwargs |= {"cu_seq_lens_q": each.clamp(max=len(firsts)), "max_length_q": 1}
-        return forward(hidden_states[:, firsts], attention_mask, *args, everything=hidden_states, **kwargs)
+        return forward(hidden_states.index_select(1, firsts), attention_mask, *args, everything=hidden_states, **kwargs)
     if attention_mask is not None and attention_mask.dim() == 4:
         attention_mask = attention_mask[:, :, :1]
     return forward(hidden_states[:, :1], attention_mask, *args, everything=hidden_states, **kwargs)

@@ -45,3 +45,13 @@ def reads_padded_texts(recipe: Recipe) -> bool:
 
     classifies = ("text" in recipe.data and recipe.data.get("label") is not None) or has_tags(recipe)
     return classifies and recipe.data.get("padding") != "max_length"
+
+
+def has_fixed_blocks(recipe: Recipe) -> bool:
+    """Whether the recipe trains a language model on blocks of ``data.max_length`` tokens."""
+    from fastloop_plugins.tasks.causal_lm import CausalLM
+
+    if "causal-lm" not in recipe.plugins and CausalLM.auto_enable(recipe) is None:
+        return False
+    rows = any(recipe.data.get(key) is not None for key in ("messages", "prompt", "completion"))
+    return not rows and (not recipe.data.get("streaming") or bool(recipe.data.get("blocks")))

@@ -55,6 +55,22 @@ def test_default_numerics_keep_the_batches():
     assert chosen["amp"] == {"dtype": "bf16"}
 
 
+@pytest.mark.parametrize(
+    ("data", "mode"),
+    [
+        ({"files": {"train": "a.txt"}, "max_length": 64}, "reduce-overhead"),
+        ({"files": {"train": "a.txt"}, "max_length": 64, "streaming": True, "blocks": True}, "reduce-overhead"),
+        ({"files": {"train": "a.txt"}, "max_length": 64, "streaming": True}, None),
+        ({"files": {"train": "a.jsonl"}, "messages": "messages"}, None),
+    ],
+    ids=["blocks", "streamed blocks", "streamed texts", "conversations"],
+)
+def test_cuda_graphs_are_recorded_for_blocks_of_fixed_length(data, mode):
+    recipe = make_recipe({"model": {"config": {"model_type": "gpt2"}}, "data": data, "plugins": ["auto"]})
+    resolve(recipe, H100)
+    assert recipe.plugins["compile"].get("mode") == mode
+
+
 def test_without_a_kernel_for_rows_a_gpu_pads():
     """No bf16, or packing turned off: the lengths of batches vary."""
     for machine, listed in ((dataclasses.replace(H100, fast_dtypes=("fp16",)), ()), (H100, ({"packing": False},))):

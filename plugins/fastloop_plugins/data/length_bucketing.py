@@ -6,8 +6,8 @@
 Samples are shuffled, sorted by length inside windows of ``window`` batches, and the batches are shuffled again. Little padding is left, and
 the order differs from epoch to epoch. Evaluation sorts all samples by length. Datasets are map-style with ``lengths`` or ``input_ids``.
 
-``max_tokens`` limits the tokens of a micro-batch, padding included: long samples come in small micro-batches, short ones in large ones.
-Steps still take ``train.batch_size`` samples. ``data.pad_to_multiple_of`` bounds shapes (CUDA: 64).
+``max_tokens`` limits the tokens of a micro-batch, padding included: long samples come in small micro-batches. Steps still take
+``train.batch_size`` samples. ``data.pad_to_multiple_of`` bounds shapes (CUDA: 64).
 """
 
 from __future__ import annotations
@@ -52,9 +52,8 @@ class LengthBucketing(Plugin):
 
     @classmethod
     def recommend(cls, recipe: Recipe, machine: hardware.Machine) -> Recommendation | None:
-        pays = machine.device == "cuda" and reads_padded_texts(recipe) and not recipe.data.get("streaming")
-        pays = pays and recipe.plugins.get("packing", False) is False  # which leaves no padding
-        return Recommendation(why="little padding, and few shapes") if pays else None
+        padded = reads_padded_texts(recipe) and recipe.plugins.get("packing", False) is False and not recipe.data.get("streaming")
+        return Recommendation(why="little padding, and few shapes") if machine.device == "cuda" and padded else None
 
     @classmethod
     def estimate_speedup(cls, profile: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:

@@ -13,16 +13,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from seqeval import scheme as schemes
-from seqeval.metrics import accuracy_score, f1_score, precision_score, recall_score
-from seqeval.metrics import classification_report as report_of
 from tag_helpers import make, trained, write_jsonl, write_splits
 
 from fastloop.errors import RecipeError
 from fastloop_plugins.tasks._tag_batches import IGNORED, word_scores
 from fastloop_plugins.tasks._tag_metrics import PREFIXES, SCORES, EntityScores, tag_metrics
 
-THEIRS = {"precision": precision_score, "recall": recall_score, "f1": f1_score}
+seqeval = pytest.importorskip("seqeval.metrics")
+schemes = pytest.importorskip("seqeval.scheme")
+accuracy_score, f1_score, report_of = seqeval.accuracy_score, seqeval.f1_score, seqeval.classification_report
+THEIRS = {"precision": seqeval.precision_score, "recall": seqeval.recall_score, "f1": f1_score}
 
 
 def names_of(scheme: str | None) -> list[str]:

@@ -14,7 +14,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from recipe_runs import assert_same
-from seqeval.metrics import accuracy_score, classification_report, f1_score
 from tag_helpers import SCRATCH, SPLITS, TAGS, TASK, make, tags_by_hand, trained, write_conll, write_jsonl, write_splits
 from text_helpers import TINY_GPT
 from text_loops import BATCH, BERT, EPOCHS, LR, SEED
@@ -27,6 +26,9 @@ from fastloop.registry import resolve
 from fastloop_plugins.datasets.dispatches import dispatches
 from fastloop_plugins.tasks._tag_batches import IGNORED, cut_words, windows
 from fastloop_plugins.tasks._tag_tokens import pairs
+
+seqeval = pytest.importorskip("seqeval.metrics")
+accuracy_score, classification_report, f1_score = seqeval.accuracy_score, seqeval.classification_report, seqeval.f1_score
 
 
 def task_of(run: Any) -> Any:

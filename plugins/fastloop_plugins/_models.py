@@ -47,6 +47,12 @@ def reads_padded_texts(recipe: Recipe) -> bool:
     return classifies and recipe.data.get("padding") != "max_length"
 
 
+def has_few_shapes(recipe: Recipe) -> bool:
+    """Whether batches have few shapes: plugins group or pack texts, or all have ``data.max_length`` tokens."""
+    grouped = any(recipe.plugins.get(name, False) is not False for name in ("length-bucketing", "packing"))
+    return grouped or recipe.data.get("padding") == "max_length" or has_fixed_blocks(recipe)
+
+
 def has_fixed_blocks(recipe: Recipe) -> bool:
     """Whether the recipe trains a language model on blocks of ``data.max_length`` tokens."""
     from fastloop_plugins.tasks.causal_lm import CausalLM

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastloop import Batch, DataLoaderDraft, Output, Plugin, PluginError, Recommendation, SpeedupEstimate, hookimpl, option
 from fastloop_plugins._cache import private_cache
-from fastloop_plugins._models import has_fixed_blocks
+from fastloop_plugins._models import has_few_shapes
 from fastloop_plugins.data._shapes import MULTIPLE
 from fastloop_plugins.kernels._blocks import transformer_blocks
 from fastloop_plugins.kernels._compiling import compile_in_place, counts, seconds
@@ -74,8 +74,7 @@ class Compile(Plugin):
         """On CUDA. With few shapes, it records CUDA graphs."""
         if machine.device != "cuda":
             return None
-        few = any(recipe.plugins.get(name, False) is not False for name in ("length-bucketing", "packing"))
-        if few or recipe.data.get("padding") == "max_length" or has_fixed_blocks(recipe):
+        if has_few_shapes(recipe):
             return Recommendation(why="CUDA graphs for the few shapes of the batches", options={"mode": "reduce-overhead"})
         return Recommendation(why="fused kernels")
 

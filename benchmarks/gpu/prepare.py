@@ -2,8 +2,9 @@
 
     python3 benchmarks/gpu/prepare.py --minilm FOLDER --data ../shared/data/imdb
 
-Writes ``benchmarks/gpu/data.tar.xz``: ``reviews.npz`` (35,000 reviews to train on, 5,000 to evaluate; see ``_reviews.py``) and ``minilm/``,
-the pretrained model in the form of ``save_pretrained``, with weights in fp16. Without the data, reviews of the same lengths are generated.
+Writes two archives to ``benchmarks/gpu/``. ``reviews.tar.xz`` has ``reviews.npz``: 35,000 reviews to train on, 5,000 to evaluate; see
+``_reviews.py``. ``minilm.tar.xz`` has ``minilm/``, the pretrained model in the form of ``save_pretrained``, with weights in fp16. Without the
+data, reviews of the same lengths are generated.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 from _measure import ROOT
 from _reviews import Reviews, generate, save, tokenize
 
-TARGET = Path(__file__).resolve().parent / "data.tar.xz"
+TARGET = Path(__file__).resolve().parent
 CONFIGURATION = ("config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
 
@@ -45,11 +46,11 @@ def read(file: Path, tokenizer: Any) -> Reviews:
 
 
 def main() -> None:
-    """Write the archive."""
+    """Write the archives."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--minilm", type=Path, required=True, help="folder of the pretrained model, with its tokenizer")
     parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data" / "imdb", help="folder of IMDB's parquet files")
-    parser.add_argument("--target", type=Path, default=TARGET, help="the archive")
+    parser.add_argument("--target", type=Path, default=TARGET, help="folder of the archives")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -66,13 +67,15 @@ def main() -> None:
             print(f"{options.data}: no train.parquet; reviews are generated")
             splits = {"train": generate(35_000, 0), "validation": generate(5_000, 1)}
         save(folder / "reviews.npz", **splits)
-        partial = options.target.with_suffix(".part")
-        with tarfile.open(partial, "w:xz", preset=6) as archive:
-            for path in sorted(folder.iterdir()):
-                archive.add(path, path.name)
-        partial.replace(options.target)
+        for path in (folder / "reviews.npz", folder / "minilm"):
+            archive = options.target / f"{path.stem}.tar.xz"
+            partial = archive.with_suffix(".part")
+            with tarfile.open(partial, "w:xz", preset=6) as file:
+                file.add(path, path.name)
+            partial.replace(archive)
+            print(f"{archive}: {archive.stat().st_size / 2**20:.1f} MiB")
     shown = ", ".join(f"{name} {len(split):,} reviews of {split.lengths.mean():.0f} tokens" for name, split in splits.items())
-    print(f"{options.target}: {options.target.stat().st_size / 2**20:.1f} MiB; {shown}")
+    print(shown)
 
 
 if __name__ == "__main__":

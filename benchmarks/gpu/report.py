@@ -164,7 +164,7 @@ def show_peers(lines: Lines) -> str:
 
 
 def show_tests(lines: Lines) -> str:
-    """The section of command 1."""
+    """The section of commands 1 and 4."""
     tests = [line for line in lines if line["kind"] == "test"]
     counts = Counter(line["outcome"] for line in tests)
     shown = [f"Tests: {', '.join(f'{count} {outcome}' for outcome, count in counts.items()) or 'none'}."]
@@ -177,10 +177,15 @@ def show_tests(lines: Lines) -> str:
 
 def section(folder: Path) -> str | None:
     """The text of the section; None without records of a GPU."""
-    parts = {name: read(folder / f"gpu-{name}.jsonl") for name in ("ablation", "peers", "tests")}
+    parts = {name: read(folder / f"gpu-{name}.jsonl") for name in ("ablation", "peers", "tests", "plugin-tests")}
     facts = {name: next((line for line in lines if line["kind"] == "facts"), {}) for name, lines in parts.items()}
     shown = []
-    for name, title, show in (("ablation", "Ablation", show_ablation), ("peers", "Peers", show_peers), ("tests", "Tests", show_tests)):
+    for name, title, show in (
+        ("ablation", "Ablation", show_ablation),
+        ("peers", "Peers", show_peers),
+        ("tests", "Tests that need a GPU", show_tests),
+        ("plugin-tests", "Tests of the plugins", show_tests),
+    ):
         fact = facts[name]
         if "device" not in fact or fact.get("tiny"):
             continue

@@ -13,13 +13,18 @@ if compgen -G 'benchmarks/gpu/wheels/*.whl' >/dev/null && [ "$(ls benchmarks/gpu
   ls benchmarks/gpu/wheels >"$site/wheels.txt" # installed once, whatever the machine has of them already
 fi
 "$python" benchmarks/gpu/install.py "$site"
-if [ -e benchmarks/gpu/data.tar.xz ] && [ ! -e benchmarks/gpu/data/reviews.npz ]; then
-  rm -rf benchmarks/gpu/data benchmarks/gpu/data.part
-  unpack='import sys, tarfile; tarfile.open(sys.argv[1]).extractall(sys.argv[2], filter="data")'
-  if "$python" -c "$unpack" benchmarks/gpu/data.tar.xz benchmarks/gpu/data.part; then
-    mv benchmarks/gpu/data.part benchmarks/gpu/data
-  else
-    echo "benchmarks/gpu/data.tar.xz cannot be unpacked: reviews will be generated" >&2
+unpack='import sys, tarfile; tarfile.open(sys.argv[1]).extractall(sys.argv[2], filter="data")'
+for content in reviews.npz minilm; do
+  archive=benchmarks/gpu/${content%.npz}.tar.xz part=benchmarks/gpu/${content%.npz}.part
+  if [ -e "$archive" ] && [ ! -e "benchmarks/gpu/data/$content" ]; then
+    rm -rf "$part"
+    mkdir -p benchmarks/gpu/data
+    if "$python" -c "$unpack" "$archive" "$part"; then
+      mv "$part/$content" "benchmarks/gpu/data/$content"
+    else
+      echo "$archive cannot be unpacked: the suite runs without $content" >&2
+    fi
+    rm -rf "$part"
   fi
-fi
+done
 echo "$site:$PWD/core:$PWD/plugins:$PWD/benchmarks${PYTHONPATH:+:$PYTHONPATH}"

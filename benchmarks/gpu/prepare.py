@@ -3,8 +3,8 @@
     python3 benchmarks/gpu/prepare.py --minilm FOLDER --data ../shared/data/imdb
 
 Writes two archives to ``benchmarks/gpu/``. ``reviews.tar.xz`` has ``reviews.npz``: 35,000 reviews to train on, 5,000 to evaluate; see
-``_reviews.py``. ``minilm.tar.xz`` has ``minilm/``, the pretrained model in the form of ``save_pretrained``, with weights in fp16. Without the
-data, reviews of the same lengths are generated.
+``_reviews.py``. ``minilm.tar.xz`` has ``minilm/``, the pretrained model in the form of ``save_pretrained``, with weights in fp16.
+Without the data, reviews of the same lengths are generated.
 """
 
 from __future__ import annotations

@@ -273,6 +273,26 @@ def test_parquet_file_whose_footer_is_malformed(record_property):
     record_property("faults", len(faults))
 
 
+def test_parquet_file_whose_pages_are_malformed(record_property):
+    """a bit of a parquet page inverted: read, or refused by name; never the end of the process"""
+    import pyarrow
+    from pyarrow import parquet
+
+    table = pyarrow.table({"text": ["fine film", "dull"] * 4, "words": [["a", "b"], []] * 4})
+    parquet.write_table(table, "whole.parquet", store_schema=False, compression="none")
+    content = Path("whole.parquet").read_bytes()
+    length = int.from_bytes(content[-8:-4], "little")
+    pages = range(32, 8 * (len(content) - 8 - length))
+    faults = pages if TIMES > 3 else pages[:: max(1, len(pages) // 200)]
+    malformed = 0
+    for bit in faults:
+        damaged = bytearray(content)
+        damaged[bit // 8] ^= 1 << bit % 8
+        malformed += read_in_a_child(bytes(damaged))
+    assert malformed > 0, "no bit mattered"
+    record_property("faults", len(faults))
+
+
 def test_parquet_statistics_that_do_not_fit_their_column():
     """size statistics of a parquet column with a wrong number of levels, or for a number: refused by name"""
     import pyarrow

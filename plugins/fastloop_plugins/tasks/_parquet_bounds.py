@@ -102,7 +102,10 @@ class BoundedParquet:
             except IndexError:
                 self.source.seek(start)
                 header = PageHeader(self.source.read(LONG_HEADER))
-                header.read()
+                try:
+                    header.read()
+                except IndexError:
+                    raise OSError(f"the header of a page of column {column.path_in_schema} does not end") from None
             if not 0 <= header.size <= column.total_uncompressed_size or header.stored < 0:
                 raise OSError(
                     f"a page of column {column.path_in_schema} claims {header.size} bytes, and its column {column.total_uncompressed_size}"

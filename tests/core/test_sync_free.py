@@ -177,7 +177,7 @@ def test_batches_are_pinned_and_copied_without_blocking_on_cuda(monkeypatch):
     cuda = SimpleNamespace(device=torch.device("cuda", 0), num_processes=1, process_index=0, is_main_process=True)
     monkeypatch.setattr("fastloop.lifecycle.build_accelerator", lambda *_: cuda)
     with pytest.raises(Exception, match="build_model") as raised:
-        build(wanted, registry.resolve(wanted, objects=[looks]))
+        build(registry.resolve(wanted, objects=[looks]))
     assert isinstance(raised.value.__cause__, Built)
     assert [loader.loader.pin_memory for loader in looks.loaders] == [True, True]
     assert [loader.loader.num_workers for loader in looks.loaders] == [0, 0]

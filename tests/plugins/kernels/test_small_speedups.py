@@ -120,7 +120,7 @@ def test_waiting_threads_sleep_if_the_recipe_or_the_load_of_other_programs_asks_
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     monkeypatch.setattr(ForeignLoad, "cores", lambda _: others)  # no test can make sure that a machine is idle
     recipe = make_recipe({"plugins": [{"cpu-affinity": {"wait": wait}}]})
-    found = launch.environment(resolve(recipe, objects=[CpuAffinity(wait=wait)], any_machine=True))
+    found = launch.environment(resolve(recipe, any_machine=True))
     assert found == ({"OMP_WAIT_POLICY": expected} if expected else {})
 
 

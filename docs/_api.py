@@ -83,7 +83,7 @@ RULES: dict[type, dict[str, str]] = {
         "auto_enable()": "override it",
         "estimate_speedup()": "override it",
     },
-    Processes: {"": "no", "close()": LIFECYCLE, "explain_lost_connection()": LIFECYCLE},
+    Processes: {"": "no", "close()": "no: the command calls it", "explain_lost_connection()": LIFECYCLE},
     Schedule: {"": "no"},
     CheckpointSaver: {
         "": "no",

@@ -271,10 +271,7 @@ class Plugin:
     def build_selected(self, resolved: ResolvedRecipe, build: Callable[[Run], Run]) -> Run:
         """Build a run of a recipe that lists the selected plugins, or of one without some of them. Every process calls it.
 
-        Args:
-            build: Builds a ``Run(recipe, plugins)`` and returns it. If that fails, it tears the run down, and raises the error of the
-                recipe or of a plugin.
-        """
+        ``build`` builds a ``Run(recipe, plugins)``. If that fails, it tears the run down and raises the error of the recipe or plugin."""
         from fastloop.run import Run  # imports torch
 
         return build(Run(resolved.recipe, resolved.plugins))

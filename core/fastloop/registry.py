@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-import graphlib
-import heapq
 import importlib.metadata
 import itertools
 from collections.abc import Collection, Iterable
@@ -16,6 +15,7 @@ from fastloop.hooks import PluginSet, origin
 from fastloop.options import check_options
 from fastloop.plugin import DISTRIBUTION, GROUP, Plugin, defaults, entry_points, is_own, listed_at, name_and_version
 from fastloop.plugin_checks import check_declarations, check_together, warn_once
+from fastloop.plugin_order import matching, order
 from fastloop.recipe import Recipe
 from fastloop.recipe.importing import import_file
 from fastloop.recipe.plugin_references import split_file
@@ -235,14 +235,8 @@ def expand(recipe: Recipe, machine: hardware.Machine | None = None) -> Recipe:
 
     The run writes the copy, so its own recipe file does not depend on the machine.
     """
-    recipe = dataclasses.replace(
-        recipe,
-        model=dict(recipe.model),
-        data=dict(recipe.data),
-        train=dataclasses.replace(recipe.train),
-        plugins=dict(recipe.plugins),
-        selected=dict(recipe.selected),
-    )
+    copies: Any = {name: copy.copy(getattr(recipe, name)) for name in ("model", "data", "train", "plugins", "selected")}
+    recipe = dataclasses.replace(recipe, **copies)
     for name, options in list(recipe.plugins.items()):
         if options is False or load_listed(recipe, name).select_plugins is Plugin.select_plugins:
             continue
@@ -285,7 +279,7 @@ def _collect(recipe: Recipe, objects: Iterable[Plugin]) -> ResolvedRecipe:
             filled.add(cls.slot)
             reasons[cls.name] = f"on by default: {reason}"
     _check(plugins, names, recipe.where)
-    ordered = _order(plugins, reasons, recipe.where)
+    ordered = order(plugins, reasons, recipe.where)
     check_together(ordered, names, reasons, recipe.where)
     return ResolvedRecipe(recipe, PluginSet(ordered, reasons))
 
@@ -305,14 +299,6 @@ def _takes_part(cls: type[Plugin], recipe: Recipe) -> bool:
     return recipe.inference is None or cls.slot == "task" or cls.for_inference
 
 
-def _matching(reference: str, plugins: list[Plugin]) -> list[Plugin]:
-    """The plugins that a declaration refers to by name or by ``slot:NAME``."""
-    slot = reference.removeprefix("slot:")
-    if slot != reference:
-        return [plugin for plugin in plugins if plugin.slot == slot]
-    return [plugin for plugin in plugins if plugin.name == reference]
-
-
 def _check(plugins: list[Plugin], names: Collection[str], where: str) -> None:
     for index, plugin in enumerate(plugins):
         if not plugin.name:
@@ -328,10 +314,10 @@ def _check(plugins: list[Plugin], names: Collection[str], where: str) -> None:
             raise PluginError(f"{where}: {', '.join(others)} and {last} fill the slot {plugin.slot!r}. Keep one: {' or '.join(fixes)}.")
     for plugin in plugins:
         for reference, reason in plugin.conflicts.items():
-            for other in _matching(reference, plugins):
+            for other in matching(reference, plugins):
                 raise PluginError(f"{where}: plugins {plugin.name!r} and {other.name!r} exclude each other: {reason} Remove one of them.")
         for reference in plugin.requires:
-            if not _matching(reference, plugins):
+            if not matching(reference, plugins):
                 slot = reference.removeprefix("slot:")
                 if slot != reference:
                     fix = f"a plugin in the slot {slot!r}, which the recipe does not list. `fastloop plugins` shows who fills it."
@@ -345,44 +331,3 @@ def _check(plugins: list[Plugin], names: Collection[str], where: str) -> None:
                 else:
                     fix = f"{reference!r}, and no plugin of this name is installed.{did_you_mean(reference, names)}"
                 raise PluginError(f"{where}: plugin {plugin.name!r} requires {fix}")
-
-
-def _order(plugins: list[Plugin], reasons: dict[str, str], where: str) -> list[Plugin]:
-    """Recipe order with the fewest moves for ``runs_after`` and ``runs_before`` (Kahn's algorithm, earliest index first)."""
-    position = {plugin.name: index for index, plugin in enumerate(plugins)}
-    before: dict[str, set[str]] = {plugin.name: set() for plugin in plugins}
-    for plugin in plugins:
-        for reference in plugin.runs_after:
-            before[plugin.name] |= {other.name for other in _matching(reference, plugins)} - {plugin.name}
-        for reference in plugin.runs_before:
-            for other in _matching(reference, plugins):
-                if other is not plugin:
-                    before[other.name].add(plugin.name)
-    sorter = graphlib.TopologicalSorter(before)
-    try:
-        sorter.prepare()
-    except graphlib.CycleError as error:
-        raise PluginError(f"{where}: {_explain_cycle(error.args[1], plugins)}") from None
-    ready = sorted(position[name] for name in sorter.get_ready())
-    ordered: list[Plugin] = []
-    while ready:
-        plugin = plugins[heapq.heappop(ready)]
-        ordered.append(plugin)
-        sorter.done(plugin.name)
-        for name in sorter.get_ready():
-            heapq.heappush(ready, position[name])
-            if position[name] < position[plugin.name]:
-                reasons[name] += f"; moved after {plugin.name!r}"
-    return ordered
-
-
-def _explain_cycle(names: list[str], plugins: list[Plugin]) -> str:
-    """The declarations that make a cycle, in which each name runs before the next, and one of them to drop."""
-    by_name = {plugin.name: plugin for plugin in plugins}
-    declarations = []
-    for first, second in itertools.pairwise(names):
-        for owner, attribute, other in ((second, "runs_after", first), (first, "runs_before", second)):
-            for reference in getattr(by_name[owner], attribute):
-                if by_name[other] in _matching(reference, plugins):
-                    declarations.append(f"{owner!r} {attribute} {reference!r}")
-    return f"the order of plugins is a cycle: {', '.join(declarations)}. Drop one of these declarations, or a plugin: --without {names[0]}."

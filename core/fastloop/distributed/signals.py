@@ -60,11 +60,8 @@ def on_signals(handler: Callable[[int, Any], Any]) -> Iterator[None]:
     """Handle ``SIGNALS`` by ``handler`` inside the block. Ignored signals stay ignored: shells make background jobs ignore Ctrl-C.
 
     It does nothing outside the main thread: Python handles signals there only."""
-    previous = {
-        number: signal.signal(number, handler)
-        for number in SIGNALS
-        if threading.current_thread() is threading.main_thread() and signal.getsignal(number) is not signal.SIG_IGN
-    }
+    handled = SIGNALS if threading.current_thread() is threading.main_thread() else ()
+    previous = {number: signal.signal(number, handler) for number in handled if signal.getsignal(number) is not signal.SIG_IGN}
     try:
         yield
     finally:

@@ -221,13 +221,11 @@ def check_requirements(resolved: ResolvedRecipe, machine: hardware.Machine | Non
     Raises:
         PluginError: A plugin lacks a requirement.
     """
-    recipe, machine = resolved.recipe, machine or hardware.this_machine(resolved.recipe.train.device)
+    where, machine = resolved.recipe.where, machine or hardware.this_machine(resolved.recipe.train.device)
     for plugin in resolved.plugins:
         for need in plugin.requirements:
             if missing := need.missing(plugin, machine):
-                raise PluginError(
-                    f"{recipe.where}: plugin {plugin.name!r} {missing.rstrip('.')}. Or leave it out: --without {plugin.name}."
-                )
+                raise PluginError(f"{where}: plugin {plugin.name!r} {missing.rstrip('.')}. Or leave it out: --without {plugin.name}.")
 
 
 def expand(recipe: Recipe, machine: hardware.Machine | None = None) -> Recipe:

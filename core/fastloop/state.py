@@ -234,6 +234,9 @@ class DataLoaderDraft(Draft):
     loader_class: type[DataLoader[Any]] | None = None
     """Class of loaders with workers; its ``close()`` ends them. None: torch's. ``dataloader-workers`` sets one that explains why a worker
     ended."""
+    thread_loader_class: type[DataLoader[Any]] | None = None
+    """Class of loaders without workers; its ``close()`` ends what it started. None: torch's. ``device-prefetch`` sets one that
+    reads the next batches in a thread."""
     persistent_workers: bool = False
     """Keep the worker processes between epochs."""
     prefetch_factor: int | None = None

@@ -12,13 +12,14 @@ import torch
 from emulated_device import DEVICE, DeviceTensor, EmulatedDevice, LogPointWaits, emulation
 from torch.amp import GradScaler
 
-from fastloop import Plugin, hookimpl, registry
+from fastloop import DataLoaderDraft, Plugin, hookimpl, registry
 from fastloop.distributed.processes import Processes
 from fastloop.lifecycle import build, execute
 from fastloop.recipe import make_recipe
 from fastloop.run import Run
 from fastloop.scalars import Scalars
 from fastloop.testing import LANGUAGE, TEXTS, write_texts
+from fastloop_plugins.data._read_ahead import ReadAheadLoader
 from fastloop_plugins.guards._numbers import loss_and_norm, read
 
 pytestmark = [
@@ -148,6 +149,23 @@ def test_finite_reads_all_steps_since_last_check_at_once(emulated):
 def test_packed_rows_do_not_wait(emulated):
     device, _ = emulated(LANGUAGE, ("packing",))
     assert waiting(device) == {1: [CHECK]}
+
+
+class ReadAhead(Plugin):
+    """Reads batches in a thread, as device-prefetch does on CUDA."""
+
+    name = "read-ahead"
+
+    @hookimpl
+    def configure_dataloader(self, draft: DataLoaderDraft) -> None:
+        draft.thread_loader_class = ReadAheadLoader
+
+
+def test_batches_that_a_thread_reads_do_not_wait(emulated):
+    plain, _ = emulated(plugins=({"log": False},))
+    ahead, _ = emulated(plugins=({"log": False},), objects=(ReadAhead(),))
+    assert len(ahead.steps) == len(plain.steps) > 3
+    assert waiting(ahead) == waiting(plain)
 
 
 @pytest.mark.slow

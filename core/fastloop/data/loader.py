@@ -72,7 +72,7 @@ class Loader:
             "pin_memory": reading["pin_memory"],
             "generator": torch.Generator().manual_seed(seed),  # keep epochs from using the global state
         }
-        loader_class: type[DataLoader[Any]] = DataLoader
+        loader_class: type[DataLoader[Any]] = draft.thread_loader_class or DataLoader
         if reading["num_workers"]:
             arguments |= {name: reading[name] for name in draft.WORKERS}
             loader_class = reading["loader_class"] or DataLoader
@@ -154,7 +154,7 @@ class Loader:
             yield batch
 
     def close(self) -> None:
-        """End the worker processes."""
+        """End the worker processes, or the thread that reads ahead."""
         if hasattr(self.loader, "close"):
             self.loader.close()
 

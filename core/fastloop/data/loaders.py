@@ -123,7 +123,7 @@ class Loaders:
         return self.evaluation[split]
 
     def close(self) -> None:
-        """End the worker processes of every loader."""
+        """End the worker processes and threads of every loader."""
         for loader in self._all.values():
             loader.close()
 

@@ -37,7 +37,8 @@ PAYS = 0.9
 """After the first round, variants below this ratio to their base variant are dropped."""
 AMP: dict[str, Any] = {"amp": {"dtype": "bf16"}}
 BUCKETS: dict[str, Any] = {"length-bucketing": {}}
-PREFETCH: dict[str, Any] = {"dataloader-workers": {"num_workers": 2}, "device-prefetch": {}}
+PREFETCH: dict[str, Any] = {"device-prefetch": {}}
+WORKERS: dict[str, Any] = {"dataloader-workers": {"num_workers": 2}}
 OPTIMIZER: dict[str, Any] = {"fused-optimizer": {}}
 FIRST: dict[str, Any] = {"cls-last-layer": {}}
 COMPILE: dict[str, Any] = {"compile": {}}
@@ -84,11 +85,13 @@ VARIANTS: dict[str, Variant] = {
     "packing": Variant(over="cls-last-layer", plugins=PACKED),
     "packing-compile": Variant(over="packing", plugins=PACKED | {"compile": {}}),
     "packing-graphs": Variant(over="packing-compile", plugins=recipe_plugins()),
+    "workers": Variant(over="packing-graphs", plugins=recipe_plugins() | WORKERS, cuda=True),
     "no-cudnn-attention": Variant(over="graphs", plugins=EAGER | GRAPHS, environment={"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"}),
     "batch-48": Variant(over="packing-graphs", plugins=recipe_plugins(), batch_size=48),
 }
-"""``packing-graphs`` is the recipe ``distilbert_imdb_gpu``, which is what ``auto`` selects."""
-CUDA_ALONE = ("tf32", "packing-graphs", "no-cudnn-attention")
+"""``packing-graphs`` is the recipe ``distilbert_imdb_gpu``, which is what ``auto`` selects. ``workers`` reads in worker
+processes instead of a thread."""
+CUDA_ALONE = ("tf32", "packing-graphs", "workers", "no-cudnn-attention")
 """Variants that differ from others only on CUDA."""
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from fastloop import Plugin, PluginCrash, hookimpl
+from fastloop import Plugin, PluginCrash, PluginError, hookimpl
 from fastloop.testing import VECTORS, start, tiny_data, tiny_model, train
 
 
@@ -203,3 +203,16 @@ def test_write_summary_does_not_fire_if_the_run_cannot_be_built(tiny_run):
     with pytest.raises(PluginCrash, match="on purpose"):
         tiny_run([summaries(seen), plugin("fails", check_run=fail)])
     assert seen == []
+
+
+@pytest.mark.parametrize(("yields", "problem"), [(0, "ended before its yield"), (2, "has a second yield")])
+def test_a_wrapper_without_one_yield_is_named(yields, problem, tiny_run):
+    def evaluate(self):
+        result = {}
+        for _ in range(yields):
+            result = yield
+        return result
+
+    wrapper = plugin("twice", evaluate=hookimpl(wrapper=True)(evaluate))
+    with pytest.raises(PluginError, match=f"plugin 'twice': evaluate is a wrapper, and {problem}"):
+        tiny_run([wrapper], data=tiny_data(8), epochs=1)

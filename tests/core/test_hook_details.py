@@ -187,10 +187,10 @@ def test_write_summary_fires_after_a_stop_and_after_a_failure(tiny_run, tmp_path
         raise ValueError("on purpose")
 
     order: list[str] = []
-    hooks = {name: (lambda self, name=name: order.append(name)) for name in ("on_exception", "write_summary", "teardown")}
+    hooks = {name: (lambda self, name=name: order.append(name)) for name in ("write_summary", "teardown")}
     with pytest.raises(PluginCrash, match="on purpose"):
         tiny_run([plugin("fails", after_step=fail), plugin("order", **hooks), summaries(seen)], output=tmp_path / "failed")
-    assert order == ["on_exception", "write_summary", "teardown"]
+    assert order == ["write_summary", "teardown"]
     assert (seen[1]["status"], seen[1]["validation"]) == ("failed", None)
     assert json.loads((tmp_path / "failed/summary.json").read_text())["status"] == "failed"
 

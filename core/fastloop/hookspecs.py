@@ -40,7 +40,6 @@
     export_model, model_state                       # into the run folder's model/
     log_scalars, write_summary                      # log_scalars: values of run.log() since the last log point, if any
     recover                                         # when training or an evaluation raises
-    on_exception                                    # when the run fails; write_summary follows
     teardown                                        # last, once: also after a failure, a stop signal or a failed build
     build_prediction_data, predict                  # only to predict. Neither a prediction nor `fastloop evaluate` builds an optimizer
 
@@ -336,11 +335,6 @@ def write_summary(run: Run, summary: dict[str, Any]) -> None:
 def recover(run: Run, error: Exception, split: str | None) -> bool | None:
     """First. Training, or the evaluation of ``split``, raised. Return True to continue from ``run.state``'s counters without the step's
     gradients, or to repeat the evaluation. All processes must return the same answer, and none may be inside a collective operation."""
-
-
-@hookspec
-def on_exception(run: Run, error: BaseException) -> None:
-    """The run failed after it was built. fastloop then writes the summary, calls ``teardown`` and raises the error."""
 
 
 @hookspec

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from fastloop import Plugin, PluginCrash, hookimpl
+from fastloop import Plugin, PluginCrash, PluginError, hookimpl
 from fastloop.testing import VECTORS, start, tiny_data, tiny_model, train
 
 
@@ -187,10 +187,10 @@ def test_write_summary_fires_after_a_stop_and_after_a_failure(tiny_run, tmp_path
         raise ValueError("on purpose")
 
     order: list[str] = []
-    hooks = {name: (lambda self, name=name: order.append(name)) for name in ("on_exception", "write_summary", "teardown")}
+    hooks = {name: (lambda self, name=name: order.append(name)) for name in ("write_summary", "teardown")}
     with pytest.raises(PluginCrash, match="on purpose"):
         tiny_run([plugin("fails", after_step=fail), plugin("order", **hooks), summaries(seen)], output=tmp_path / "failed")
-    assert order == ["on_exception", "write_summary", "teardown"]
+    assert order == ["write_summary", "teardown"]
     assert (seen[1]["status"], seen[1]["validation"]) == ("failed", None)
     assert json.loads((tmp_path / "failed/summary.json").read_text())["status"] == "failed"
 
@@ -203,3 +203,16 @@ def test_write_summary_does_not_fire_if_the_run_cannot_be_built(tiny_run):
     with pytest.raises(PluginCrash, match="on purpose"):
         tiny_run([summaries(seen), plugin("fails", check_run=fail)])
     assert seen == []
+
+
+@pytest.mark.parametrize(("yields", "problem"), [(0, "ended before its yield"), (2, "has a second yield")])
+def test_a_wrapper_without_one_yield_is_named(yields, problem, tiny_run):
+    def evaluate(self):
+        result = {}
+        for _ in range(yields):
+            result = yield
+        return result
+
+    wrapper = plugin("twice", evaluate=hookimpl(wrapper=True)(evaluate))
+    with pytest.raises(PluginError, match=f"plugin 'twice': evaluate is a wrapper, and {problem}"):
+        tiny_run([wrapper], data=tiny_data(8), epochs=1)

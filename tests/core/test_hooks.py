@@ -188,7 +188,7 @@ def test_a_run_that_fails_tells_its_plugins_and_then_writes_its_summary():
     trainer.resolution = PluginSet([*trainer.resolution.plugins, Broken()])
     with pytest.raises(PluginCrash, match=r"plugin 'broken' \(test_hooks\) failed in after_backward: ValueError: broken"):
         trainer.fit()
-    assert lines[-5:] == ["after_backward", "recover", "on_exception", "write_summary", "teardown"]
+    assert lines[-4:] == ["after_backward", "recover", "write_summary", "teardown"]
 
 
 def test_every_hook_gets_what_its_specification_says(tmp_path):

@@ -12,7 +12,6 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from fastloop.data.datasets import Collate, MapReader, Stream
 from fastloop.data.sampler import StepSampler
-from fastloop.data.user_sampler import SamplerOrder, is_default_order
 from fastloop.errors import CheckpointError, DataError, UsageError
 from fastloop.runtime.tracebacks import user_line
 from fastloop.state import Batch, DataLoaderDraft
@@ -32,11 +31,12 @@ class Loader:
         micro_batch_size: Samples of a micro-batch on one process.
         pieces: See ``StepSampler``.
         split: Name of the split, for its worker settings and for messages.
-        sampler: The order of a map-style dataset, and whether to drop an incomplete last batch. A batch has ``batch_size`` samples in
-            training and the sampler's ``batch_size`` in evaluation. None: all samples in the default order.
+        sampler: Whether to drop an incomplete last batch. A batch has ``batch_size`` samples in training and the sampler's
+            ``batch_size`` in evaluation. If its ``sampler`` can be called with an epoch, that returns the ids of a map-style dataset in
+            their order. None, or any other sampler: all samples in the default order.
 
     Raises:
-        UsageError: The sampler's order cannot be repeated, or no sample is left.
+        UsageError: No sample is left.
 
     Attributes:
         unreadable: Number of samples that could not be read and were left out of their batches.
@@ -90,15 +90,13 @@ class Loader:
                 self.stream.position.share_memory_()  # type: ignore[no-untyped-call] # so that persistent workers see changes
             self.loader = loader_class(self.stream, batch_size=micro_batch_size, **arguments)
             return
-        order, dropped_batch = None, 0
-        if sampler is not None:
-            if not is_default_order(sampler.sampler, dataset, shuffle, draft.arrange is not None):
-                order = SamplerOrder(sampler.sampler, split, seed)
-            if drop_last:
-                dropped_batch = batch_size if shuffle else sampler.batch_size
+        order: Any = sampler.sampler if sampler is not None and callable(sampler.sampler) else None
+        dropped_batch = 0
+        if sampler is not None and drop_last:
+            dropped_batch = batch_size if shuffle else sampler.batch_size
         arrange = partial(draft.arrange, dataset) if draft.arrange is not None else None
         divide = partial(draft.split, dataset) if draft.split is not None else None
-        size = len(dataset) if order is None else order.size
+        size = len(dataset if order is None else order)
         self.sampler = StepSampler(
             size, batch_size, micro_batch_size, rank, world_size, seed, shuffle, arrange, divide, pieces, order, dropped_batch
         )

@@ -89,7 +89,7 @@ class Loaders:
         """Build the loader of each split.
 
         Raises:
-            UsageError: A sampler's order cannot be repeated.
+            UsageError: A split has no sample left.
         """
         if self._recipe.inference is None:
             self.train = self._build_loader("train", self.micro_batch_size)

@@ -43,7 +43,7 @@ STEP_HOOKS = {
     "log_scalars",
 }  # fmt: skip
 """Hooks that are called in every step, or in many."""
-UNCHECKED = {"train_step", "on_exception", "teardown"}
+UNCHECKED = {"train_step", "teardown"}
 """The loop checks ``train_step`` in every step. At the end of a run, an error would hide the run's own."""
 NEEDED = {
     "build_datasets", "build_model", "build_optimizer", "prepare", "compute_loss", "clip_gradients", "evaluate",

@@ -137,6 +137,8 @@ class CausalLM(Plugin):
         import numpy as np
         from transformers import AutoModelForCausalLM
 
+        from fastloop_plugins.tasks._language_loss import add_loss
+
         model: nn.Module = self.text_model.build(AutoModelForCausalLM)
         if run.recipe.inference is None:
             sample = run.datasets["train"][0]
@@ -149,20 +151,18 @@ class CausalLM(Plugin):
             prompts = self.text_model.tokenizer(list(PROBE), add_special_tokens=False)["input_ids"]
             batch = self.build_collator(run, "predict")([{"input_ids": np.array(ids)} for ids in prompts])
             check_prompts(run, model, batch.inputs, self.text_model.where)
+        add_loss(model)
         return model
 
     @hookimpl
     def compute_loss(self, model: nn.Module, batch: dict[str, Any]) -> Output:
         import torch
-        from torch.nn.functional import cross_entropy
 
-        from fastloop_plugins.tasks._lm_batches import IGNORED
         from fastloop_plugins.tasks._text_masks import forward
 
         # No mask for attention: padding is on the right, so no real token attends to it, and attention uses its causal fast path.
-        inputs = {name: value for name, value in batch.items() if name != "targets"} | {"use_cache": False}
-        output = forward(model, inputs, never=True)
-        loss = cross_entropy(output.logits.flatten(0, 1).float(), batch["targets"].flatten(), ignore_index=IGNORED)
+        output = forward(model, batch | {"use_cache": False}, never=True)
+        loss = output.loss
         if self.router_weight and torch.is_grad_enabled():  # perplexity is of cross entropy alone
             loss = loss + self.router_weight * output.aux_loss
         return Output(loss)

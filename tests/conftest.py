@@ -22,6 +22,7 @@ import torch
 
 from fastloop.cli import main
 from fastloop.cli.messages import Messages
+from fastloop.plugin_checks import warn_once
 from fastloop.runtime import platform_support
 
 Cli = Callable[..., tuple[int, str, str]]
@@ -58,6 +59,7 @@ def _in_its_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     logger = logging.getLogger("fastloop")
     logger.setLevel(logging.NOTSET)  # a fixture of a module may have run a command, which logs more
     level, propagate = logger.level, logger.propagate
+    warn_once.cache_clear()  # of the warnings that an earlier test caused
     yield
     torch.set_num_threads(threads)
     gc.unfreeze()  # the command line thinks that its process is its own

@@ -91,9 +91,9 @@ def test_each_test_is_a_record(tmp_path: Path) -> None:
 def test_the_packed_folder_runs_without_a_checkout(tmp_path: Path) -> None:
     target, results = tmp_path / "packed", tmp_path / "results"
     pack = ["bash", str(BENCHMARKS / "gpu" / "pack.sh"), str(target), "--without-minilm"]
-    subprocess.run(pack, check=True, capture_output=True, timeout=60)
+    subprocess.run(pack, check=True, capture_output=True, timeout=600)
     assert {"tree.tar.gz", "all.sh"} <= {path.name for path in target.iterdir()}
-    again = subprocess.run(pack, capture_output=True, text=True, check=False, timeout=60)
+    again = subprocess.run(pack, capture_output=True, text=True, check=False, timeout=600)
     assert (again.returncode, again.stderr) == (2, f"{target} is not empty. Give an empty folder.\n")
     command = ["bash", str(target / "all.sh"), "plugin-tests", "--tiny", "--results", str(results), "--files", "test_small_speedups.py"]
     done = subprocess.run(command, env=os.environ | {"PYTHON": sys.executable}, capture_output=True, text=True, check=False, timeout=600)

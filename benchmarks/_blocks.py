@@ -46,7 +46,21 @@ NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 SIZES = {
     "gpt2": Size({"model_type": "gpt2", "vocab_size": 50_304, "n_positions": 1024, **NO_DROPOUT}, 50_257, 1024, 16, 100),
     "tiny": Size(
-        {"model_type": "gpt2", "vocab_size": 512, "n_positions": 32, "n_layer": 2, "n_head": 2, "n_embd": 32, **NO_DROPOUT}, 500, 32, 4, 4
+        {
+            "model_type": "gpt2",
+            "vocab_size": 512,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+            "n_positions": 32,
+            "n_layer": 2,
+            "n_head": 2,
+            "n_embd": 32,
+            **NO_DROPOUT,
+        },
+        500,
+        32,
+        4,
+        4,
     ),
 }
 """``gpt2`` is GPT-2 with 124M parameters. Its vocabulary is padded to a multiple of 64, and it has no dropout: both

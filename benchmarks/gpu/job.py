@@ -65,9 +65,9 @@ def train(data: Path, length: int, folder: Path, environment: dict[str, str], ti
     Raises:
         subprocess.SubprocessError: It failed, or was not done after ``timeout`` seconds.
     """
-    files = [f"data.files.{split}={data / split}.jsonl" for split in ("train", "validation")]
     command = [sys.executable, "-m", "fastloop", "train", str(ROOT / "recipes" / "distilbert_imdb.yaml")]
-    command += [f"model.name={data / 'model'}", *files, f"data.max_length={length}", f"output={folder}"]
+    command += [f"model.name={data / 'model'}", "data.name=null", "data.module=_reviews:read_texts", f"data.arguments.folder={data}"]
+    command += [f"data.max_length={length}", f"output={folder}"]
     started, log = time.perf_counter(), folder.with_suffix(".log")
     with log.open("w") as file:
         subprocess.run(command, env=os.environ | environment, stdout=file, stderr=subprocess.STDOUT, timeout=timeout, check=True)

@@ -30,6 +30,7 @@ Cli = Callable[..., tuple[int, str, str]]
 pytest_plugins = ["fastloop.testing"]
 
 
+@pytest.hookimpl(optionalhook=True)  # pytest-xdist may be missing
 def pytest_xdist_auto_num_workers() -> int:
     """Three workers for two cores: tests wait for the processes that they started. More of them only repeat the imports."""
     return max(1, platform_support.cores() * 3 // 2)

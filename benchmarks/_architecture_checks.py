@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fastloop import FastloopError, Plugin, UsageError, hookimpl
 from fastloop.cli.numerics import BOUNDS, largest_difference
-from fastloop.lifecycle import build, inference
+from fastloop.lifecycle import open_run
 from fastloop.recipe import Inference, make_recipe
 from fastloop.registry import resolve
 from fastloop.testing.runs import Trained, train
@@ -275,11 +275,9 @@ class Pair:
         recipe = make_recipe(self.recipe("predicted", plugins, {}))
         split = "validation" if texts is None else "predict"
         recipe.inference = Inference((self.folder / "plain" / "model").resolve(), split, texts, chunk=plain.BATCH)
-        with self.recorded():
-            run = build(recipe, resolve(recipe, objects=[Chunks(None)]))
-            with inference(run):
-                (chunk,) = run.loaders.chunks
-                return predict_dataset(run, run.loaders.replace(split, chunk))
+        with self.recorded(), open_run(resolve(recipe), [Chunks(None)]) as run:
+            (chunk,) = run.loaders.chunks
+            return predict_dataset(run, run.loaders.replace(split, chunk))
 
 
 FIRST = "hand-written loop"

@@ -213,7 +213,7 @@ def prepare_fastloop(work: Work, splits: Mapping[str, Reviews]) -> tuple[Any, Re
 def run_fastloop(work: Work, reviews: Reviews, windows: Windows) -> None:
     """Train as ``fastloop train`` does with this recipe."""
     from fastloop import Plugin, hookimpl
-    from fastloop.lifecycle import build, execute
+    from fastloop.lifecycle import execute, open_run
     from fastloop.registry import resolve
 
     class Watch(Plugin):
@@ -237,7 +237,8 @@ def run_fastloop(work: Work, reviews: Reviews, windows: Windows) -> None:
             windows.end(run.unwrap_model())
 
     recipe, task = prepare_fastloop(work, {"train": reviews})
-    execute(build(recipe, resolve(recipe, objects=[task, Watch()])))
+    with open_run(resolve(recipe, objects=[task, Watch()])) as run:
+        execute(run)
 
 
 ARMS: dict[str, Arm] = {
@@ -256,4 +257,4 @@ def restart_for_fastloop(work: Work) -> None:
     from fastloop.cli import launch
 
     recipe, task = prepare_fastloop(work, {})
-    launch.start_again(recipe, [task])
+    launch.start_again(launch.resolve_early(recipe, [task]))

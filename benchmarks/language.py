@@ -88,15 +88,15 @@ def tokens(model: str, folder: Path) -> None:
 
     import numpy as np
 
-    from fastloop.lifecycle import build
+    from fastloop.lifecycle import open_run
     from fastloop.registry import resolve
 
     loaded = load_recipe(str(write_recipe(model, 1, 0, folder)), (), (), ("auto",))
-    run = build(loaded, resolve(loaded))
-    for split, name in (("train", "train.bin"), ("validation", "val.bin")):
-        ids = np.concatenate([np.asarray(sample["input_ids"]) for sample in run.datasets[split]])
-        ids.astype(np.uint16).tofile(folder / name)
-    (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": run.unwrap_model().config.vocab_size}))
+    with open_run(resolve(loaded)) as run:
+        for split, name in (("train", "train.bin"), ("validation", "val.bin")):
+            ids = np.concatenate([np.asarray(sample["input_ids"]) for sample in run.datasets[split]])
+            ids.astype(np.uint16).tofile(folder / name)
+        (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": run.unwrap_model().config.vocab_size}))
 
 
 def llama_module() -> types.ModuleType:

@@ -111,7 +111,7 @@ def data(value: int, folder: Path) -> dict[str, Any]:
 def first_step(file: Path, folder: Path) -> dict[str, Any]:
     """Run a recipe for one step."""
     from fastloop import Plugin, hookimpl
-    from fastloop.lifecycle import build, execute
+    from fastloop.lifecycle import execute, open_run
     from fastloop.recipe import make_recipe
     from fastloop.registry import resolve
 
@@ -133,7 +133,8 @@ def first_step(file: Path, folder: Path) -> dict[str, Any]:
         }
     )
     before, resident = memory("VmRSS"), Resident()
-    summary = execute(build(recipe, resolve(recipe, objects=[resident])))
+    with open_run(resolve(recipe), [resident]) as run:
+        summary = execute(run)
     return {"seconds": summary["startup_seconds"], "bytes": resident.found - before}
 
 

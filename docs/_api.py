@@ -88,9 +88,7 @@ RULES: dict[type, dict[str, str]] = {
     CheckpointSaver: {
         "": "no",
         "start()": "no: saving calls it",
-        "resumed()": "no: resuming calls it",
         "take_failure()": LOOP,
-        "count_error()": LOOP,
     },
     Loaders: {"": "no", "set_datasets()": LIFECYCLE, "build()": LIFECYCLE, "close()": LIFECYCLE},
 }

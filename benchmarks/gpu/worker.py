@@ -35,12 +35,12 @@ def next_command() -> str:
 
 def run_job(work: Work, splits: dict[str, Any]) -> dict[str, Any]:
     """Train and evaluate; returns a part of the summary."""
-    from fastloop.lifecycle import build, execute
+    from fastloop.lifecycle import execute, open_run
     from fastloop.registry import resolve
 
     recipe, task = prepare_fastloop(work, splits)
-    run = build(recipe, resolve(recipe, objects=[task]))
-    summary = execute(run)
+    with open_run(resolve(recipe, objects=[task])) as run:
+        summary = execute(run)
     spans = ("startup_seconds", "compile_seconds", "train_seconds", "evaluate_seconds", "validation", "compile", "steps")
     return {key: summary[key] for key in spans if key in summary} | {
         "flops": work.epochs * training_flops(run.unwrap_model(), splits["train"].lengths),

@@ -1,10 +1,10 @@
-"""The life cycle of a run: build in the order of ``hookspecs``, train, test, export, summarize, tear down."""
+"""The life cycle of a run, ``open_run``: build in the order of ``hookspecs``, train, test, export, summarize, tear down."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -26,8 +26,10 @@ from fastloop.distributed.processes import Processes
 from fastloop.distributed.signals import Stopped
 from fastloop.distributed.skipped_steps import SkippedSteps
 from fastloop.errors import FastloopError, PluginError, RecipeError, SaveError
-from fastloop.hooks import PluginSet, make_crash
-from fastloop.recipe import Inference, Recipe
+from fastloop.hooks import make_crash
+from fastloop.plugin import Plugin
+from fastloop.recipe import Inference
+from fastloop.registry import ResolvedRecipe
 from fastloop.run import Run
 from fastloop.runtime import platform_support
 from fastloop.runtime.clock import Clock
@@ -38,18 +40,30 @@ from fastloop.state import DataLoaderDraft, OptimizerDraft
 log = logging.getLogger("fastloop")
 
 
-def build(recipe: Recipe, plugins: PluginSet, resume_from: Path | None = None) -> Run:
-    """Build a run, without writing anything. With ``recipe.inference``, build it for ``inference``: without training data and optimizer.
+@contextmanager
+def open_run(resolved: ResolvedRecipe, extra: Sequence[Plugin] = (), resume: Path | None = None) -> Iterator[Run]:
+    """Build a run, and tear it down after the block, which trains by ``execute``, or evaluates. Then wait for the other processes.
 
     Args:
-        resume_from: A run folder or checkpoint to resume from; None: start from the beginning.
+        resolved: A result of ``resolve``, for this run only.
+        extra: Plugin objects that a command adds, before all others. They are not checked together with the recipe's.
+        resume: A run folder or checkpoint to resume from; None: start from the beginning.
 
     Raises:
         UsageError: The recipe, the data or the environment is wrong.
+        FastloopError: The run failed, or a plugin or user code failed in the block.
     """
-    started = perf_counter()
-    run, build_one = Run(recipe, plugins), partial(_build, resume_from=resume_from)
-    run = build_one(run) if recipe.selector is None else recipe.selector.build_selected(run, build_one)
+    run = build(resolved, extra, resume)
+    with close_after(run):
+        yield run
+    run.processes.barrier()  # launchers end the other processes when one exits with a code other than 0
+
+
+def build(resolved: ResolvedRecipe, extra: Sequence[Plugin] = (), resume: Path | None = None) -> Run:
+    """Build a run, without writing anything. With ``recipe.inference``, build it without training data and optimizer."""
+    started, resolved = perf_counter(), resolved.with_extra(extra) if extra else resolved
+    recipe, build_one = resolved.recipe, partial(_build, resume_from=resume)
+    run = build_one(Run(recipe, resolved.plugins)) if recipe.selector is None else recipe.selector.build_selected(resolved, build_one)
     set_seed(recipe.train.seed + run.rank)  # training draws the same numbers however the model was built
     run.clock.seconds["startup"] = perf_counter() - started
     return run
@@ -64,7 +78,7 @@ def _build(run: Run, resume_from: Path | None) -> Run:
             check_links(run.folder)
             run.hooks.before_resume(run=run, folder=resume_from)
             if run.is_main:  # it chooses: another host may see the newest checkpoint late
-                run.resume_point = resume.find(run.folder, resume_from)
+                run.resume_point = resume.find_resume_point(run.folder, resume_from)
             run.resume_point = run.processes.all_gather_object(run.resume_point)[0]
         if recipe.inference is None:
             folder.check(run)
@@ -81,43 +95,55 @@ def _build(run: Run, resume_from: Path | None) -> Run:
 
 
 def execute(run: Run) -> dict[str, Any]:
-    """Train, test and export. Returns the summary, which is also in the run folder.
+    """Train, test and export an open run; a signal makes it save and stop. Returns the summary, which is also in the run folder.
 
     Raises:
         FastloopError: The run failed; the summary contains the error.
     """
-    lock = None
+    run._until_closed.enter_context(run.signals.handled(run.rank, run.world_size))
+    if run.resume_point is not None:
+        resume.load(run, *run.resume_point)
+    folder.make(run)
+    run.processes.barrier()
     try:
-        with _teardown_after_error(run):
+        with explain_errors(run):
+            loop.fit(run)
+            if not run.interrupted:
+                if "test" in run.eval_loaders:
+                    loop.evaluate(run, "test")
+                _export(run)
+                log_points.flush(run)
+            _share_disabled(run)  # also a barrier: no process exits while another still needs it
+            run._summary = folder.summarize(run, "stopped" if run.state.stop_reason else "completed", run.state.stop_reason)
+    except BaseException as error:
+        stopped = isinstance(error, KeyboardInterrupt | SystemExit)
+        if not stopped:
+            run.saver.finish()  # so that the run can resume from this checkpoint
+        run.hooks.on_exception(run=run, error=error)
+        try:
             with explain_errors(run):
-                if run.resume_point is not None:
-                    resume.load(run, *run.resume_point)
-                lock = folder.make(run)
-                run.processes.barrier()
-            summary = _train_and_summarize(run)
-        if (error := _teardown(run)) is not None:
-            folder.write_summary(run, summary | {"status": "failed", "reason": str(error) or type(error).__name__})
-            raise error
-        return summary
-    finally:
-        if lock is not None:
-            lock.release()
+                folder.summarize(run, "stopped" if stopped else "failed", str(error) or type(error).__name__)
+        except FastloopError as summary_error:  # raise the original error instead
+            if str(summary_error) != str(error):
+                log.error("%s", summary_error)
+        raise
+    return run._summary
 
 
 @contextmanager
-def inference(run: Run) -> Iterator[None]:
-    """Evaluate and predict with a built run inside the block. On exit, close its loaders and tear it down.
+def close_after(run: Run) -> Iterator[None]:
+    """Close a run's loaders and tear it down after the block.
 
     Raises:
         FastloopError: A plugin or user code failed.
     """
-    try:
-        with _teardown_after_error(run), explain_errors(run):
+    with ExitStack() as run._until_closed:
+        with _teardown_after_error(run), explain_errors(run), closing(run.loaders):
             yield
-    finally:
-        run.loaders.close()
-    if (error := _teardown(run)) is not None:
-        raise error
+        if (error := _teardown(run)) is not None:
+            if run._summary is not None:
+                folder.write_summary(run, run._summary | {"status": "failed", "reason": str(error) or type(error).__name__})
+            raise error
 
 
 def _teardown(run: Run) -> BaseException | None:
@@ -246,32 +272,6 @@ def warn_of_batch_norm(run: Run) -> None:
 
 
 # -- execute -----------------------------------------------------------------------------------------------------------
-
-
-def _train_and_summarize(run: Run) -> dict[str, Any]:
-    try:
-        with explain_errors(run):
-            loop.fit(run)
-            if not run.interrupted:
-                if "test" in run.eval_loaders:
-                    loop.evaluate(run, "test")
-                _export(run)
-                log_points.flush(run)
-            _share_disabled(run)  # also a barrier: no process exits while another still needs it
-            return folder.summarize(run, "stopped" if run.state.stop_reason else "completed", run.state.stop_reason)
-    except BaseException as error:
-        stopped = isinstance(error, KeyboardInterrupt | SystemExit)
-        if not stopped:
-            run.saver.finish()  # so that the run can resume from this checkpoint
-        try:
-            with explain_errors(run):
-                folder.summarize(run, "stopped" if stopped else "failed", str(error) or type(error).__name__)
-        except FastloopError as summary_error:  # raise the original error instead
-            if str(summary_error) != str(error):
-                log.error("%s", summary_error)
-        raise
-    finally:
-        run.loaders.close()
 
 
 def _share_disabled(run: Run) -> None:

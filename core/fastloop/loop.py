@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -61,7 +62,7 @@ def fit(run: Run) -> None:
         evaluate(run, "validation")
     if run.interrupted and run.state.save_requested:  # by a signal during that evaluation
         resume.save(run)
-    run.signals.finish()  # nothing is left to save: from here on, a signal lets the run end
+    run.signals.finishing = True  # nothing is left to save: from here on, a signal lets the run end
     resume.wait_for_save(run)
     run.sync_requests()
     if run.interrupted:
@@ -251,7 +252,7 @@ def evaluation_batches(run: Run, loader: Loader) -> Iterator[Batch]:
     Raises:
         EvaluationInterrupted: A signal stopped the run; raised on every process.
     """
-    for number, (batch,) in enumerate(run.to_device([batch] for batch in loader.batches())):
+    for number, (batch,) in enumerate(run.to_device([batch] for batch in islice(loader.batches(), loader.max_batches))):
         if run.world_size == 1 or (number % POLL_EVERY == 0 and loader.in_step):
             run.sync_requests()
             if run.interrupted:

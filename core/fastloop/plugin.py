@@ -37,6 +37,7 @@ from fastloop.options import check_options, option, parse
 if TYPE_CHECKING:
     from fastloop.estimates import Recommendation, SpeedupEstimate, StepProfile
     from fastloop.recipe import Recipe
+    from fastloop.registry import ResolvedRecipe
     from fastloop.run import Run
     from fastloop.runtime.hardware import Machine
 
@@ -267,13 +268,16 @@ class Plugin:
         """Plugins that replace this one in the recipe: name -> reason and options. Empty: the plugin stays as it is."""
         return {}
 
-    def build_selected(self, run: Run, build: Callable[[Run], Run]) -> Run:
-        """Build a run, whose recipe lists the selected plugins, or another one without some of them. Every process calls it.
+    def build_selected(self, resolved: ResolvedRecipe, build: Callable[[Run], Run]) -> Run:
+        """Build a run of a recipe that lists the selected plugins, or of one without some of them. Every process calls it.
 
         Args:
-            build: Builds a run and returns it. If that fails, it tears the run down, and raises the error of the recipe or of a plugin.
+            build: Builds a ``Run(recipe, plugins)`` and returns it. If that fails, it tears the run down, and raises the error of the
+                recipe or of a plugin.
         """
-        return build(run)
+        from fastloop.run import Run  # imports torch
+
+        return build(Run(resolved.recipe, resolved.plugins))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.config})"

@@ -1,12 +1,14 @@
-"""Find plugins by entry point or file, and resolve a recipe into a ``PluginSet``: its plugins in call order, with reasons."""
+"""Find plugins by entry point or file, and resolve a recipe: its plugins, checked together, in call order, with reasons."""
 
 from __future__ import annotations
 
+import dataclasses
 import graphlib
 import heapq
 import importlib.metadata
 import itertools
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from fastloop.errors import FastloopError, PluginError, did_you_mean
@@ -66,7 +68,7 @@ def load(reference: str, where: str = "plugins") -> type[Plugin]:
     Raises:
         PluginError: The plugin is not installed (suggests the nearest name), needs another fastloop, cannot be imported, or is no plugin.
     """
-    point = find(reference, where)
+    point = find_entry_point(reference, where)
     source = f"{point.value} of {' '.join(name_and_version(point.dist)) if point.dist else '?'}"
     label = f"{where}: plugin {reference!r} ({source})"
     if problem := unsupported(point):
@@ -81,7 +83,7 @@ def load(reference: str, where: str = "plugins") -> type[Plugin]:
     return cls
 
 
-def find(reference: str, where: str) -> importlib.metadata.EntryPoint:
+def find_entry_point(reference: str, where: str) -> importlib.metadata.EntryPoint:
     """The entry point of an installed plugin; imports nothing.
 
     Raises:
@@ -169,53 +171,91 @@ def _check_class(cls: Any, label: str) -> type[Plugin]:
     return cls
 
 
-def resolve(recipe: Recipe, machine: hardware.Machine | None = None, objects: Iterable[Plugin] = ()) -> PluginSet:
-    """Load the recipe's plugins, add the defaults, check them together, and order them.
+@dataclass(frozen=True)
+class ResolvedRecipe:
+    """A recipe and its plugins: the result of ``resolve``, from which runs are built. A second run needs new plugins: resolve again.
+
+    Attributes:
+        recipe: A copy of the recipe, with the plugins that others, such as ``auto``, selected. The run writes it into its folder.
+        plugins: In call order, with reasons.
+    """
+
+    recipe: Recipe
+    plugins: PluginSet
+
+    def with_extra(self, extra: Iterable[Plugin]) -> ResolvedRecipe:
+        """The same recipe with more plugin objects, before all others. They have no reason, and may fill a slot or implement a *first*
+        hook that a plugin of the recipe has, too."""
+        return ResolvedRecipe(self.recipe, PluginSet([*extra, *self.plugins], self.plugins.reasons))
+
+    def with_only(self, names: Iterable[str]) -> ResolvedRecipe:
+        """The same recipe with only these of its plugins, in this order. They are not checked again."""
+        plugins = {plugin.name: plugin for plugin in self.plugins}
+        return ResolvedRecipe(self.recipe, PluginSet([plugins[name] for name in names if name in plugins], self.plugins.reasons))
+
+
+def resolve(
+    recipe: Recipe, machine: hardware.Machine | None = None, objects: Iterable[Plugin] = (), *, any_machine: bool = False
+) -> ResolvedRecipe:
+    """Load the recipe's plugins, add the defaults, check them together, and order them. The recipe stays as it is.
 
     Args:
-        machine: The machine to check requirements against; None: this one.
+        machine: The machine to check requirements against, and to select plugins for; None: this one.
         objects: Plugin objects from Python, which follow the recipe's plugins.
+        any_machine: Whether to skip ``check_requirements``. Then torch is imported only for a recipe with ``auto``, without ``machine``.
 
     Raises:
         PluginError: A plugin is unknown, conflicts with another, or lacks a requirement. Or two plugins fill one slot or implement one
             *first* hook, the ordering constraints are circular, or a numerics class is unknown.
         RecipeError: An option of a plugin is invalid.
     """
-    resolution = select(recipe, objects, machine)
-    machine = machine or hardware.this_machine(recipe.train.device)
-    for plugin in resolution.plugins:
+    resolved = _collect(expand(recipe, machine), objects)
+    if not any_machine:
+        check_requirements(resolved, machine)
+    return resolved
+
+
+def check_requirements(resolved: ResolvedRecipe, machine: hardware.Machine | None = None) -> None:
+    """Check the requirements of the plugins on a machine; None: this one.
+
+    Raises:
+        PluginError: A plugin lacks a requirement.
+    """
+    recipe, machine = resolved.recipe, machine or hardware.this_machine(resolved.recipe.train.device)
+    for plugin in resolved.plugins:
         for need in plugin.requirements:
             if missing := need.missing(plugin, machine):
                 raise PluginError(
                     f"{recipe.where}: plugin {plugin.name!r} {missing.rstrip('.')}. Or leave it out: --without {plugin.name}."
                 )
-    return resolution
 
 
-def expand(recipe: Recipe, machine: hardware.Machine | None = None) -> None:
-    """Replace each plugin of the recipe that selects others, such as ``auto``, by the ones that it selects for the machine.
+def expand(recipe: Recipe, machine: hardware.Machine | None = None) -> Recipe:
+    """A copy of a recipe, with each plugin that selects others, such as ``auto``, replaced by the ones that it selects for the machine.
 
-    The run writes the recipe as it is then, so its own recipe file does not depend on the machine.
+    The run writes the copy, so its own recipe file does not depend on the machine.
     """
+    recipe = dataclasses.replace(
+        recipe,
+        model=dict(recipe.model),
+        data=dict(recipe.data),
+        train=dataclasses.replace(recipe.train),
+        plugins=dict(recipe.plugins),
+        selected=dict(recipe.selected),
+    )
     for name, options in list(recipe.plugins.items()):
         if options is False or load_listed(recipe, name).select_plugins is Plugin.select_plugins:
             continue
         plugin, machine = make(recipe, name), machine or hardware.this_machine(recipe.train.device)
-        if not (chosen := plugin.select_plugins(recipe, machine)):
-            continue
-        added: dict[str, Any] = {key: dict(found.options) for key, found in chosen.items()}
-        entries = (added.items() if key == name else [(key, listed)] for key, listed in recipe.plugins.items())
-        recipe.plugins, recipe.selector = dict(itertools.chain.from_iterable(entries)), plugin
-        recipe.selected |= {key: f"{name}: {found.why}" for key, found in chosen.items()}
+        if chosen := plugin.select_plugins(recipe, machine):
+            added: dict[str, Any] = {key: dict(found.options) for key, found in chosen.items()}
+            entries = (added.items() if key == name else [(key, listed)] for key, listed in recipe.plugins.items())
+            recipe.plugins, recipe.selector = dict(itertools.chain.from_iterable(entries)), plugin
+            recipe.selected |= {key: f"{name}: {found.why}" for key, found in chosen.items()}
+    return recipe
 
 
-def select(recipe: Recipe, objects: Iterable[Plugin] = (), machine: hardware.Machine | None = None) -> PluginSet:
-    """``resolve`` without checking the requirements on the machine. Imports torch only for a recipe with ``auto``, without ``machine``."""
-    expand(recipe, machine)
-    return _collect(recipe, objects)
-
-
-def _collect(recipe: Recipe, objects: Iterable[Plugin]) -> PluginSet:
+def _collect(recipe: Recipe, objects: Iterable[Plugin]) -> ResolvedRecipe:
     """Make the plugins of an expanded recipe, add the defaults, check them together, and order them."""
     plugins: list[Plugin] = []
     reasons: dict[str, str] = {}
@@ -247,7 +287,7 @@ def _collect(recipe: Recipe, objects: Iterable[Plugin]) -> PluginSet:
     _check(plugins, names, recipe.where)
     ordered = _order(plugins, reasons, recipe.where)
     check_together(ordered, names, reasons, recipe.where)
-    return PluginSet(ordered, reasons)
+    return ResolvedRecipe(recipe, PluginSet(ordered, reasons))
 
 
 def _check_replacement(recipe: Recipe, plugin: Plugin, cls: type[Plugin]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,6 +91,8 @@ class Run:
         self._totals: tuple[list[Batch], BatchTotals] | None = None
         self._clipped_at = -1  # step whose gradients are final; the loop sets it and the norm
         self._gradient_norm: Tensor | None = None
+        self._until_closed: ExitStack  # the lock of the run folder, and the handling of signals
+        self._summary: dict[str, Any] | None = None
 
     @property
     def rank(self) -> int:
@@ -292,7 +294,7 @@ class Run:
                 gathered = zip(*self.processes.all_gather_object(reasons), strict=True)
                 signal_name, failure, state.stop_reason = (next(filter(None, values), None) for values in gathered)
         if failure is not None:
-            self.saver.count_error()
+            self.saver.errors += 1
             if self.recipe.train.on_save_error == "stop":
                 raise SaveError(f"{failure}. Free disk space, then continue with --resume.")
             log.warning("%s. Training continues; earlier checkpoints are intact", failure)

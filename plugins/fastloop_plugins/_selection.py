@@ -23,10 +23,9 @@ from fastloop.data.datasets import Filler
 from fastloop.errors import PluginCrash
 from fastloop.estimates import Recommendation
 from fastloop.evaluation_results import evaluating
-from fastloop.hooks import PluginSet
 from fastloop.plugin import Numerics, Plugin
 from fastloop.recipe import Recipe
-from fastloop.registry import select
+from fastloop.registry import ResolvedRecipe, resolve
 from fastloop.run import Run
 from fastloop.runtime import hardware
 from fastloop.runtime.hardware import Machine
@@ -53,12 +52,12 @@ ACTING = {
 class SelectedBuild:
     """The builds of a run with selected plugins. The arguments are those of ``Plugin.build_selected``.
 
-    The recipe lists the plugins of the newest build. Each build has new plugin objects, except of those that are given in Python.
+    Each build has a recipe of its own, and new plugin objects, except of those that are given in Python.
     """
 
-    def __init__(self, run: Run, build: Callable[[Run], Run]) -> None:
-        self.first, self.recipe, self.plugins, self.build = run, run.recipe, run.plugins, build
-        self.listed, self.selected = dict(run.recipe.plugins), dict(run.recipe.selected)
+    def __init__(self, resolved: ResolvedRecipe, build: Callable[[Run], Run]) -> None:
+        self.resolved, self.recipe, self.build = resolved, resolved.recipe, build
+        self.listed, self.selected = resolved.recipe.plugins, resolved.recipe.selected
 
     def run(self) -> Run:
         """Build the run, and try a step if a selected plugin changes what it computes.
@@ -66,7 +65,7 @@ class SelectedBuild:
         Raises:
             FastloopError: The recipe is wrong, or a plugin that is not selected failed.
         """
-        run, out = self._build(self.first, {})
+        run, out = self._build(Run(self.recipe, self.resolved.plugins), {})
         suspects = self._suspects(run) if self.recipe.inference is None else []
         if not suspects or (problem := try_step(run)) is None:
             return self._finish(run, out)
@@ -124,14 +123,20 @@ class SelectedBuild:
 
     def _new(self, out: Collection[str]) -> Run:
         """A run without some of the selected plugins, not built yet."""
-        self.recipe.plugins = {name: options for name, options in self.listed.items() if name not in out}
-        self.recipe.selected = {name: why for name, why in self.selected.items() if name not in out}
-        for name, again in dependents(self.recipe, self.listed, hardware.this_machine(self.recipe.train.device)).items():
+        plugins = {name: options for name, options in self.listed.items() if name not in out}
+        selected = {name: why for name, why in self.selected.items() if name not in out}
+        recipe = dataclasses.replace(self.recipe, plugins=plugins, selected=selected)
+        for name, again in dependents(recipe, self.listed, hardware.this_machine(recipe.train.device)).items():
             if again is None:
-                del self.recipe.plugins[name], self.recipe.selected[name]
+                del plugins[name], selected[name]
             else:
-                self.recipe.plugins[name] = dict(again.options)
-        return Run(self.recipe, remake(self.recipe, self.plugins))
+                plugins[name] = dict(again.options)
+        before = self.resolved.plugins
+        given = [plugin for plugin in before if before.reasons.get(plugin.name) == "given in Python"]
+        resolved = resolve(recipe, objects=given, any_machine=True)
+        order = dict.fromkeys([*before.names(), *resolved.plugins.names()])  # without a plugin, others may have another place
+        resolved = resolved.with_only(order).with_extra(plugin for plugin in before if plugin.name not in before.reasons)
+        return Run(resolved.recipe, resolved.plugins)
 
     def _blame(self, run: Run, error: Exception) -> tuple[str, str] | None:
         """The selected plugin whose hook raised an error, and the error in one line; None for any other error."""
@@ -167,17 +172,6 @@ def dependents(recipe: Recipe, before: Mapping[str, Any], machine: Machine) -> d
     full = dataclasses.replace(recipe, plugins=dict(before))
     pairs = {name: (recommend_beside(full, name, machine), recommend_beside(recipe, name, machine)) for name in recipe.selected}
     return {name: now for name, (then, now) in pairs.items() if then is not None and (now is None or now.options != then.options)}
-
-
-def remake(recipe: Recipe, plugins: PluginSet) -> PluginSet:
-    """Make the plugins of a recipe again, in the order of an earlier set, from which the recipe has dropped some.
-
-    Plugins that are given in Python, or that a command added to the set, stay the same objects.
-    """
-    again = select(recipe, [plugin for plugin in plugins if plugins.reasons.get(plugin.name) == "given in Python"])
-    made = {plugin.name: plugin for plugin in again}
-    kept = [made.pop(plugin.name, plugin) for plugin in plugins if plugin.name in made or plugin.name not in plugins.reasons]
-    return PluginSet([*kept, *made.values()], again.reasons)
 
 
 def try_step(run: Run) -> str | None:

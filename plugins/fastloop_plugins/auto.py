@@ -32,6 +32,7 @@ from fastloop.plugin import Numerics
 if TYPE_CHECKING:
     from fastloop import Run
     from fastloop.recipe import Recipe
+    from fastloop.registry import ResolvedRecipe
     from fastloop.runtime.hardware import Machine
 
 logger = logging.getLogger("fastloop")
@@ -59,7 +60,7 @@ class Auto(Plugin):
 
     def select_plugins(self, recipe: Recipe, machine: Machine) -> dict[str, Recommendation]:
         """Ask each plugin of fastloop. A plugin that does not combine with the ones before it is left out."""
-        from fastloop.registry import load, own_plugins, select
+        from fastloop.registry import load, own_plugins, resolve
 
         candidates = [load(name) for name in sorted(own_plugins()) if name not in recipe.plugins and name != self.name]
         candidates = [cls for cls in candidates if EFFECTS.index(cls.numerics) <= EFFECTS.index(self.config.numerics)]
@@ -74,7 +75,7 @@ class Auto(Plugin):
                 continue
             trial.plugins[cls.name] = dict(found.options)
             try:
-                select(trial)
+                resolve(trial, any_machine=True)
             except PluginError as error:
                 if str(error) != problem:
                     logger.info("auto: leaves out %s: %s", cls.name, error)
@@ -83,18 +84,18 @@ class Auto(Plugin):
         final = dataclasses.replace(recipe, plugins=plugins, selected={})
         return {name: again for name in chosen if (again := recommend_beside(final, name, machine)) is not None}
 
-    def build_selected(self, run: Run, build: Callable[[Run], Run]) -> Run:
+    def build_selected(self, resolved: ResolvedRecipe, build: Callable[[Run], Run]) -> Run:
         """Leave out plugins that fail with the run's model."""
         from fastloop_plugins._selection import SelectedBuild
 
-        return SelectedBuild(run, build).run()
+        return SelectedBuild(resolved, build).run()
 
     def _problem(self, recipe: Recipe) -> str:
         """The error of a recipe's own plugins; empty if there is none. It is reported when the recipe is resolved."""
-        from fastloop.registry import select
+        from fastloop.registry import resolve
 
         try:
-            select(recipe)
+            resolve(recipe, any_machine=True)
         except PluginError as error:
             return str(error)
         return ""

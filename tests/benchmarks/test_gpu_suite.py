@@ -275,7 +275,7 @@ def test_every_variant_resolves_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
         assert variant.over in ablation.VARIANTS
         plugins = [{plugin: dict(options)} for plugin, options in variant.plugins.items()]
         recipe, task = prepare_fastloop(Work(model="tiny", device="cuda", folder=Path(name), plugins=plugins), {})
-        resolution = resolve(recipe, h100, objects=[task])
+        resolution = resolve(recipe, h100, objects=[task]).plugins
         assert variant.plugins.keys() <= set(resolution.names())
         resolution.draft("configure_accelerator", AcceleratorDraft())
         resolution.hooks.check_recipe(recipe=recipe)

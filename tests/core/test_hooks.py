@@ -180,12 +180,12 @@ def test_a_run_that_fails_tells_its_plugins_and_then_writes_its_summary():
     class Broken(Plugin):
         name = "broken"
 
-        @hookimpl
+        @hookimpl(trylast=True)
         def after_backward(self) -> None:
             raise ValueError("broken")
 
     trainer = short_run(scribe(lines), "run")
-    trainer.resolution = PluginSet([*trainer.resolution.plugins, Broken()])
+    trainer.resolved = trainer.resolved.with_extra([Broken()])
     with pytest.raises(PluginCrash, match=r"plugin 'broken' \(test_hooks\) failed in after_backward: ValueError: broken"):
         trainer.fit()
     assert lines[-4:] == ["after_backward", "recover", "write_summary", "teardown"]
@@ -477,12 +477,12 @@ def test_a_plugin_that_writes_checkpoints_later_is_waited_for(tiny_run, tmp_path
 
         @hookimpl
         def after_step(self, run: Any) -> None:
-            self.busy += run.saver.is_pending
+            self.busy += run.saver.pending is not None
 
     late = Late()
     result = tiny_run([late], epochs=1, save_every=4, output=tmp_path / "run")
     assert result.summary["status"] == "completed"
     assert late.busy, "steps are done meanwhile"
-    found, passed_over = checkpoint.find(tmp_path / "run")
+    found, passed_over = checkpoint.find_newest(tmp_path / "run")
     assert (found.name, passed_over) == ("step-00000009", [])
     assert tiny_run([], epochs=2, save_every=4, output=tmp_path / "run", resume=True).summary["steps"] == 18

@@ -51,8 +51,9 @@ def test_fast_commands_import_neither_torch_nor_plugins(code):
 def test_a_process_that_restarts_for_its_environment_has_not_imported_torch(tmp_path):
     (tmp_path / "recipe.yaml").write_text("data: {files: {train: none.csv}, text: text, label: label}\nmodel: {name: nowhere}\n")
     code = (
-        "from fastloop.cli.launch import environment; from fastloop.recipe import load_recipe; from fastloop.registry import select; "
-        "recipe = load_recipe('recipe.yaml', (), ('allocator', 'cpu-affinity'), ()); assert environment(select(recipe), recipe) is not None"
+        "from fastloop.cli.launch import environment; from fastloop.recipe import load_recipe; from fastloop.registry import resolve; "
+        "recipe = load_recipe('recipe.yaml', (), ('allocator', 'cpu-affinity'), ()); "
+        "assert environment(resolve(recipe, any_machine=True)) is not None"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-c", PROBE.format(code=code, heavy=("torch", "accelerate", "transformers", "datasets"))]

@@ -35,13 +35,13 @@ def recipe(*plugins: Any) -> Recipe:
 
 
 def order(*plugins: Plugin) -> list[str]:
-    return resolve(recipe(), CPU, plugins).names()
+    return resolve(recipe(), CPU, plugins).plugins.names()
 
 
 def refusal(*plugins: Any, machine: Machine = CPU) -> str:
     named = [plugin for plugin in plugins if not isinstance(plugin, Plugin)]
     with pytest.raises(PluginError) as refused:
-        _ = resolve(recipe(*named), machine, [plugin for plugin in plugins if isinstance(plugin, Plugin)]).hooks
+        _ = resolve(recipe(*named), machine, [plugin for plugin in plugins if isinstance(plugin, Plugin)]).plugins.hooks
     return str(refused.value)
 
 
@@ -67,7 +67,7 @@ class Warmth(Plugin):
 def test_an_installed_plugin_is_found_without_being_imported_and_loaded_when_named(install):
     install("warm-pack", PLUGIN, warmth="warm_pack:Warmth")
     assert installed()["warmth"].dist.name == "warm-pack"
-    assert resolve(recipe(), CPU).names() == []
+    assert resolve(recipe(), CPU).plugins.names() == []
     assert "warm_pack" not in sys.modules  # installed is not active
     (plugin,) = resolve(recipe({"warmth": {"degrees": 25.0}}), CPU).plugins
     assert plugin.config.degrees == 25.0
@@ -88,7 +88,7 @@ def test_metadata_is_read_once_until_a_package_is_installed(install, monkeypatch
 
 def test_an_installed_plugin_cannot_turn_itself_on(install):
     install("warm-pack", PLUGIN, group="fastloop.defaults", warmth="warm_pack:Warmth")
-    assert resolve(recipe(), CPU).names() == []
+    assert resolve(recipe(), CPU).plugins.names() == []
     assert "warm_pack" not in sys.modules
 
 
@@ -137,21 +137,21 @@ def test_same_plugin_name_in_two_distributions(install):
     assert refusal("warmth") == (
         "recipe: plugins[0]: 'warmth' is the name of plugins in several packages. Say which: hot-pack:warmth or warm-pack:warmth."
     )
-    assert type(resolve(recipe("hot-pack:warmth"), CPU).plugins[0]).__module__ == "hot_pack"
+    assert type(resolve(recipe("hot-pack:warmth"), CPU).plugins.plugins[0]).__module__ == "hot_pack"
 
 
 # -- the core's own defaults -----------------------------------------------------------------------------------------------------
 
 
 def test_default_plugins_come_last_with_reason_and_can_be_disabled():
-    resolution = resolve(make_recipe({"plugins": [{"progress": False}]}), CPU, [make("mine")])
+    resolution = resolve(make_recipe({"plugins": [{"progress": False}]}), CPU, [make("mine")]).plugins
     assert resolution.names() == ["mine", "log", "metric-check", "optimizer-check", "speed-check"]
     assert resolution.reasons["log"].startswith("on by default: ")
     assert resolution.reasons["mine"] == "given in Python"
 
 
 def test_a_default_plugin_that_is_listed_keeps_its_options_and_place():
-    resolution = resolve(make_recipe({"plugins": [{"progress": {"every": 3}}, "ema"]}), CPU)
+    resolution = resolve(make_recipe({"plugins": [{"progress": {"every": 3}}, "ema"]}), CPU).plugins
     assert resolution.names() == ["progress", "ema", "log", "metric-check", "optimizer-check", "speed-check"]
     assert resolution.plugins[0].config.every == 3
     assert resolution.reasons["progress"] == "listed in the recipe"
@@ -171,7 +171,7 @@ def test_hooks_are_called_in_the_recipes_order():
         return make(name, after_fit=after_fit)
 
     names = ["c", "a", "d", "b"]
-    resolution = resolve(recipe(), CPU, [plugin(name) for name in names])
+    resolution = resolve(recipe(), CPU, [plugin(name) for name in names]).plugins
     resolution.hooks.after_fit(run=None)
     assert called == names
     assert [plugin.name for plugin, _ in resolution.each("after_fit")] == names
@@ -186,7 +186,7 @@ def test_order_constraints_move_plugins_minimally():
 
 
 def test_reordered_plugin_has_reason():
-    resolution = resolve(recipe(), CPU, [make("a", runs_after=("c",)), make("b"), make("c")])
+    resolution = resolve(recipe(), CPU, [make("a", runs_after=("c",)), make("b"), make("c")]).plugins
     assert resolution.reasons == {"a": "given in Python; moved after 'c'", "b": "given in Python", "c": "given in Python"}
 
 
@@ -353,20 +353,20 @@ def writer(name: str, **values: Any) -> Plugin:
 
 
 def test_conflicting_draft_fields_name_both_plugins():
-    resolution = resolve(recipe(), CPU, [writer("a", num_workers=2), writer("b", pin_memory=True, num_workers=2)])
+    resolution = resolve(recipe(), CPU, [writer("a", num_workers=2), writer("b", pin_memory=True, num_workers=2)]).plugins
     with pytest.raises(PluginError, match=r"^plugins 'a' and 'b' both set DataLoaderDraft.num_workers\. Remove one of them\.$"):
         resolution.draft("configure_dataloader", DataLoaderDraft())
 
 
 def test_draft_records_setter_and_rejects_unknown_fields():
-    draft = resolve(recipe(), CPU, [writer("a", num_workers=2), writer("b", pin_memory=True)]).draft(
+    draft = resolve(recipe(), CPU, [writer("a", num_workers=2), writer("b", pin_memory=True)]).plugins.draft(
         "configure_dataloader", DataLoaderDraft()
     )
     assert draft.written_by("a") == {"num_workers": 2}
     assert draft.written_by("b") == {"pin_memory": True}
     assert DataLoaderDraft().num_workers == 0  # each run has its own
     with pytest.raises(PluginError, match=r"a: DataLoaderDraft has no field 'num_worker'\. Did you mean 'num_workers'\?"):
-        resolve(recipe(), CPU, [writer("a", num_worker=2)]).draft("configure_dataloader", DataLoaderDraft())
+        resolve(recipe(), CPU, [writer("a", num_worker=2)]).plugins.draft("configure_dataloader", DataLoaderDraft())
 
 
 def test_chain_hook_passes_result_to_next_plugin():
@@ -380,7 +380,7 @@ def test_chain_hook_passes_result_to_next_plugin():
 
         return make(name, before_prepare=before_prepare)
 
-    resolution = resolve(recipe(), CPU, [link("a", "second"), link("b", None), link("c", "third")])
+    resolution = resolve(recipe(), CPU, [link("a", "second"), link("b", None), link("c", "third")]).plugins
     assert resolution.chain("before_prepare", "first", run=None) == "third"
     assert seen == [("a", "first"), ("b", "second"), ("c", "second")]
 
@@ -544,12 +544,12 @@ def test_drafts_of_two_plugins_merge_mappings_by_key():
         Setter.name = name
         return Setter()
 
-    resolution = resolve(recipe(), CPU, [setter("a", fused=True), setter("b", maximize=False)])
+    resolution = resolve(recipe(), CPU, [setter("a", fused=True), setter("b", maximize=False)]).plugins
     draft = resolution.draft("configure_optimizer", OptimizerDraft())
     assert draft.arguments == {"fused": True, "maximize": False}
     assert draft.written_by("b") == {"arguments['maximize']": False}
     with pytest.raises(PluginError, match=r"^plugins 'a' and 'b' both set OptimizerDraft.arguments\['fused'\]\. Remove one of them\.$"):
-        resolve(recipe(), CPU, [setter("a", fused=True), setter("b", fused=False)]).draft("configure_optimizer", OptimizerDraft())
+        resolve(recipe(), CPU, [setter("a", fused=True), setter("b", fused=False)]).plugins.draft("configure_optimizer", OptimizerDraft())
 
 
 def test_a_draft_conflict_names_the_recipe(tmp_path):
@@ -563,7 +563,7 @@ def test_a_draft_conflict_names_the_recipe(tmp_path):
     )
     listed = make_recipe({"plugins": [f"{tmp_path}/two.py:A", f"{tmp_path}/two.py:B"]}, tmp_path / "r.yaml")
     with pytest.raises(PluginError, match=r"r\.yaml: plugins 'a' and 'b' both set OptimizerDraft"):
-        resolve(listed, CPU).draft("configure_optimizer", OptimizerDraft())
+        resolve(listed, CPU).plugins.draft("configure_optimizer", OptimizerDraft())
 
 
 def test_a_task_that_is_required_by_name_is_explained():

@@ -91,12 +91,12 @@ def test_the_machine_is_the_same_before_and_after_torch_is_imported():
 
 def test_auto_selects_the_same_plugins_before_and_after_torch_is_imported():
     code = (
-        "import sys; from fastloop.cli.launch import selected; from fastloop.recipe import load_recipe; "
-        "recipe = load_recipe('distilbert_imdb', ['train.device=cpu']); selected(recipe); print('MODULES', *sys.modules); "
+        "import sys; from fastloop.cli.launch import resolve_early; from fastloop.recipe import load_recipe; "
+        "recipe = resolve_early(load_recipe('distilbert_imdb', ['train.device=cpu'])).recipe; print('MODULES', *sys.modules); "
         "print('PLUGINS', recipe.plugins)"
     )
     found, shown = modules("-c", code)
     recipe = load_recipe("distilbert_imdb", ["train.device=cpu"])
-    resolve(recipe, this_machine("cpu"))
+    recipe = resolve(recipe, this_machine("cpu")).recipe
     assert "torch" not in found
     assert shown.splitlines()[-1] == f"PLUGINS {recipe.plugins}"

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 from emulated_device import DEVICE, DeviceTensor, EmulatedDevice, LogPointWaits, emulation
+from executing import execute
 from torch.amp import GradScaler
 
 from fastloop import DataLoaderDraft, Plugin, hookimpl, registry
 from fastloop.distributed.processes import Processes
-from fastloop.lifecycle import build, execute
+from fastloop.lifecycle import build
 from fastloop.recipe import make_recipe
 from fastloop.run import Run
 from fastloop.scalars import Scalars
@@ -49,7 +50,7 @@ def emulated(monkeypatch):
         with device.emulate(monkeypatch):
             wanted = recipe(*arguments, **settings)
             observers = [device] if wanted.plugins.get("log") is False else [device, LogPointWaits(device)]
-            return device, execute(build(wanted, registry.resolve(wanted, objects=[*objects, *observers])))
+            return device, execute(build(registry.resolve(wanted, objects=[*objects, *observers])))
 
     return train
 
@@ -111,7 +112,7 @@ def test_a_run_on_the_emulated_device_computes_what_one_on_the_cpu_does(emulated
     still["model"]["config"]["attention_probs_dropout_prob"] = 0.0
     device, summary = emulated(still)
     plain = recipe(still)
-    expected = execute(build(plain, registry.resolve(plain)))
+    expected = execute(build(registry.resolve(plain)))
     assert summary["validation"] == pytest.approx(expected["validation"], rel=1e-4)
     assert len(device.steps) == 5
 

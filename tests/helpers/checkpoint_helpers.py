@@ -93,4 +93,4 @@ def text_recipe(
 def text_run(task: str, model: Mapping[str, Any] | str, data: Mapping[str, Any] | None = None, **arguments: Any) -> Run:
     """The run of ``text_recipe``, built and not executed."""
     recipe = text_recipe(task, model, data, **arguments)
-    return build(recipe, resolve(recipe))
+    return build(resolve(recipe))

@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 import yaml
+from executing import execute
 from PIL import Image
 
 from fastloop import Plugin, hookimpl
-from fastloop.lifecycle import build, execute
+from fastloop.lifecycle import build
 from fastloop.recipe import load_recipe
 from fastloop.registry import resolve
 from fastloop.run import Run
@@ -94,7 +95,7 @@ def make_run(*overrides: str, resume: Path | None = None, objects: Iterable[Plug
     """Build the run of ``write_recipe`` in the current folder."""
     recipe = load_recipe(str(write_recipe(**parts)), overrides)
     recipe.plugins |= {"progress": False}
-    return build(recipe, resolve(recipe, objects=objects), resume)
+    return build(resolve(recipe, objects=objects), resume=resume)
 
 
 class Watch(Plugin):

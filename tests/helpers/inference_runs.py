@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from executing import execute
 from text_helpers import TINY
 
-from fastloop.lifecycle import build, execute
+from fastloop.lifecycle import build
 from fastloop.recipe import load_recipe
 from fastloop.registry import resolve
 
@@ -61,4 +62,4 @@ def train(recipe: Path) -> dict[str, Any]:
     """Train a recipe in this process; returns its summary."""
     loaded = load_recipe(str(recipe))
     loaded.plugins |= {"progress": False}
-    return execute(build(loaded, resolve(loaded)))
+    return execute(build(resolve(loaded)))

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 import yaml
+from executing import execute
 from torch import Tensor, nn
 
-from fastloop.lifecycle import build, execute
+from fastloop.lifecycle import build
 from fastloop.recipe import load_recipe
 from fastloop.registry import resolve
 from fastloop.run import Run
@@ -88,7 +89,7 @@ def make_run(
     Path("code.py").write_text(CODE)
     Path("r.yaml").write_text(yaml.safe_dump(tree))
     recipe = load_recipe("r.yaml", overrides)
-    return build(recipe, resolve(recipe), resume)
+    return build(resolve(recipe), resume=resume)
 
 
 def trained(*overrides: str, **settings: Any) -> dict[str, Tensor]:

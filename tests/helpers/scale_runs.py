@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from checkpoint_helpers import BERT, text_recipe
+from executing import execute
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -24,8 +25,7 @@ from torch.utils.data import TensorDataset
 
 from fastloop import Plugin, hookimpl
 from fastloop.cli import launch
-from fastloop.hooks import PluginSet
-from fastloop.lifecycle import build, execute
+from fastloop.lifecycle import build
 from fastloop.recipe import Recipe, make_recipe
 from fastloop.registry import resolve
 
@@ -129,8 +129,8 @@ def measured(arm: str, steps: int = 7) -> dict[str, Any]:
     counter = Counter()
     with tempfile.TemporaryDirectory() as folder:
         loaded = recipe(ARMS[arm], output=f"{folder}/run", max_steps=steps)
-        resolution = resolve(loaded)
-        run = build(loaded, PluginSet([*resolution.plugins, counter], resolution.reasons))
+        resolved = resolve(loaded)
+        run = build(resolved, [counter])
         execute(run)
         found = run.processes.all_gather_object((counter.between, counter.stepping))
         run.processes.barrier()
@@ -147,7 +147,7 @@ def predicted(processes: int) -> dict[str, dict[str, Any]]:
     from fastloop_tools.scale.estimate import estimate
 
     with tempfile.TemporaryDirectory() as folder:
-        found = estimate(recipe(output=f"{folder}/run"), processes)
+        found = estimate(resolve(recipe(output=f"{folder}/run")), processes)
     return {variant.name: json.loads(json.dumps(vars(variant))) for variant in found.variants if not variant.checkpointing}
 
 
@@ -158,7 +158,7 @@ def tiny(kind: str, *plugins: Any, **train: Any) -> Recipe:
 
 def saved_by_a_real_step(recipe: Recipe) -> int:
     """Bytes of the distinct storages that autograd saves in a real forward, by their addresses, without weights and inputs."""
-    run = build(recipe, resolve(recipe))
+    run = build(resolve(recipe))
     inputs = next(iter(run.train_loader.batches())).inputs
     known = [*run.model.parameters(), *run.model.buffers(), *(leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))]
     skipped = {tensor.untyped_storage().data_ptr() for tensor in known}

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from executing import execute
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from fastloop import Batch, FastloopError, Plugin, Trainer, hookimpl
-from fastloop.lifecycle import build, execute
+from fastloop.lifecycle import build
 from fastloop.recipe import make_recipe
 from fastloop.registry import resolve
 
@@ -286,8 +287,8 @@ def from_recipe(spec: dict[str, Any], plugins: list[Any]) -> dict[str, Any]:
     named = [plugin for plugin in plugins if not isinstance(plugin, Plugin)]
     tree = {"train": TRAIN | spec.get("train", {}), "plugins": [*named, {"module": False}], "output": spec["name"]}
     recipe = make_recipe(spec["recipe"] | tree, Path("recipe.yaml"))
-    resolution = resolve(recipe, objects=[plugin for plugin in plugins if isinstance(plugin, Plugin)])
-    return execute(build(recipe, resolution, Path(spec["resume"]) if "resume" in spec else None))
+    resolved = resolve(recipe, objects=[plugin for plugin in plugins if isinstance(plugin, Plugin)])
+    return execute(build(resolved, resume=Path(spec["resume"]) if "resume" in spec else None))
 
 
 def run_one(spec: dict[str, Any]) -> dict[str, Any]:

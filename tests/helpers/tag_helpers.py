@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 import yaml
+from executing import execute
 from text_loops import DISTILBERT, TRAIN
 
-from fastloop.lifecycle import build, execute
+from fastloop.lifecycle import build
 from fastloop.recipe import load_recipe
 from fastloop.registry import resolve
 from fastloop.run import Run
@@ -60,7 +61,7 @@ def make(
     Path("recipe.yaml").write_text(yaml.safe_dump(tree))
     recipe = load_recipe("recipe.yaml")
     recipe.plugins |= {"progress": False}
-    return build(recipe, resolve(recipe), resume)
+    return build(resolve(recipe), resume=resume)
 
 
 def trained(*arguments: Any, **settings: Any) -> Run:

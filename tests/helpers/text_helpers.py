@@ -27,4 +27,4 @@ def make_run(task: str, model: Mapping[str, Any], data: Mapping[str, Any], objec
     train = {"epochs": 1, "batch_size": 8, "lr": 1e-2, "device": "cpu"} | train
     tree = {"model": dict(model), "data": dict(data), "train": train, "output": "run"}
     recipe = make_recipe(tree | {"plugins": [task, {"log": False}, {"progress": False}, {"module": False}]}, Path("recipe.yaml"))
-    return build(recipe, resolve(recipe, objects=objects))
+    return build(resolve(recipe, objects=objects))

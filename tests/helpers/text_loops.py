@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 import yaml
+from executing import execute
 from text_helpers import TINY, make_run
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from fastloop.lifecycle import build, execute
+from fastloop.lifecycle import build
 from fastloop.recipe import load_recipe
 from fastloop.registry import resolve
 from fastloop.run import Run
@@ -53,7 +54,7 @@ def trained(
     Path("recipe.yaml").write_text(yaml.safe_dump(tree))
     recipe = load_recipe("recipe.yaml")
     recipe.plugins |= {"progress": False}
-    run = build(recipe, resolve(recipe), resume)
+    run = build(resolve(recipe), resume=resume)
     execute(run)
     return run
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_helpers import BERT, DISTILBERT, WORDS, save_checkpoint, text_run, write_rows
+from executing import execute
 from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
@@ -17,7 +18,6 @@ from transformers import (
     pipeline,
 )
 
-from fastloop.lifecycle import execute
 from fastloop.run import Run
 
 TASK = "text-classification"

@@ -451,7 +451,7 @@ def test_a_run_is_refused_before_its_model_is_built():
     with pytest.raises(
         RecipeError, match=r"^train.tsv, line 11: a quote opens a cell here, and more text follows where it closes in line 12"
     ):
-        build(recipe, resolve(recipe))
+        build(resolve(recipe))
     assert not Path("run").exists()
 
 

@@ -34,7 +34,7 @@ def make(name: str, **members: Any) -> Plugin:
 
 
 def resolved(*plugins: Plugin, **recipe: Any) -> PluginSet:
-    return resolve(make_recipe({"plugins": QUIET, **recipe}), objects=plugins)
+    return resolve(make_recipe({"plugins": QUIET, **recipe}), objects=plugins).plugins
 
 
 # -- declarations ------------------------------------------------------------------------------------------------------

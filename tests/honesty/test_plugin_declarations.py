@@ -78,7 +78,7 @@ def answer(result: Any = None, **marks: Any) -> Any:
 
 
 def resolved(*plugins: Plugin) -> PluginSet:
-    resolution = resolve(make_recipe({"plugins": QUIET}), objects=plugins)
+    resolution = resolve(make_recipe({"plugins": QUIET}), objects=plugins).plugins
     assert resolution.hooks is not None
     return resolution
 
@@ -98,7 +98,7 @@ def test_plan_refuses_two_plugins_that_build_the_optimizer():
         "Keep one: --without muon or --without lion. An author can wrap the other implementation (@hookimpl(wrapper=True)) or leave the "
         'hook to it (fallback_hooks = ("build_optimizer",)).\n'
     )
-    assert resolve(load_recipe("r.yaml", without_plugins=["muon"])).names()[:3] == ["module", "lion", "log"]
+    assert resolve(load_recipe("r.yaml", without_plugins=["muon"])).plugins.names()[:3] == ["module", "lion", "log"]
 
 
 @pytest.mark.parametrize("hook", exclusive_hooks())
@@ -162,7 +162,7 @@ def test_a_loss_of_a_plugin_replaces_the_tasks_in_any_order(tiny_run):
         "        return Output(model(batch[0]).sum() * 0 + 7)\n"
     )
     recipe(file_plugin("seven", body))  # after the task: without the task's fallback, it would never be asked
-    resolution = resolve(load_recipe("r.yaml"))
+    resolution = resolve(load_recipe("r.yaml")).plugins
     assert resolution.names()[:2] == ["module", "seven"]
     assert resolution.reasons["module"] == "listed in the recipe; leaves compute_loss to 'seven'"
 
@@ -170,11 +170,11 @@ def test_a_loss_of_a_plugin_replaces_the_tasks_in_any_order(tiny_run):
 def test_options_decide_whether_a_plugin_answers():
     batches = file_plugin("batches", "    @hookimpl\n    def build_collator(self):\n        return list\n")
     recipe(batches)
-    assert resolve(load_recipe("r.yaml")).names()[:2] == ["module", "batches"]
+    assert resolve(load_recipe("r.yaml")).plugins.names()[:2] == ["module", "batches"]
     with pytest.raises(PluginError, match="plugins 'module' and 'batches' both implement build_collator"):
         resolve(load_recipe("r.yaml", ["plugins.module.collate=code_of_test.py:data"]))
     own = make("own", build_optimizer=answer())
-    assert resolve(make_recipe({"plugins": ["fused-optimizer", *QUIET]}), objects=[own]).names() == ["fused-optimizer", "own"]
+    assert resolve(make_recipe({"plugins": ["fused-optimizer", *QUIET]}), objects=[own]).plugins.names() == ["fused-optimizer", "own"]
     with pytest.raises(PluginError, match="plugins 'fused-optimizer' and 'own' both implement build_optimizer"):
         check_together([load("fused-optimizer")(implementation="8bit"), own], (), {}, "recipe")
 
@@ -218,7 +218,7 @@ def test_our_own_plugins_answer_one_hook_only_where_they_share_a_slot():
 def test_a_hook_without_its_mark_is_refused_with_its_line():
     recipe(file_plugin("silent", "    def after_step(self, run):\n        print(run.state.step)\n"))
     with pytest.raises(PluginError) as refused:
-        _ = resolve(load_recipe("r.yaml")).hooks
+        _ = resolve(load_recipe("r.yaml")).plugins.hooks
     assert str(refused.value) == (
         f"plugin 'silent': the method after_step ({Path('silent.py').resolve()}, line 7) has the name of a hook but no @hookimpl, so it "
         "would never be called. Mark it with @hookimpl, or rename it: _after_step."
@@ -348,7 +348,7 @@ def test_overrides_reach_plugins_that_are_on_by_default():
     assert plugins["progress"].config.every == 1
     assert plugins["log"].on_error == "disable"
     assert make_recipe(loaded.to_dict()).plugins == loaded.plugins, "the run folder's recipe keeps it"
-    assert "progress" not in resolve(load_recipe("r.yaml", ["plugins.progress.every=1"], without_plugins=["progress"])).names()
+    assert "progress" not in resolve(load_recipe("r.yaml", ["plugins.progress.every=1"], without_plugins=["progress"])).plugins.names()
     recipe(plugins=[])
     (task,) = [plugin for plugin in resolve(load_recipe("r.yaml", ["plugins.module.loss=mse_loss"])).plugins if plugin.slot == "task"]
     assert task.config.loss == "mse_loss"

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from checkpoint_helpers import BERT, DISTILBERT, save_checkpoint, text_recipe, text_run, write_rows
+from executing import execute
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
@@ -17,7 +18,6 @@ from transformers import (
 )
 
 from fastloop import RecipeError
-from fastloop.lifecycle import execute
 from fastloop.recipe import make_recipe
 from fastloop.registry import resolve
 from fastloop.run import Run
@@ -59,7 +59,7 @@ def planned(task: str, model: Any, data: dict[str, Any] | None = None) -> str:
     Path("rows.jsonl").write_text("this is no JSON")
     recipe = text_recipe(task, model, data)
     with pytest.raises(RecipeError) as caught:
-        resolve(recipe).hooks.check_recipe(recipe=recipe)
+        resolve(recipe).plugins.hooks.check_recipe(recipe=recipe)
     return str(caught.value)
 
 
@@ -68,7 +68,7 @@ def test_an_encoder_whose_label_column_is_forgotten_is_refused_by_plan():
     recipe = make_recipe(
         {"model": {"name": "checkpoint"}, "data": {"files": {"train": "rows.jsonl"}}, "output": "run"}, Path("recipe.yaml")
     )
-    resolution = resolve(recipe)
+    resolution = resolve(recipe).plugins
     assert LM in resolution.names()
     with pytest.raises(RecipeError) as caught:
         resolution.hooks.check_recipe(recipe=recipe)

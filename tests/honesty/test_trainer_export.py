@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from executing import execute
 from huggingface_hub import PyTorchModelHubMixin
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
@@ -21,7 +22,7 @@ from transformers import (
 )
 
 from fastloop import Trainer, UsageError
-from fastloop.lifecycle import build, execute
+from fastloop.lifecycle import build
 from fastloop.testing import tiny_data
 
 QUIET: list[Any] = [{"log": False}, {"progress": False}]
@@ -100,7 +101,7 @@ def test_the_task_module_exports_so_too(tmp_path):
     sections = {"model": {"module": "hub.py:Net"}, "data": {"module": "hub.py:data"}}
     tree = sections | {"train": {"epochs": 1, "batch_size": 4, "device": "cpu"}, "plugins": [{"module": {"loss": "cross_entropy"}}, *QUIET]}
     recipe = make_recipe(tree | {"output": "run"}, Path("recipe.yaml"))
-    run = build(recipe, resolve(recipe))
+    run = build(resolve(recipe))
     execute(run)
     again: Any = type(run.unwrap_model()).from_pretrained("run/model")
     assert torch.equal(again.layer.weight, run.unwrap_model().layer.weight)

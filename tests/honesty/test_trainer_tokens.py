@@ -99,9 +99,11 @@ def test_the_module_task_names_its_collator():
 
 
 def run(path: str, *overrides: str) -> dict[str, Any]:
-    from fastloop.lifecycle import build, execute
+    from executing import execute
+
+    from fastloop.lifecycle import build
     from fastloop.recipe import load_recipe
     from fastloop.registry import resolve
 
     recipe = load_recipe(path, overrides)
-    return execute(build(recipe, resolve(recipe)))
+    return execute(build(resolve(recipe)))

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from executing import execute
 from torch import nn
 
 import fastloop
@@ -17,9 +18,9 @@ from fastloop import Plugin, PluginCrash, PluginError, RecipeError, Trainer, Usa
 from fastloop.cli.code_files import code_files
 from fastloop.cli.hook_timing import HookTimer
 from fastloop.hooks import PluginSet, own_implementations
-from fastloop.lifecycle import build, execute
+from fastloop.lifecycle import build
 from fastloop.recipe import load_recipe, make_recipe
-from fastloop.registry import load, resolve, select
+from fastloop.registry import load, resolve
 from fastloop.testing import tiny_data, tiny_model
 from fastloop_tools.profile.suggestions import candidates
 from fastloop_tools.tune.write import text
@@ -101,7 +102,7 @@ def recipe_file(path: str, *plugins: Any, **train: Any) -> Path:
 
 def train(path: str, *overrides: str, resume: bool = False, **arguments: Any) -> dict[str, Any]:
     recipe = load_recipe(path, overrides, **arguments)
-    return execute(build(recipe, resolve(recipe), Path(recipe.output) if resume else None))
+    return execute(build(resolve(recipe), resume=Path(recipe.output) if resume else None))
 
 
 # -- one name, two packages ---------------------------------------------------------------------------------------------------
@@ -166,14 +167,19 @@ def test_a_package_cannot_add_implementations_to_every_run(install, tiny_run):
 
 def test_a_package_that_takes_a_name_of_ours_leaves_what_is_on_by_default_alone(install, caplog):
     install("rogue", WARMTH.replace('"warmth"', '"log"'), log="rogue:Warmth")
-    resolution = resolve(make_recipe({}))
+    resolution = resolve(make_recipe({})).plugins
     assert resolution.names() == ["log", "metric-check", "optimizer-check", "progress", "speed-check"]
     assert type(resolution.plugins[0]).__module__ == "fastloop_plugins.observe.log"
     assert "rogue" not in sys.modules
-    assert select(make_recipe({"plugins": [{"log": False}]})).names() == ["metric-check", "optimizer-check", "progress", "speed-check"]
+    assert resolve(make_recipe({"plugins": [{"log": False}]}), any_machine=True).plugins.names() == [
+        "metric-check",
+        "optimizer-check",
+        "progress",
+        "speed-check",
+    ]
     with pytest.raises(PluginError, match="'log' is the name of plugins in several packages"):
         resolve(make_recipe({"plugins": ["log"]}))
-    assert type(resolve(make_recipe({"plugins": ["fastloop-train:log"]})).plugins[0]).__module__ == "fastloop_plugins.observe.log"
+    assert type(resolve(make_recipe({"plugins": ["fastloop-train:log"]})).plugins.plugins[0]).__module__ == "fastloop_plugins.observe.log"
 
 
 # -- the range of versions ----------------------------------------------------------------------------------------------------
@@ -253,7 +259,13 @@ def test_a_run_folder_resumes_with_it_and_its_recipe_finds_the_file():
     assert train("deep/r.yaml", "train.max_steps=2")["warmth"] == [20.0, 2]
     saved = load_recipe("out/recipe.yaml")
     assert saved.references == {"warmth": str(Path("deep/warm.py").resolve())}
-    assert [plugin.name for plugin in select(saved).plugins] == ["warmth", "module", "metric-check", "optimizer-check", "speed-check"]
+    assert [plugin.name for plugin in resolve(saved, any_machine=True).plugins] == [
+        "warmth",
+        "module",
+        "metric-check",
+        "optimizer-check",
+        "speed-check",
+    ]
     assert train("deep/r.yaml", resume=True)["warmth"] == [20.0, 3]
 
 
@@ -262,7 +274,7 @@ def test_of_several_plugins_in_a_file_the_class_says_which():
     with pytest.raises(RecipeError, match=r"^recipe: plugins: both\.py: .* several plugins\. Say which: both\.py:Warmth or both\.py:Cold"):
         make_recipe({"plugins": ["both.py"]})
     recipe = make_recipe({"plugins": ["both.py:Cold", {"both.py:Warmth": {"degrees": 1.0}}, *QUIET]})
-    assert resolve(recipe).names() == ["cold", "warmth", "metric-check", "optimizer-check", "speed-check"]
+    assert resolve(recipe).plugins.names() == ["cold", "warmth", "metric-check", "optimizer-check", "speed-check"]
     assert make_recipe(recipe.to_dict()).references == recipe.references == {"cold": "both.py:Cold", "warmth": "both.py:Warmth"}
     with pytest.raises(RecipeError, match=r"both\.py:Warmt: Warmt is not a class of the file\. Did you mean 'Warmth'\?"):
         make_recipe({"plugins": ["both.py:Warmt"]})
@@ -316,7 +328,7 @@ def test_a_file_that_a_base_recipe_lists_is_found_from_its_folder():
     write("top/top.yaml", "extends: ../base/base.yaml\nplugins: [{warmth: {degrees: 4.0}}]\n")
     recipe = load_recipe("top/top.yaml")
     assert recipe.references == {"warmth": str(Path("base/warm.py").resolve())}
-    assert select(recipe).plugins[0].config.degrees == 4.0
+    assert resolve(recipe, any_machine=True).plugins.plugins[0].config.degrees == 4.0
 
 
 def test_tune_calls_estimate_of_file_plugin_and_writes_its_entry():
@@ -706,18 +718,18 @@ def kinds(install: Any) -> dict[str, Any]:
 
 def test_model_data_optimizer_and_metrics_come_from_a_package(kinds):
     recipe = make_recipe(kinds)
-    run = build(recipe, resolve(recipe))
+    run = build(resolve(recipe))
     assert type(run.optimizer).__name__ == "Sign"
     assert [name for name, _ in run.unwrap_model().named_parameters()] == ["weight"]
     found = execute(run)["validation"]
     assert found["twice"] == pytest.approx(2 * found["accuracy"])
     recipe = make_recipe(kinds)
-    assert execute(build(recipe, resolve(recipe), Path("out")))["steps"] == 3
+    assert execute(build(resolve(recipe), resume=Path("out")))["steps"] == 3
 
 
 def test_a_task_comes_from_a_package(kinds):
     recipe = make_recipe({"train": kinds["train"], "plugins": ["mine", *QUIET], "output": "out"})
-    summary = execute(build(recipe, resolve(recipe)))
+    summary = execute(build(resolve(recipe)))
     assert (summary["plugins"], summary["steps"]) == (["mine", "metric-check", "optimizer-check", "speed-check"], 3)
 
 
@@ -736,7 +748,7 @@ def test_invalid_optimizer_is_rejected_with_its_key(kinds, optimizer, said):
     kinds["train"]["optimizer"] = optimizer
     recipe = make_recipe(kinds)
     with pytest.raises(RecipeError, match=said):
-        build(recipe, resolve(recipe))
+        build(resolve(recipe))
     assert not Path("out").exists()
 
 
@@ -750,7 +762,7 @@ def test_invalid_metric_is_rejected_with_its_key(kinds):
         metrics["twice"]["type"] = kind
         recipe = make_recipe(kinds)
         with pytest.raises(RecipeError, match=said):
-            build(recipe, resolve(recipe))
+            build(resolve(recipe))
 
 
 def test_a_trainer_takes_an_optimizer_of_a_package(kinds):

@@ -24,7 +24,7 @@ MODEL = {"model": {"name": "distilbert-base-uncased"}, "data": {"name": "imdb", 
 def select(machine: Machine, *plugins: object, **sections: object) -> dict[str, object]:
     """The plugins of a recipe after it is resolved for a machine."""
     recipe = make_recipe({**MODEL, "plugins": list(plugins), **sections})
-    resolve(recipe, machine)
+    recipe = resolve(recipe, machine).recipe
     return recipe.plugins
 
 
@@ -45,7 +45,7 @@ def test_auto_on_a_gpu_selects_the_plugins_of_the_gpu_recipe():
 def test_flagship_recipe_lists_auto_and_resolves_to_the_cpu_recipe():
     recipe = load_recipe("distilbert_imdb")
     assert "auto" in recipe.plugins
-    resolve(recipe, CPU)
+    recipe = resolve(recipe, CPU).recipe
     assert {name: options for name, options in recipe.plugins.items() if name != "checkpoint-best"} == listed("distilbert_imdb_cpu")
 
 
@@ -69,7 +69,7 @@ def test_default_numerics_keep_the_batches():
 )
 def test_cuda_graphs_are_recorded_for_blocks_of_fixed_length(data, mode):
     recipe = make_recipe({"model": {"config": {"model_type": "gpt2"}}, "data": data, "plugins": ["auto"]})
-    resolve(recipe, H100)
+    recipe = resolve(recipe, H100).recipe
     assert recipe.plugins["compile"].get("mode") == mode
 
 
@@ -106,7 +106,7 @@ def test_without_a_kernel_for_rows_a_gpu_pads():
 def test_options_follow_the_plugins_that_are_left_out():
     """`auto` records CUDA graphs for packed rows only. A model that cannot be packed leaves batches of many shapes."""
     recipe = make_recipe({**MODEL, "plugins": ["auto"]})
-    resolve(recipe, H100)
+    recipe = resolve(recipe, H100).recipe
     before = dict(recipe.plugins)
     del recipe.plugins["packing"], recipe.selected["packing"]
     assert dependents(recipe, before, H100)["compile"].options == {}
@@ -175,9 +175,9 @@ def test_texts_of_a_decoder_are_not_packed_but_its_tagged_words_are(kind):
 
 def test_reasons_name_auto_and_resolving_twice_keeps_them():
     recipe = make_recipe({**MODEL, "plugins": ["auto"]})
-    first = resolve(recipe, CPU)
+    first = resolve(recipe, CPU).plugins
     assert first.reasons["packing"] == "auto: no padding is computed"
-    assert resolve(recipe, CPU).reasons == first.reasons
+    assert resolve(resolve(recipe, CPU).recipe, CPU).plugins.reasons == first.reasons
 
 
 def test_an_error_of_the_recipe_is_reported_once(caplog):

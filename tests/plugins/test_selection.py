@@ -12,13 +12,13 @@ import forked
 import pytest
 import torch
 import yaml
+from executing import execute
 from image_helpers import write_images
 from text_helpers import rows
 
 from fastloop import FastloopError, Plugin, PluginError, Run, Trainer, hookimpl
 from fastloop.errors import PluginCrash
-from fastloop.hooks import PluginSet
-from fastloop.lifecycle import build, execute
+from fastloop.lifecycle import build
 from fastloop.recipe import Recipe, load_recipe, make_recipe
 from fastloop.registry import resolve
 from fastloop.runtime.hardware import Machine
@@ -74,7 +74,7 @@ def image_recipe(*plugins: Any) -> Recipe:
 
 
 def make(recipe: Recipe, *objects: Plugin) -> Run:
-    return build(recipe, resolve(recipe, CPU, objects))
+    return build(resolve(recipe, CPU, objects))
 
 
 def weights(run: Run) -> dict[str, torch.Tensor]:
@@ -126,7 +126,7 @@ def test_a_plugin_whose_trial_fails_leaves_with_its_reason(caplog):
     assert message.startswith("auto: leaves out amp: DebertaForSequenceClassification: RuntimeError: value cannot be converted")
     assert run.accelerator.mixed_precision == "no"
     assert {"fast-dropout", "fused-optimizer"} <= set(run.plugins.names())
-    assert not {"amp", "cpu-attention"} & {*run.plugins.names(), *recipe.plugins, *recipe.selected}, "one needs the other"
+    assert not {"amp", "cpu-attention"} & {*run.plugins.names(), *run.recipe.plugins, *run.recipe.selected}, "one needs the other"
     assert count.teardowns == count.builds - 1, "runs that are not used are torn down"
     ours = weights(run)
     listed = load_recipe("run/recipe.yaml")
@@ -148,7 +148,7 @@ def test_plugins_whose_hooks_raise_leave_with_their_reasons(caplog):
         "row. Remove packing.",
     ]
     assert {"amp", "fast-dropout", "reads-mean"} <= set(run.plugins.names())
-    assert not {"packing", "cls-last-layer"} & {*run.plugins.names(), *recipe.plugins}
+    assert not {"packing", "cls-last-layer"} & {*run.plugins.names(), *run.recipe.plugins}
     assert type(run.loaders.collators["train"]).__name__ == "Collator", "that of the task, without packing"
     assert execute(run)["status"] == "completed"
 
@@ -220,7 +220,7 @@ def test_the_trial_changes_no_weight_buffer_or_random_number():
     state = torch.get_rng_state()
     ours = weights(run)
     count = Count()
-    listed = make(image_recipe(*({name: options} for name, options in recipe.plugins.items() if options is not False)), count)
+    listed = make(image_recipe(*({name: options} for name, options in run.recipe.plugins.items() if options is not False)), count)
     assert count.losses == 0, "no plugin is selected, so there is nothing to try"
     assert torch.equal(state, torch.get_rng_state())
     theirs = weights(listed)
@@ -251,7 +251,7 @@ def test_trainer_leaves_a_plugin_out_for_good(caplog):
         trainer.fit()
         found.append((model.first.weight.detach().clone(), trainer.validate()))
     assert "auto: leaves out amp: ReadsNumbers: TypeError: Got unsupported ScalarType BFloat16" in caplog.text
-    assert "amp" not in {*trainer.recipe.plugins, *trainer.resolution.names()}
+    assert "amp" not in {*trainer.recipe.plugins, *trainer.resolved.plugins.names()}
     torch.testing.assert_close(found[0], found[1])
 
 
@@ -265,13 +265,13 @@ def test_nothing_is_tried_for_plugins_that_compute_nothing():
 def test_a_command_keeps_the_plugin_that_it_adds():
     """`fastloop profile` and others build a set of their own."""
     recipe, count = text_recipe("bert", "auto"), Count()
-    resolution = resolve(recipe, CPU, [ReadsMean()])
-    run = build(recipe, PluginSet([count, *resolution.plugins], resolution.reasons))
+    resolved = resolve(recipe, CPU, [ReadsMean()])
+    run = build(resolved, [count])
     assert run.plugins.plugins[0] is count
-    expected = [name for name in resolution.names() if name not in ("packing", "cls-last-layer")]
+    expected = [name for name in resolved.plugins.names() if name not in ("packing", "cls-last-layer")]
     assert run.plugins.names()[1:] == expected, "in the same order"
     assert run.plugins.reasons["amp"].startswith("auto: ")
-    assert all(plugin not in resolution.plugins for plugin in run.plugins if plugin.name not in ("count", "reads-mean"))
+    assert all(plugin not in resolved.plugins.plugins for plugin in run.plugins if plugin.name not in ("count", "reads-mean"))
 
 
 def test_the_hooks_of_the_last_build_are_timed(cli):
@@ -293,7 +293,7 @@ def test_a_quick_check_and_a_resumed_run_leave_the_same_plugin_out(cli):
     first = load_recipe("recipe.yaml", ["train.max_steps=2", "train.save_every=1"])
     execute(make(first))
     resumed = load_recipe("recipe.yaml")
-    run = build(resumed, resolve(resumed, CPU), Path("run"))
+    run = build(resolve(resumed, CPU), resume=Path("run"))
     assert "amp" not in run.plugins.names()
     found = weights(run)
     assert run.state.step == 3

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from executing import execute
 
-from fastloop.lifecycle import build, execute
+from fastloop.lifecycle import build
 from fastloop.recipe import load_recipe, shipped_recipes
 from fastloop.registry import resolve
 from fastloop.runtime.hardware import Machine
@@ -32,7 +33,7 @@ SHIPPED = {
 
 def train(name: str, *overrides: str, without: tuple[str, ...] = ()) -> dict:
     recipe = load_recipe(name, [*overrides, "train.device=cpu", "output=run"], without_plugins=without)
-    return execute(build(recipe, resolve(recipe)))
+    return execute(build(resolve(recipe)))
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +162,7 @@ def test_distilbert_imdb_baseline_pads_all_to_512_and_has_no_speedup(tiny_distil
     recipe = load_recipe(
         "distilbert_imdb_baseline", [f"model.name={tiny_distilbert}", *imdb_like, "train.max_steps=2", "train.device=cpu", "output=run"]
     )
-    run = build(recipe, resolve(recipe))
+    run = build(resolve(recipe))
     widths = {batch.inputs["input_ids"].shape[1] for batch in run.train_loader.batches()}
     assert widths == {512}
     assert execute(run)["plugins"] == ["log", "metric-check", "optimizer-check", "progress", "speed-check", "text-classification"]
@@ -170,7 +171,7 @@ def test_distilbert_imdb_baseline_pads_all_to_512_and_has_no_speedup(tiny_distil
 def test_distilbert_imdb_cpu_has_every_line_at_work(tiny_distilbert, imdb_like, caplog):
     given = [f"model.name={tiny_distilbert}", *imdb_like, "train.epochs=2", "train.lr=0.01", "train.device=cpu", "output=run"]
     recipe = load_recipe("distilbert_imdb_cpu", given, (), ("allocator",))  # which needs a process of its own
-    summary = execute(build(recipe, resolve(recipe)))
+    summary = execute(build(resolve(recipe)))
     assert {"amp", "packing", "fast-dropout", "cls-last-layer", "fused-optimizer"} < set(summary["plugins"])
     assert "compile" not in summary["plugins"]
     assert summary["test"]["accuracy"] > 0.9

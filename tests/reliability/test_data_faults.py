@@ -14,12 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+from executing import execute
 from saving_helpers import times
 from torch.utils.data import Dataset
 
 from fastloop import CheckpointError, Plugin, RecipeError, hookimpl
 from fastloop.errors import DataError
-from fastloop.lifecycle import build, execute
+from fastloop.lifecycle import build
 from fastloop.recipe import make_recipe
 from fastloop.registry import resolve
 from fastloop.run import Run
@@ -201,7 +202,7 @@ def text_run(plugins: tuple[Any, ...] = (), max_length: int = 16, **files: str) 
         "output": "run",
     }
     recipe = make_recipe(tree, Path("recipe.yaml"))
-    return build(recipe, resolve(recipe))
+    return build(resolve(recipe))
 
 
 def good(count: int = 40) -> list[dict[str, Any]]:

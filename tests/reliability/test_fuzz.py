@@ -218,7 +218,8 @@ BASES = bases()
 
 def check(recipe: Any) -> None:
     """All that `fastloop plan` does with a recipe; and it is the same recipe when it was saved and read again."""
-    resolution = resolve(recipe)
+    resolved = resolve(recipe)
+    recipe, resolution = resolved.recipe, resolved.plugins
     with resolution.attributing_errors():
         resolution.hooks.check_recipe(recipe=recipe)
         for hook, draft in (("accelerator", AcceleratorDraft()), ("dataloader", DataLoaderDraft()), ("optimizer", OptimizerDraft())):
@@ -330,7 +331,8 @@ def test_options_of_every_plugin(record_property):
                 plugin = classes[name](**options)
             assert dataclasses.is_dataclass(plugin.config)
             recipe = make_recipe({"plugins": [{name: options}]})
-            assert name in resolve(recipe).names() or recipe.selected, "or it selected others in its place"
+            resolved = resolve(recipe)
+            assert name in resolved.plugins.names() or resolved.recipe.selected, "or it selected others in its place"
 
     attempt()
     record_property("faults", times(200))
@@ -460,7 +462,7 @@ def test_corrupt_checkpoints(tiny_run, tmp_path, record_property):
         (folder / name).write_bytes(harmed)
         with soon():
             try:
-                found, _ = checkpoint.find(tmp_path / "run")
+                found, _ = checkpoint.find_newest(tmp_path / "run")
             except CheckpointError:
                 assert harmed != files[name]
             else:

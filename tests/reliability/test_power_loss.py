@@ -249,7 +249,7 @@ def load(name: str, traced: Path) -> History:
 def find_number(state: Path, marks: tuple[str, ...]) -> None:
     """The newest reported save is found, or a later one, and all of its numbers are those of one save."""
     run, reported = state / "runs" / "run", newest(marks)
-    found = resume.find(run, run) if run.exists() else None
+    found = resume.find_resume_point(run, run) if run.exists() else None
     if found is None:
         assert not reported, f"save {reported} is lost"
         return
@@ -409,7 +409,7 @@ def test_power_loss_during_a_run(run, record_property, request):
 
     def check(state: Path, marks: tuple[str, ...]) -> None:
         folder = state / "run"
-        found = resume.find(folder, folder) if folder.exists() else None
+        found = resume.find_resume_point(folder, folder) if folder.exists() else None
         reported = newest(marks)
         if found is None:
             assert not reported, f"the checkpoint of step {reported} is lost"

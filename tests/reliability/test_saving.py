@@ -24,7 +24,7 @@ import torch
 from saving_helpers import Forked, mounted, record, said, steps, summary, times, together, train, until, write_recipe
 
 from fastloop import Plugin, RecipeError, hookimpl
-from fastloop.checkpoint import MANIFEST, find, read, verify, write
+from fastloop.checkpoint import MANIFEST, find_newest, read, verify, write
 from fastloop.checkpoint.folder import Lock
 from fastloop.errors import CheckpointError, SaveError
 from fastloop.testing import tiny_model
@@ -70,7 +70,7 @@ def save(step: int, run: str = "run") -> Path:
 
 def whole(run: str = "run") -> int:
     """The step of the checkpoint that is found; all of it is of that step."""
-    model, state = read(find(Path(run))[0])
+    model, state = read(find_newest(Path(run))[0])
     assert model["weight"].eq(state["step"]).all()
     assert state["moment"].eq(state["step"]).all()
     return state["step"]
@@ -82,7 +82,7 @@ KILLS = """
 import os, random, signal, sys, threading, time
 from pathlib import Path
 import torch
-from fastloop.checkpoint import find, read, rotate, write
+from fastloop.checkpoint import find_newest, read, rotate, write
 
 torch.set_num_threads(1)
 kills, processes, background = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "async"
@@ -156,7 +156,7 @@ for trial in range(kills):
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
     os.close(pipe)
-    found, skipped = find(run)
+    found, skipped = find_newest(run)
     model, state = read(found)
     assert not skipped, skipped
     assert state["step"] > began, (state["step"], began)
@@ -235,7 +235,7 @@ def test_full_disk_is_logged_and_training_continues(disk, tiny_run, plugins, cap
     assert run.summary["best"] is not None
     assert "step-00000006 was not saved" in caplog.text
     assert "Training continues; earlier checkpoints are intact" in caplog.text
-    assert verify(find(disk / "run")[0]) is None
+    assert verify(find_newest(disk / "run")[0]) is None
     assert [path.name for path in (disk / "run" / "checkpoints").glob(".*")] == []
     lines = [json.loads(line) for line in (disk / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "loss" in line and "split" not in line] == list(range(1, 19)), "late, but all there"
@@ -320,7 +320,7 @@ def test_a_quota_error_counts_on_all_processes(choice, count):
     else:
         assert summary()["save_errors"] >= 3, "it trained to the end, where the model could not be written either"
         assert summary()["steps"] == 27
-    assert find(Path("run"))[0].name == "step-00000004"
+    assert find_newest(Path("run"))[0].name == "step-00000004"
     assert [each.wait() for each in together("output=run", *strategy, "--resume", count=count)] == [0] * count
     assert record() == record("whole")
 
@@ -344,7 +344,7 @@ def test_flipped_bits_are_detected(record_property):
         else:
             del data[place:]
         path.write_bytes(data)
-        _, skipped = find(Path("run"))
+        _, skipped = find_newest(Path("run"))
         if verify(original) is None:
             assert path.name == MANIFEST  # white space, or a name that nobody reads
             survived += whole() == 2
@@ -352,7 +352,7 @@ def test_flipped_bits_are_detected(record_property):
             assert skipped[0].startswith(f"{original}: damaged (")
             survived += whole() == 1
             with pytest.raises(CheckpointError, match="damaged"):
-                find(original)
+                find_newest(original)
         shutil.rmtree(original)
         Path("kept").rename(original)
     record_property("faults", count)
@@ -511,7 +511,7 @@ class Watches(Plugin):
 
     @hookimpl
     def after_step(self, run: Any) -> None:
-        self.busy += run.saver.is_pending
+        self.busy += run.saver.pending is not None
 
 
 @pytest.mark.slow

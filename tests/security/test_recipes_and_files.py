@@ -270,7 +270,7 @@ def text_run(model: Any, data: Any = None, **more: Any) -> Run:
     data = data or {"files": {"train": "train.jsonl"}, "text": "text", "label": "label", "max_length": 16}
     train = {"epochs": 1, "batch_size": 8, "device": "cpu"}
     recipe = make_recipe({"model": model, "data": data, "train": train, "output": "run", **more}, Path("r.yaml"))
-    return build(recipe, resolve(recipe))
+    return build(resolve(recipe))
 
 
 @pytest.fixture

@@ -251,4 +251,4 @@ def test_resolving_leaves_the_recipe_as_it_is():
     before = given.to_dict()
     range_test(given, LRFinder(1e-5, 1e-2, 10))
     assert given.to_dict() == before
-    assert "checkpoint-best" in resolve(given).names()
+    assert "checkpoint-best" in resolve(given).plugins.names()

@@ -100,14 +100,15 @@ def check(run: Run) -> None:
         )
 
 
-def make(run: Run) -> Lock | None:
-    """Create and lock the run folder on the main process. The folder of an earlier run is renamed, not overwritten.
+def make(run: Run) -> None:
+    """Create the run folder on the main process, and lock it until the run is closed. The folder of an earlier run is renamed, not
+    overwritten.
 
     Raises:
         RecipeError: Another process uses the folder, or it cannot be written.
     """
     if not run.is_main:
-        return None
+        return
     from omegaconf import OmegaConf
 
     recipe = run.recipe
@@ -125,10 +126,10 @@ def make(run: Run) -> Lock | None:
                 lock.release()
             files.make_folder(run.folder)
             lock = Lock(run.folder, run.recipe.where)
+        run._until_closed.callback(lock.release)
         files.write(run.folder / "recipe.yaml", OmegaConf.to_yaml(OmegaConf.create(secrets.hidden(recipe.to_dict()))), hidden=True)
     except OSError as error:
         raise RecipeError(f"{run.recipe.where}: output: {run.folder} cannot be written: {error}.") from error
-    return lock
 
 
 def summarize(run: Run, status: str, reason: str | None) -> dict[str, Any]:

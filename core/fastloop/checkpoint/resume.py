@@ -82,19 +82,19 @@ def write(run: Run, path: Path, model: dict[str, Tensor], state: dict[str, Any],
 
 def wait_for_save(run: Run) -> None:
     """Wait for the checkpoint that this process is writing. ``run.sync_requests`` handles a failure."""
-    if run.saver.is_pending:
+    if run.saver.pending is not None:
         with run.clock("save"):
             run.saver.wait()
 
 
-def find(folder: Path, path: Path) -> tuple[Path, list[str]] | None:
+def find_resume_point(folder: Path, path: Path) -> tuple[Path, list[str]] | None:
     """The checkpoint for ``--resume PATH``, and warnings about damaged ones. None: ``path`` is the run's ``folder``, without a checkpoint.
 
     Raises:
         CheckpointError: Another folder has no checkpoint; all checkpoints are damaged; or the run is complete and kept none.
     """
     try:
-        return checkpoint.find(path)
+        return checkpoint.find_newest(path)
     except NoCheckpoint:
         if path.resolve() != folder.resolve():
             raise
@@ -161,7 +161,7 @@ def _restore(run: Run, path: Path, model: dict[str, Tensor], saved: dict[str, An
     run.state.restore(saved["state"])
     if run.interrupted or any(saved["recipe"][key] != recipe[key] for key in ("train", "plugins")):
         run.state.stop_reason = None  # it may not apply to other epochs or plugins
-    run.saver.resumed(run.state.step)
+    run.saver.last_saved_step = run.state.step
     run.clock.seconds |= {key: float(value) for key, value in saved["clock"].items()} | {"startup": run.clock.seconds["startup"]}
     run.scalars.restore(saved["scalars"], run.processes)
 

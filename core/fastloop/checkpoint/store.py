@@ -227,7 +227,7 @@ def _compare(folder: Path) -> str | None:
     return None
 
 
-def find(path: Path) -> tuple[Path, list[str]]:
+def find_newest(path: Path) -> tuple[Path, list[str]]:
     """The checkpoint for ``--resume PATH``: a checkpoint folder itself, or the newest valid checkpoint of a run folder.
 
     Returns:

@@ -30,9 +30,10 @@ from fastloop.runtime import platform_support
 from fastloop.runtime.step_folders import checkpoints
 
 if TYPE_CHECKING:
-    from fastloop.hooks import PluginSet
     from fastloop.plugin import Plugin
     from fastloop.recipe import Recipe
+    from fastloop.registry import ResolvedRecipe
+    from fastloop.run import Run
 
 LAUNCHER = "FASTLOOP_LAUNCHER"
 """Environment variable with the pid and the options of the launcher."""
@@ -201,14 +202,14 @@ def _is_from_this_job(output: Path) -> bool:
         return False
 
 
-def environment(plugins: PluginSet, recipe: Recipe) -> dict[str, str]:
+def environment(resolved: ResolvedRecipe) -> dict[str, str]:
     """The environment variables that a recipe's plugins need at process start.
 
     Raises:
         PluginError: Two plugins need different values.
     """
-    values: dict[str, tuple[str, str]] = {}
-    for plugin, call in plugins.each("environment"):
+    recipe, values = resolved.recipe, dict[str, tuple[str, str]]()
+    for plugin, call in resolved.plugins.each("environment"):
         for name, value in (call(recipe=recipe) or {}).items():
             other, first = values.setdefault(name, (plugin.name, value))
             if first != value:
@@ -219,21 +220,22 @@ def environment(plugins: PluginSet, recipe: Recipe) -> dict[str, str]:
     return {name: value for name, (_, value) in values.items()}
 
 
-def selected(recipe: Recipe, objects: Iterable[Plugin] = ()) -> PluginSet:
-    """The plugins of a recipe, if possible without importing torch: a process that restarts would import it twice."""
-    from fastloop.cli.startup import cpu_machine
-    from fastloop.registry import select
-
-    return select(recipe, objects, cpu_machine(recipe.train.device))
-
-
-def start_again(recipe: Recipe, objects: Iterable[Plugin] = ()) -> None:
-    """Restart this process if variables that the recipe's plugins need are not set. Variables that are set keep their values.
+def resolve_early(recipe: Recipe, objects: Iterable[Plugin] = ()) -> ResolvedRecipe:
+    """Resolve a recipe, if possible without importing torch: a process that restarts would import it twice. So the requirements on the
+    machine are not checked: call ``registry.check_requirements`` before a run is built.
 
     Args:
         objects: Plugin objects from Python.
     """
-    needed = environment(selected(recipe, objects), recipe)
+    from fastloop.cli.startup import cpu_machine
+    from fastloop.registry import resolve
+
+    return resolve(recipe, cpu_machine(recipe.train.device), objects, any_machine=True)
+
+
+def start_again(resolved: ResolvedRecipe) -> None:
+    """Restart this process if variables that a recipe's plugins need are not set. Variables that are set keep their values."""
+    needed = environment(resolved)
     is_command = sys.orig_argv[len(sys.orig_argv) - len(sys.argv) + 1 :] == sys.argv[1:]  # False if a program calls the command line
     if is_command and needed.keys() - os.environ.keys():
         sys.stdout.flush()
@@ -250,6 +252,15 @@ def end_with_launcher() -> None:
     ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
     if os.getppid() != int(parent.partition(" ")[0]):
         sys.exit(128 + signal.SIGTERM)
+
+
+def end(run: Run, code: int = 0) -> int:
+    """End the process group of this process, and with it the process if it is one of several. Otherwise return the exit code."""
+    run.processes.barrier()  # launchers end the other processes when one exits with a code other than 0
+    run.processes.close()
+    if run.world_size > 1:
+        leave(code)
+    return code
 
 
 def leave(code: int) -> NoReturn:

@@ -39,7 +39,8 @@ def plan(
     show_messages()
     for file in code_files(loaded):
         typer.echo(f"runs the code of {file}")
-    resolution = resolve(loaded)
+    resolved = resolve(loaded)
+    loaded, resolution = resolved.recipe, resolved.plugins
     resolution.hooks.check_recipe(recipe=loaded)
     from fastloop.data.loaders import micro_batches
     from fastloop.distributed.accelerator import check_launcher

@@ -168,14 +168,14 @@ def show(name: str, as_json: bool) -> None:
 
     from fastloop.options import describe
     from fastloop.plugin import Observer
-    from fastloop.registry import find, load
+    from fastloop.registry import find_entry_point, load
 
     cls = load(name, "fastloop plugins")
     options = describe(cls.Config) + (describe(Observer) if cls.read_only else [])
     text, recipe = documentation(cls)
     hooks = hooks_of(cls)
     facts = {
-        **listing(cls.name, find(name, "fastloop plugins")),
+        **listing(cls.name, find_entry_point(name, "fastloop plugins")),
         "description": cls.description,
         "requirements": list(dict.fromkeys(map(requirement, cls.requirements))),
         "requires": list(cls.requires),

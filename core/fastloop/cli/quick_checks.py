@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import shutil
 from collections.abc import Generator
@@ -13,9 +12,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
+from fastloop.cli import launch
+from fastloop.cli.startup import start_run
 from fastloop.distributed import ranks, signals
 from fastloop.errors import UsageError
 from fastloop.plugin import Plugin, hookimpl
+from fastloop.registry import ResolvedRecipe, load_listed, resolve
 from fastloop.runtime.step_folders import step_folder
 
 if TYPE_CHECKING:
@@ -54,8 +56,7 @@ class FastDevRun(Plugin):
 
     @hookimpl
     def before_evaluate(self, run: Run, split: str) -> None:
-        loader: Any = run.eval_loaders[split]
-        loader.batches = lambda: islice(type(loader).batches(loader), 1)
+        run.eval_loaders[split].max_batches = 1
 
 
 class Overfit(Plugin):
@@ -151,8 +152,6 @@ def without_publishers(recipe: Recipe) -> dict[str, dict[str, Any] | Literal[Fal
     Returns:
         Name -> False, to update ``recipe.plugins`` with.
     """
-    from fastloop.registry import load_listed
-
     return {name: False for name, options in recipe.plugins.items() if options is not False and load_listed(recipe, name).publishes}
 
 
@@ -169,45 +168,41 @@ def check_options(fast_dev_run: bool, overfit: int | None, resume: str | None, n
         raise UsageError(f"{' and '.join(given)} exclude each other. Leave out one of them.")
 
 
-def run_fast_dev_run(recipe: Recipe) -> int:
+def run_fast_dev_run(resolved: ResolvedRecipe) -> int:
     """Train one step, evaluate, save and export; then resume from the checkpoint and do it again. Removes the output folder.
 
     Returns:
         The exit code.
     """
-    folder = Path(recipe.output)
+    folder = Path(resolved.recipe.output)
     remove(folder)  # an earlier check was killed
     try:
-        first, code = _execute(copy.deepcopy(recipe), FastDevRun(stops=True), None)
-        if not code:
-            second, code = _execute(copy.deepcopy(recipe), FastDevRun(stops=False), step_folder(folder, 1))
-        if not code and second.is_main:
-            done = [f"{second.state.step} steps, saved and resumed after step {first.state.step}"]
-            done += [f"one batch of {split}" for split in second.state.metrics]
+        run = first = _train(resolved, FastDevRun(stops=True))
+        if not first.interrupted:
+            run = _train(resolve(resolved.recipe), FastDevRun(stops=False), step_folder(folder, 1))
+        if not run.interrupted and run.is_main:
+            done = [f"{run.state.step} steps, saved and resumed after step {first.state.step}"]
+            done += [f"one batch of {split}" for split in run.state.metrics]
             done += ["export"] * (folder / "model").is_dir()
             typer.echo(f"fast-dev-run: {'; '.join(done)}. Removed {folder}.")
-        first.processes.barrier()
-        first.processes.close()
     finally:
         remove(folder)
-    return code
+    return launch.end(run, signals.exit_code(run.interrupted) if run.interrupted else 0)
 
 
-def run_overfit(recipe: Recipe, samples: int) -> int:
+def run_overfit(resolved: ResolvedRecipe, samples: int) -> int:
     """Train on ``samples`` samples, and print whether the loss fell to near zero.
 
     Returns:
         The exit code: 1 if the loss did not fall.
     """
     plugin = Overfit(samples)
-    run, code = _execute(recipe, plugin, None)
-    if not code:
-        code = int(not plugin.is_near_zero())
-        if run.is_main:
-            typer.echo(plugin.result(run.state.step))
-    run.processes.barrier()
-    run.processes.close()
-    return code
+    run = _train(resolved, plugin)
+    if run.interrupted:
+        return launch.end(run, signals.exit_code(run.interrupted))
+    if run.is_main:
+        typer.echo(plugin.result(run.state.step))
+    return launch.end(run, int(not plugin.is_near_zero()))
 
 
 def remove(folder: Path) -> None:
@@ -216,17 +211,10 @@ def remove(folder: Path) -> None:
         shutil.rmtree(folder)
 
 
-def _execute(recipe: Recipe, plugin: Plugin, resume_from: Path | None) -> tuple[Run, int]:
-    """Run a recipe with one more plugin. Returns the run and its exit code, which is not 0 after a signal."""
-    from fastloop.cli.startup import reduced_gc
-    from fastloop.hooks import PluginSet
-    from fastloop.registry import resolve
+def _train(resolved: ResolvedRecipe, plugin: Plugin, resume: Path | None = None) -> Run:
+    """Train a recipe with one more plugin."""
+    with start_run(resolved, [plugin], resume) as run:
+        from fastloop.lifecycle import execute  # only here: it imports torch, and errors of the recipe come before
 
-    with reduced_gc():
-        resolution = resolve(recipe)
-        from fastloop.lifecycle import build, execute  # after resolve, to report errors of the recipe before importing torch
-
-        run = build(recipe, PluginSet([plugin, *resolution.plugins], resolution.reasons), resume_from)
-    with run.signals.handled(run.rank, run.world_size):
         execute(run)
-    return run, signals.exit_code(run.interrupted) if run.interrupted else 0
+    return run

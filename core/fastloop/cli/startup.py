@@ -1,17 +1,22 @@
-"""The start of a command: the machine before torch is imported, and the garbage collector while libraries are."""
+"""The start of a command: the machine before torch is imported, the garbage collector while libraries are, and the run."""
 
 from __future__ import annotations
 
 import gc
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fastloop.distributed.ranks import world_size
-from fastloop.plugin import entry_points
+from fastloop.plugin import Plugin, entry_points
+from fastloop.registry import ResolvedRecipe, check_requirements
 from fastloop.runtime.hardware import Machine
+
+if TYPE_CHECKING:
+    from fastloop.run import Run
 
 GC_THRESHOLD = 50_000
 """New objects between two garbage collections while libraries are imported."""
@@ -31,6 +36,18 @@ def reduced_gc() -> Iterator[None]:
     finally:
         if gc.get_threshold() == reduced:  # otherwise a plugin has set it
             gc.set_threshold(*original)
+
+
+@contextmanager
+def start_run(resolved: ResolvedRecipe, extra: Sequence[Plugin] = (), resume: Path | None = None) -> Iterator[Run]:
+    """``open_run`` for a command: check the requirements on this machine, and build the run with ``reduced_gc``."""
+    with ExitStack() as stack:
+        with reduced_gc():
+            check_requirements(resolved)
+            from fastloop.lifecycle import open_run  # only here: it imports torch, and errors of the recipe come before
+
+            run = stack.enter_context(open_run(resolved, extra, resume))
+        yield run
 
 
 ACCELERATORS = ("nvidiactl", "dxg", "kfd", "accel", "dri/renderD128", "davinci0", "hpu")

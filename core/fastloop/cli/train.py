@@ -10,7 +10,7 @@ import typer
 
 from fastloop.cli import launch
 from fastloop.cli.arguments import Overrides, RecipeName, With, Without, names
-from fastloop.distributed import ranks, signals
+from fastloop.distributed import signals
 from fastloop.recipe import secrets
 
 if TYPE_CHECKING:
@@ -69,9 +69,8 @@ def train(
     from fastloop.cli import quick_checks
     from fastloop.cli.hook_timing import HookTimer
     from fastloop.cli.messages import show_messages
-    from fastloop.cli.startup import reduced_gc, started_from
+    from fastloop.cli.startup import reduced_gc, start_run, started_from
     from fastloop.recipe import load_recipe
-    from fastloop.registry import resolve
 
     loaded = load_recipe(recipe, overrides or (), names(with_), names(without))
     loaded.source = loaded.source and started_from(loaded.source)
@@ -90,39 +89,27 @@ def train(
     with signals.on_signals(signals.stop_now):
         show_messages()
         with reduced_gc():
-            launch.start_again(loaded)
+            resolved = launch.resolve_early(loaded)
+            launch.start_again(resolved)
         if fast_dev_run or overfit:
-            code = quick_checks.run_overfit(loaded, overfit) if overfit else quick_checks.run_fast_dev_run(loaded)
-            if ranks.world_size() > 1:
-                launch.leave(code)
-            raise typer.Exit(code)
-        with reduced_gc():
-            resolution = resolve(loaded)
-            from fastloop.lifecycle import build, execute  # after resolve, to report errors of the recipe before importing torch
+            raise typer.Exit(quick_checks.run_overfit(resolved, overfit) if overfit else quick_checks.run_fast_dev_run(resolved))
+        if trace_hooks:
+            resolved.plugins.manager.replace(timer)
+        with start_run(resolved, resume=launch.resume_from(resume, Path(loaded.output))) as run:
+            from fastloop.lifecycle import execute  # only here: it imports torch, and errors of the recipe come before
 
-            if trace_hooks:
-                resolution.manager.replace(timer)
-            run = build(loaded, resolution, launch.resume_from(resume, Path(loaded.output)))
-            if trace_hooks and run.plugins is not resolution:  # some of the selected plugins were left out
+            if trace_hooks and run.plugins is not resolved.plugins:  # some of the selected plugins were left out
                 run.plugins.manager.replace(timer)
-        with run.signals.handled(run.rank, run.world_size):
             summary = execute(run)
-            if run.is_main:
-                if trace_hooks:
-                    show_calls(timer)
-                show_summary(summary, run.folder)
-                if run.interrupted:
-                    resume_command = " ".join(filter(None, [shlex.join(["fastloop", *command]), launch.options(), "--resume"]))
-                    saved = (
-                        "and saved" if run.saver.last_saved_step == run.state.step else f"(newest checkpoint: {run.saver.last_saved_step})"
-                    )
-                    typer.echo(secrets.hide(f"Stopped {saved} at step {run.state.step}. Continue with: {resume_command}"))
-            run.processes.barrier()  # launchers end the other processes when one exits with a code other than 0
-            run.processes.close()
-            code = signals.exit_code(run.interrupted) if run.interrupted else 0
-            if run.world_size > 1:
-                launch.leave(code)
-    raise typer.Exit(code)
+        if run.is_main:
+            if trace_hooks:
+                show_calls(timer)
+            show_summary(summary, run.folder)
+            if run.interrupted:
+                resume_command = " ".join(filter(None, [shlex.join(["fastloop", *command]), launch.options(), "--resume"]))
+                saved = "and saved" if run.saver.last_saved_step == run.state.step else f"(newest checkpoint: {run.saver.last_saved_step})"
+                typer.echo(secrets.hide(f"Stopped {saved} at step {run.state.step}. Continue with: {resume_command}"))
+        raise typer.Exit(launch.end(run, signals.exit_code(run.interrupted) if run.interrupted else 0))
 
 
 def show_calls(timer: HookTimer) -> None:

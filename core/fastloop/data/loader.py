@@ -40,6 +40,7 @@ class Loader:
 
     Attributes:
         unreadable: Number of samples that could not be read and were left out of their batches.
+        max_batches: Batches of an evaluation at most; None: all.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Loader:
         self.dataset = dataset
         reading = draft.of(split)
         self.unreadable = 0
+        self.max_batches: int | None = None
         self.batch_size, self.micro_batch_size, self.world_size = batch_size, micro_batch_size, world_size
         self.micro_steps = batch_size // (micro_batch_size * world_size)
         self.in_step = not getattr(dataset, "shards_itself", False)  # False: processes may have different numbers of batches

@@ -57,8 +57,14 @@ def stop_now(signum: int, frame: Any) -> NoReturn:
 
 @contextmanager
 def on_signals(handler: Callable[[int, Any], Any]) -> Iterator[None]:
-    """Handle ``SIGNALS`` by ``handler`` inside the block. Ignored signals stay ignored: shells make background jobs ignore Ctrl-C."""
-    previous = {number: signal.signal(number, handler) for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN}
+    """Handle ``SIGNALS`` by ``handler`` inside the block. Ignored signals stay ignored: shells make background jobs ignore Ctrl-C.
+
+    It does nothing outside the main thread: Python handles signals there only."""
+    previous = {
+        number: signal.signal(number, handler)
+        for number in SIGNALS
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(number) is not signal.SIG_IGN
+    }
     try:
         yield
     finally:
@@ -82,10 +88,6 @@ class StopSignals:
     def record(self, name: str) -> None:
         """Record the signal ``name``."""
         self.name = name
-
-    def finish(self) -> None:
-        """Record that training is over."""
-        self.finishing = True
 
     def wait_until_logged(self) -> None:
         """Wait at most a second until the thread has logged the signal."""

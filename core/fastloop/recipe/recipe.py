@@ -124,11 +124,11 @@ class Inference:
 
 @dataclass(kw_only=True)
 class Recipe:
-    """A resolved recipe.
+    """A recipe.
 
     Attributes:
         plugins: Plugin name -> options, in the recipe's order. ``False`` turns a default plugin off.
-        selected: Plugin name -> why another plugin, such as ``auto``, added it.
+        selected: Plugin name -> why another plugin, such as ``auto``, added it. ``resolve`` sets it and ``selector``.
         selector: That plugin, which builds the run (``Plugin.build_selected``); None: no plugin is selected.
         references: Plugin name -> its listed form, if that differs: ``package:name``, ``file.py``, ``file.py:Class``.
         source: The recipe's file, for messages and relative paths; None: made in Python.

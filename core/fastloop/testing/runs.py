@@ -26,8 +26,7 @@ from torch.utils._pytree import tree_leaves
 from fastloop import Plugin, UsageError, checkpoint, hookimpl
 from fastloop.cli.numerics import switch_dropout_off
 from fastloop.distributed.tensors import gather_full
-from fastloop.hooks import PluginSet
-from fastloop.lifecycle import build, execute
+from fastloop.lifecycle import execute, open_run
 from fastloop.plugin import defaults
 from fastloop.recipe import Recipe, make_recipe
 from fastloop.registry import load, resolve
@@ -100,7 +99,7 @@ class Failed:
 
 
 class RunRecorder(Plugin):
-    """Records a run. It comes after the other plugins; ``of`` is the plugin whose state is recorded."""
+    """Records a run. Its hooks come after those of other plugins; ``of`` is the plugin whose state is recorded."""
 
     name = "watch"
 
@@ -112,24 +111,24 @@ class RunRecorder(Plugin):
         self.ends: list[float] = []
         self.first: list[weakref.ref[Tensor]] = []
 
-    @hookimpl
+    @hookimpl(trylast=True)
     def check_run(self, run: Run) -> None:
         self.built = Counter(_hooks(run.unwrap_model()))
 
-    @hookimpl
+    @hookimpl(trylast=True)
     def before_fit(self, run: Run) -> None:
         if run.resume_point is not None and run.world_size == 1:
             saved = checkpoint.read(run.resume_point[0])[1]["plugins"].get(self.of)
             now = [call(run=run) for plugin, call in run.plugins.each("save_state") if plugin.name == self.of]
             self.states = saved, copy.deepcopy(now[0]) if now else None
 
-    @hookimpl
+    @hookimpl(trylast=True)
     def before_step(self, batches: list[Batch]) -> None:
         if not self.found["losses"]:
             leaves = tree_leaves([batch.inputs for batch in batches])
             self.first = [weakref.ref(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
 
-    @hookimpl
+    @hookimpl(trylast=True)
     def before_optimizer_step(self, run: Run) -> None:
         if self.found["losses"]:
             return
@@ -138,7 +137,7 @@ class RunRecorder(Plugin):
             if parameter.grad is not None:
                 self.found["gradients"][name] = gather_full(parameter.grad).detach().cpu().clone() / scale
 
-    @hookimpl
+    @hookimpl(trylast=True)
     def after_step(self, run: Run, loss: Tensor) -> None:
         self.ends.append(perf_counter())
         self.found["losses"].append(loss.item())
@@ -148,7 +147,7 @@ class RunRecorder(Plugin):
             gc.collect()
             self.found["kept"] = sum(leaf() is not None for leaf in self.first)
 
-    @hookimpl
+    @hookimpl(trylast=True)
     def after_evaluate(self, split: str, metrics: dict[str, float]) -> None:
         self.found["metrics"].append((split, dict(metrics)))
 
@@ -237,10 +236,11 @@ def train(recipe: Mapping[str, Any] | Recipe, *objects: Plugin, resume: Path | N
     """
     watch = RunRecorder(of)
     recipe = recipe if isinstance(recipe, Recipe) else make_recipe(recipe)
-    resolution = resolve(recipe, objects=[plugin for plugin in objects if not isinstance(plugin, DisableDropout)])
+    resolved = resolve(recipe, objects=[plugin for plugin in objects if not isinstance(plugin, DisableDropout)])
     first = [plugin for plugin in objects if isinstance(plugin, DisableDropout)]  # before plugins that look for dropout
-    run = build(recipe, PluginSet([*first, *resolution.plugins, watch], resolution.reasons), resume)
-    return watch.result(run, execute(run))
+    with open_run(resolved, [*first, watch], resume) as run:
+        summary = execute(run)
+    return watch.result(run, summary)
 
 
 @cache

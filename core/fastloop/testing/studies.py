@@ -13,7 +13,7 @@ import pytest
 from fastloop.cli.numerics import BOUNDS
 from fastloop.errors import PluginError
 from fastloop.plugin import Plugin
-from fastloop.registry import installed, load, select
+from fastloop.registry import check_requirements, installed, load, resolve
 from fastloop.testing.runs import Failed, Study, Trained, alone, dies, resumed_together, together, without
 from fastloop.testing.starting import ProcessResult, failure, start
 from fastloop.testing.tasks import TEXTS, VECTORS, write_texts
@@ -101,21 +101,17 @@ class StudyResults:
             pytest.skip(reason)
 
     def _unresolved(self, strategy: str | None) -> str:
-        from fastloop.runtime.hardware import this_machine
-
-        recipe = self.study.recipe("run", strategy=strategy)
-        machine = this_machine(recipe.train.device)
         try:
-            resolution = select(recipe)
+            resolved = resolve(self.study.recipe("run", strategy=strategy), any_machine=True)
         except PluginError as error:
             if strategy is None:
                 raise
             return f"declared: {error}"
-        assert resolution.manager is not None  # all its hooks exist
-        for plugin in resolution.plugins:
-            for need in plugin.requirements:
-                if missing := need.missing(plugin, machine):
-                    return f"{plugin.name!r} {missing}"
+        assert resolved.plugins.manager is not None  # all its hooks exist
+        try:
+            check_requirements(resolved)
+        except PluginError as error:
+            return str(error)
         return ""
 
     def run(self, name: str) -> Any:

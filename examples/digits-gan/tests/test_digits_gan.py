@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from fastloop.lifecycle import build, execute
+from fastloop.lifecycle import execute, open_run
 from fastloop.recipe import make_recipe
 from fastloop.registry import resolve
 from fastloop.testing import Conformance
@@ -27,8 +27,8 @@ def fit(tmp_path):
         sections = {"model": {"module": "digits_gan.task:Networks"}, "data": {"module": "digits_gan.task:digits"}}
         train = {"batch_size": 64, "lr": 2e-3, "device": "cpu", "evaluate_every": None, "save_every": None} | train
         recipe = make_recipe(sections | {"train": train, "plugins": ["module", "gan"], "output": str(tmp_path / "run")})
-        run = build(recipe, resolve(recipe))
-        return run, execute(run)
+        with open_run(resolve(recipe)) as run:
+            return run, execute(run)
 
     return call
 

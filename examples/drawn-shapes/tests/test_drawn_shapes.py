@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from fastloop import RecipeError
-from fastloop.lifecycle import build, execute
+from fastloop.lifecycle import execute, open_run
 from fastloop.recipe import make_recipe
 from fastloop.registry import resolve
 from fastloop.testing import Conformance
@@ -17,9 +17,8 @@ def fit(tmp_path):
 
     def call(options, **train):
         tree = {"train": train, "plugins": [{"drawn-shapes": options}], "output": str(tmp_path / "run")}
-        recipe = make_recipe(tree)
-        run = build(recipe, resolve(recipe))
-        return run, execute(run)
+        with open_run(resolve(make_recipe(tree))) as run:
+            return run, execute(run)
 
     return call
 
@@ -68,9 +67,9 @@ def test_each_shape_covers_what_it_should():
 
 def test_it_refuses_sections_that_it_does_not_read():
     tree = {"data": {"name": "imdb"}, "plugins": ["drawn-shapes"]}
-    recipe = make_recipe(tree)
-    with pytest.raises(RecipeError, match="recipe: data: 'drawn-shapes' has its own. Remove the section"):
-        build(recipe, resolve(recipe))
+    resolved = resolve(make_recipe(tree))
+    with pytest.raises(RecipeError, match="recipe: data: 'drawn-shapes' has its own. Remove the section"), open_run(resolved):
+        pass
 
 
 def test_it_refuses_more_classes_than_there_are_shapes():

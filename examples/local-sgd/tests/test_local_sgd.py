@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from fastloop import Plugin, PluginError, hookimpl
-from fastloop.lifecycle import build
+from fastloop.lifecycle import open_run
 from fastloop.recipe import make_recipe
 from fastloop.registry import resolve
 from fastloop.testing import VECTORS, Conformance, train
@@ -95,8 +95,8 @@ def test_plugins_that_do_not_combine_are_refused_by_name(plugins, message, tmp_p
     recipe = make_recipe(
         VECTORS | {"plugins": [*VECTORS["plugins"], "local-sgd", *plugins], "train": {"device": "cpu"}, "output": str(tmp_path)}
     )
-    with pytest.raises(PluginError, match=message):
-        build(recipe, resolve(recipe))
+    with pytest.raises(PluginError, match=message), open_run(resolve(recipe)):
+        pass
 
 
 class TestConformance(Conformance):

@@ -161,7 +161,7 @@ def roll_back(run: Run, skip: list[int]) -> bool:
     newest: Any = None
     if run.is_main:  # the main process may have just written one, and all processes must load the same
         try:
-            newest = checkpoint.find(run.folder)
+            newest = checkpoint.find_newest(run.folder)
         except CheckpointError as error:
             logger.warning("there is nothing to roll back to: %s", error)
     newest = run.processes.all_gather_object(newest)[0]

@@ -150,7 +150,7 @@ def estimates(profile: StepProfile, recipe: Recipe) -> Iterator[tuple[str, Speed
     """``(plugin, estimate)`` for fastloop's plugins that could run with this recipe here, and train on the same samples a step."""
     import dataclasses
 
-    from fastloop.registry import load, own_plugins, select
+    from fastloop.registry import load, own_plugins, resolve
     from fastloop.runtime.hardware import this_machine
 
     for name in own_plugins():
@@ -161,7 +161,8 @@ def estimates(profile: StepProfile, recipe: Recipe) -> Iterator[tuple[str, Speed
         machine = this_machine(recipe.train.device)
         try:
             if not any(need.missing(cls(**estimate.options), machine) for need in cls.requirements):
-                select(dataclasses.replace(recipe, plugins={**recipe.plugins, name: dict(estimate.options)}, selected={}))
+                tried = {**recipe.plugins, name: dict(estimate.options)}
+                resolve(dataclasses.replace(recipe, plugins=tried, selected={}), any_machine=True)
                 yield name, estimate
         except PluginError:
             continue  # it does not combine with the recipe's plugins

@@ -67,6 +67,7 @@ def bench(
     by_reference = {reference: name for name, reference in loaded.references.items()}
     sets = [[by_reference.get(name, name) for name in listed] for listed in sets]
     plan = make_ablation(loaded, lifted, baseline or (), sets, leave_one_out)
+    loaded = plan.recipe
     name = loaded.source.stem if loaded.source else "recipe"
     folder = make_folder(Path(output or f"runs/bench-{name}"))
     facts = {

@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from fastloop.errors import UsageError, did_you_mean
-from fastloop.hooks import PluginSet
 from fastloop.plugin import Plugin, defaults
 from fastloop.recipe import Recipe, make_recipe
-from fastloop.registry import expand, load_listed, make, resolve
+from fastloop.registry import ResolvedRecipe, expand, load_listed, make, resolve
 from fastloop.state import AcceleratorDraft, DataLoaderDraft, OptimizerDraft
 
 if TYPE_CHECKING:
@@ -112,8 +111,7 @@ def make_ablation(recipe: Recipe, baseline: Recipe, lifted: Sequence[str], sets:
     """
     from fastloop.runtime.hardware import this_machine
 
-    for loaded in (recipe, baseline):
-        expand(loaded)
+    recipe, baseline = expand(recipe), expand(baseline)
     ablation, machine = Ablation(recipe, baseline), this_machine(recipe.train.device)
     tested = list(_tested(recipe))
     for name in tested:
@@ -127,10 +125,10 @@ def make_ablation(recipe: Recipe, baseline: Recipe, lifted: Sequence[str], sets:
         raise UsageError(f"--variants: {wanted!r} is not a plugin that can be measured here.{did_you_mean(wanted, tested)}")
     if not tested:
         raise UsageError(f"{recipe.where}: lists no plugin to measure. Add some: --with A,B. `fastloop plugins` lists them.")
-    resolution = check(make_recipe(with_only(baseline, ()), recipe.source))
+    resolved = check(make_recipe(with_only(baseline, ()), recipe.source))
     if not ablation.absent and not sets:
-        resolution = check(make_recipe(with_only(recipe, tested), recipe.source))  # an error in the full set is an error in the recipe
-    resolution.hooks.check_recipe(recipe=recipe)
+        resolved = check(make_recipe(with_only(recipe, tested), recipe.source))  # an error in the full set is an error in the recipe
+    resolved.plugins.hooks.check_recipe(recipe=recipe)
 
     ablation.variants.append(Variant(BASELINE, (), "baseline", at_baseline=bool(lifted)))
     if lifted:
@@ -184,20 +182,20 @@ def unresolvable(ablation: Ablation, names: Sequence[str]) -> str | None:
     return None
 
 
-def check(recipe: Recipe) -> PluginSet:
+def check(recipe: Recipe) -> ResolvedRecipe:
     """Resolve a recipe and let its plugins fill in their drafts, which shows contradictions between them.
 
     Raises:
         UsageError: The recipe cannot run.
     """
-    resolution = resolve(recipe)
+    resolved = resolve(recipe)
     for hook, draft in (
         ("configure_accelerator", AcceleratorDraft()),
         ("configure_dataloader", DataLoaderDraft(pad_to_multiple_of=recipe.data.get("pad_to_multiple_of"))),
         ("configure_optimizer", OptimizerDraft(**recipe.train.optimizer_arguments)),
     ):
-        resolution.draft(hook, draft)
-    return resolution
+        resolved.plugins.draft(hook, draft)
+    return resolved
 
 
 def _tested(recipe: Recipe) -> Iterator[str]:

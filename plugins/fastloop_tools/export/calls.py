@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,11 +63,12 @@ class Calls:
         return tensor
 
 
-def build(recipe: Recipe) -> tuple[Run, bool]:
-    """Build the exported model of ``recipe.inference`` on the CPU, for the split test, validation or train: the first one that can be read.
-    Only the task's plugin takes part.
+@contextmanager
+def open_exported(recipe: Recipe) -> Iterator[tuple[Run, bool]]:
+    """Open a run with the exported model of ``recipe.inference`` on the CPU, for the split test, validation or train: the first one that
+    can be read. Only the task's plugin takes part.
 
-    Returns:
+    Yields:
         The run, and whether its split can be read.
 
     Raises:
@@ -74,31 +76,34 @@ def build(recipe: Recipe) -> tuple[Run, bool]:
     """
     from fastloop.registry import load_listed
     from fastloop_tools.inference.chunks import Chunks
-    from fastloop_tools.inference.target import build_run
+    from fastloop_tools.inference.target import open_inference
 
     inference = recipe.inference
     assert inference is not None
     task = {name: options for name, options in recipe.plugins.items() if options is False or load_listed(recipe, name).slot == "task"}
     recipe = dataclasses.replace(recipe, plugins=task, train=dataclasses.replace(recipe.train, device="cpu"))
+    splits = [dataclasses.replace(inference, split=split) for split in ("test", "validation", "train")]
+    text = dataclasses.replace(inference, split="predict", source=[""], chunk=1)
     problem: UsageError | None = None
-    for split in ("test", "validation", "train"):
-        try:
-            return build_run(dataclasses.replace(recipe, inference=dataclasses.replace(inference, split=split))), True
-        except UsageError as error:
-            problem = error  # the last one is about the training split, which every recipe has
-    try:
-        text = dataclasses.replace(inference, split="predict", source=[""], chunk=1)
-        return build_run(dataclasses.replace(recipe, inference=text), [Chunks(None)]), False
-    except UsageError:
-        assert problem is not None
-        raise problem from None
+    with ExitStack() as stack:
+        for tried in [*splits, text]:
+            extra = [Chunks(None)] if tried is text else []
+            try:
+                run = stack.enter_context(open_inference(dataclasses.replace(recipe, inference=tried), extra))
+                break
+            except UsageError as error:
+                problem = problem if tried is text else error  # the error of the training split, which every recipe has
+        else:
+            assert problem is not None
+            raise problem
+        yield run, tried is not text
 
 
 def record(run: Run, has_data: bool) -> Calls:
     """Record how the task calls its model: in the first batches of the split, or with random tokens.
 
     Args:
-        run: A result of ``build``, with ``has_data``.
+        run: A run of ``open_exported``, with ``has_data``.
 
     Raises:
         UsageError: There is no data for a model that does not read tokens, or an argument is neither a tensor nor a constant.

@@ -56,7 +56,7 @@ def export(
         raise UsageError("export uses one process. Start it without a launcher.")
     if to == "onnx":
         check_packages()
-    recipe, weights = source.find(target, arguments or (), checkpoint, to == "adapter", names(with_), names(without))
+    recipe, weights = source.find_weights(target, arguments or (), checkpoint, to == "adapter", names(with_), names(without))
     out = out or default_folder(Path(target), checkpoint and weights.name, to)
     folder.check(out, overwrite, weights)
     if push is not None:
@@ -118,12 +118,10 @@ def write(recipe: Any, model: Path, made: Path, to: str, name: str, source: str)
 
     exported = None
     if to == "onnx":
-        from fastloop import lifecycle
         from fastloop_tools.export import calls, onnx_model
 
         recipe.inference = Inference(model, "test")
-        run, has_data = calls.build(recipe)
-        with lifecycle.inference(run):
+        with calls.open_exported(recipe) as (run, has_data):
             exported = onnx_model.export(run.unwrap_model(), calls.record(run, has_data), made, source)
     shutil.copytree(model, made, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*(WEIGHTS if to == "onnx" else (".*",))))
     config = read_config(model)

@@ -21,7 +21,7 @@ ADAPTER = "adapter_config.json"
 """The file of peft that marks a folder as an adapter."""
 
 
-def find(
+def find_weights(
     target: str,
     arguments: Sequence[str],
     checkpoint: str | None,
@@ -74,7 +74,7 @@ def find_checkpoint(run: Path, name: str) -> Path:
     from fastloop import checkpoint
 
     if name == "last":
-        found, warnings = checkpoint.find(run)
+        found, warnings = checkpoint.find_newest(run)
         for warning in warnings:
             log.warning("%s", warning)
         return found
@@ -96,7 +96,7 @@ def make_model(recipe: Recipe, weights: Path, adapter: bool, scratch: Path) -> P
 
     Args:
         recipe: The recipe of the weights.
-        weights: A result of ``find``.
+        weights: A result of ``find_weights``.
         adapter: Whether to export the adapter alone; otherwise adapters are merged.
         scratch: A temporary folder.
 
@@ -106,17 +106,14 @@ def make_model(recipe: Recipe, weights: Path, adapter: bool, scratch: Path) -> P
     is_adapter, is_checkpoint = (weights / ADAPTER).is_file(), (weights / "manifest.json").is_file()
     if not is_checkpoint and is_adapter == adapter:
         return weights
-    from fastloop import checkpoint, lifecycle
+    from fastloop import checkpoint
     from fastloop.cli.messages import show_messages
-    from fastloop.cli.startup import reduced_gc
+    from fastloop.cli.startup import start_run
     from fastloop.registry import resolve
 
     show_messages()
     folder = scratch / "model"
-    training = training_recipe(recipe, adapter, scratch)
-    with reduced_gc():
-        run = lifecycle.build(training, resolve(training))
-    with lifecycle.inference(run):
+    with start_run(resolve(training_recipe(recipe, adapter, scratch))) as run:
         if is_checkpoint:
             try:
                 run.hooks.load_model_state(run=run, state=checkpoint.read(weights)[0])

@@ -54,7 +54,7 @@ class ClassCounts(Plugin):
         super().__init__()
         self.counts = Counts()
 
-    @hookimpl(wrapper=True)
+    @hookimpl(wrapper=True, trylast=True)
     def build_metrics(self) -> Generator[None, MetricCollection | None, MetricCollection | None]:
         metrics = yield
         if metrics is not None:

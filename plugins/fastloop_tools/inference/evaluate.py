@@ -45,7 +45,7 @@ def evaluate(
     Shows the loss, the task's metrics, and the metrics of each class. They equal the metrics that the training run computes for the same
     split and number of processes. The results are also written to RUN/evaluation, where `fastloop report RUN` finds them.
     """
-    from fastloop_tools.inference.target import build_run, load, read_file_instead
+    from fastloop_tools.inference.target import load, open_inference, read_file_instead
 
     recipe = load(target, arguments or (), Inference(Path(), split), names(with_), names(without))
     command = ["evaluate", target, *(arguments or ()), "--split", split]
@@ -71,10 +71,9 @@ def evaluate(
 
             rich.reconfigure(stderr=True)  # log messages must not mix with JSON
         counts = ClassCounts()
-        run = build_run(recipe, [counts], file)
-        from fastloop import lifecycle, loop
+        with open_inference(recipe, [counts], file) as run:
+            from fastloop import loop  # only here: it imports torch
 
-        with lifecycle.inference(run):
             started = perf_counter()
             loop.evaluate(run, split)
             record: dict[str, Any] = {
@@ -95,10 +94,7 @@ def evaluate(
                 saved = save(Path(target), record, record["arguments"]) if (Path(target) / "recipe.yaml").is_file() else None
                 if saved and json_file != "-":
                     typer.echo(f"written to {saved}; page: fastloop report {target}")
-            run.processes.barrier()
-        run.processes.close()
-        if run.world_size > 1:
-            launch.leave(0)
+        launch.end(run)
 
 
 def show(record: dict[str, Any], json_file: str) -> None:

@@ -53,7 +53,7 @@ def predict(
     Rows keep their order. An interrupted job with --out continues after the last complete chunk, if the same command is repeated.
     """
     from fastloop_tools.inference.output import Output
-    from fastloop_tools.inference.target import build_run, load
+    from fastloop_tools.inference.target import load, open_inference
 
     if ranks.world_size() > 1:
         raise UsageError("predict uses one process. Start it without a launcher.")
@@ -76,12 +76,9 @@ def predict(
             recipe.inference = dataclasses.replace(recipe.inference, start=len(output.parts) * chunk)
             from fastloop_tools.inference.chunks import Chunks
 
-            run = build_run(recipe, [Chunks(name)])
-            if output.parts:
-                log.info("predict: continues after %d rows of an interrupted job", len(output.parts) * chunk)
-            from fastloop import lifecycle
-
-            with lifecycle.inference(run):
+            with open_inference(recipe, [Chunks(name)]) as run:
+                if output.parts:
+                    log.info("predict: continues after %d rows of an interrupted job", len(output.parts) * chunk)
                 predict_chunks(run, output, threaded=name != "-")
         output.finish()
     if out is not None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from fastloop.cli import launch
-from fastloop.cli.startup import started_from
+from fastloop.cli.startup import reduced_gc, start_run, started_from
 from fastloop.errors import UsageError
 from fastloop.recipe import Inference, Recipe, load_recipe
 from fastloop.runtime.files import check_links
@@ -70,28 +71,23 @@ def read_file_instead(recipe: Recipe, file: Path) -> None:
     recipe.data["files"] = {recipe.inference.split: str(file)}
 
 
-def build_run(recipe: Recipe, objects: Iterable[Plugin] = (), file: Path | None = None) -> Run:
-    """Build the run of an inference recipe.
+def open_inference(recipe: Recipe, extra: Sequence[Plugin] = (), file: Path | None = None) -> AbstractContextManager[Run]:
+    """``open_run`` for an inference recipe.
 
     Args:
-        objects: Plugins to add.
+        extra: Plugin objects to add, before all others.
         file: The file of the option --file; None: the recipe's data.
 
     Raises:
         UsageError: The recipe or the data is wrong, or the task cannot read ``file``.
     """
     from fastloop.cli.messages import show_messages
-    from fastloop.cli.startup import reduced_gc
-    from fastloop.registry import resolve
 
     show_messages()
     with reduced_gc():
-        launch.start_again(recipe)
-        plugins = resolve(recipe, objects=objects)
-        task: Any = next((plugin for plugin in plugins if plugin.slot == "task"), None)
-        section = getattr(task, "sections", {}).get("data")
-        if file is not None and (section is None or "files" not in {field.name for field in dataclasses.fields(section)}):
-            raise UsageError(f"--file {file}: the task {task.name if task else 'none'!r} reads no files (data.files). Use --split.")
-        from fastloop.lifecycle import build
-
-        return build(recipe, plugins)
+        launch.start_again(resolved := launch.resolve_early(recipe))
+    task: Any = next((plugin for plugin in resolved.plugins if plugin.slot == "task"), None)
+    section = getattr(task, "sections", {}).get("data")
+    if file is not None and (section is None or "files" not in {field.name for field in dataclasses.fields(section)}):
+        raise UsageError(f"--file {file}: the task {task.name if task else 'none'!r} reads no files (data.files). Use --split.")
+    return start_run(resolved, extra)

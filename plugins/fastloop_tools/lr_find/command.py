@@ -63,17 +63,14 @@ def lr_find(
 
         rich.reconfigure(stderr=True)  # log messages must not mix with JSON
     show_messages()
-    launch.start_again(loaded)
+    launch.start_again(resolved := launch.resolve_early(loaded))
     from fastloop_tools.lr_find.finder import LRFinder
 
     finder = LRFinder(low, high, steps)
-    run = range_test(loaded, finder)
+    run = range_test(resolved.recipe, finder)
     if run.is_main:
         show(describe(finder, name), picture, json_file)
-    run.processes.barrier()
-    run.processes.close()
-    if run.world_size > 1:
-        launch.leave(0)
+    launch.end(run)
 
 
 def range_test(recipe: Recipe, finder: LRFinder) -> Run:
@@ -83,9 +80,8 @@ def range_test(recipe: Recipe, finder: LRFinder) -> Run:
         KeyboardInterrupt: A signal stopped it.
     """
     from fastloop.cli.quick_checks import without_publishers
-    from fastloop.cli.startup import reduced_gc
-    from fastloop.hooks import PluginSet
-    from fastloop.lifecycle import build, execute
+    from fastloop.cli.startup import start_run
+    from fastloop.lifecycle import execute
     from fastloop.plugin import defaults
     from fastloop.recipe import make_recipe
     from fastloop.registry import load_listed, resolve
@@ -97,10 +93,7 @@ def range_test(recipe: Recipe, finder: LRFinder) -> Run:
     tree["plugins"] = recipe.listed(recipe.plugins | dict.fromkeys((*observers, *LEFT_OUT), False) | without_publishers(recipe))
     with tempfile.TemporaryDirectory(prefix="fastloop-lr-find-") as scratch:
         short = make_recipe(tree | {"output": f"{scratch}/run"}, recipe.source)
-        with reduced_gc():
-            resolution = resolve(short)
-            run = build(short, PluginSet([finder, *resolution.plugins], resolution.reasons))
-        with run.signals.handled(run.rank, run.world_size):
+        with start_run(resolve(short), [finder]) as run:
             execute(run)
     if run.interrupted is not None:
         raise KeyboardInterrupt

@@ -27,11 +27,9 @@ from fastloop.runtime import files
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from fastloop.recipe import Recipe
+    from fastloop.registry import ResolvedRecipe
     from fastloop.run import Run
     from fastloop.state import Batch
-
-    Prepare = Callable[[Recipe], None]
 
 
 @dataclass(kw_only=True)
@@ -217,19 +215,7 @@ def make_meter(spec: Spec, warnings: WarningCollector) -> StepMeter:
     return Observer(spec, warnings)
 
 
-def start(recipe: Recipe, meter: StepMeter) -> Run:
-    """Build a run: all work of a measured process before training."""
-    from fastloop.cli.startup import reduced_gc
-    from fastloop.hooks import PluginSet
-    from fastloop.lifecycle import build
-    from fastloop.registry import resolve
-
-    with reduced_gc():
-        resolution = resolve(recipe)
-        return build(recipe, PluginSet([meter, *resolution.plugins], resolution.reasons))
-
-
-def measure(spec: Spec, length: Mapping[str, Any], prepare: Prepare | None = None) -> dict[str, Any]:
+def measure(spec: Spec, length: Mapping[str, Any], prepare: Callable[[ResolvedRecipe], None] | None = None) -> dict[str, Any]:
     """Run one measurement. An error is returned as a result.
 
     Args:
@@ -237,6 +223,7 @@ def measure(spec: Spec, length: Mapping[str, Any], prepare: Prepare | None = Non
         prepare: Called before torch is imported, to set the environment variables that plugins need; None: they stay as they are.
     """
     from fastloop.cli.quick_checks import without_publishers
+    from fastloop.cli.startup import start_run
     from fastloop.recipe import make_recipe
 
     warnings, logger = WarningCollector(), logging.getLogger("fastloop")
@@ -245,13 +232,16 @@ def measure(spec: Spec, length: Mapping[str, Any], prepare: Prepare | None = Non
     try:
         recipe = make_recipe(spec.recipe, Path(spec.source) if spec.source else None)
         recipe = dataclasses.replace(recipe, plugins=recipe.plugins | without_publishers(recipe))
+        resolved = launch.resolve_early(recipe)
         if prepare is not None:
-            prepare(recipe)
-        from fastloop.lifecycle import execute  # after a restart, which must not import torch twice
-
+            prepare(resolved)
         meter = make_meter(spec, warnings)
-        run = start(recipe, meter)
-        summary = execute(run)
+        with start_run(resolved, [meter]) as run:
+            from fastloop.lifecycle import execute  # only here: it imports torch, which must not happen twice
+
+            summary = execute(run)
+        if run.interrupted:
+            raise KeyboardInterrupt
         found = meter.result(run) if not spec.evaluates else {"seconds": summary["train_seconds"], "steps": summary["steps"]}
         found |= {"total_steps": whole_length(run, **length), "summary": summary}
         if "profile" in found:
@@ -281,13 +271,13 @@ class VariablesMissing(Exception):
         self.values = values
 
 
-def require_variables(recipe: Recipe) -> None:
+def require_variables(resolved: ResolvedRecipe) -> None:
     """Check the environment variables of a process that cannot restart itself.
 
     Raises:
         VariablesMissing: Some are not set.
     """
-    missing = {name: value for name, value in launch.environment(launch.selected(recipe), recipe).items() if name not in os.environ}
+    missing = {name: value for name, value in launch.environment(resolved).items() if name not in os.environ}
     if missing:
         raise VariablesMissing(missing)
 

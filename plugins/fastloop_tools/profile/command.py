@@ -61,8 +61,8 @@ def profile(
         return
     launch.end_with_launcher()
     show_messages()
-    launch.start_again(loaded)
-    if look(loaded, folder, window, names(without)):
+    launch.start_again(resolved := launch.resolve_early(loaded))
+    if look(resolved.recipe, folder, window, names(without)):
         typer.echo(f"to measure these edits: {tune_command(given)}")
 
 
@@ -78,8 +78,7 @@ def look(recipe: Recipe, folder: Path, window: Window, never: list[str]) -> bool
 
     from fastloop.cli.quick_checks import without_publishers
     from fastloop.estimates import StepProfile
-    from fastloop.hooks import PluginSet
-    from fastloop.lifecycle import build, execute
+    from fastloop.lifecycle import execute, open_run
     from fastloop.recipe import make_recipe
     from fastloop.registry import resolve
     from fastloop.runtime.files import write
@@ -95,9 +94,7 @@ def look(recipe: Recipe, folder: Path, window: Window, never: list[str]) -> bool
     observer = Observer(Spec(recipe={}, source=None, **vars(window)), WarningCollector(), trace)
     with tempfile.TemporaryDirectory(prefix="fastloop-profile-") as scratch:
         short = make_recipe(tree | {"output": f"{scratch}/run"}, recipe.source)
-        resolution = resolve(short)
-        run = build(short, PluginSet([observer, *resolution.plugins], resolution.reasons))
-        with run.signals.handled(run.rank, run.world_size):
+        with open_run(resolve(short), [observer]) as run:
             execute(run)
         run.processes.close()
     if run.interrupted is not None:

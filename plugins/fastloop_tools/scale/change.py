@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastloop.errors import UsageError
 from fastloop.recipe import load_recipe
-from fastloop.registry import load_listed, select
+from fastloop.registry import load_listed, resolve
 from fastloop_tools.scale.model import quiet
 
 if TYPE_CHECKING:
@@ -60,8 +60,8 @@ class Command:
         """Whether the recipe with these arguments resolves: plugins may conflict, or refuse the optimizer."""
         try:
             with quiet():
-                recipe = load_recipe(self.recipe, self.overrides, self.listed, self.left_out)
-                select(recipe).hooks.check_recipe(recipe=recipe)
+                resolved = resolve(load_recipe(self.recipe, self.overrides, self.listed, self.left_out), any_machine=True)
+                resolved.plugins.hooks.check_recipe(recipe=resolved.recipe)
         except UsageError:
             return False
         return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +13,11 @@ from fastloop_plugins.kernels._blocks import transformer_blocks
 from fastloop_plugins.strategies._memory_layout import Layout, Weight
 from fastloop_tools.scale.activations import PASSES, Activations, micro_step, state_bytes
 from fastloop_tools.scale.change import CHECKPOINTING, Command, smallest_change
-from fastloop_tools.scale.model import FakeRun, build_fake, explain, make_fake, quiet
+from fastloop_tools.scale.model import FakeRun, explain, make_fake, open_fake, quiet
 
 if TYPE_CHECKING:
     from fastloop.recipe import Recipe
+    from fastloop.registry import ResolvedRecipe
 
 logger = logging.getLogger("fastloop")
 
@@ -100,7 +102,7 @@ class Estimate:
 
 
 def estimate(
-    recipe: Recipe,
+    resolved: ResolvedRecipe,
     nproc: int,
     nnodes: int = 1,
     memory: float | None = None,
@@ -124,50 +126,51 @@ def estimate(
     import torch
     from torch.utils._pytree import tree_leaves
 
-    processes = nproc * nnodes
+    recipe, processes = resolved.recipe, nproc * nnodes
     listed = {name: dict(options) for name, options in recipe.plugins.items() if isinstance(options, dict)}
-    fake = build_fake(recipe, processes)
-    weights = weights_of(fake, None)
-    measured = measure(fake, listed.get(CHECKPOINTING, {}))
-    whole = fake, weights, measured
-    result = Estimate(
-        recipe=recipe.where,
-        processes=processes,
-        parameters=sum(weight.elements for weight in weights),
-        precision=fake.precision,
-        batch=[list(leaf.shape) for leaf in tree_leaves(fake.batch) if isinstance(leaf, torch.Tensor)],
-        micro_batch_size=fake.micro_batch_size,
-        micro_steps=fake.micro_steps,
-        device_memory=memory,
-    )
-    for name, cls in strategies(recipe):
-        options, own = listed.get(name, {}), whole
-        if processes > 1 and hasattr(cls, "divide_model"):
-            try:
-                own = divided(recipe, cls, processes, listed.get(CHECKPOINTING, {}))
-            except PluginError:
-                if name in listed:
-                    raise
-                continue
-        fake, weights, measured = own
-        layout = Layout(
-            weights=weights_of(fake, options.get("blocks"), weights),
-            buffers=sum(buffer.nbytes for buffer in fake.run.unwrap_model().buffers()),
+    with ExitStack() as opened:
+        fake = opened.enter_context(open_fake(resolved, processes))
+        weights = weights_of(fake, None)
+        measured = measure(fake, listed.get(CHECKPOINTING, {}))
+        whole = fake, weights, measured
+        result = Estimate(
+            recipe=recipe.where,
             processes=processes,
-            per_node=nproc,
-            micro_steps=fake.micro_steps,
+            parameters=sum(weight.elements for weight in weights),
             precision=fake.precision,
-            samples=fake.micro_batch_size,
-            device="cpu" if recipe.train.device == "cpu" else "cuda",
-            options=options,
+            batch=[list(leaf.shape) for leaf in tree_leaves(fake.batch) if isinstance(leaf, torch.Tensor)],
+            micro_batch_size=fake.micro_batch_size,
+            micro_steps=fake.micro_steps,
+            device_memory=memory,
         )
-        for row in cls.estimate_memory(layout):
-            for checkpointing in (False, True):
-                if (checkpointing, bool(row.get("weights_cast"))) not in measured:
+        for name, cls in strategies(recipe):
+            options, own = listed.get(name, {}), whole
+            if processes > 1 and hasattr(cls, "divide_model"):
+                try:
+                    own = divided(opened, resolved, cls, processes, listed.get(CHECKPOINTING, {}))
+                except PluginError:
+                    if name in listed:
+                        raise
                     continue
-                found = measured[checkpointing, bool(row.get("weights_cast"))]
-                chosen = name in listed and row.get("listed", True) and checkpointing == (CHECKPOINTING in listed)
-                result.variants.append(_variant(row, name, found, checkpointing, chosen, layout, memory, flops, bandwidth))
+            fake, weights, measured = own
+            layout = Layout(
+                weights=weights_of(fake, options.get("blocks"), weights),
+                buffers=sum(buffer.nbytes for buffer in fake.run.unwrap_model().buffers()),
+                processes=processes,
+                per_node=nproc,
+                micro_steps=fake.micro_steps,
+                precision=fake.precision,
+                samples=fake.micro_batch_size,
+                device="cpu" if recipe.train.device == "cpu" else "cuda",
+                options=options,
+            )
+            for row in cls.estimate_memory(layout):
+                for checkpointing in (False, True):
+                    if (checkpointing, bool(row.get("weights_cast"))) not in measured:
+                        continue
+                    found = measured[checkpointing, bool(row.get("weights_cast"))]
+                    chosen = name in listed and row.get("listed", True) and checkpointing == (CHECKPOINTING in listed)
+                    result.variants.append(_variant(row, name, found, checkpointing, chosen, layout, memory, flops, bandwidth))
 
     def accepts(variant: Variant) -> bool:
         return command is None or command.changed(recipe, variant, result.variants).is_accepted()
@@ -177,7 +180,7 @@ def estimate(
 
 
 def divided(
-    recipe: Recipe, strategy: Any, processes: int, options: Mapping[str, Any]
+    opened: ExitStack, resolved: ResolvedRecipe, strategy: Any, processes: int, options: Mapping[str, Any]
 ) -> tuple[FakeRun, tuple[Weight, ...], dict[tuple[bool, bool], Activations]]:
     """The share of a process in a model that a strategy divides, its weights, and its activations for the samples of all processes.
 
@@ -185,8 +188,8 @@ def divided(
         PluginError: The strategy cannot divide the model.
     """
     with quiet():
-        fake = build_fake(recipe, 1)
-    share = strategy.divide_model(fake.run.unwrap_model(), processes, fake.precision, recipe.where)
+        fake = opened.enter_context(open_fake(resolved, 1))
+    share = strategy.divide_model(fake.run.unwrap_model(), processes, fake.precision, resolved.recipe.where)
     return fake, weights_of(fake, None), measure(fake, options, share)
 
 

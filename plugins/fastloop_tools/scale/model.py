@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import tempfile
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fastloop import FastloopError, Plugin, RecipeError, hookimpl
 
 if TYPE_CHECKING:
-    from fastloop.recipe import Recipe
+    from fastloop.registry import ResolvedRecipe
     from fastloop.run import Run
 
 BUILDING = (
@@ -39,12 +40,12 @@ class FakeModel(Plugin):
         super().__init__()
         self.mode = mode
 
-    @hookimpl(wrapper=True)
+    @hookimpl(wrapper=True, trylast=True)
     def build_model(self) -> Generator[None, Any, Any]:
         with torch.device("meta"):
             return (yield)
 
-    @hookimpl
+    @hookimpl(trylast=True)
     def before_prepare(self, model: nn.Module) -> None:
         make_fake(model, self.mode)
 
@@ -96,48 +97,46 @@ class FakeRun:
     micro_steps: int
 
 
-def build_fake(recipe: Recipe, processes: int) -> FakeRun:
+@contextmanager
+def open_fake(resolved: ResolvedRecipe, processes: int) -> Iterator[FakeRun]:
     """Build a recipe's model and optimizer, and read a batch. It reads the data as a run does.
 
     Raises:
         RecipeError: The model cannot be built on the meta device; or the batch size is no multiple of the processes.
     """
     from fastloop.data.loaders import micro_batches
-    from fastloop.hooks import PluginSet
-    from fastloop.lifecycle import build
+    from fastloop.lifecycle import open_run
     from fastloop.recipe import make_recipe
-    from fastloop.registry import select
+    from fastloop.registry import resolve
     from fastloop.state import AcceleratorDraft
 
+    recipe, plugins = resolved.recipe, resolved.plugins
     size, micro_steps = micro_batches(recipe, processes)
-    resolution = select(recipe)
-    resolution.hooks.check_recipe(recipe=recipe)
-    precision = resolution.draft("configure_accelerator", AcceleratorDraft()).mixed_precision
-    building = {plugin.name for hook in BUILDING for plugin, _ in resolution.each(hook)}
+    plugins.hooks.check_recipe(recipe=recipe)
+    precision = plugins.draft("configure_accelerator", AcceleratorDraft()).mixed_precision
+    building = {plugin.name for hook in BUILDING for plugin, _ in plugins.each(hook)}
     kept = [
         plugin.name
-        for plugin in resolution.plugins
+        for plugin in plugins
         if plugin.slot == "task" or (plugin.name in building and plugin.slot not in ("strategy", "precision") and not plugin.read_only)
     ]
     kept = [name for name in kept if name not in LEFT_OUT]
     tree = recipe.to_dict()
     tree["train"] |= {"batch_size": size, "micro_batch_size": size, "device": "cpu"}
-    with tempfile.TemporaryDirectory(prefix="fastloop-plan-") as scratch:
-        single = make_recipe(tree | {"output": f"{scratch}/run"}, recipe.source)
-        again = select(single)
+    with tempfile.TemporaryDirectory(prefix="fastloop-plan-") as scratch, ExitStack() as stack:
+        single = resolve(make_recipe(tree | {"output": f"{scratch}/run"}, recipe.source), any_machine=True)
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        plugins = [plugin for plugin in again.plugins if plugin.name in kept]
         try:
-            run = build(single, PluginSet([*plugins, FakeModel(mode)], again.reasons))
+            run = stack.enter_context(open_run(single.with_only(kept), [FakeModel(mode)]))
         except FastloopError as error:
             if not _is_of_meta(error):
                 raise
             raise RecipeError(f"{recipe.where}: {explain(error)}") from error
-        batches = [batch for _, batch in zip(range(BATCHES), run.train_loader.batches(), strict=False)]
+        batches = list(islice(run.train_loader.batches(), BATCHES))
         run.loaders.close()
-    inputs = max((batch.inputs for batch in batches), key=_elements)
-    fake = torch.utils._pytree.tree_map(lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, inputs)
-    return FakeRun(run, fake, mode, precision, size, micro_steps)
+        inputs = max((batch.inputs for batch in batches), key=_elements)
+        fake = torch.utils._pytree.tree_map(lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, inputs)
+        yield FakeRun(run, fake, mode, precision, size, micro_steps)
 
 
 @contextmanager

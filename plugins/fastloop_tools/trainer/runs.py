@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import signal
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,9 +17,8 @@ from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, Seque
 from fastloop import Plugin, PluginCrash, Run, UsageError, lifecycle
 from fastloop.distributed import signals
 from fastloop.errors import UserCodeError
-from fastloop.hooks import PluginSet
 from fastloop.recipe import Inference, Recipe
-from fastloop.registry import resolve
+from fastloop.registry import ResolvedRecipe, resolve
 from fastloop.runtime.random_states import preserve_random_states
 from fastloop.runtime.step_folders import checkpoints
 from fastloop_tools.trainer.task import TrainerTask
@@ -83,49 +81,30 @@ class Fits:
             )
         return self.resume
 
-    def build(self, recipe: Recipe, plugins: PluginSet, resume: Path | None) -> Run:
-        """Build the run of a call. The run gets a copy of the recipe, into which the task writes the settings of the user's optimizer.
-
-        Selected plugins that fail with the model leave the recipe, too, so that later runs of the ``Trainer`` have the same ones.
-        """
-        self._run = run = lifecycle.build(_copy(recipe), plugins, resume)
-        recipe.plugins, recipe.selected = dict(run.recipe.plugins), dict(run.recipe.selected)
-        return run
-
-    def execute(self, run: Run) -> dict[str, Any]:
-        """Train, test and export. Returns the summary.
+    @contextmanager
+    def open_run(self, resolved: ResolvedRecipe, resume: Path | None) -> Iterator[Run]:
+        """Open the run of a call, which trains in the block.
 
         Raises:
             KeyboardInterrupt: SIGINT stopped the run, after it was saved.
             Stopped: Another signal did.
         """
-        with _signals_handled(run):
-            summary = lifecycle.execute(run)
-            if run.interrupted:
-                run.processes.barrier()  # a launcher ends the other processes when one exits
+        with lifecycle.open_run(resolved, resume=resume) as run:
+            self._run = run
+            yield run
         if run.interrupted:
             saved = "and saved" if run.saver.last_saved_step == run.state.step else f"(newest checkpoint: {run.saver.last_saved_step})"
             log.warning("stopped %s at step %d: call fit() again to continue", saved, run.state.step)
             signals.stop_now(signal.Signals[run.interrupted], None)
         self._completed = True
-        return summary
-
-
-def _signals_handled(run: Run) -> AbstractContextManager[None]:
-    """Save and stop on signals inside the block. Python handles signals in the main thread only."""
-    if threading.current_thread() is not threading.main_thread():
-        return nullcontext()
-    return run.signals.handled(run.rank, run.world_size)
 
 
 @contextmanager
 def inference(recipe: Recipe, objects: Iterable[Plugin], task: TrainerTask, split: str) -> Iterator[Run]:
     """A run of a split with the task's model, without training. It leaves the random states as they are."""
-    recipe = dataclasses.replace(_copy(recipe), inference=Inference(None, split))
-    with preserve_random_states():
-        run = lifecycle.build(recipe, resolve(recipe, objects=[*objects, task]))
-        with lifecycle.inference(run):
-            yield run
+    resolved = resolve(dataclasses.replace(recipe, inference=Inference(None, split)), objects=[*objects, task])
+    with preserve_random_states(), lifecycle.open_run(resolved) as run:
+        yield run
 
 
 def call(task: TrainerTask, function: Callable[[], T]) -> T:
@@ -169,10 +148,6 @@ def stack(columns: Mapping[str, list[Any]]) -> dict[str, Any]:
 
 def _same_shape(values: list[Any]) -> bool:
     return all(isinstance(value, torch.Tensor) for value in values) and len({(value.shape, value.dtype) for value in values}) == 1
-
-
-def _copy(recipe: Recipe) -> Recipe:
-    return dataclasses.replace(recipe, train=dataclasses.replace(recipe.train), plugins=dict(recipe.plugins))
 
 
 def _modules(model: nn.Module) -> dict[str, type]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +18,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import IterableDataset
 
-from fastloop import Plugin, Run, UsageError, loop
-from fastloop.hooks import PluginSet
+from fastloop import Plugin, Run, UsageError, lifecycle, loop
 from fastloop.recipe import Recipe, make_recipe
-from fastloop.registry import resolve
+from fastloop.registry import ResolvedRecipe, resolve
 from fastloop_tools.inference.chunks import predict_dataset
 from fastloop_tools.trainer import runs
 from fastloop_tools.trainer.optimizers import UserOptimizer
@@ -93,11 +93,17 @@ class Trainer:
         named = [plugin for plugin in plugins if not isinstance(plugin, Plugin)]
         self._objects = [plugin for plugin in plugins if isinstance(plugin, Plugin)]
         data = {} if pad_to_multiple_of is None else {"pad_to_multiple_of": pad_to_multiple_of}
-        self.recipe: Recipe = make_recipe({"data": data, "train": train, "plugins": named, "output": str(output)})
+        recipe = make_recipe({"data": data, "train": train, "plugins": named, "output": str(output)})
+        self._train = recipe.train  # as given: the task writes the settings of the user's optimizer into that of a run
         self.task = TrainerTask(model, splits, loss, metrics, processing_class, own)
-        self.resolution: PluginSet = resolve(self.recipe, objects=[*self._objects, self.task])
+        self.resolved: ResolvedRecipe = resolve(recipe, objects=[*self._objects, self.task])
         self.resume: Path | None = Path(output) if resume is True else Path(resume) if resume else None
         self._fits = runs.Fits(self.task, self.resume)
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe of the newest run, or of the first one, if there was none."""
+        return self.resolved.recipe
 
     def fit(self) -> dict[str, Any]:
         """Train, test and export. Returns the summary, which is also ``summary.json`` in the run folder.
@@ -113,12 +119,13 @@ class Trainer:
         """
         resume = self._fits.start()
         if self._fits.count > 1:  # plugins have the state of an earlier run
-            self.resolution = resolve(self.recipe, objects=[*self._objects, self.task])
+            self.resolved = resolve(replace(self.recipe, train=self._train), objects=[*self._objects, self.task])
 
         def execute() -> dict[str, Any]:
-            self.run = self._fits.build(self.recipe, self.resolution, resume)
-            self.resolution = self.run.plugins
-            return self._fits.execute(self.run)
+            with self._fits.open_run(self.resolved, resume) as self.run:
+                # later runs leave out the same selected plugins
+                self.resolved = replace(self.resolved, recipe=self.run.recipe, plugins=self.run.plugins)
+                return lifecycle.execute(self.run)
 
         return runs.call(self.task, execute)
 
@@ -189,4 +196,5 @@ class Trainer:
         return runs.call(self.task, save)
 
     def _inference(self, task: TrainerTask, split: str) -> AbstractContextManager[Run]:
-        return runs.inference(self.recipe, [plugin for plugin in self._objects if plugin.for_inference], task, split)
+        recipe = replace(self.recipe, train=self._train)
+        return runs.inference(recipe, [plugin for plugin in self._objects if plugin.for_inference], task, split)

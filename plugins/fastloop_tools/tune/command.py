@@ -63,7 +63,9 @@ def tune(
     thorough = stop_after == "suggestions"
     allowed = math.inf if thorough else parse_time(budget, "--budget")
     loaded = load_recipe(recipe, overrides or (), names(with_), names(without))
-    check(loaded).hooks.check_recipe(recipe=loaded)
+    resolved = check(loaded)
+    loaded = resolved.recipe
+    resolved.plugins.hooks.check_recipe(recipe=loaded)
     show_messages()
     base = Path(recipe) if Path(recipe).is_file() else Path(Path(recipe).stem)  # relative paths in a recipe keep their meaning there
     target = Path(output) if output else base.with_suffix(".tuned.yaml")

@@ -24,7 +24,7 @@ from fastloop.errors import FastloopError, UsageError
 from fastloop.estimates import StepProfile
 from fastloop.plugin import Numerics
 from fastloop.recipe import Recipe, make_recipe
-from fastloop.registry import load_listed, select
+from fastloop.registry import load_listed, resolve
 from fastloop_tools.bench.plan import check
 from fastloop_tools.measure.pairs import TrialRunner, Window, faster
 from fastloop_tools.measure.results import Measurement, speed
@@ -267,7 +267,7 @@ class Search:
         promises = {trial.numerics for trial in self.trials if trial.kept}
         if not promises:
             return
-        listed = {plugin.numerics for recipe in (self.given, self.best) for plugin in select(recipe).plugins}
+        listed = {plugin.numerics for recipe in (self.given, self.best) for plugin in resolve(recipe, any_machine=True).plugins}
         if "reduced-precision" in listed:  # in few bits another order of sums is far from 1e-5
             promises.add("reduced-precision")
         self.check["numerics"] = found = self.shop.held(self.given, self.best, max(promises, key=CLASSES.index), LOSSES)

@@ -12,7 +12,7 @@ from fastloop.errors import FastloopError
 from fastloop.plugin import DISTRIBUTION, defaults
 from fastloop.recipe import Recipe
 from fastloop.recipe.plugin_references import split_file
-from fastloop.registry import find
+from fastloop.registry import find_entry_point
 from fastloop_tools.untrusted.effects import effects
 from fastloop_tools.untrusted.origin import Origin, find_module, find_name, on_import_path
 from fastloop_tools.untrusted.values import Value, files_of, is_import_key, refused_value, values_of
@@ -96,7 +96,7 @@ def _add_plugins(recipe: Recipe, found: Listing) -> None:
             found.refused.append(f"{key}: {_local(recipe, parts[0])}")
             continue
         try:
-            module = find(reference, recipe.where).value.partition(":")[0].strip()
+            module = find_entry_point(reference, recipe.where).value.partition(":")[0].strip()
         except FastloopError as error:
             found.code.append(Code(key, reference, "plugin", arguments=options))
             found.refused.append(f"{key}: {str(error).partition(': ')[2].rstrip('.')}")

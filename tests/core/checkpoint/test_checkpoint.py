@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from fastloop import CheckpointError, checkpoint
-from fastloop.checkpoint import MANIFEST, find, pack, read, rotate, unpack, verify, write
+from fastloop.checkpoint import MANIFEST, find_newest, pack, read, rotate, unpack, verify, write
 from fastloop.runtime.random_states import random_states, restore_random_states
 
 
@@ -103,7 +103,7 @@ def test_a_state_that_cannot_be_saved_leaves_the_earlier_checkpoint():
     save(1)
     with pytest.raises(TypeError):
         write(Path("run/checkpoints/step-00000001"), {}, {"bad": {1}})
-    assert read(find(Path("run"))[0])[1]["step"] == 1
+    assert read(find_newest(Path("run"))[0])[1]["step"] == 1
 
 
 def test_tied_shared_and_strided_weights_keep_their_values():
@@ -201,14 +201,14 @@ DAMAGE: dict[str, tuple[Any, str]] = {
 def test_corrupt_checkpoint_is_skipped_with_a_message(harm, said):
     whole, harmed = save(1), save(2)
     (harmed.parent / "outside").write_bytes(b"payload")
-    assert find(Path("run")) == (harmed, [])
+    assert find_newest(Path("run")) == (harmed, [])
     harm(harmed)
-    found, skipped = find(Path("run"))
+    found, skipped = find_newest(Path("run"))
     assert found == whole
     (line,) = skipped
     assert line.startswith(f"{harmed}: damaged ({said}")
     with pytest.raises(CheckpointError, match="No checkpoint to resume from is intact"):
-        find(harmed)  # named outright, nothing takes its place
+        find_newest(harmed)  # named outright, nothing takes its place
 
 
 def test_an_absolute_name_in_a_manifest_leads_nowhere():
@@ -220,15 +220,15 @@ def test_an_absolute_name_in_a_manifest_leads_nowhere():
 
 def test_missing_checkpoint_error_describes_expected_files():
     with pytest.raises(CheckpointError, match=r"^nowhere: no checkpoint to resume from\. Expected a run folder, or one of its checkpoints"):
-        find(Path("nowhere"))
+        find_newest(Path("nowhere"))
     truncate(save(1))
     with pytest.raises(CheckpointError, match=r"(?s)No checkpoint to resume from is intact:.*step-00000001: damaged"):
-        find(Path("run"))
+        find_newest(Path("run"))
 
 
 def test_a_checkpoint_that_was_copied_elsewhere_is_found_by_its_own_path():
     shutil.copytree(save(3), "elsewhere")
-    assert find(Path("elsewhere")) == (Path("elsewhere"), [])
+    assert find_newest(Path("elsewhere")) == (Path("elsewhere"), [])
 
 
 # -- rotation ------------------------------------------------------------------------------------------------------------------------
@@ -250,7 +250,7 @@ def test_a_step_saved_again_takes_its_own_place():
     save(1, 1.0)
     save(1, 2.0)
     assert [path.name for path in Path("run/checkpoints").iterdir()] == ["step-00000001"]
-    assert read(find(Path("run"))[0])[0]["weight"][0] == 2.0
+    assert read(find_newest(Path("run"))[0])[0]["weight"][0] == 2.0
 
 
 @pytest.mark.parametrize("when", ["before the new one is in place", "before the old one is removed"])
@@ -275,7 +275,7 @@ def test_kill_during_second_save_of_a_step_loses_neither(when, monkeypatch):
             patch.setattr(shutil, "rmtree", cut_remove)
         with pytest.raises(KeyboardInterrupt):
             save(1, 2.0)
-    found, _ = find(Path("run"))
+    found, _ = find_newest(Path("run"))
     model, state = read(found)
     assert model["weight"][0] == state["moment"][0] == 2.0
 
@@ -284,7 +284,7 @@ KILLS = """
 import os, random, signal, sys, time
 from pathlib import Path
 import torch
-from fastloop.checkpoint import find, read, rotate, write
+from fastloop.checkpoint import find_newest, read, rotate, write
 
 torch.set_num_threads(1)
 run, chance, step = Path("run"), random.Random(0), 0
@@ -308,7 +308,7 @@ for _ in range(20):
     while last := os.read(pipe, 4):
         finished = int.from_bytes(last, "big")
     os.close(pipe)
-    found, skipped = find(run)
+    found, skipped = find_newest(run)
     model, state = read(found)
     assert not skipped, skipped
     assert state["step"] >= finished, (state["step"], finished)

@@ -255,7 +255,7 @@ def test_killed_in_the_middle_of_an_epoch_and_resumed(train, name):
     if name == "loss scaling":
         scaler = resumed.trainer.run.accelerator.scaler
         assert scaler.get_scale() == whole.trainer.run.accelerator.scaler.get_scale() != 256.0
-        assert next(plugin for plugin in whole.trainer.resolution.plugins if plugin.name == "scaler").skipped == 1
+        assert next(plugin for plugin in whole.trainer.resolved.plugins if plugin.name == "scaler").skipped == 1
 
 
 @pytest.mark.parametrize(
@@ -648,7 +648,7 @@ def test_resume_from_checkpoint_without_data_fingerprint(tiny_run):
     from fastloop import checkpoint
 
     tiny_run(output="run", max_steps=3)
-    path, _ = checkpoint.find(Path("run"))
+    path, _ = checkpoint.find_newest(Path("run"))
     model, state = checkpoint.read(path)
     del state["data"]
     checkpoint.write(path, model, state)

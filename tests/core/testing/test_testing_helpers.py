@@ -136,7 +136,7 @@ def test_function_or_result_that_cannot_be_pickled_is_an_error_that_names_it(tmp
 def dropout_rates(task: Mapping[str, Any]) -> list[float]:
     write_texts(Path.cwd())
     recipe = make_recipe({**task, "output": "run", "train": {"device": "cpu"}})
-    model = build(recipe, resolve(recipe)).unwrap_model()
+    model = build(resolve(recipe)).unwrap_model()
     rates = {module.p for module in model.modules() if isinstance(module, nn.Dropout)}
     config = getattr(model, "config", None)
     return sorted(rates | {getattr(config, "attention_dropout", None)} - {None})

@@ -125,7 +125,7 @@ def test_killed_while_saving_the_best_before_it_is_whole(tiny_run):
         time.sleep(0.003 * delay)
         os.kill(child, signal.SIGKILL)
         assert os.waitpid(child, 0)[1] == signal.SIGKILL
-        state = checkpoint.read(checkpoint.find(output)[0])[1]
+        state = checkpoint.read(checkpoint.find_newest(output)[0])[1]
         assert checkpoint.verify(output / state["state"]["best"]["path"]) is None
         found += 1
     assert found == 12

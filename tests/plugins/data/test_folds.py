@@ -82,9 +82,11 @@ def test_texts_keep_their_lengths_and_classes_for_other_plugins():
     tree = {key: value for key, value in TEXTS.items() if key in ("model", "data")}
     plugins = ["length-bucketing", {"folds": {"of": 3}}, {"log": False}, {"progress": False}]
     recipe = make_recipe({**tree, "train": {"epochs": 1, "batch_size": 8, "device": "cpu"}, "plugins": plugins, "output": "run"})
-    from fastloop.lifecycle import build, execute
+    from executing import execute
 
-    execute(build(recipe, resolve(recipe, objects=[parts])))
+    from fastloop.lifecycle import build
+
+    execute(build(resolve(recipe, objects=[parts])))
     train, validation = parts.datasets["train"], parts.datasets["validation"]
     assert (len(train), len(validation)) == (34, 17), "35 and 16 samples"
     assert [len(train[index]["input_ids"]) for index in range(34)] == train.lengths.tolist()

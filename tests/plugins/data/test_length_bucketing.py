@@ -9,15 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from executing import execute
 from text_helpers import TINY, make_run
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
 from fastloop import Batch, CheckpointError, DataLoaderDraft, Plugin, PluginError, Trainer, hookimpl
 from fastloop.data import StepSampler
-from fastloop.lifecycle import build, execute
+from fastloop.lifecycle import build
 from fastloop.recipe import make_recipe
-from fastloop.registry import resolve, select
+from fastloop.registry import resolve
 from fastloop.runtime import hardware as machine
 from fastloop_plugins.data.length_bucketing import LengthBucketing
 from fastloop_plugins.data.sample_audit import SampleAudit
@@ -152,7 +153,7 @@ def train_texts(window: int | None, resume: Path | None, **settings: Any) -> Non
         "output": "run",
     }
     recipe = make_recipe(tree, Path("recipe.yaml"))
-    execute(build(recipe, resolve(recipe), resume))
+    execute(build(resolve(recipe), resume=resume))
 
 
 def test_evaluation_has_the_same_metrics():
@@ -243,7 +244,7 @@ def test_evaluation_keeps_to_max_tokens_and_has_the_same_metrics():
     (_, limited), (_, plain) = train(LengthBucketing(max_tokens=48), **still), train(output="plain", **still)
     assert limited["validation"]["loss"] == pytest.approx(plain["validation"]["loss"], rel=1e-5)
     trainer = Trainer(Model(), Rows(), Rows(50), plugins=[LengthBucketing(max_tokens=48)], loss=nn.functional.mse_loss, batch_size=24)
-    run = build(trainer.recipe, trainer.resolution)
+    run = build(trainer.resolved)
     run.train_loader.loader.collate_fn.collator = run.eval_loaders["validation"].loader.collate_fn.collator = collate
     assert max(batch.inputs[0].shape[0] * batch.inputs[0].shape[1] for batch in run.eval_loaders["validation"].batches()) <= 48
 
@@ -311,6 +312,6 @@ def test_texts_keep_to_max_tokens_when_padded_to_a_multiple():
 def test_shapes_are_few_on_cuda_unless_the_recipe_sets_a_multiple(device, plugins, key, multiple, monkeypatch):
     monkeypatch.setattr(machine, "this_machine", lambda asked: machine.Machine(device, "a device", ("fp32", "bf16")))
     recipe = make_recipe({"plugins": plugins, "train": {"epochs": 1}})
-    resolution = select(recipe)
+    resolution = resolve(recipe, any_machine=True).plugins
     resolution.hooks.check_recipe(recipe=recipe)
     assert resolution.draft("configure_dataloader", DataLoaderDraft(pad_to_multiple_of=key)).pad_to_multiple_of == multiple

@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from executing import execute
 from text_helpers import make_run
 
 from fastloop import Batch, Plugin, PluginError, hookimpl
-from fastloop.lifecycle import build, execute
+from fastloop.lifecycle import build
+from fastloop.registry import ResolvedRecipe
 from fastloop_plugins.data._packing import PackedCollator
 from fastloop_plugins.data.dataloader_workers import DataLoaderWorkers
 from fastloop_plugins.data.length_bucketing import LengthBucketing
@@ -249,7 +251,7 @@ def test_a_run_goes_on_inside_an_epoch():
     shutil.rmtree("run")
     execute(run(bert, Packing(), epochs=2, max_steps=3, save_every=3))
     again = run(bert, Packing(), epochs=2)
-    rest = build(again.recipe, again.plugins, Path("run"))
+    rest = build(ResolvedRecipe(again.recipe, again.plugins), resume=Path("run"))
     execute(rest)
     assert all(torch.equal(value, expected[name]) for name, value in rest.unwrap_model().state_dict().items())
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from executing import execute
 from long_form import LONG
 from test_packing import DECODERS, DISTILBERT, ENCODERS, Multiple, assert_same, computed, made
 from torch import Tensor
@@ -15,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from varlen_helpers import kernels_on_cpu
 
 from fastloop import PluginError
-from fastloop.lifecycle import execute
 from fastloop_plugins.data import _varlen
 from fastloop_plugins.data._packing import PackedCollator
 from fastloop_plugins.data._shapes import SHAPES, multiple_for

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from executing import execute
 from text_helpers import make_run, rows
 
 from fastloop import Plugin, PluginError, hookimpl
-from fastloop.lifecycle import execute
 from fastloop_plugins.kernels.attention import Attention
 from fastloop_plugins.kernels.cls_last_layer import ClsLastLayer
 from fastloop_plugins.kernels.fast_dropout import FastDropout

@@ -13,9 +13,9 @@ from typing import Any
 import forked
 import pytest
 import torch
+from executing import execute
 from text_helpers import make_run
 
-from fastloop.lifecycle import execute
 from fastloop_plugins.data._varlen import head_size
 from fastloop_plugins.data.packing import Packing
 from fastloop_plugins.kernels import _native

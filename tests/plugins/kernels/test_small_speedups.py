@@ -18,8 +18,8 @@ from torch import nn
 from fastloop import Plugin, PluginError, Trainer, hookimpl
 from fastloop.cli import launch
 from fastloop.estimates import StepProfile
-from fastloop.hooks import PluginSet
 from fastloop.recipe import make_recipe
+from fastloop.registry import resolve
 from fastloop.testing import tiny_data
 from fastloop_plugins import _foreign_load as foreign_load
 from fastloop_plugins._foreign_load import ForeignLoad
@@ -120,14 +120,14 @@ def test_waiting_threads_sleep_if_the_recipe_or_the_load_of_other_programs_asks_
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     monkeypatch.setattr(ForeignLoad, "cores", lambda _: others)  # no test can make sure that a machine is idle
     recipe = make_recipe({"plugins": [{"cpu-affinity": {"wait": wait}}]})
-    found = launch.environment(PluginSet([CpuAffinity(wait=wait)]), recipe)
+    found = launch.environment(resolve(recipe, objects=[CpuAffinity(wait=wait)], any_machine=True))
     assert found == ({"OMP_WAIT_POLICY": expected} if expected else {})
 
 
 def test_a_policy_of_the_users_environment_is_kept(monkeypatch):
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")
     monkeypatch.setattr(ForeignLoad, "cores", lambda _: 1.0)
-    assert launch.environment(PluginSet([CpuAffinity()]), make_recipe({"plugins": ["cpu-affinity"]})) == {}
+    assert launch.environment(resolve(make_recipe({"plugins": ["cpu-affinity"]}), any_machine=True)) == {}
 
 
 def test_programs_of_others_are_load_and_the_runs_own_processes_are_not():

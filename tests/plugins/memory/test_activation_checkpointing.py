@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from executing import execute
 from long_form import LONG
 from text_helpers import TINY_GPT, make_run
 from torch import nn
 
 from fastloop import Plugin, PluginError, Trainer, hookimpl
-from fastloop.lifecycle import execute
 from fastloop.testing import Recorder, TinyResult, tiny_data
 from fastloop_plugins.memory.activation_checkpointing import ActivationCheckpointing
 

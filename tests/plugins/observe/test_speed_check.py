@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from executing import execute
 from text_helpers import TINY
 from torch import nn
 
 from fastloop.estimates import StepProfile
-from fastloop.lifecycle import build, execute
+from fastloop.lifecycle import build
 from fastloop.recipe import make_recipe
 from fastloop.registry import resolve
 from fastloop.run import Run
@@ -46,7 +47,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def fit(recipe) -> Run:
-    run = build(recipe, resolve(recipe))
+    run = build(resolve(recipe))
     execute(run)
     return run
 
@@ -84,7 +85,7 @@ def test_training_is_the_same_with_it(recipe):
 
 @pytest.mark.slow
 def test_its_hook_is_not_called_after_the_window(recipe):
-    run = build(recipe(max_steps=30), resolve(recipe(max_steps=30)))
+    run = build(resolve(recipe(max_steps=30)))
     execute(run)
     check = next(plugin for plugin in run.plugins if isinstance(plugin, SpeedCheck))
     assert check.steps == speed_check.WARM_UP + speed_check.STEPS + 1

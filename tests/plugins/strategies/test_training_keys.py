@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from executing import execute
 from recipe_runs import make_run, trained
 
 from fastloop import RecipeError
-from fastloop.lifecycle import execute
 
 pytestmark = pytest.mark.slow
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from executing import execute
 from text_helpers import TINY_GPT, make_run
 
 from fastloop.errors import RecipeError
-from fastloop.lifecycle import execute
 from fastloop_plugins.datasets.stdlib_source import stdlib_source
 from fastloop_plugins.kernels.compile import Compile
 from fastloop_plugins.tasks._lm_batches import block_sequences

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from executing import execute
 from strategy_helpers import same
 from strategy_runs import all_of
 from text_helpers import TINY_GPT, make_run
 from torch.nn.functional import cross_entropy
 
 from fastloop.errors import RecipeError
-from fastloop.lifecycle import execute
 from fastloop_plugins.data.packing import Packing
 from fastloop_plugins.tasks._chat_rows import Chat, read_chat
 from fastloop_plugins.tasks._chat_template import CHATML, ChatRenderer

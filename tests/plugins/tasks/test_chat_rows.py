@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 import pyarrow
 import pytest
+from executing import execute
 from pyarrow import parquet
 from streaming_helpers import data_section, samples_of, write_lines
 from test_chat import CHATML, GPT, TRL, UNMARKED, byte_tokenizer
 from text_helpers import make_run
 
 from fastloop.errors import DataError, RecipeError
-from fastloop.lifecycle import build, execute
+from fastloop.lifecycle import build
 from fastloop.recipe import Inference, load_recipe, make_recipe
 from fastloop.registry import resolve
 from fastloop_plugins.data.packing import Packing
@@ -305,7 +306,7 @@ def test_several_forms_in_a_file_need_a_name_and_each_proposal_works():
     Path("recipe.yaml").write_text(json.dumps({"model": MODEL, "data": CHATS, "train": {"device": "cpu"}, "plugins": ["causal-lm"]}))
     for proposal in proposals:
         recipe = load_recipe("recipe.yaml", [proposal])
-        assert trained(build(recipe, resolve(recipe))) == expected[proposal] + "<|im_end|>\n"
+        assert trained(build(resolve(recipe))) == expected[proposal] + "<|im_end|>\n"
     assert memory(row | {"text": "words and words"}, chat_template=None).recipe.data.get("messages") is None, "text is read as ever"
 
 

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from executing import execute
 from image_helpers import COLORS, COUNTS, Watch, all_of, make_run, watched, write_image, write_images, write_recipe
 from PIL import Image
 
 from fastloop import RecipeError
 from fastloop.errors import DataError, UsageError
-from fastloop.lifecycle import execute
 from fastloop.recipe import load_recipe
 from fastloop.registry import resolve
 from fastloop_plugins.datasets.digit_images import digit_images
@@ -652,7 +652,7 @@ def trained(tmp_path_factory) -> Path:
     )
     from fastloop.lifecycle import build
 
-    execute(build(recipe, resolve(recipe)))
+    execute(build(resolve(recipe)))
     return folder
 
 

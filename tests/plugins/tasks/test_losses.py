@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from executing import execute
 from recipe_runs import LR, assert_same, make_run, torch_loop, trained, user_code
 from torch import Tensor, nn
 from torch.nn import functional
@@ -15,7 +16,7 @@ from torch.optim import AdamW
 from torchmetrics.functional.classification import binary_auroc, binary_f1_score, multiclass_recall
 
 from fastloop import RecipeError
-from fastloop.lifecycle import build, execute
+from fastloop.lifecycle import build
 from fastloop.recipe import make_recipe
 from fastloop.registry import resolve
 from fastloop.testing import TEXTS, write_texts
@@ -142,7 +143,7 @@ def text_run(*plugins: Any, output: str = "texts-run", **options: Any) -> Any:
             "output": output,
         }
     )
-    return build(recipe, resolve(recipe))
+    return build(resolve(recipe))
 
 
 def test_balanced_weights_come_from_the_training_labels():

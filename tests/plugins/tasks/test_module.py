@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import yaml
+from executing import execute
 
 from fastloop import RecipeError
 from fastloop.errors import UserCodeError
-from fastloop.lifecycle import build, execute
+from fastloop.lifecycle import build
 from fastloop.recipe import load_recipe
 from fastloop.registry import resolve
 
@@ -72,7 +73,7 @@ def train(changes: dict[str, Any] | None = None, folder: str = ".") -> dict[str,
     (Path(folder) / "code.py").write_text(CODE)
     (Path(folder) / "r.yaml").write_text(yaml.safe_dump(tree))
     recipe = load_recipe(f"{folder}/r.yaml")
-    return execute(build(recipe, resolve(recipe)))
+    return execute(build(resolve(recipe)))
 
 
 def test_a_module_of_your_own_is_trained_and_measured():

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_helpers import save_checkpoint, write_rows
+from executing import execute
 from text_helpers import make_run, rows
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from fastloop import Plugin, RecipeError
-from fastloop.lifecycle import build, execute
+from fastloop.lifecycle import build
 from fastloop.recipe import Inference, make_recipe
 from fastloop.registry import resolve
 from fastloop_plugins.data.length_bucketing import LengthBucketing
@@ -180,7 +181,7 @@ def predicting(task: str, data: dict[str, Any], **train: Any) -> Any:
     tree |= {"train": {"device": "cpu", "batch_size": 8} | train, "plugins": [task, {"module": False}], "output": "run"}
     recipe = make_recipe(tree, Path("recipe.yaml"))
     recipe.inference = Inference(Path("checkpoint").resolve(), "predict", ["a film", "a fine and lovely film so long", "dull"], chunk=8)
-    return build(recipe, resolve(recipe))
+    return build(resolve(recipe))
 
 
 RWKV = {"model_type": "rwkv", "hidden_size": 16, "num_hidden_layers": 2, "context_length": 128}

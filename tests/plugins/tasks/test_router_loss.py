@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from executing import execute
 from text_helpers import make_run
 
 from fastloop import Plugin, RecipeError
-from fastloop.lifecycle import execute
 from fastloop_plugins.data.packing import Packing
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, "max_position_embeddings": 48}

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from executing import execute
 from strategy_helpers import same
 from strategy_runs import all_of
 from text_helpers import TINY_GPT, make_run
@@ -20,7 +21,7 @@ from text_loops import BATCH, EPOCHS, LR, SEED, pretrained, trained
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from fastloop.errors import PluginError, RecipeError
-from fastloop.lifecycle import build, execute
+from fastloop.lifecycle import build
 from fastloop.recipe import make_recipe
 from fastloop.registry import resolve
 
@@ -251,7 +252,7 @@ def test_the_token_cache_gives_the_same_samples(caplog):
         with caplog.at_level(logging.INFO, "fastloop"):
             tree = {"model": {"name": folder}, "data": DATA, "train": {"device": "cpu"}, "output": "run"}
             recipe = make_recipe(tree | {"plugins": [{"token-cache": {"folder": "tokens"}}]}, Path("recipe.yaml"))
-            runs.append(build(recipe, resolve(recipe)))
+            runs.append(build(resolve(recipe)))
         assert "1 of 21 targets are cut" in caplog.text
     assert "tokens: all from" in caplog.text
     assert runs[0].datasets["train"].fingerprint() == runs[1].datasets["train"].fingerprint()
@@ -294,13 +295,13 @@ def refused(error: type[Exception] = RecipeError, model: Any = MODEL, plugins: A
     tree = {"model": model, "data": DATA | data, "train": {"device": "cpu"}, "plugins": list(plugins), "output": "run"}
     recipe = make_recipe(tree, Path("recipe.yaml"))
     with pytest.raises(error) as caught:
-        build(recipe, resolve(recipe))
+        build(resolve(recipe))
     return str(caught.value)
 
 
 def test_the_target_column_selects_the_task():
     tree = {"model": MODEL, "data": DATA, "output": "run"}
-    names = resolve(make_recipe(tree, Path("recipe.yaml"))).names()
+    names = resolve(make_recipe(tree, Path("recipe.yaml"))).plugins.names()
     assert "seq2seq" in names
     assert not {"causal-lm", "text-classification", "module"} & set(names)
 
@@ -342,7 +343,7 @@ def test_unreadable_targets_are_skipped_when_asked_for(caplog):
     tree = {"model": MODEL, "data": DATA, "train": {"device": "cpu"}, "plugins": ["seq2seq", "skip-unreadable"], "output": "run"}
     recipe = make_recipe(tree, Path("recipe.yaml"))
     with caplog.at_level(logging.WARNING, "fastloop"):
-        run = build(recipe, resolve(recipe))
+        run = build(resolve(recipe))
     assert "1 rows cannot be read, and are skipped" in caplog.text
     assert len(run.datasets["train"]) == len(ROWS)
 

@@ -181,7 +181,9 @@ def test_two_processes_give_the_weights_of_one_batch(processes: Any):
 
 def test_a_recipes_module_counts_targets(tmp_path):
     """``module`` with a loss by name, and with a model that computes its own loss."""
-    from fastloop.lifecycle import build, execute
+    from executing import execute
+
+    from fastloop.lifecycle import build
     from fastloop.recipe import make_recipe
     from fastloop.registry import resolve
 
@@ -199,7 +201,7 @@ def test_a_recipes_module_counts_targets(tmp_path):
             train = {"optimizer": "SGD", "lr": 0.5, "batch_size": 8, "micro_batch_size": micro, "epochs": 1, "device": "cpu"}
             plugins = [{"module": task}, {"log": False}, {"progress": False}]
             recipe = make_recipe(tree | {"train": train, "plugins": plugins, "output": str(tmp_path / f"{model}-{micro}")})
-            run = build(recipe, resolve(recipe))
+            run = build(resolve(recipe))
             execute(run)
             found.append(run.unwrap_model().state_dict())
         torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from executing import execute
 from test_text_data import write
 from text_helpers import TINY, TINY_GPT, make_run, rows
 
 from fastloop.errors import RecipeError
-from fastloop.lifecycle import execute
 from fastloop.recipe import make_recipe
 from fastloop_plugins.tasks.causal_lm import CausalLM
 from fastloop_plugins.tasks.text_classification import TextClassification

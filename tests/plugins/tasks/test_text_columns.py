@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from data_helpers import refusal, text_data
+from executing import execute
 from inference_runs import write_csv
 from recipe_runs import assert_same
 from text_helpers import TINY_GPT, make_run
@@ -17,7 +18,6 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoTokenizer, pipeline
 
 from fastloop.errors import RecipeError
-from fastloop.lifecycle import execute
 
 TASK = "text-classification"
 PAIR = ["premise", "hypothesis"]

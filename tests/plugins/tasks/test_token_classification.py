@@ -342,7 +342,7 @@ def test_a_missing_extra_is_an_error_with_the_command(monkeypatch):
 )
 def test_the_data_section_selects_the_task(data, task):
     recipe = make_recipe({"model": SCRATCH, "data": data, "train": {"device": "cpu"}, "output": "run"}, Path("recipe.yaml"))
-    assert resolve(recipe).in_slot("task") == task
+    assert resolve(recipe).plugins.in_slot("task") == task
 
 
 def test_models_that_cannot_tag_are_refused():

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from executing import execute
 from recipe_runs import assert_same, make_run, user_code
 from safetensors.torch import save_file
 
 from fastloop import RecipeError
-from fastloop.lifecycle import build, execute
+from fastloop.lifecycle import build
 from fastloop.recipe import make_recipe
 from fastloop.registry import resolve
 from fastloop.testing import LANGUAGE, write_texts
@@ -72,10 +73,10 @@ def test_tied_weights_are_saved_once_and_not_missing(caplog):
     write_texts(Path.cwd())
     config = {**LANGUAGE["model"]["config"], "tie_word_embeddings": True}
     tree = {**LANGUAGE, "model": {**LANGUAGE["model"], "config": config}, "train": {"device": "cpu", "epochs": 1}, "output": "first"}
-    first = build(recipe := make_recipe(tree), resolve(recipe))
+    first = build(resolve(make_recipe(tree)))
     execute(first)
     warm = make_recipe({**tree, "model": {**tree["model"], "weights": "first", "weights_strict": True}, "output": "second"})
-    second = build(warm, resolve(warm))
+    second = build(resolve(warm))
     assert_same(second.unwrap_model().state_dict(), first.unwrap_model().state_dict())
 
 

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from executing import execute
 from recipe_runs import LR, assert_same, make_run, torch_loop, trained
 from torch.optim import AdamW
 
 from fastloop import RecipeError
-from fastloop.lifecycle import build, execute
+from fastloop.lifecycle import build
 from fastloop.recipe import make_recipe
 from fastloop.registry import resolve
 from fastloop.testing import TEXTS, write_texts
@@ -56,7 +57,7 @@ def text_run(*plugins):
     """A built run of a tiny BERT."""
     write_texts(Path.cwd())
     recipe = make_recipe({**TEXTS, "train": {"device": "cpu", "epochs": 1, "lr": 0.01}, "plugins": list(plugins)})
-    return build(recipe, resolve(recipe))
+    return build(resolve(recipe))
 
 
 def test_with_lora_patterns_name_the_layers_of_the_model():

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from executing import execute
 from recipe_runs import LR, assert_same, make_run, torch_loop, trained
 from torch.optim import AdamW, Muon
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastloop import RecipeError
-from fastloop.lifecycle import execute
 from fastloop_plugins.training import _batched_muon
 from fastloop_plugins.training._batched_muon import BatchedMuon
 

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from executing import execute
 from recipe_runs import LR, assert_same, make_run, torch_loop, trained
 from torch.optim import SGD, AdamW, Rprop
 
 from fastloop import CheckpointError, PluginError, RecipeError
-from fastloop.lifecycle import execute
 
 CASES: dict[str, tuple[Any, Any]] = {
     "name": ("SGD", lambda weights: SGD(weights, lr=LR)),

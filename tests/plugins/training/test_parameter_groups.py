@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from executing import execute
 from recipe_runs import LR, assert_same, make_run, torch_loop, trained
 from torch import nn
 from torch.optim import SGD, AdamW
 
 from fastloop import CheckpointError, RecipeError
-from fastloop.lifecycle import execute
 
 
 def grouped(model: nn.Module, chosen: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:

@@ -14,12 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+from executing import execute
 from safetensors.torch import load_file, save_file
 from strategy_helpers import same
 from strategy_runs import all_of
 
 from fastloop import Plugin, PluginError, RecipeError, hookimpl, loop
-from fastloop.lifecycle import build, execute
+from fastloop.lifecycle import build
 from fastloop.recipe import make_recipe
 from fastloop.registry import resolve
 from fastloop.runtime.hardware import Machine
@@ -52,7 +53,7 @@ def recipe_of(model: dict[str, Any], options: dict[str, Any] | None = None, **se
 def make(folder: Path, name: str, recipe: dict[str, Any]) -> Path:
     """Train a small model from scratch. Returns the folder of the exported one."""
     output = {"output": str(folder / name), "data": at(folder, recipe["data"])}
-    execute(build(made := make_recipe(recipe | output), resolve(made)))
+    execute(build(resolve(make_recipe(recipe | output))))
     return folder / name / "model"
 
 
@@ -85,7 +86,7 @@ def tuned(folder: Path) -> Callable[..., dict[str, Any]]:
 
 def built(recipe: dict[str, Any], *objects: Plugin) -> Any:
     made = make_recipe(recipe)
-    return build(made, resolve(made, objects=objects))
+    return build(resolve(made, objects=objects))
 
 
 class Logits(Plugin):

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from executing import execute
 from recipe_runs import LR, assert_same, make_run, torch_loop, trained
 from torch.optim import AdamW, lr_scheduler
 from transformers import get_scheduler
 
 from fastloop import CheckpointError, RecipeError, UsageError
-from fastloop.lifecycle import execute
 from fastloop.testing import tiny_data
 
 STEPS = 16

@@ -119,7 +119,6 @@ def execute(run: Run) -> dict[str, Any]:
         stopped = isinstance(error, KeyboardInterrupt | SystemExit)
         if not stopped:
             run.saver.finish()  # so that the run can resume from this checkpoint
-        run.hooks.on_exception(run=run, error=error)
         try:
             with explain_errors(run):
                 folder.summarize(run, "stopped" if stopped else "failed", str(error) or type(error).__name__)

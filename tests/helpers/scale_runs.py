@@ -147,7 +147,7 @@ def predicted(processes: int) -> dict[str, dict[str, Any]]:
     from fastloop_tools.scale.estimate import estimate
 
     with tempfile.TemporaryDirectory() as folder:
-        found = estimate(resolve(recipe(output=f"{folder}/run")), processes)
+        found = estimate(recipe(output=f"{folder}/run"), processes)
     return {variant.name: json.loads(json.dumps(vars(variant))) for variant in found.variants if not variant.checkpointing}
 
 

@@ -208,7 +208,7 @@ def test_a_complete_job_only_writes_the_file(trained, cli, monkeypatch):
     monkeypatch.setattr(Output, "finish", lambda self: None)
     predict(cli, *command)
     monkeypatch.setattr(Output, "finish", finish)
-    monkeypatch.setattr("fastloop_tools.inference.target.build_run", None)
+    monkeypatch.setattr("fastloop_tools.inference.target.open_inference", None)
     predict(cli, *command)
     assert Path("out.csv").read_bytes() == whole
 

@@ -31,7 +31,7 @@ def plan_memory(
     from fastloop.distributed import ranks
     from fastloop.errors import UsageError
     from fastloop.recipe import load_recipe
-    from fastloop.registry import resolve
+    from fastloop.registry import expand
     from fastloop_tools.scale.sizes import parse_bytes
 
     if ranks.world_size() > 1:
@@ -47,15 +47,15 @@ def plan_memory(
 
         rich.reconfigure(stderr=True)  # log messages must not mix with JSON
     show_messages()
-    resolved = resolve(load_recipe(recipe, overrides or (), names(with_), names(without)), any_machine=True)
+    loaded = expand(load_recipe(recipe, overrides or (), names(with_), names(without)))
     from fastloop_tools.scale.change import Command
     from fastloop_tools.scale.estimate import estimate
     from fastloop_tools.scale.table import show, write_json
 
     command = Command(recipe, overrides or (), names(with_), names(without), nproc or 1, nnodes or 1)
-    found = estimate(resolved, nproc or 1, nnodes or 1, memory, device_flops, rate, command)
+    found = estimate(loaded, nproc or 1, nnodes or 1, memory, device_flops, rate, command)
     if json_file:
         write_json(found, json_file)
     if json_file != "-":
-        show(found, resolved.recipe, command)
+        show(found, loaded, command)
     return True

@@ -102,7 +102,7 @@ class Estimate:
 
 
 def estimate(
-    resolved: ResolvedRecipe,
+    recipe: Recipe,
     nproc: int,
     nnodes: int = 1,
     memory: float | None = None,
@@ -126,7 +126,10 @@ def estimate(
     import torch
     from torch.utils._pytree import tree_leaves
 
-    recipe, processes = resolved.recipe, nproc * nnodes
+    from fastloop.registry import resolve
+
+    resolved, processes = resolve(recipe, any_machine=True), nproc * nnodes
+    recipe = resolved.recipe
     listed = {name: dict(options) for name, options in recipe.plugins.items() if isinstance(options, dict)}
     with ExitStack() as opened:
         fake = opened.enter_context(open_fake(resolved, processes))

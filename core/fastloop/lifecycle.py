@@ -157,8 +157,7 @@ def _build_accelerator(run: Run) -> None:
     recipe, plugins = run.recipe, run.plugins
     if (cores := platform_support.cores()) < len(platform_support.processors()):  # torch does not know the quota of a control group
         torch.set_num_threads(min(torch.get_num_threads(), cores))
-    run.accelerator = build_accelerator(recipe, plugins)
-    run.processes = Processes(run.accelerator)
+    run.accelerator, run.processes = build_accelerator(recipe, plugins)
     device = run.accelerator.device
     run.device = device if device.type != "cpu" else torch.device("cpu")  # drop the index
     run.clock = Clock(torch.accelerator.synchronize if device.type != "cpu" else lambda: None)

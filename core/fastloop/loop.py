@@ -25,6 +25,7 @@ from torch import Tensor
 
 from fastloop import log_points
 from fastloop.checkpoint import resume
+from fastloop.data.loader import Lookahead
 from fastloop.distributed.tensors import gather_full, total_norm
 from fastloop.errors import PluginError
 from fastloop.evaluation_results import EvaluationResults, evaluating
@@ -75,14 +76,15 @@ def train(run: Run) -> None:
     while state.epoch < run.recipe.train.epochs and not schedule.should_stop():
         with preserve_random_states(state.epoch_samples > 0):
             hooks.before_epoch(run=run)
-        for batches in run.to_device(run.train_loader.steps(state.epoch, state.epoch_samples)):
+        steps = Lookahead(run.to_device(run.train_loader.steps(state.epoch, state.epoch_samples)))
+        for batches in steps:
             if run.should_skip_step():
                 state.skip_samples(run.totals(batches))
                 continue
             loss = take_step(run, batches)
             hooks.after_step(run=run, loss=loss)
             log_points.after_step(run, loss)
-            run.sync_requests()
+            run.sync_requests(upcoming(run, steps))
             if schedule.evaluation_due():
                 evaluate(run, "validation")
             if schedule.save_due():
@@ -97,6 +99,17 @@ def train(run: Run) -> None:
             evaluate(run, "validation")
         if schedule.save_due(epoch_ended=True):
             resume.save(run)
+
+
+def upcoming(run: Run, steps: Lookahead[list[Batch]]) -> list[Batch] | None:
+    """The next step's micro-batches, read early to exchange their totals along with the requests of this step.
+
+    None with one process; and before a pause that this process knows of, since a batch that cannot be read must not prevent a save.
+    """
+    schedule = run.schedule
+    if run.loaders.processes.world_size == 1 or schedule.evaluation_due() or schedule.save_due() or schedule.should_stop():
+        return None
+    return steps.peek()
 
 
 def retry_after_recovery(run: Run, function: Callable[[], T], split: str | None = None) -> T:

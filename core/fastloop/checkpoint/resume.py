@@ -69,13 +69,13 @@ def save(run: Run) -> None:
 
 
 def write(run: Run, path: Path, model: dict[str, Tensor], state: dict[str, Any], group: Any = None) -> None:
-    """Write a checkpoint, then remove the oldest ones. Arguments as in ``checkpoint.write``.
+    """Write a checkpoint, then remove the oldest ones. Arguments as in ``checkpoint.write``; ``group``: None: ``host_group``.
 
     Raises:
         SaveError: The checkpoint cannot be written; the old ones are kept.
         TypeError: ``state`` contains a value that cannot be saved.
     """
-    checkpoint.write(path, model, state, run.is_main, group)
+    checkpoint.write(path, model, state, run.is_main, group or run.processes.host_group)
     if run.is_main and (step := checkpoint.step_of(path)) is not None:
         checkpoint.rotate(run.folder, run.recipe.train.keep_checkpoints, step)
 
@@ -118,7 +118,7 @@ def load(run: Run, path: Path, skipped: list[str]) -> None:
         log.warning("%s", line)
     if not run.is_main and (problem := checkpoint.verify(path, wait=True)):
         raise CheckpointError(f"{path}: process {run.rank} finds: {problem}. Put the run folder where all processes see the same files.")
-    model, saved = checkpoint.read(path, sharded_target(run))
+    model, saved = checkpoint.read(path, sharded_target(run), run.processes.host_group)
     malformed = f"{path}: malformed state.json. Resume from another checkpoint: "
     with _refused(malformed):
         _restore(run, path, model, saved)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastloop import AcceleratorDraft, Device, Plugin, PluginError, Recommendation, When, hookimpl, option
+from fastloop_plugins.strategies._timeout import Timeout, set_timeout
 
 if TYPE_CHECKING:
     from torch import nn
@@ -49,6 +50,7 @@ class DDP(Plugin):
         static_graph: Annotated[bool, option("Every step uses the same weights in the same order, so torch can plan ahead.")] = False
         sync_batch_norm: Annotated[bool, option("Compute batch norm over the samples of all processes (CUDA).")] = False
         compress: Annotated[Literal["bf16", "fp16"] | None, option("All-reduce gradients in this dtype: half the bytes.")] = None
+        timeout: Timeout = None
 
     @classmethod
     def recommend(cls, recipe: Recipe, machine: Machine) -> Recommendation | None:
@@ -72,6 +74,7 @@ class DDP(Plugin):
         from accelerate.utils import DistributedDataParallelKwargs
 
         config = self.config
+        set_timeout(self, draft)
         draft.ddp_handler = DistributedDataParallelKwargs(
             gradient_as_bucket_view=config.gradient_as_bucket_view,
             bucket_cap_mb=config.bucket_cap_mb,
@@ -90,7 +93,11 @@ class DDP(Plugin):
 
     @hookimpl
     def after_prepare(self, run: Run, model: nn.Module) -> None:
-        if self.config.compress is None or run.world_size == 1:
+        if run.world_size == 1:
+            return
+        if not run.unwrap_model().state_dict().keys() & dict(run.unwrap_model().named_buffers()).keys():
+            model.broadcast_buffers = False  # type: ignore[assignment] # training changes no buffer that is not saved
+        if self.config.compress is None:
             return
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 

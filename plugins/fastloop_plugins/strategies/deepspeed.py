@@ -24,8 +24,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from fastloop import Package, Plugin, PluginError, hookimpl, option
+from fastloop import AcceleratorDraft, Package, Plugin, PluginError, hookimpl, option
 from fastloop_plugins.strategies._deepspeed_config import Configuration
+from fastloop_plugins.strategies._timeout import Timeout, set_timeout
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -58,6 +59,7 @@ class DeepSpeed(Plugin):
         overlap_comm: Annotated[bool | None, option("Overlap the reduction of gradients with backward; null: DeepSpeed's default.")] = None
         bucket_size: Annotated[int | None, option("Gradient elements reduced at once; null: DeepSpeed's default.", ge=1)] = None
         config: Annotated[str | None, option("A JSON file of DeepSpeed's own options.")] = None
+        timeout: Timeout = None
 
     @classmethod
     def estimate_memory(cls, layout: Layout) -> Iterator[dict[str, Any]]:
@@ -73,6 +75,10 @@ class DeepSpeed(Plugin):
     @hookimpl
     def check_recipe(self, recipe: Recipe) -> None:
         self.configuration = Configuration(recipe, self)
+
+    @hookimpl
+    def configure_accelerator(self, draft: AcceleratorDraft) -> None:
+        set_timeout(self, draft)
 
     @hookimpl
     def prepare(self, run: Run, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Any]:

@@ -35,6 +35,7 @@ from fastloop_plugins.strategies._fsdp_groups import fill_gradients, held_back, 
 from fastloop_plugins.strategies._gradients import Gradients
 from fastloop_plugins.strategies._meta_init import MetaInit
 from fastloop_plugins.strategies._module_order import ModuleOrder
+from fastloop_plugins.strategies._timeout import Timeout, set_timeout
 
 if TYPE_CHECKING:
     from torch import nn
@@ -71,6 +72,7 @@ class FSDP(Plugin):
         hold_gradients: Annotated[bool, option("Reduce gradients only in the last micro-step; keeps full gradients until then.")] = False
         cpu_offload: Annotated[bool, option("Keep the shards in the host's memory, and step there.")] = False
         meta_device: Annotated[bool, option("Only the main process builds the model; the others receive their shards from it.")] = False
+        timeout: Timeout = None
 
     @classmethod
     def estimate_memory(cls, layout: Layout) -> Iterator[dict[str, Any]]:
@@ -94,6 +96,7 @@ class FSDP(Plugin):
 
     @hookimpl
     def configure_accelerator(self, draft: AcceleratorDraft) -> None:
+        set_timeout(self, draft)
         if self.config.cpu_offload:
             from accelerate.utils import InitProcessGroupKwargs
 

@@ -22,8 +22,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fastloop import DataLoaderDraft, Plugin, PluginError, hookimpl
+from fastloop import AcceleratorDraft, DataLoaderDraft, Plugin, PluginError, hookimpl
 from fastloop_plugins._models import transformers_model
+from fastloop_plugins.strategies._timeout import Timeout, set_timeout
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -55,7 +56,9 @@ class TensorParallel(Plugin):
 
     @dataclass(kw_only=True)
     class Config:
-        """No options."""
+        """Options."""
+
+        timeout: Timeout = None
 
     @classmethod
     def estimate_memory(cls, layout: Layout) -> Iterator[dict[str, Any]]:
@@ -98,6 +101,10 @@ class TensorParallel(Plugin):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.drew_together = False
+
+    @hookimpl
+    def configure_accelerator(self, draft: AcceleratorDraft) -> None:
+        set_timeout(self, draft)
 
     @hookimpl
     def configure_dataloader(self, draft: DataLoaderDraft) -> None:

@@ -40,13 +40,15 @@ log = logging.getLogger("fastloop")
 class Run:
     """The argument ``run`` of hooks. A field exists once its build step in ``hookspecs`` is done.
 
-    After a failed build, ``teardown`` finds at least ``recipe``, ``plugins``, ``hooks``, ``state``, ``folder``, ``processes`` (rank 0 of 1
-    before the accelerator is built), ``saver``, ``signals`` and ``scalars``. A plugin sets attributes that it needs there in ``__init__``.
+    After a failed build, ``teardown`` finds at least ``recipe``, ``plugins``, ``hooks``, ``strategy``, ``state``, ``folder``,
+    ``processes`` (rank 0 of 1 before the accelerator is built), ``saver``, ``signals`` and ``scalars``. A plugin sets attributes that it
+    needs there in ``__init__``.
 
     Attributes:
         recipe: The resolved recipe.
         plugins: The plugins of the run, in call order.
         hooks: Call a hook on all plugins: ``run.hooks.after_step(run=run, loss=loss)``.
+        strategy: The plugin in the slot ``strategy``, or the default.
         state: Counters, metrics and requests.
         folder: The run folder.
         processes: Rank, world size and collective operations.
@@ -70,7 +72,7 @@ class Run:
     """
 
     def __init__(self, recipe: Recipe, plugins: PluginSet) -> None:
-        self.recipe, self.plugins, self.hooks = recipe, plugins, plugins.hooks
+        self.recipe, self.plugins, self.hooks, self.strategy = recipe, plugins, plugins.hooks, plugins.strategy
         self.state, self.folder = State(), Path(recipe.output)
         self.processes, self.saver, self.signals = Processes(), CheckpointSaver(), StopSignals()
         self.resume_point: tuple[Path, list[str]] | None = None
@@ -153,7 +155,7 @@ class Run:
     def full_state_dict(self) -> dict[str, Tensor]:
         """The model's full weights on the CPU, for the main process to write; empty on the others. Every process must call it."""
         weights = {}
-        for name, tensor in self.hooks.model_state(run=self).items():
+        for name, tensor in self.strategy.model_state(self).items():
             full = gather_full(tensor)  # one at a time, to keep at most one full tensor on the device
             if self.is_main:
                 weights[name] = full.cpu()
@@ -249,7 +251,7 @@ class Run:
             raise PluginError(f"{problem} Call it in before_optimizer_step, and keep its result.")
         if self._gradient_norm is None:
             with region("gradient norm"):
-                self._gradient_norm = self.hooks.clip_gradients(run=self, max_norm=math.inf)
+                self._gradient_norm = self.strategy.clip_gradients(self, math.inf)
         return self._gradient_norm.to(self.device, non_blocking=True)
 
     def step_was_skipped(self) -> bool:

@@ -25,6 +25,7 @@ from fastloop.plugin import GROUP, IMPLEMENTATIONS, Plugin, distributions_of, en
 from fastloop.recipe import importing
 from fastloop.runtime.tracebacks import user_line
 from fastloop.state import Draft
+from fastloop.strategy import Strategy, method_that_raised
 
 log = logging.getLogger("fastloop")
 
@@ -194,6 +195,11 @@ class PluginSet:
         """The name of the plugin in a slot, or None."""
         return next((plugin.name for plugin in self.plugins if plugin.slot == slot), None)
 
+    @cached_property
+    def strategy(self) -> Strategy:
+        """The plugin in the slot ``strategy``, or the default."""
+        return next((plugin for plugin in self.plugins if isinstance(plugin, Strategy)), None) or Strategy()
+
     def names(self) -> list[str]:
         """Plugin names in call order."""
         return [plugin.name for plugin in self.plugins]
@@ -267,6 +273,8 @@ class PluginSet:
         User code counts only if the core or a task called it."""
         failure, self.manager.failure = self.manager.failure, None
         plugin, hook = (failure[1], failure[2]) if failure is not None and failure[0] is error else (None, "")
+        if plugin is None and (method := method_that_raised(self.strategy, error)):
+            plugin, hook = self.strategy, method
         if plugin is None or plugin.slot == "task":
             bundled = [type(other) for other in self.plugins if origin(type(other)) == origin(Plugin)]
             if place := user_line(error, bundled if plugin is None else [*bundled, type(plugin)]):

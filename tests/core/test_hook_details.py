@@ -46,10 +46,7 @@ def test_before_step_may_set_loss_weight_and_each_loss_is_scaled_to_its_share(ti
     def weights(self, batches):
         batches[0].loss_weight, batches[1].loss_weight = 3, 1
 
-    def record(self, loss):
-        found.append(loss.item())
-
-    plugins = [plugin("weights", before_step=weights), plugin("records", backward=hookimpl(wrapper=True)(recording(found)))]
+    plugins = [plugin("weights", before_step=weights), plugin("records", before_fit=recording(found))]
     plugins.append(plugin("steps", after_backward=lambda self, loss: step.append(loss.item())))
     model, (inputs, targets) = tiny_model(dropout=0.0), tiny_data(8).tensors
     order = torch.randperm(8, generator=torch.Generator().manual_seed(123))
@@ -60,20 +57,25 @@ def test_before_step_may_set_loss_weight_and_each_loss_is_scaled_to_its_share(ti
 
 
 def recording(found: list[float]) -> Any:
-    """A wrapper of ``backward`` that keeps the losses."""
+    """A hook that wraps the strategy's ``backward`` to keep the losses."""
 
-    def backward(self, loss):
-        found.append(loss.item())
-        return (yield)
+    def before_fit(self, run):
+        backward = run.strategy.backward
 
-    return backward
+        def record(run, loss):
+            found.append(loss.item())
+            backward(run, loss)
+
+        run.strategy.backward = record
+
+    return before_fit
 
 
 def backward_losses() -> tuple[list[float], list[float], list[dict[str, Any]]]:
     found: list[float] = []
     seen: list[dict[str, Any]] = []
     sections = {"plugins": [*VECTORS["plugins"], "ddp"], "train": {"batch_size": 8, "max_steps": 1, "device": "cpu"}, "output": "run"}
-    records = plugin("records", backward=hookimpl(wrapper=True)(recording(found)))
+    records = plugin("records", before_fit=recording(found))
     return found, train(VECTORS | sections, records, summaries(seen)).losses, seen
 
 

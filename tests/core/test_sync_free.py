@@ -193,7 +193,7 @@ def test_batches_are_pinned_and_copied_without_blocking_on_cuda(monkeypatch):
 
     looks, wanted = Looks(), recipe()
     cuda = SimpleNamespace(device=torch.device("cuda", 0), num_processes=1, process_index=0, is_main_process=True)
-    monkeypatch.setattr("fastloop.lifecycle.build_accelerator", lambda *_: cuda)
+    monkeypatch.setattr("fastloop.lifecycle.build_accelerator", lambda *_: (cuda, Processes()))
     with pytest.raises(Exception, match="build_model") as raised:
         build(wanted, registry.resolve(wanted, objects=[looks]))
     assert isinstance(raised.value.__cause__, Built)

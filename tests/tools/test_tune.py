@@ -15,8 +15,8 @@ import pytest
 import yaml
 
 from fastloop.cli import main
-from fastloop.cli.arguments import parse_time
 from fastloop.errors import UsageError
+from fastloop.options import parse_time
 from fastloop.recipe import Recipe, load_recipe, make_recipe
 from fastloop_tools.measure import pairs
 from fastloop_tools.measure.pairs import Window

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any
+from itertools import islice
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
@@ -17,6 +19,7 @@ from fastloop.runtime.tracebacks import user_line
 from fastloop.state import Batch, DataLoaderDraft
 
 log = logging.getLogger("fastloop")
+T = TypeVar("T")
 
 MAX_WARNINGS = 10
 """Unreadable samples that are logged; further ones are only counted."""
@@ -168,6 +171,25 @@ class Loader:
                 group = []
         if group:
             yield group
+
+
+class Lookahead(Generic[T]):
+    """An iterator whose next item can be read early."""
+
+    def __init__(self, items: Iterable[T]) -> None:
+        self.items, self.early = iter(items), deque[T]()
+
+    def __iter__(self) -> Lookahead[T]:
+        return self
+
+    def __next__(self) -> T:
+        return self.early.popleft() if self.early else next(self.items)
+
+    def peek(self) -> T | None:
+        """The next item, which stays the next one. None: there is no more."""
+        if not self.early:
+            self.early.extend(islice(self.items, 1))
+        return self.early[0] if self.early else None
 
 
 def explain_error(error: Exception) -> str:

@@ -97,18 +97,8 @@ class DDP(Strategy):
             if not model.state_dict().keys() & dict(model.named_buffers()).keys():
                 wrapped.broadcast_buffers = False  # type: ignore[assignment] # training changes no buffer that is not saved
             if self.config.compress is not None:
-                self._compress(wrapped)
+                compress_gradients(wrapped, self.config.compress)
         return wrapped, optimizer
-
-    def _compress(self, model: nn.Module) -> None:
-        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
-
-        hook = {"bf16": bf16_compress_hook, "fp16": fp16_compress_hook}[self.config.compress]
-
-        def compress(group, bucket):  # type: ignore[no-untyped-def] # torch checks annotations, and rejects its own hook by name on a CPU
-            return hook(group, bucket)
-
-        model.register_comm_hook(None, compress)  # type: ignore[operator]
 
     @hookimpl
     def check_run(self, run: Run) -> None:
@@ -138,3 +128,15 @@ class DDP(Strategy):
                 "plugin 'ddp': the loss does not depend on all of the model's trained weights, so DDP waits for gradients in vain. "
                 "Set plugins.ddp.find_unused_parameters: true, or freeze them."
             ) from error
+
+
+def compress_gradients(model: nn.Module, dtype: Literal["bf16", "fp16"]) -> None:
+    """Let DDP reduce gradients in a dtype of half the bytes."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
+
+    hook = {"bf16": bf16_compress_hook, "fp16": fp16_compress_hook}[dtype]
+
+    def compress(group, bucket):  # type: ignore[no-untyped-def] # torch checks annotations, and rejects its own hook by name on a CPU
+        return hook(group, bucket)
+
+    model.register_comm_hook(None, compress)  # type: ignore[operator]

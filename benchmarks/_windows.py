@@ -1,11 +1,12 @@
-"""Measurement windows: an arm measures one epoch at a time, in the way that a command requests.
+"""Measurement windows: an arm measures one epoch, or a number of steps, at a time, in the way that a command requests.
 
-``warmup`` and ``measure`` time an epoch. ``syncs`` counts how often the host waits for the device in some of its steps. ``profile`` records
+``warmup`` and ``measure`` time a window. ``syncs`` counts how often the host waits for the device in some of its steps. ``profile`` records
 the kernels of these steps. The device is synchronized at both ends of a window.
 """
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 import sys
@@ -80,10 +81,14 @@ class Syncs:
 
 
 class Kernels:
-    """Records the kernels of a CUDA device; on a CPU the operations."""
+    """Records the kernels of a CUDA device; on a CPU the operations.
 
-    def __init__(self, device: str) -> None:
-        self.device = device
+    Args:
+        trace: A file for the trace, compressed by gzip, which https://ui.perfetto.dev shows.
+    """
+
+    def __init__(self, device: str, trace: str | None = None) -> None:
+        self.device, self.trace = device, trace
 
     def start(self) -> None:
         import torch
@@ -107,7 +112,10 @@ class Kernels:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, "trace.json")
             self.profiler.export_chrome_trace(str(file))
-            events = json.loads(file.read_text())["traceEvents"]
+            text = file.read_bytes()
+        if self.trace is not None:
+            Path(self.trace).write_bytes(gzip.compress(text))
+        events = json.loads(text)["traceEvents"]
         return summarize_kernels(events, steps, self.seconds, "kernel" if self.device == "cuda" else "cpu_op")
 
 
@@ -136,9 +144,6 @@ def summarize_kernels(events: list[dict[str, Any]], steps: int, seconds: float, 
     }
 
 
-PROBES: dict[str, Callable[[str], Probe]] = {"syncs": Syncs, "profile": Kernels}
-
-
 def compile_seconds() -> float:
     """Seconds that this process has spent compiling, by torch's counters."""
     if "torch._dynamo" not in sys.modules:
@@ -156,10 +161,18 @@ class Windows:
         next_command: Returns the command for the next epoch; may wait for it.
         report: Called with the result of each epoch.
         lengths: Tokens of each sample of an epoch, to count floating-point operations.
+        trace: A file for the trace of the command ``profile``.
     """
 
-    def __init__(self, device: str, next_command: Callable[[], str], report: Callable[[dict[str, Any]], None], lengths: Any = None) -> None:
-        self.device, self.next_command, self.report, self.lengths = device, next_command, report, lengths
+    def __init__(
+        self,
+        device: str,
+        next_command: Callable[[], str],
+        report: Callable[[dict[str, Any]], None],
+        lengths: Any = None,
+        trace: str | None = None,
+    ) -> None:
+        self.device, self.next_command, self.report, self.lengths, self.trace = device, next_command, report, lengths, trace
 
     def synchronize(self) -> None:
         """Wait for the device."""
@@ -168,13 +181,24 @@ class Windows:
         if self.device == "cuda":
             torch.cuda.synchronize()
 
-    def begin(self) -> None:
+    def begin(self, validate: Callable[[], float] | None = None) -> None:
+        """Wait for the next command.
+
+        Args:
+            validate: Computes the validation loss, which the command ``validate`` requests before another window.
+        """
         import torch
 
-        self.command = self.next_command()
+        while (command := self.next_command()) == "validate" and validate is not None:
+            self.report({"command": command, "validation_loss": validate()})
+        self.command = command
         self.rows, self.computed, self.losses = 0, 0, []
         self.compiled = compile_seconds()
-        self.probe = PROBES[self.command](self.device) if self.command in PROBES else None
+        probes: dict[str, Callable[[], Probe]] = {
+            "syncs": lambda: Syncs(self.device),
+            "profile": lambda: Kernels(self.device, self.trace),
+        }
+        self.probe = probes[command]() if command in probes else None
         self.probing = False
         self.synchronize()
         if self.device == "cuda":

@@ -36,6 +36,7 @@ import types
 from pathlib import Path
 from typing import Any
 
+from _language_arms import adamw_groups, next_token_loss
 from _measure import RESULTS, caution, load, machine, ratio, rounds, show_machine, show_ratio, spawn, table, write, write_section
 
 from fastloop.recipe import load_recipe
@@ -116,15 +117,11 @@ def llama_module() -> types.ModuleType:
 
         def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             """(batch, tokens) ids and targets -> logits, mean loss."""
-            logits = self.inner(input_ids=ids).logits
-            return logits, torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+            return next_token_loss(self.inner, ids, targets)
 
         def configure_optimizers(self, weight_decay: float, lr: float, betas: tuple[float, float], device: str) -> torch.optim.Optimizer:
             """As nanoGPT's own: no weight decay for vectors."""
-            matrices = [weight for weight in self.parameters() if weight.dim() >= 2]
-            vectors = [weight for weight in self.parameters() if weight.dim() < 2]
-            groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-            return torch.optim.AdamW(groups, lr=lr, betas=betas)
+            return torch.optim.AdamW(adamw_groups(self, weight_decay), lr=lr, betas=betas)
 
         def estimate_mfu(self, *_: Any) -> float:
             """Not measured here."""

@@ -209,6 +209,26 @@ The largest difference of any weight from one process, after 16 steps of AdamW o
 | zero-2 | 6.0e-08 | 1.2e-07 | 6.0e-08 | 1.2e-07 |
 | zero-3 | 6.0e-08 | 1.2e-07 | 6.0e-08 | 1.2e-07 |
 
+## Several machines
+
+    export GLOO_SOCKET_IFNAME=eth1 NCCL_SOCKET_IFNAME=eth1      # on each machine; `ip address` lists its interfaces
+    fastloop train recipe.yaml --nproc 8 --nnodes 2 --node-rank 0 --master 10.0.0.1:29500
+
+A machine has several interfaces: loopback, networks, bridges of containers. gloo takes the address that the machine's own name resolves to,
+which may be 127.0.0.1. NCCL takes the first interface that is neither loopback nor a bridge. If the processes wait at the start, or if one
+reports `Connection refused`, name the interface whose network connects the machines:
+
+* `GLOO_SOCKET_IFNAME` is for exchanges of the host: requests, totals, objects, shards of checkpoints, and all exchanges on CPUs. It also
+  matters with GPUs. Each machine may have another name for its interface.
+* `NCCL_SOCKET_IFNAME` is for exchanges between GPUs. It accepts prefixes and lists (`eth,ib`), and `^docker` excludes. NCCL uses
+  InfiniBand without it, but still connects over this interface first.
+
+`fastloop train --nproc N` on one machine sets `GLOO_SOCKET_IFNAME` to loopback; with `--nnodes`, it sets nothing.
+
+A process that waits for a lost one ends after the option `timeout` of the strategy, such as `ddp: {timeout: 2m}`. Without it, torch waits
+30 minutes on the host, and 10 minutes on a GPU. [`watchdog`](plugins/watchdog.md) also names the process. `timeout` must be above the
+longest difference between processes, such as the time in which the main process alone writes a checkpoint.
+
 ## Open ports
 
 The processes of a group meet at a store, a key-value server, and then connect to each other. Neither asks who connects: a stranger who

@@ -21,6 +21,7 @@ from fastloop.plugin import Plugin
 from fastloop.run import Run
 from fastloop.schedule import Schedule
 from fastloop.state import AcceleratorDraft, Batch, BatchTotals, DataLoaderDraft, Draft, OptimizerDraft, Output, State
+from fastloop.strategy import Strategy
 
 SINCE: dict[str, str] = {}
 """``Class.member`` -> the version that added it. Everything else has been there since 0.1."""
@@ -34,7 +35,7 @@ RULES: dict[type, dict[str, str]] = {
     Run: {
         "": "no",
         "model": "return another in `before_prepare` or `after_prepare`",
-        "optimizer": "return one in `build_optimizer` or `prepare`",
+        "optimizer": "return one in `build_optimizer` or `Strategy.prepare`",
         "scheduler": "return one in `build_scheduler`",
         "metrics": "return them in `build_metrics`",
         "datasets": "return them in `build_datasets`",
@@ -83,6 +84,7 @@ RULES: dict[type, dict[str, str]] = {
         "auto_enable()": "override it",
         "estimate_speedup()": "override it",
     },
+    Strategy: {"": "override it", "sets_precision": ON_CLASS},
     Processes: {"": "no", "close()": "no: the command calls it", "explain_lost_connection()": LIFECYCLE},
     Schedule: {"": "no"},
     CheckpointSaver: {
@@ -239,7 +241,7 @@ def run_hooks() -> str:
         rows.append((f"[`{name}`](loop.md#{name})", f"`{call}`", f"`{result(name, spec)}`", FIRST))
     about = (
         "Call a hook on every plugin of the run. Arguments are passed by name. A *first* hook returns the first result that is not None; "
-        "any other returns a list. A plugin may call a hook of its own (`Plugin.hookspecs`). A strategy or a task may also call "
-        "`model_state` and `compute_loss`. The loop calls the others. [loop.md](loop.md) describes each hook."
+        "any other returns a list. A plugin may call a hook of its own (`Plugin.hookspecs`). A task may also call "
+        "`compute_loss`. The loop calls the others. [loop.md](loop.md) describes each hook."
     )
     return "\n".join(["## run.hooks\n", f"{about}\n", table("hook|call|returns|since", rows)])

@@ -62,7 +62,7 @@ PHASES = {
     "build_datasets": "build",
     "before_fit": "train",
     "before_evaluate": "evaluate",
-    "model_state": "state",
+    "save_state": "state",
 }
 """First hook of a phase -> the phase."""
 

@@ -22,6 +22,7 @@ import torch
 
 from fastloop.cli import main
 from fastloop.cli.messages import Messages
+from fastloop.plugin_checks import warn_once
 from fastloop.runtime import platform_support
 
 Cli = Callable[..., tuple[int, str, str]]
@@ -29,6 +30,7 @@ Cli = Callable[..., tuple[int, str, str]]
 pytest_plugins = ["fastloop.testing"]
 
 
+@pytest.hookimpl(optionalhook=True)  # pytest-xdist may be missing
 def pytest_xdist_auto_num_workers() -> int:
     """Three workers for two cores: tests wait for the processes that they started. More of them only repeat the imports."""
     return max(1, platform_support.cores() * 3 // 2)
@@ -58,6 +60,7 @@ def _in_its_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     logger = logging.getLogger("fastloop")
     logger.setLevel(logging.NOTSET)  # a fixture of a module may have run a command, which logs more
     level, propagate = logger.level, logger.propagate
+    warn_once.cache_clear()  # of the warnings that an earlier test caused
     yield
     torch.set_num_threads(threads)
     gc.unfreeze()  # the command line thinks that its process is its own

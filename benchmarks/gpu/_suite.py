@@ -1,4 +1,4 @@
-"""Shared by the three commands: the time budget, records that are written to disk immediately, and workers that measure on request.
+"""Shared by the commands: the time budget, records that are written to disk immediately, and workers that measure on request.
 
 A worker is a process that trains one arm (``worker.py``). It is started and warmed up once. Each window is then requested separately, so
 that rounds interleave without a new start. If a worker fails or does not respond in time, this is recorded, and the others continue.
@@ -12,6 +12,7 @@ import json
 import os
 import selectors
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -20,10 +21,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from _measure import ROOT, machine
 from _reviews import MAX_LENGTH, Reviews, generate, load
+
+if TYPE_CHECKING:
+    from fastloop.recipe import Recipe
 
 FOLDER = Path(__file__).resolve().parent
 DATA = FOLDER / "data"
@@ -34,6 +38,11 @@ START_SECONDS = 300.0
 """Seconds that a worker may take to start, build its arm and warm up."""
 WINDOW_SECONDS = 120.0
 """Seconds that a window may take."""
+LOG_BYTES = 2**23
+"""Bytes of ``gpu-failures.log`` from which nothing is appended: the machine returns files of 16 MiB at most."""
+NOMINAL = {"H200": (989e12, 4.8e12), "H100 80GB HBM3": (989e12, 3.35e12)}
+"""A part of a device's name -> bf16 operations a second without sparsity, and bytes of memory a second, by NVIDIA's
+data sheets."""
 
 
 class Failure(Exception):
@@ -60,7 +69,7 @@ class Records:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.path, self.lines = path, list[dict[str, Any]]()
+        self.path, self.lines, self.logs = path, list[dict[str, Any]](), path.parent / "gpu-failures.log"
         path.write_text("")
         self.started = time.monotonic()
 
@@ -78,10 +87,18 @@ class Records:
         with self.path.open("a") as file:
             file.write(json.dumps(record) + "\n")
 
-    def error(self, name: str, during: str, error: BaseException | str) -> None:
-        """Record a failure."""
+    def error(self, name: str, during: str, error: BaseException | str, log: Path | None = None) -> None:
+        """Record a failure, and keep its log."""
         text = str(error).strip()
+        if log is not None:
+            self.keep_log(name, during, log)
         self.add("error", f"({during}): {text.splitlines()[-1][:200] if text else ''}", name=name, during=during, error=text[-2500:])
+
+    def keep_log(self, name: str, during: str, log: Path) -> None:
+        """Append the end of a log to ``gpu-failures.log``, which all commands share."""
+        with self.logs.open("ab") as file:
+            if file.tell() < LOG_BYTES:
+                file.write(f"== {self.path.stem}: {name} ({during})\n".encode() + log.read_bytes()[-LOG_BYTES // 16 :] + b"\n")
 
 
 class Worker:
@@ -183,7 +200,7 @@ def workers(
         try:
             replies = [worker.ask("warmup", min(START_SECONDS, budget.left())) for _ in range(warmups)]
         except Failure as error:
-            records.error(name, "warm-up", error)
+            records.error(name, "warm-up", error, worker.log)
             worker.stop()
             return
         seconds, compiling = time.monotonic() - worker.started, sum(reply["compile_seconds"] for reply in replies)
@@ -206,16 +223,73 @@ def measure(workers: dict[str, Worker], name: str, command: str, records: Record
     try:
         found = workers[name].ask(command, min(WINDOW_SECONDS, max(budget.left(), 1.0)))
     except Failure as error:
-        records.error(name, command, error)
+        records.error(name, command, error, workers[name].log)
         workers.pop(name).stop()
         return None
-    notes = {
-        "measure": f"{found['samples_per_second']:.1f} samples/s"
-        + f", compiled {found['compile_seconds']:.1f} s" * bool(found["compile_seconds"]),
-        "syncs": f"{found.get('syncs_per_step')} a step",
-        "profile": f"busy {found.get('busy', 0):.0%}, attention: {', '.join(name[:60] for name in found.get('attention', {}))}",
+    if command == "measure":
+        note = f"{found['samples_per_second']:.1f} samples/s"
+        note += f", compiled {found['compile_seconds']:.1f} s" * bool(found["compile_seconds"])
+    elif command == "syncs":
+        note = f"{found.get('syncs_per_step')} a step"
+    elif command == "profile":
+        note = f"busy {found.get('busy', 0):.0%}, attention: {', '.join(name[:60] for name in found.get('attention', {}))}"
+    else:
+        note = f"loss {found['validation_loss']:.4f}"
+    return records.add(command, note, name=name, **fields, **{key: value for key, value in found.items() if key != "plugins"})
+
+
+def measure_ceilings(device: str, seconds: float) -> dict[str, Any]:
+    """Speeds of a product of two bf16 matrices and of a copy, each measured for ``seconds``; see ``record_ceilings``."""
+    import torch
+
+    from fastloop_plugins.observe._machine_speed import seconds_of
+
+    where = torch.device(device)
+    rows, size = (8192, 8 * 10**9) if device == "cuda" else (256, 8 * 10**6)
+    a, b, product = (torch.randn(rows, rows, device=where).to(torch.bfloat16) for _ in range(3))
+    source = torch.zeros(size, dtype=torch.uint8, device=where)
+    target = torch.empty_like(source)
+    found: dict[str, Any] = {"rows": rows, "copied_bytes": size}
+    parts: dict[str, tuple[Callable[[], Any], int]] = {
+        "product_flops": (lambda: torch.mm(a, b, out=product), 2 * rows**3),
+        "copy_bytes": (lambda: target.copy_(source), 2 * size),
     }
-    return records.add(command, notes[command], name=name, **fields, **{key: value for key, value in found.items() if key != "plugins"})
+    for name, (function, work) in parts.items():
+        end, rates = time.monotonic() + seconds, list[float]()
+        while time.monotonic() < end or len(rates) < 3:
+            rates.append(work / seconds_of(function, where))
+        found |= {name: statistics.median(rates[1:]), f"{name}_best": max(rates)}
+    return found
+
+
+def record_ceilings(records: Records, device: str, seconds: float = 1.5) -> None:
+    """Measure how fast the device multiplies matrices in bf16 and copies memory, and record it.
+
+    ``product_flops`` and ``copy_bytes`` are the medians of all windows, in operations and bytes a second: those of a
+    warm device at the limit of its power. ``*_best`` are those of the best window. A copy reads and writes each byte.
+
+    Args:
+        seconds: Duration of each of the two measurements.
+    """
+    import torch
+
+    found = measure_ceilings(device, seconds)
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        name = torch.cuda.get_device_name()
+        nominal = next((limits for part, limits in NOMINAL.items() if part in name), (None, None))
+        found |= dict(zip(("nominal_flops", "nominal_bytes"), nominal, strict=True))
+    note = f"{found['product_flops'] / 1e12:.1f} TFLOP/s in bf16, {found['copy_bytes'] / 1e9:.0f} GB/s"
+    records.add("ceilings", note, name=device, **found)
+
+
+def select_on_h200(recipe: Recipe) -> dict[str, Any]:
+    """The plugins that ``auto`` selects for a recipe on an H200: name -> options. It needs no such device."""
+    from fastloop.runtime.hardware import Machine
+    from fastloop_plugins.auto import Auto
+
+    h200 = Machine("cuda", "NVIDIA H200", ("fp32", "bf16", "fp16", "fp8"), ("bf16", "fp16", "fp8"))
+    return {name: dict(found.options) for name, found in Auto().select_plugins(recipe, h200).items()}
 
 
 def read_reviews(count: int, tiny: bool) -> tuple[dict[str, Reviews], int]:
@@ -225,7 +299,7 @@ def read_reviews(count: int, tiny: bool) -> tuple[dict[str, Reviews], int]:
         count: Reviews to train on, if they are generated.
         tiny: Generate few and short ones.
     """
-    file = DATA / "reviews.npz"
+    file = DATA / "reviews" / "reviews.npz"
     if tiny:
         return {"train": generate(96, 0, TINY_LENGTH), "validation": generate(24, 1, TINY_LENGTH)}, TINY_LENGTH
     if file.exists():

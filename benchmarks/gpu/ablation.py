@@ -7,6 +7,8 @@
 * A variant adds to the one that it names in ``over``. All see the same reviews, drawn evenly over all lengths.
 * Each variant is a process that is started and warmed up once. Its windows are whole epochs over these reviews, with the device
   synchronized at both ends. Rounds are interleaved, A B C, C B A; ratios are formed inside a round.
+* ``auto`` has the plugins that the plugin ``auto`` selects for the recipe ``distilbert_imdb`` on an H200. A variant with
+  the same plugins as an earlier one is not measured again.
 * After the first round, a variant is dropped if its speed is below nine tenths of the variant that it extends.
 * The whole job: the fastest variant of 12 reviews a step trains 3 epochs of 35,000 reviews, and evaluates 5,000 after each. A fresh process
   goes from token ids to the written model: with an empty folder of compiled code (cold), and with the one that this run left (warm).
@@ -23,12 +25,29 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 from _measure import rounds
 from _reviews import save, spread
-from _suite import DATA, Budget, Failure, Records, Worker, chunks, facts, find_device, measure, options, read_reviews, scratch, workers
+from _suite import (
+    DATA,
+    Budget,
+    Failure,
+    Records,
+    Worker,
+    chunks,
+    facts,
+    find_device,
+    measure,
+    options,
+    read_reviews,
+    record_ceilings,
+    scratch,
+    select_on_h200,
+    workers,
+)
 
 from fastloop.recipe import load_recipe
 
@@ -37,7 +56,8 @@ PAYS = 0.9
 """After the first round, variants below this ratio to their base variant are dropped."""
 AMP: dict[str, Any] = {"amp": {"dtype": "bf16"}}
 BUCKETS: dict[str, Any] = {"length-bucketing": {}}
-PREFETCH: dict[str, Any] = {"dataloader-workers": {"num_workers": 2}, "device-prefetch": {}}
+PREFETCH: dict[str, Any] = {"device-prefetch": {}}
+WORKERS: dict[str, Any] = {"dataloader-workers": {"num_workers": 2}}
 OPTIMIZER: dict[str, Any] = {"fused-optimizer": {}}
 FIRST: dict[str, Any] = {"cls-last-layer": {}}
 COMPILE: dict[str, Any] = {"compile": {}}
@@ -69,6 +89,12 @@ class Variant:
     cuda: bool = False
 
 
+def auto_plugins() -> dict[str, Any]:
+    """The plugins that ``auto`` selects for the recipe ``distilbert_imdb`` on an H200."""
+    recipe = load_recipe("distilbert_imdb")
+    return select_on_h200(replace(recipe, plugins={name: given for name, given in recipe.plugins.items() if name != "auto"}))
+
+
 EAGER = AMP | BUCKETS | PREFETCH | OPTIMIZER | FIRST
 PACKED = AMP | {"packing": {}} | PREFETCH | OPTIMIZER | FIRST
 VARIANTS: dict[str, Variant] = {
@@ -84,11 +110,13 @@ VARIANTS: dict[str, Variant] = {
     "packing": Variant(over="cls-last-layer", plugins=PACKED),
     "packing-compile": Variant(over="packing", plugins=PACKED | {"compile": {}}),
     "packing-graphs": Variant(over="packing-compile", plugins=recipe_plugins()),
+    "auto": Variant(over="packing-compile", plugins=auto_plugins()),
+    "workers": Variant(over="packing-graphs", plugins=recipe_plugins() | WORKERS, cuda=True),
     "no-cudnn-attention": Variant(over="graphs", plugins=EAGER | GRAPHS, environment={"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"}),
     "batch-48": Variant(over="packing-graphs", plugins=recipe_plugins(), batch_size=48),
 }
-"""``packing-graphs`` is the recipe ``distilbert_imdb_gpu``, which is what ``auto`` selects."""
-CUDA_ALONE = ("tf32", "packing-graphs", "no-cudnn-attention")
+"""``packing-graphs`` is the recipe ``distilbert_imdb_gpu``. ``workers`` reads in worker processes instead of a thread."""
+CUDA_ALONE = ("tf32", "packing-graphs", "workers", "no-cudnn-attention")
 """Variants that differ from others only on CUDA."""
 
 
@@ -99,6 +127,15 @@ def shrunk(variant: Variant) -> Variant:
     return replace(
         variant, plugins={**variant.plugins, "compile": {**variant.plugins["compile"], "backend": "aot_eager", "mode": "default"}}
     )
+
+
+def repeated(chosen: Mapping[str, Variant]) -> dict[str, str]:
+    """Variants that have the same plugins, batches and environment as an earlier one: name -> the earlier one."""
+    found: dict[str, str] = {}
+    for name, other in combinations(chosen, 2):
+        if other not in found and replace(chosen[name], over="") == replace(chosen[other], over=""):
+            found[other] = name
+    return found
 
 
 def spec(variant: Variant, reviews: Path, work: Mapping[str, Any], **more: Any) -> dict[str, Any]:
@@ -121,7 +158,7 @@ def job(
         found = worker.ask("job", budget.left() - 2)
         worker.process.wait(max(budget.left(), 1))
     except (Failure, subprocess.TimeoutExpired) as error:
-        records.error(name, "job", error)
+        records.error(name, "job", error, worker.log)
         return False
     finally:
         worker.stop()
@@ -202,9 +239,15 @@ def main() -> None:
         records.add("skipped", name=name, why="needs CUDA")
         chosen.pop(name)
 
+    for name, other in repeated(chosen).items():
+        records.add("skipped", name=name, why=f"it has the same plugins as {other}")
+        chosen.pop(name)
+
     with scratch() as folder:
+        record_ceilings(records, device, 0.2 if settings.tiny else 1.5)
         splits, longest = read_reviews(35_000, settings.tiny)
-        work = {"model": model, "device": device, "max_length": longest}
+        trace = str(settings.results / "gpu-trace.json.gz")  # the last profile is that of the fastest variant
+        work = {"model": model, "device": device, "max_length": longest, "trace": trace}
         windowed = folder / "window.npz"
         save(windowed, train=splits["train"].keep(spread(splits["train"].lengths, steps * BATCH, seed=0)))
         whole = folder / "whole.npz"

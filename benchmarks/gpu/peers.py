@@ -1,4 +1,4 @@
-"""Command 3: fastloop and its peers in one run on a GPU, then the cost of a step in each.
+"""Command 5: fastloop and its peers in one run on a GPU, then the cost of a step in each.
 
     bash benchmarks/gpu/all.sh peers
 
@@ -25,7 +25,7 @@ from typing import Any
 from _arms import ARMS, NEEDS
 from _measure import ROOT, rounds
 from _reviews import save, spread
-from _suite import Budget, Records, chunks, facts, find_device, measure, options, read_reviews, scratch, workers
+from _suite import Budget, Records, chunks, facts, find_device, measure, options, read_reviews, record_ceilings, scratch, workers
 from ablation import BATCH, VARIANTS, shrunk
 
 COMPILED = ("hf-trainer-compile", "fastloop")
@@ -85,6 +85,7 @@ def main() -> None:
     arms = [arm for arm in settings.arms if arm not in missing]
 
     with scratch() as folder:
+        record_ceilings(records, device, 0.2 if settings.tiny else 1.5)
         splits, longest = read_reviews(steps * BATCH, settings.tiny)
         source, reviews = splits["train"], folder / "window.npz"
         save(reviews, train=source.keep(spread(source.lengths, steps * BATCH, seed=1)))

@@ -2,8 +2,9 @@
 
     python3 benchmarks/gpu/prepare.py --minilm FOLDER --data ../shared/data/imdb
 
-Writes two archives to ``benchmarks/gpu/``. ``reviews.tar.xz`` has ``reviews.npz``: 35,000 reviews to train on, 5,000 to evaluate; see
-``_reviews.py``. ``minilm.tar.xz`` has ``minilm/``, the pretrained model in the form of ``save_pretrained``, with weights in fp16.
+Writes two archives to ``benchmarks/gpu/``. ``reviews.tar.xz`` has ``reviews/reviews.npz``: 35,000 reviews to train on,
+5,000 to evaluate; see ``_reviews.py``. Beside it is the tokenizer, which turns them into texts again. ``minilm.tar.xz``
+has ``minilm/``, the pretrained model in the form of ``save_pretrained``, with weights in fp16.
 Without the data, reviews of the same lengths are generated.
 """
 
@@ -66,9 +67,11 @@ def main() -> None:
         else:
             print(f"{options.data}: no train.parquet; reviews are generated")
             splits = {"train": generate(35_000, 0), "validation": generate(5_000, 1)}
-        save(folder / "reviews.npz", **splits)
-        for path in (folder / "reviews.npz", folder / "minilm"):
-            archive = options.target / f"{path.stem}.tar.xz"
+        (folder / "reviews").mkdir()
+        save(folder / "reviews" / "reviews.npz", **splits)
+        shutil.copy(options.minilm / "tokenizer.json", folder / "reviews")
+        for path in (folder / "reviews", folder / "minilm"):
+            archive = options.target / f"{path.name}.tar.xz"
             partial = archive.with_suffix(".part")
             with tarfile.open(partial, "w:xz", preset=6) as file:
                 file.add(path, path.name)

@@ -1,4 +1,4 @@
-"""The records of the three commands as tables, and the section "GPU" of docs/benchmarks.md.
+"""The records of the commands as tables, and the section "GPU" of docs/benchmarks.md.
 
     python3 benchmarks/gpu/report.py [FOLDER]        # of gpu-*.jsonl; default: benchmarks/results
 
@@ -60,6 +60,21 @@ def teraflops(lines: Lines) -> str:
     return f"{statistics.median(line['flops'] / line['seconds'] for line in lines) / 1e12:.1f}"
 
 
+def show_ceilings(lines: Lines) -> str:
+    """The ceilings of the machine as sentences."""
+    shown = []
+    for line in lines:
+        if line["kind"] != "ceilings":
+            continue
+        text = f"Ceilings: a product of {line['rows']} x {line['rows']} matrices in bf16 {line['product_flops'] / 1e12:.0f} TFLOP/s"
+        text += f" (best window {line['product_flops_best'] / 1e12:.0f}), a copy {line['copy_bytes'] / 1e9:.0f} GB/s read and written"
+        text += f" (best window {line['copy_bytes_best'] / 1e9:.0f})."
+        if line.get("nominal_flops"):
+            text += f" NVIDIA's figures: {line['nominal_flops'] / 1e12:.0f} TFLOP/s and {line['nominal_bytes'] / 1e9:.0f} GB/s."
+        shown.append(text)
+    return "\n".join(shown)
+
+
 def failures(lines: Lines) -> str:
     """Errors, and parts that were skipped."""
     shown = [
@@ -99,7 +114,7 @@ def show_ablation(lines: Lines) -> str:
         )
     head = ["variant", "over", "samples/s", "TFLOP/s", "x baseline", "x over", "peak MiB", "compile s"]
     jobs = [show_job(name, line) for name, (line,) in of_kind(lines, "job").items()]
-    return "\n\n".join(filter(None, [table(head, rows, 2), "\n".join(jobs), show_probes(lines), failures(lines)]))
+    return "\n\n".join(filter(None, [table(head, rows, 2), "\n".join(jobs), show_ceilings(lines), show_probes(lines), failures(lines)]))
 
 
 def show_job(name: str, line: dict[str, Any]) -> str:
@@ -130,7 +145,7 @@ def show_probes(lines: Lines) -> str:
 
 
 def show_peers(lines: Lines) -> str:
-    """The section of command 3."""
+    """The section of command 5."""
     windows, warmups = of_kind(lines, "measure"), of_kind(lines, "warmup")
     rows = []
     for name, found in windows.items():
@@ -160,11 +175,61 @@ def show_peers(lines: Lines) -> str:
         for name, (line,) in of_kind(lines, "overhead").items()
     ]
     cost = table(["step around one layer", "us", "us over raw", "x raw", "same weights"], costs) if costs else ""
-    return "\n\n".join(filter(None, [table(head, rows), show_probes(lines), cost, failures(lines)]))
+    return "\n\n".join(filter(None, [table(head, rows), show_ceilings(lines), show_probes(lines), cost, failures(lines)]))
+
+
+def show_text_job(lines: Lines) -> str:
+    """The section of command 3."""
+    texts = next((line for line in lines if line["kind"] == "texts"), None)
+    shown = [show_job(name, line) for name, (line,) in of_kind(lines, "job").items()]
+    shown += [
+        f"  * plugins of `{name}`: {', '.join(f'`{plugin}`' for plugin in line['plugins'])}; {len(line['warnings'])} warnings."
+        for name, (line,) in of_kind(lines, "job").items()
+    ][:1]
+    if texts is not None:
+        shown.append(f"* texts: {', '.join(f'{split} {count:,} reviews' for split, count in texts['reviews'].items())}.")
+    return "\n\n".join(filter(None, ["\n".join(shown), failures(lines)]))
+
+
+def show_lm(lines: Lines) -> str:
+    """The section of command 4."""
+    fact = next(line for line in lines if line["kind"] == "facts")
+    ceilings: dict[str, Any] = next((line for line in lines if line["kind"] == "ceilings"), {})
+    windows, warmups, validations = (of_kind(lines, kind) for kind in ("measure", "warmup", "validate"))
+    rows = []
+    for name, found in windows.items():
+        speed = statistics.median(line["computed"] / line["seconds"] for line in found)
+        peaks = [ceilings.get(key) for key in ("product_flops", "nominal_flops")]
+        (validation,) = validations.get(name, [None])
+        trained = 0 if validation is None else validation["windows"] * fact["steps"] * fact["batch"] * fact["length"]
+        rows.append(
+            [
+                f"`{name}`",
+                f"{speed:,.0f}",
+                compare(windows, name, "plain"),
+                *(f"{speed * fact['token_flops'] / peak:.1%}" if peak else "" for peak in peaks),
+                f"{max(line['peak_bytes'] for line in found) / 2**20:.0f}",
+                f"{warmups[name][0]['compile_seconds']:.0f}",
+                "" if validation is None else f"{validation['validation_loss']:.3f}",
+                f"{trained / 1e6:.2f}" if trained else "",
+            ]
+        )
+    head = [
+        "arm",
+        "tokens/s",
+        "x plain",
+        "MFU, measured ceiling",
+        "MFU, nominal",
+        "peak MiB",
+        "compile s",
+        "validation loss",
+        "after 10^6 tokens",
+    ]
+    return "\n\n".join(filter(None, [table(head, rows), show_ceilings(lines), show_probes(lines), failures(lines)]))
 
 
 def show_tests(lines: Lines) -> str:
-    """The section of commands 1 and 4."""
+    """The section of commands 1 and 6."""
     tests = [line for line in lines if line["kind"] == "test"]
     counts = Counter(line["outcome"] for line in tests)
     shown = [f"Tests: {', '.join(f'{count} {outcome}' for outcome, count in counts.items()) or 'none'}."]
@@ -177,11 +242,14 @@ def show_tests(lines: Lines) -> str:
 
 def section(folder: Path) -> str | None:
     """The text of the section; None without records of a GPU."""
-    parts = {name: read(folder / f"gpu-{name}.jsonl") for name in ("ablation", "peers", "tests", "plugin-tests")}
+    names = ("ablation", "job", "lm", "peers", "tests", "plugin-tests")
+    parts = {name: read(folder / f"gpu-{name}.jsonl") for name in names}
     facts = {name: next((line for line in lines if line["kind"] == "facts"), {}) for name, lines in parts.items()}
     shown = []
     for name, title, show in (
         ("ablation", "Ablation", show_ablation),
+        ("job", "The published job from texts", show_text_job),
+        ("lm", "A language model", show_lm),
         ("peers", "Peers", show_peers),
         ("tests", "Tests that need a GPU", show_tests),
         ("plugin-tests", "Tests of the plugins", show_tests),

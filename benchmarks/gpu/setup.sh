@@ -14,8 +14,8 @@ if compgen -G 'benchmarks/gpu/wheels/*.whl' >/dev/null && [ "$(ls benchmarks/gpu
 fi
 "$python" benchmarks/gpu/install.py "$site"
 unpack='import sys, tarfile; tarfile.open(sys.argv[1]).extractall(sys.argv[2], filter="data")'
-for content in reviews.npz minilm; do
-  archive=benchmarks/gpu/${content%.npz}.tar.xz part=benchmarks/gpu/${content%.npz}.part
+for content in reviews minilm; do
+  archive=benchmarks/gpu/$content.tar.xz part=benchmarks/gpu/$content.part
   if [ -e "$archive" ] && [ ! -e "benchmarks/gpu/data/$content" ]; then
     rm -rf "$part"
     mkdir -p benchmarks/gpu/data

@@ -1,4 +1,4 @@
-"""Commands 1 and 4: the tests that need a GPU, and the tests of the plugins on the GPU.
+"""Commands 1 and 6: the tests that need a GPU, and the tests of the plugins on the GPU.
 
     bash benchmarks/gpu/all.sh tests
     bash benchmarks/gpu/all.sh plugin-tests
@@ -72,8 +72,10 @@ def run_file(
             records.write({"kind": "test", "device": device, **test})
         counts = Counter(test["outcome"] for test in tests)
         records.add("file", ", ".join(f"{count} {outcome}" for outcome, count in counts.items()), name=name, **counts)
+        if counts["failed"]:
+            records.keep_log(name, "tests", folder / f"{found.stem}.log")
         if ended:
-            records.error(name, "tests", f"{output[-2000:]}\n{ended}")
+            records.error(name, "tests", f"{output[-2000:]}\n{ended}", folder / f"{found.stem}.log")
 
 
 def main() -> None:

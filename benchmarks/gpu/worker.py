@@ -1,7 +1,9 @@
 """One arm in a separate process, for ``_suite.Worker``: commands arrive on stdin, replies are written to a pipe as JSON lines.
 
 The specification is JSON: ``arm`` of ``_arms.ARMS``, ``reviews`` (a file of ``_reviews``), and the fields of ``_arms.Work``. With
-``job``, a number of epochs, fastloop trains them over the split ``train`` with an evaluation after each, and replies once.
+``job``, a number of epochs, fastloop trains them over the split ``train`` with an evaluation after each, and replies once. With ``tokens``
+(a file of ``_blocks``) instead of ``reviews``, ``arm`` is of ``_language_arms.LANGUAGE_ARMS``, and the fields are of ``LanguageWork``.
+``trace`` is the file that the command ``profile`` writes its trace to.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from _arms import ARMS, Work, prepare_fastloop, restart_for_fastloop
+from _language_arms import LANGUAGE_ARMS, LanguageWork, restart_language
 from _reviews import load
 from _windows import Windows, training_flops
 
@@ -51,28 +54,34 @@ def main() -> None:
     parser.add_argument("spec", type=json.loads, help="what to train")
     arguments = parser.parse_args()
     given = dict(arguments.spec)
-    arm, reviews, job = given.pop("arm"), Path(given.pop("reviews")), given.pop("job", 0)
-    work = Work(**{**given, "folder": Path(given["folder"]), "epochs": job or EPOCHS})
+    arm, job, trace = given.pop("arm"), given.pop("job", 0), given.pop("trace", None)
+    language = "tokens" in given
+    folder, file = Path(given.pop("folder")), Path(given.pop("tokens" if language else "reviews"))
+    work: Any = LanguageWork(**given, folder=folder, tokens=file) if language else Work(**given, folder=folder, epochs=job or EPOCHS)
     if arm == "fastloop":
-        restart_for_fastloop(work)
+        (restart_language if language else restart_for_fastloop)(work)
     import torch
     from transformers import set_seed
 
     torch.set_float32_matmul_precision("highest")  # no TF32, else the baseline would be faster than fp32
     torch.backends.cudnn.allow_tf32 = False
-    splits = load(reviews)
     set_seed(work.seed)
 
     def reply(found: dict[str, Any]) -> None:
-        extra = {"plugins": work.plugins, "tokens": int(splits["train"].lengths.sum()), "pid": os.getpid()}
-        os.write(arguments.reply, (json.dumps(found | extra) + "\n").encode())
+        os.write(arguments.reply, (json.dumps(found | {"plugins": work.plugins, "pid": os.getpid()}) + "\n").encode())
 
+    if language:
+        LANGUAGE_ARMS[arm](work, Windows(work.device, next_command, reply, trace=trace))
+        return
+    splits = load(file)
     if job:
         next_command()
         started = time.perf_counter()
         reply({"command": "job", **run_job(work, splits), "seconds": time.perf_counter() - started})
         return
-    ARMS[arm](work, splits["train"], Windows(work.device, next_command, reply, splits["train"].lengths))
+    train = splits["train"]
+    tokens = int(train.lengths.sum())
+    ARMS[arm](work, train, Windows(work.device, next_command, lambda found: reply(found | {"tokens": tokens}), train.lengths, trace))
 
 
 if __name__ == "__main__":

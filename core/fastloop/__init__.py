@@ -17,6 +17,7 @@ from fastloop.hookspecs import hookspec
 from fastloop.options import option
 from fastloop.plugin import DISTRIBUTION, Device, Dtype, Package, Plugin, When, hookimpl
 from fastloop.state import AcceleratorDraft, Batch, DataLoaderDraft, OptimizerDraft, Output, State
+from fastloop.strategy import Strategy
 
 if TYPE_CHECKING:
     from fastloop.run import Run
@@ -44,6 +45,7 @@ __all__ = [
     "SpeedupEstimate",
     "State",
     "StepProfile",
+    "Strategy",
     "Trainer",
     "UsageError",
     "When",

@@ -5,11 +5,10 @@ pluggy registers the implementations. ``Hooks`` adds hooks that plugins declare.
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
 import logging
 import sys
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -26,6 +25,7 @@ from fastloop.plugin import GROUP, IMPLEMENTATIONS, Plugin, distributions_of, en
 from fastloop.recipe import importing
 from fastloop.runtime.tracebacks import user_line
 from fastloop.state import Draft
+from fastloop.strategy import Strategy, method_that_raised
 
 log = logging.getLogger("fastloop")
 
@@ -62,14 +62,8 @@ class Hooks(pluggy.PluginManager):
 
     def register_core(self) -> None:
         """Register fastloop's own implementations. This imports torch, so it is done only before hooks of a run are called."""
-        plugins = self.get_plugins()
         for module in own_implementations():
             self.register(module, module.__name__)
-        for plugin in plugins:
-            for impl, hook in self.implementations(plugin):
-                if any(other.wrapper for other in getattr(self.hook, hook).get_hookimpls()):
-                    # pluggy calls these itself, and does not report which implementation failed
-                    impl.function = self._guard(plugin, hook, impl.function, impl.wrapper)
 
     # -- declarations --------------------------------------------------------------------------------------------------
 
@@ -125,39 +119,6 @@ class Hooks(pluggy.PluginManager):
 
         return undo
 
-    def _guard(self, plugin: Plugin, hook: str, function: Callable[..., Any], wrapper: bool) -> Callable[..., Any]:
-        """Handle the errors of an implementation that pluggy calls."""
-
-        @functools.wraps(function)
-        def call(*arguments: Any) -> Any:
-            try:
-                return function(*arguments)
-            except (Exception, SystemExit) as error:
-                if self.handle_error(plugin, hook, error):
-                    return None
-                raise
-
-        @functools.wraps(function)
-        def call_wrapper(*arguments: Any) -> Generator[None, Any, Any]:
-            inner: BaseException | None = None
-            try:
-                generator = function(*arguments)
-                next(generator)
-                while True:  # pluggy raises an error for a second yield
-                    try:
-                        result, resume = (yield), generator.send
-                    except BaseException as error:
-                        inner, result, resume = error, error, generator.throw
-                    resume(result)
-            except StopIteration as done:
-                return done.value
-            except (Exception, SystemExit) as error:
-                if error is not inner:  # an inner error that the wrapper passes on is not its own
-                    self._record_failure(error, plugin, hook)
-                raise
-
-        return call_wrapper if wrapper else call
-
     def handle_error(self, plugin: Any, hook: str, error: Exception | SystemExit) -> bool:
         """Disable the plugin whose hook raised, if its ``on_error`` is ``disable``, else record the failure. Returns whether the run
         continues."""
@@ -165,12 +126,9 @@ class Hooks(pluggy.PluginManager):
             return False  # the core, or a signal
         if self._disable(plugin, hook, error):
             return True
-        self._record_failure(error, plugin, hook)
-        return False
-
-    def _record_failure(self, error: BaseException, plugin: Plugin, hook: str) -> None:
         if self.failure is None or self.failure[0] is not error:  # else a nested hook raised it
             self.failure = error, plugin, hook
+        return False
 
     def _disable(self, plugin: Plugin, hook: str, error: BaseException) -> bool:
         """Disable a failed plugin if its ``on_error`` is ``disable``. Its ``teardown`` is still called. Returns whether it did."""
@@ -236,6 +194,11 @@ class PluginSet:
     def in_slot(self, slot: str) -> str | None:
         """The name of the plugin in a slot, or None."""
         return next((plugin.name for plugin in self.plugins if plugin.slot == slot), None)
+
+    @cached_property
+    def strategy(self) -> Strategy:
+        """The plugin in the slot ``strategy``, or the default."""
+        return next((plugin for plugin in self.plugins if isinstance(plugin, Strategy)), None) or Strategy()
 
     def names(self) -> list[str]:
         """Plugin names in call order."""
@@ -310,6 +273,8 @@ class PluginSet:
         User code counts only if the core or a task called it."""
         failure, self.manager.failure = self.manager.failure, None
         plugin, hook = (failure[1], failure[2]) if failure is not None and failure[0] is error else (None, "")
+        if plugin is None and (method := method_that_raised(self.strategy, error)):
+            plugin, hook = self.strategy, method
         if plugin is None or plugin.slot == "task":
             bundled = [type(other) for other in self.plugins if origin(type(other)) == origin(Plugin)]
             if place := user_line(error, bundled if plugin is None else [*bundled, type(plugin)]):

@@ -9,11 +9,11 @@
     build_model
     before_prepare                                  # the model as built, on the CPU
     build_optimizer, build_scheduler
-    prepare                                         # move to the device, apply the strategy
+    (move to the device, apply autocast, run.strategy.prepare)
     after_prepare                                   # the prepared model, on its device
     build_metrics
     check_run                                       # everything is built, nothing is written yet. Then, with selected plugins: compute_loss
-    load_model_state, load_optimizer_state, load_state   # only with --resume
+    (load weights and optimizer,) load_state        # only with --resume
 
     before_fit                                      # a plugin may call compute_loss here, to try a batch
     for each epoch:                                 # a run that resumes from an interrupted evaluation first repeats it
@@ -22,25 +22,24 @@
             before_step
             train_step                              # the core's calls the two helpers once; a plugin's may call them more often
                 run.accumulate_gradients:
-                    for each micro-step: compute_loss, backward
+                    for each micro-step: compute_loss, (backward)
                 run.apply_gradients:
                     after_backward                  # gradients complete, unclipped
-                    clip_gradients                  # with train.max_grad_norm
+                    (clip)                          # with train.max_grad_norm
                     before_optimizer_step           # run.gradient_norm() works here
                     (optimizer, zero_grad)
             (scheduler, counters)
             after_step; every train.log_every steps: log_scalars
             when evaluation is due: before_evaluate, evaluate, after_evaluate, log_scalars
-            when saving is due:     optimizer_state, save_state, model_state, write_checkpoint
+            when saving is due:     save_state, write_checkpoint
         after_epoch
         when due at the epoch's end: the same evaluation and saving
     when the final weights are not evaluated yet: the same evaluation
     after_fit                                       # a plugin may replace the weights here
     before_evaluate, evaluate, after_evaluate, log_scalars   # on the test split
-    export_model, model_state                       # into the run folder's model/
+    export_model                                    # into the run folder's model/
     log_scalars, write_summary                      # log_scalars: values of run.log() since the last log point, if any
     recover                                         # when training or an evaluation raises
-    on_exception                                    # when the run fails; write_summary follows
     teardown                                        # last, once: also after a failure, a stop signal or a failed build
     build_prediction_data, predict                  # only to predict. Neither a prediction nor `fastloop evaluate` builds an optimizer
 
@@ -164,14 +163,6 @@ def build_scheduler(run: Run, optimizer: Optimizer) -> LRScheduler | Mapping[str
     With several optimizers, one scheduler schedules all groups. A dict of an optimizer's name -> scheduler schedules each by its steps."""
 
 
-@first
-def prepare(run: Run, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Any] | None:
-    """First; by default, Accelerate prepares both. Returns the model and the optimizer that the loop uses.
-    Implement it for a strategy without Accelerate. The optimizer needs ``step``, ``zero_grad`` and ``param_groups``; the model's forward
-    must keep its arguments. The optimizer must step every trained parameter, or the run ends with an error. If ``param_groups`` hold other
-    tensors, such as flat shards, the optimizer's ``model_parameters()`` must return the parameters that it steps."""
-
-
 @hookspec
 def after_prepare(run: Run, model: nn.Module) -> nn.Module | None:
     """Chain. Change or replace the prepared model, for example to compile it. Its parameters must stay the ones that the optimizer steps;
@@ -216,20 +207,9 @@ def compute_loss(run: Run, model: nn.Module, batch: Any) -> Output:  # type: ign
     """First. Forward and loss of one micro-batch, in training and evaluation. ``batch`` is ``Batch.inputs`` on the device."""
 
 
-@first
-def backward(run: Run, loss: Tensor) -> bool | None:
-    """First; the core implements it. Compute the gradients of one micro-batch. ``loss`` is scaled to its share of the step."""
-
-
 @hookspec
 def after_backward(run: Run, loss: Tensor) -> None:
     """The gradients to apply are computed, not clipped, and in fp16 still multiplied by the loss scale. ``loss``: as in ``after_step``."""
-
-
-@first
-def clip_gradients(run: Run, max_norm: float) -> Tensor | None:
-    """First; the core implements it. Clip the gradients' total 2-norm to ``max_norm``; returns the norm before, 0-dim. With ``inf``,
-    change no gradient: ``run.gradient_norm()`` reads the norm alone."""
 
 
 @hookspec
@@ -276,26 +256,6 @@ def after_evaluate(run: Run, split: str, metrics: dict[str, float]) -> None:
     """An evaluation is done. ``metrics`` is a copy. Call ``run.state.request_stop`` here to stop training."""
 
 
-@first
-def model_state(run: Run) -> dict[str, Tensor] | None:
-    """First; the core implements it. Weights by the model's own names: full tensors, ``DTensor`` shards, or on the main process only."""
-
-
-@first
-def load_model_state(run: Run, state: dict[str, Tensor]) -> bool | None:
-    """First; the core implements it. Load weights, full or with the model's sharding; returns True."""
-
-
-@first
-def optimizer_state(run: Run) -> dict[str, Any] | None:
-    """First; the core implements it. The format is that of torch's ``Optimizer.state_dict()``, so a run can resume with any strategy."""
-
-
-@first
-def load_optimizer_state(run: Run, state: dict[str, Any]) -> bool | None:
-    """First; the core implements it. Load the result of ``optimizer_state``, possibly from another strategy; returns True."""
-
-
 @hookspec
 def save_state(run: Run) -> dict[str, Any] | None:
     """State that this plugin needs to resume: tensors, numbers, strings, and lists, tuples and dicts of them."""
@@ -336,11 +296,6 @@ def write_summary(run: Run, summary: dict[str, Any]) -> None:
 def recover(run: Run, error: Exception, split: str | None) -> bool | None:
     """First. Training, or the evaluation of ``split``, raised. Return True to continue from ``run.state``'s counters without the step's
     gradients, or to repeat the evaluation. All processes must return the same answer, and none may be inside a collective operation."""
-
-
-@hookspec
-def on_exception(run: Run, error: BaseException) -> None:
-    """The run failed after it was built. fastloop then writes the summary, calls ``teardown`` and raises the error."""
 
 
 @hookspec

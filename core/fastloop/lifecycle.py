@@ -12,6 +12,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import set_seed
 from safetensors import SafetensorError
 from torch import nn
@@ -119,7 +120,6 @@ def execute(run: Run) -> dict[str, Any]:
         stopped = isinstance(error, KeyboardInterrupt | SystemExit)
         if not stopped:
             run.saver.finish()  # so that the run can resume from this checkpoint
-        run.hooks.on_exception(run=run, error=error)
         try:
             with explain_errors(run):
                 folder.summarize(run, "stopped" if stopped else "failed", str(error) or type(error).__name__)
@@ -183,8 +183,7 @@ def _build_accelerator(run: Run) -> None:
     recipe, plugins = run.recipe, run.plugins
     if (cores := platform_support.cores()) < len(platform_support.processors()):  # torch does not know the quota of a control group
         torch.set_num_threads(min(torch.get_num_threads(), cores))
-    run.accelerator = build_accelerator(recipe, plugins)
-    run.processes = Processes(run.accelerator)
+    run.accelerator, run.processes = build_accelerator(recipe, plugins)
     device = run.accelerator.device
     run.device = device if device.type != "cpu" else torch.device("cpu")  # drop the index
     run.clock = Clock(torch.accelerator.synchronize if device.type != "cpu" else lambda: None)
@@ -235,15 +234,41 @@ def _build_model(run: Run) -> None:
     model = run.plugins.chain("before_prepare", model, run=run)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise PluginError(f"{run.recipe.where}: the model has no parameter that is trained.")
+    run.built_model = model
     optimizer: Any = run.hooks.build_optimizer(run=run, model=model)  # one optimizer: fastloop wraps a dict
     if optimizer is None:
         raise PluginError(f"{run.recipe.where}: no plugin built an optimizer.")
     run.scheduler = run.hooks.build_scheduler(run=run, optimizer=optimizer)
-    run.built_model = model
-    restore_shared_state(run.accelerator)
-    model, run.optimizer = run.hooks.prepare(run=run, model=model, optimizer=optimizer)
+    model, run.optimizer = _prepare(run, model, optimizer)
     run.model = run.plugins.chain("after_prepare", model, run=run)
     run.skipped_steps = SkippedSteps(run.optimizer, run.accelerator.scaler)
+
+
+def _prepare(run: Run, model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
+    """Move the model to its device and apply autocast to its forward; then the strategy wraps the model and its optimizer.
+
+    Raises:
+        PluginError: The strategy returned something else.
+    """
+    accelerator, strategy = run.accelerator, run.strategy
+    restore_shared_state(accelerator)
+    autocast = accelerator.native_amp
+    if not strategy.sets_precision:
+        model = accelerator.prepare_model(model, evaluation_mode=True)  # without DDP
+        accelerator.native_amp = model._is_accelerate_prepared = False  # type: ignore[assignment] # a strategy may have it wrapped
+    try:
+        prepared = strategy.prepare(run, model, optimizer)
+    finally:
+        accelerator.native_amp = autocast
+    if not (isinstance(prepared, tuple) and len(prepared) == 2 and isinstance(prepared[0], nn.Module)):
+        raise PluginError(
+            f"{run.recipe.where}: plugin {strategy.name!r}: prepare returned a {type(prepared).__name__}, expected a tuple of the model "
+            "and the optimizer. docs/write-a-plugin.md describes the method."
+        )
+    model, stepped = prepared
+    if type(stepped) is AcceleratedOptimizer and hasattr(optimizer, "scale"):  # several optimizers skip their steps together
+        stepped = optimizer.scale(stepped.scaler)
+    return model, stepped
 
 
 def _set_train_mode(model: nn.Module) -> None:

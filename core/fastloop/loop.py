@@ -16,7 +16,6 @@ If training or an evaluation raises and a plugin recovers, training continues fr
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -26,7 +25,7 @@ from torch import Tensor
 
 from fastloop import log_points
 from fastloop.checkpoint import resume
-from fastloop.distributed.tensors import gather_full, total_norm
+from fastloop.data.loader import Lookahead
 from fastloop.errors import PluginError
 from fastloop.evaluation_results import EvaluationResults, evaluating
 from fastloop.plugin import hookimpl
@@ -76,14 +75,15 @@ def train(run: Run) -> None:
     while state.epoch < run.recipe.train.epochs and not schedule.should_stop():
         with preserve_random_states(state.epoch_samples > 0):
             hooks.before_epoch(run=run)
-        for batches in run.to_device(run.train_loader.steps(state.epoch, state.epoch_samples)):
+        steps = Lookahead(run.to_device(run.train_loader.steps(state.epoch, state.epoch_samples)))
+        for batches in steps:
             if run.should_skip_step():
                 state.skip_samples(run.totals(batches))
                 continue
             loss = take_step(run, batches)
             hooks.after_step(run=run, loss=loss)
             log_points.after_step(run, loss)
-            run.sync_requests()
+            run.sync_requests(upcoming(run, steps))
             if schedule.evaluation_due():
                 evaluate(run, "validation")
             if schedule.save_due():
@@ -98,6 +98,17 @@ def train(run: Run) -> None:
             evaluate(run, "validation")
         if schedule.save_due(epoch_ended=True):
             resume.save(run)
+
+
+def upcoming(run: Run, steps: Lookahead[list[Batch]]) -> list[Batch] | None:
+    """The next step's micro-batches, read early to exchange their totals along with the requests of this step.
+
+    None with one process; and before a pause that this process knows of, since a batch that cannot be read must not prevent a save.
+    """
+    schedule = run.schedule
+    if run.loaders.processes.world_size == 1 or schedule.evaluation_due() or schedule.save_due() or schedule.should_stop():
+        return None
+    return steps.peek()
 
 
 def retry_after_recovery(run: Run, function: Callable[[], T], split: str | None = None) -> T:
@@ -163,18 +174,10 @@ def accumulate_gradients(run: Run, batches: list[Batch]) -> Tensor:
                 output = run.hooks.compute_loss(run=run, model=run.model, batch=batch.inputs)
                 loss = output.loss if batch.loss_weight == total else output.loss * (batch.loss_weight / total)
             with region("backward"):
-                run.hooks.backward(run=run, loss=loss)
+                run.strategy.backward(run, loss)
         step_loss = loss.detach() if step_loss is None else step_loss + loss.detach()
     assert step_loss is not None
     return run.processes.all_reduce_mean(step_loss)
-
-
-@hookimpl(trylast=True)
-def backward(run: Run, loss: Tensor) -> bool:
-    """``loss.backward()``, with fp16's loss scaling. Accelerate's own would divide the loss again, by its number of micro-batches."""
-    scaler = run.accelerator.scaler
-    (loss if scaler is None else scaler.scale(loss)).backward()
-    return True
 
 
 def apply_gradients(run: Run, loss: Tensor, optimizer: str | None = None) -> None:
@@ -191,7 +194,7 @@ def apply_gradients(run: Run, loss: Tensor, optimizer: str | None = None) -> Non
     max_norm, grad_norm = run.recipe.train.max_grad_norm, None
     if max_norm is not None:
         with region("clip"):
-            grad_norm = run.hooks.clip_gradients(run=run, max_norm=max_norm)
+            grad_norm = run.strategy.clip_gradients(run, max_norm)
     run._clipped_at, run._gradient_norm = run.state.step, grad_norm  # run.gradient_norm() works until the optimizer steps
     if run.scalars.enabled and run.schedule.log_due(run.state.step + 1):
         run.scalars.set_gradient_norm(run.gradient_norm(), run.is_main)
@@ -201,17 +204,6 @@ def apply_gradients(run: Run, loss: Tensor, optimizer: str | None = None) -> Non
         run.optimizer.zero_grad()
     run._clipped_at = -1
     run.updates += 1
-
-
-@hookimpl(trylast=True)
-def clip_gradients(run: Run, max_norm: float) -> Tensor:
-    """Torch's, after loss scaling is undone. With ``inf``, the norm alone. Torch would multiply by inf / norm, which is NaN for an
-    infinite norm, and loss scaling may be undone only once a step."""
-    if max_norm < math.inf:
-        return gather_full(run.accelerator.clip_grad_norm_(run.model.parameters(), max_norm))
-    norm = total_norm(parameter.grad for parameter in run.model.parameters() if parameter.grad is not None)
-    scaler = run.accelerator.scaler
-    return norm if scaler is None else norm / scaler.scale(torch.ones_like(norm))
 
 
 def _step_error(run: Run, loss: Any) -> PluginError:

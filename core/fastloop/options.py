@@ -10,12 +10,13 @@ Recipes, Python arguments, `fastloop plugins NAME`, `fastloop schema` and the do
 from __future__ import annotations
 
 import dataclasses
+import re
 import typing
 from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from fastloop.errors import PluginError, RecipeError, did_you_mean
+from fastloop.errors import PluginError, RecipeError, UsageError, did_you_mean
 
 if TYPE_CHECKING:  # pydantic is imported where it is used: `fastloop --help` needs none of it
     from pydantic import BaseModel, ValidationError
@@ -162,3 +163,18 @@ def _type_name(hint: Any) -> str:
     if origin in (list, dict, tuple):
         return f"{origin.__name__}[{', '.join(_type_name(arg) for arg in args)}]"
     return " | ".join(map(_type_name, args)) if args else getattr(hint, "__name__", str(hint))
+
+
+def parse_time(text: str, option: str) -> float:
+    """``90s``, ``10m`` or ``1h`` in seconds; a number without a unit counts seconds.
+
+    Args:
+        option: The option that takes it, for the message.
+
+    Raises:
+        UsageError: It is none of them, or 0.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
+    if found is None or not float(found[1]):
+        raise UsageError(f"{option} {text}: expected a time such as 90s, 10m or 1h.")
+    return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]

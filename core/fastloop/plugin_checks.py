@@ -13,6 +13,7 @@ from typing import Any, get_args
 from fastloop import hookspecs
 from fastloop.errors import PluginError, did_you_mean
 from fastloop.plugin import Numerics, Plugin
+from fastloop.strategy import METHODS, Strategy
 
 log = logging.getLogger("fastloop")
 
@@ -90,6 +91,9 @@ def check_declarations(plugin: Plugin, where: str) -> None:
         value, kind = getattr(plugin, name), type(default)
         if kind in (tuple, dict) and (isinstance(value, str) or isinstance(value, Mapping) != (kind is dict)):
             raise PluginError(f"{where} declares {name} = {value!r}, expected a {kind.__name__}.")
+    if (plugin.slot == Strategy.slot) != isinstance(plugin, Strategy):
+        found = f"slot = {plugin.slot!r}, and its class is {'' if isinstance(plugin, Strategy) else 'not '}a fastloop.Strategy"
+        raise PluginError(f"{where} declares {found}. The plugins in the slot 'strategy' are its subclasses.")
     classes = [cls for cls in reversed(type(plugin).__mro__) if issubclass(cls, Plugin) and cls is not Plugin]
     own = {name: value for cls in classes for name, value in vars(cls).items()}
     for name, value in own.items():
@@ -215,6 +219,8 @@ def _check_unmarked(plugin: Plugin, known: Mapping[str, Sequence[str]]) -> None:
 
 def unknown_hook(hook: str, known: Collection[str]) -> str:
     """The message for an implementation of a hook that does not exist."""
+    if hook in METHODS:
+        return f"there is no hook {hook!r}. It is a method of fastloop.Strategy: subclass it, and leave out @hookimpl."
     hint = did_you_mean(hook, known) or (
         " A hook of another plugin exists only if that plugin is in the run; mark it optionalhook=True if it may be missing."
     )

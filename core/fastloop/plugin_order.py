@@ -19,8 +19,7 @@ def order(plugins: list[Plugin], reasons: dict[str, str], where: str) -> list[Pl
             before[plugin.name] |= {other.name for other in matching(reference, plugins)} - {plugin.name}
         for reference in plugin.runs_before:
             for other in matching(reference, plugins):
-                if other is not plugin:
-                    before[other.name].add(plugin.name)
+                before[other.name] |= {plugin.name} - {other.name}
     sorter = graphlib.TopologicalSorter(before)
     try:
         sorter.prepare()
@@ -53,7 +52,4 @@ def _explain_cycle(names: list[str], plugins: list[Plugin]) -> str:
 
 def matching(reference: str, plugins: list[Plugin]) -> list[Plugin]:
     """The plugins that a declaration refers to by name or by ``slot:NAME``."""
-    slot = reference.removeprefix("slot:")
-    if slot != reference:
-        return [plugin for plugin in plugins if plugin.slot == slot]
-    return [plugin for plugin in plugins if plugin.name == reference]
+    return [plugin for plugin in plugins if reference in (plugin.name, f"slot:{plugin.slot}")]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import importlib.metadata
 import itertools
 from collections.abc import Collection, Iterable
@@ -233,8 +232,7 @@ def expand(recipe: Recipe, machine: hardware.Machine | None = None) -> Recipe:
 
     The run writes the copy, so its own recipe file does not depend on the machine.
     """
-    copies: Any = {name: copy.copy(getattr(recipe, name)) for name in ("model", "data", "train", "plugins", "selected")}
-    recipe = dataclasses.replace(recipe, **copies)
+    recipe = Recipe(**{name: copy.copy(value) for name, value in vars(recipe).items()})
     for name, options in list(recipe.plugins.items()):
         if options is False or load_listed(recipe, name).select_plugins is Plugin.select_plugins:
             continue

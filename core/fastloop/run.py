@@ -40,13 +40,15 @@ log = logging.getLogger("fastloop")
 class Run:
     """The argument ``run`` of hooks. A field exists once its build step in ``hookspecs`` is done.
 
-    After a failed build, ``teardown`` finds at least ``recipe``, ``plugins``, ``hooks``, ``state``, ``folder``, ``processes`` (rank 0 of 1
-    before the accelerator is built), ``saver``, ``signals`` and ``scalars``. A plugin sets attributes that it needs there in ``__init__``.
+    After a failed build, ``teardown`` finds at least ``recipe``, ``plugins``, ``hooks``, ``strategy``, ``state``, ``folder``,
+    ``processes`` (rank 0 of 1 before the accelerator is built), ``saver``, ``signals`` and ``scalars``. A plugin sets attributes that it
+    needs there in ``__init__``.
 
     Attributes:
         recipe: The resolved recipe.
         plugins: The plugins of the run, in call order.
         hooks: Call a hook on all plugins: ``run.hooks.after_step(run=run, loss=loss)``.
+        strategy: The plugin in the slot ``strategy``, or the default.
         state: Counters, metrics and requests.
         folder: The run folder.
         processes: Rank, world size and collective operations.
@@ -70,7 +72,7 @@ class Run:
     """
 
     def __init__(self, recipe: Recipe, plugins: PluginSet) -> None:
-        self.recipe, self.plugins, self.hooks = recipe, plugins, plugins.hooks
+        self.recipe, self.plugins, self.hooks, self.strategy = recipe, plugins, plugins.hooks, plugins.strategy
         self.state, self.folder = State(), Path(recipe.output)
         self.processes, self.saver, self.signals = Processes(), CheckpointSaver(), StopSignals()
         self.resume_point: tuple[Path, list[str]] | None = None
@@ -155,7 +157,7 @@ class Run:
     def full_state_dict(self) -> dict[str, Tensor]:
         """The model's full weights on the CPU, for the main process to write; empty on the others. Every process must call it."""
         weights = {}
-        for name, tensor in self.hooks.model_state(run=self).items():
+        for name, tensor in self.strategy.model_state(self).items():
             full = gather_full(tensor)  # one at a time, to keep at most one full tensor on the device
             if self.is_main:
                 weights[name] = full.cpu()
@@ -185,9 +187,14 @@ class Run:
             return self._totals[1]
         totals = BatchTotals.of(batches)
         if self.loaders.processes.world_size > 1:
-            totals = BatchTotals.read(self.processes.all_reduce_sum(torch.tensor(totals, dtype=torch.float64)))
+            totals = self._exchange((0,) * 6, totals)[1]
         self._totals = batches, totals
         return totals
+
+    def _exchange(self, flags: Iterable[float], totals: Iterable[float]) -> tuple[list[int], BatchTotals]:
+        """Sum six flags and the totals of a step over the processes. The one shape keeps the order of a sum, and so its bits."""
+        numbers = self.processes.all_reduce_sum(torch.tensor([*flags, *totals], dtype=torch.float64))
+        return [int(number) for number in numbers[:6].tolist()], BatchTotals.read(numbers[6:])
 
     def should_skip_step(self) -> bool:
         """Whether the step that begins at the current counters failed before, and must not be trained again."""
@@ -246,7 +253,7 @@ class Run:
             raise PluginError(f"{problem} Call it in before_optimizer_step, and keep its result.")
         if self._gradient_norm is None:
             with region("gradient norm"):
-                self._gradient_norm = self.hooks.clip_gradients(run=self, max_norm=math.inf)
+                self._gradient_norm = self.strategy.clip_gradients(self, math.inf)
         return self._gradient_norm.to(self.device, non_blocking=True)
 
     def step_was_skipped(self) -> bool:
@@ -278,8 +285,11 @@ class Run:
         """Name of the signal that stopped the run, or None. An interrupted run does not evaluate or export."""
         return self.schedule.interrupted
 
-    def sync_requests(self) -> None:
+    def sync_requests(self, upcoming: list[Batch] | None = None) -> None:
         """Share requests, signals and failed saves between processes: those of one process apply to all. Every process must call it.
+
+        Args:
+            upcoming: The next step's micro-batches, whose totals are exchanged in the same reduction. None: ``totals`` exchanges them.
 
         Raises:
             SaveError: A save failed on any process, and ``train.on_save_error`` is ``stop``.
@@ -288,8 +298,11 @@ class Run:
         failure = self.saver.take_failure()
         if self.processes.world_size > 1:
             reasons = (signal_name, failure, state.stop_reason)
-            requests = torch.tensor([*(reason is not None for reason in reasons), state.evaluate_requested, state.save_requested])
-            *any_reason, state.evaluate_requested, state.save_requested = map(bool, self.processes.all_reduce_sum(requests.long()).tolist())
+            flags = (*(reason is not None for reason in (*reasons, upcoming)), state.evaluate_requested, state.save_requested)
+            (*any_reason, ready, evaluate, save), totals = self._exchange(flags, BatchTotals.of(upcoming or ()))
+            state.evaluate_requested, state.save_requested = bool(evaluate), bool(save)
+            if upcoming is not None and ready == self.world_size:  # else a process expects to pause, or its epoch is over
+                self._totals = upcoming, totals
             if any(any_reason):
                 gathered = zip(*self.processes.all_gather_object(reasons), strict=True)
                 signal_name, failure, state.stop_reason = (next(filter(None, values), None) for values in gathered)

@@ -143,7 +143,7 @@ class BatchTotals(NamedTuple):
     def of(cls, batches: Iterable[Batch]) -> BatchTotals:
         """Sum the given micro-batches, on this process."""
         counts = [(batch.loss_weight, batch.samples, batch.tokens, len(batch.unreadable)) for batch in batches]
-        return cls(*map(sum, zip(*counts, strict=True)))
+        return cls(*map(sum, zip((0, 0, 0, 0), *counts, strict=True)))
 
     @classmethod
     def read(cls, totals: Tensor) -> BatchTotals:
@@ -220,6 +220,8 @@ class AcceleratorDraft(Draft):
     """``GradScalerKwargs``."""
     init_handler: Any = None
     """``InitProcessGroupKwargs``."""
+    timeout: float | None = None
+    """Seconds that a process waits for another in an exchange, before the run ends with an error; None: torch's default."""
 
     def handlers(self) -> list[Any]:
         """The handlers that are set."""
@@ -234,6 +236,9 @@ class DataLoaderDraft(Draft):
     loader_class: type[DataLoader[Any]] | None = None
     """Class of loaders with workers; its ``close()`` ends them. None: torch's. ``dataloader-workers`` sets one that explains why a worker
     ended."""
+    thread_loader_class: type[DataLoader[Any]] | None = None
+    """Class of loaders without workers; its ``close()`` ends what it started. None: torch's. ``device-prefetch`` sets one that
+    reads the next batches in a thread."""
     persistent_workers: bool = False
     """Keep the worker processes between epochs."""
     prefetch_factor: int | None = None

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 BERT_LIKE = ("bert", "camembert", "distilbert", "electra", "roberta", "xlm-roberta")
 """Types of transformers models that classify a text by its first token."""
+TEXT_TASKS = ("causal-lm", "seq2seq", "text-classification", "token-classification")
+"""Tasks whose datasets and collators are ``deterministic``."""
 
 
 def transformers_model(model: nn.Module) -> Any:
@@ -45,6 +47,23 @@ def reads_padded_texts(recipe: Recipe) -> bool:
 
     classifies = ("text" in recipe.data and recipe.data.get("label") is not None) or has_tags(recipe)
     return classifies and recipe.data.get("padding") != "max_length"
+
+
+def task_name(recipe: Recipe) -> str | None:
+    """The task of the recipe: the one that it lists, or the first default one that takes its data."""
+    from fastloop.plugin import defaults
+    from fastloop.registry import load_listed
+
+    given = (name for name, options in recipe.plugins.items() if options is not False)
+    listed = (name for name in given if load_listed(recipe, name).slot == "task")
+    classes = (point.load() for name, point in defaults().items() if recipe.plugins.get(name) is not False)
+    enabled = (cls.name for cls in classes if cls.slot == "task" and cls.auto_enable(recipe) is not None)
+    return next(listed, None) or next(enabled, None)
+
+
+def has_token_arrays(recipe: Recipe) -> bool:
+    """Whether the token ids of all samples are in memory: with the text tasks, unless they stream."""
+    return not recipe.data.get("streaming") and task_name(recipe) in TEXT_TASKS
 
 
 def has_few_shapes(recipe: Recipe) -> bool:

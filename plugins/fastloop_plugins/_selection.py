@@ -41,10 +41,8 @@ ACTING = {
     "build_collator",
     "build_model",
     "before_prepare",
-    "prepare",
     "after_prepare",
     "compute_loss",
-    "backward",
 }
 """Hooks that change what a step computes."""
 

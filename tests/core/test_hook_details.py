@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from fastloop import Plugin, PluginCrash, hookimpl
+from fastloop import Plugin, PluginCrash, PluginError, hookimpl
 from fastloop.testing import VECTORS, start, tiny_data, tiny_model, train
 
 
@@ -46,10 +46,7 @@ def test_before_step_may_set_loss_weight_and_each_loss_is_scaled_to_its_share(ti
     def weights(self, batches):
         batches[0].loss_weight, batches[1].loss_weight = 3, 1
 
-    def record(self, loss):
-        found.append(loss.item())
-
-    plugins = [plugin("weights", before_step=weights), plugin("records", backward=hookimpl(wrapper=True)(recording(found)))]
+    plugins = [plugin("weights", before_step=weights), plugin("records", before_fit=recording(found))]
     plugins.append(plugin("steps", after_backward=lambda self, loss: step.append(loss.item())))
     model, (inputs, targets) = tiny_model(dropout=0.0), tiny_data(8).tensors
     order = torch.randperm(8, generator=torch.Generator().manual_seed(123))
@@ -60,20 +57,25 @@ def test_before_step_may_set_loss_weight_and_each_loss_is_scaled_to_its_share(ti
 
 
 def recording(found: list[float]) -> Any:
-    """A wrapper of ``backward`` that keeps the losses."""
+    """A hook that wraps the strategy's ``backward`` to keep the losses."""
 
-    def backward(self, loss):
-        found.append(loss.item())
-        return (yield)
+    def before_fit(self, run):
+        backward = run.strategy.backward
 
-    return backward
+        def record(run, loss):
+            found.append(loss.item())
+            backward(run, loss)
+
+        run.strategy.backward = record
+
+    return before_fit
 
 
 def backward_losses() -> tuple[list[float], list[float], list[dict[str, Any]]]:
     found: list[float] = []
     seen: list[dict[str, Any]] = []
     sections = {"plugins": [*VECTORS["plugins"], "ddp"], "train": {"batch_size": 8, "max_steps": 1, "device": "cpu"}, "output": "run"}
-    records = plugin("records", backward=hookimpl(wrapper=True)(recording(found)))
+    records = plugin("records", before_fit=recording(found))
     return found, train(VECTORS | sections, records, summaries(seen)).losses, seen
 
 
@@ -187,10 +189,10 @@ def test_write_summary_fires_after_a_stop_and_after_a_failure(tiny_run, tmp_path
         raise ValueError("on purpose")
 
     order: list[str] = []
-    hooks = {name: (lambda self, name=name: order.append(name)) for name in ("on_exception", "write_summary", "teardown")}
+    hooks = {name: (lambda self, name=name: order.append(name)) for name in ("write_summary", "teardown")}
     with pytest.raises(PluginCrash, match="on purpose"):
         tiny_run([plugin("fails", after_step=fail), plugin("order", **hooks), summaries(seen)], output=tmp_path / "failed")
-    assert order == ["on_exception", "write_summary", "teardown"]
+    assert order == ["write_summary", "teardown"]
     assert (seen[1]["status"], seen[1]["validation"]) == ("failed", None)
     assert json.loads((tmp_path / "failed/summary.json").read_text())["status"] == "failed"
 
@@ -203,3 +205,16 @@ def test_write_summary_does_not_fire_if_the_run_cannot_be_built(tiny_run):
     with pytest.raises(PluginCrash, match="on purpose"):
         tiny_run([summaries(seen), plugin("fails", check_run=fail)])
     assert seen == []
+
+
+@pytest.mark.parametrize(("yields", "problem"), [(0, "ended before its yield"), (2, "has a second yield")])
+def test_a_wrapper_without_one_yield_is_named(yields, problem, tiny_run):
+    def evaluate(self):
+        result = {}
+        for _ in range(yields):
+            result = yield
+        return result
+
+    wrapper = plugin("twice", evaluate=hookimpl(wrapper=True)(evaluate))
+    with pytest.raises(PluginError, match=f"plugin 'twice': evaluate is a wrapper, and {problem}"):
+        tiny_run([wrapper], data=tiny_data(8), epochs=1)

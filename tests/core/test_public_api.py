@@ -70,14 +70,14 @@ def test_changed_hook_and_option_are_found(api, patch):
         """Another one."""
 
     patch.setattr(hookspecs, "after_step", after_step)
-    patch.delattr(hookspecs, "on_exception")
+    patch.delattr(hookspecs, "after_fit")
     patch.setattr(hookspecs, "after_warmth", after_step, raising=False)
     patch.setattr(Train.__dataclass_fields__["lr"], "default", 1.0)
     assert api.differences(stored, {**dict(api.hook_lines()), **dict(api.recipe_lines())}) == [
+        "hook after_fit\n    old: (run: Run) -> None [every plugin]\n    new: (none)",
         "hook after_step\n    old: (run: Run, loss: Tensor) -> None [every plugin]"
         "\n    new: (run: Any, loss: Any, seconds: float) -> None [every plugin]",
         "hook after_warmth\n    old: (none)\n    new: (run: Any, loss: Any, seconds: float) -> None [every plugin]",
-        "hook on_exception\n    old: (run: Run, error: BaseException) -> None [every plugin]\n    new: (none)",
         "recipe train.lr\n    old: float = 5e-05\n    new: float = 1.0",
     ]
 

@@ -427,7 +427,7 @@ class Decorated(Plugin):
 
     @hookimpl
     @torch.no_grad()
-    def on_exception(self) -> None: ...
+    def after_epoch(self) -> None: ...
 
     @hookimpl
     @torch.no_grad()

@@ -13,13 +13,14 @@ from emulated_device import DEVICE, DeviceTensor, EmulatedDevice, LogPointWaits,
 from executing import execute
 from torch.amp import GradScaler
 
-from fastloop import Plugin, hookimpl, registry
+from fastloop import DataLoaderDraft, Plugin, hookimpl, registry
 from fastloop.distributed.processes import Processes
 from fastloop.lifecycle import build
 from fastloop.recipe import make_recipe
 from fastloop.run import Run
 from fastloop.scalars import Scalars
 from fastloop.testing import LANGUAGE, TEXTS, write_texts
+from fastloop_plugins.data._read_ahead import ReadAheadLoader
 from fastloop_plugins.guards._numbers import loss_and_norm, read
 
 pytestmark = [
@@ -151,6 +152,23 @@ def test_packed_rows_do_not_wait(emulated):
     assert waiting(device) == {1: [CHECK]}
 
 
+class ReadAhead(Plugin):
+    """Reads batches in a thread, as device-prefetch does on CUDA."""
+
+    name = "read-ahead"
+
+    @hookimpl
+    def configure_dataloader(self, draft: DataLoaderDraft) -> None:
+        draft.thread_loader_class = ReadAheadLoader
+
+
+def test_batches_that_a_thread_reads_do_not_wait(emulated):
+    plain, _ = emulated(plugins=({"log": False},))
+    ahead, _ = emulated(plugins=({"log": False},), objects=(ReadAhead(),))
+    assert len(ahead.steps) == len(plain.steps) > 3
+    assert waiting(ahead) == waiting(plain)
+
+
 @pytest.mark.slow
 def test_unpinned_batch_waits_for_each_tensor(emulated):
     device, _ = emulated(TEXTS, pin_memory=False)
@@ -175,7 +193,7 @@ def test_batches_are_pinned_and_copied_without_blocking_on_cuda(monkeypatch):
 
     looks, wanted = Looks(), recipe()
     cuda = SimpleNamespace(device=torch.device("cuda", 0), num_processes=1, process_index=0, is_main_process=True)
-    monkeypatch.setattr("fastloop.lifecycle.build_accelerator", lambda *_: cuda)
+    monkeypatch.setattr("fastloop.lifecycle.build_accelerator", lambda *_: (cuda, Processes()))
     with pytest.raises(Exception, match="build_model") as raised:
         build(registry.resolve(wanted, objects=[looks]))
     assert isinstance(raised.value.__cause__, Built)

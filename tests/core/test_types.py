@@ -142,7 +142,7 @@ CORRECT = """
     def after_step(self, run: Run, loss: Tensor) -> None:
         run.hooks.after_steps(run=run, degrees=loss.item())
         output: Output = run.hooks.compute_loss(run=run, model=run.model, batch=0)
-        weights: dict[str, Tensor] = run.hooks.model_state(run=run)
+        weights: dict[str, Tensor] = run.strategy.model_state(run)
         optimizer: Optimizer = run.optimizer["generator"]
         schedule(run.optimizer)
 

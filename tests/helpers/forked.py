@@ -14,6 +14,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ import tempfile
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
@@ -63,8 +64,9 @@ class Command:
 
     def __init__(self, *arguments: str, env: Mapping[str, str] | None = None, cwd: Path | None = None, output: Path | None = None) -> None:
         self.arguments = arguments
-        self._folder = Path(tempfile.mkdtemp(prefix="forked-"))
-        streams = (output.resolve(), output.resolve()) if output else (self._folder / "stdout", self._folder / "stderr")
+        folder = Path(tempfile.mkdtemp(prefix="forked-"))
+        util.Finalize(self, shutil.rmtree, (folder, True), exitpriority=0)  # in this process only, not in one that is forked from it
+        streams = (output.resolve(), output.resolve()) if output else (folder / "stdout", folder / "stderr")
         self._streams = streams
         for stream in streams:
             stream.touch()

@@ -43,12 +43,6 @@ class Replaces(Plugin):
     def before_prepare(self, model: Any) -> None:
         self.replace("before_prepare", model)
 
-    @hookimpl(wrapper=True)
-    def prepare(self, run: Any) -> Any:
-        result = yield
-        self.replace("prepare", run.unwrap_model())
-        return result
-
     @hookimpl
     def after_prepare(self, run: Any) -> None:
         self.replace("after_prepare", run.unwrap_model())

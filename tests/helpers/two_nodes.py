@@ -106,7 +106,7 @@ class TwoNodes:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for node in (0, 1):
             self._kill(node)
-        self._relay.communicate(timeout=60)  # closes its input: the relay ends, and with it the namespaces
+        self._relay.communicate(timeout=300)  # closes its input: the relay ends, and with it the namespaces
 
 
 def relay() -> None:

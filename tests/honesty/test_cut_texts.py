@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,17 @@ def test_texts_cut_at_max_length_are_counted(pairs, caplog):
     caplog.clear()
     run("a.jsonl", **more | {"max_length": 32})
     assert cut_lines(caplog) == []
+
+
+def test_transformers_does_not_warn_of_texts_that_are_cut(caplog):
+    library = logging.getLogger("transformers")
+    library.addHandler(caplog.handler)
+    try:
+        run(write_rows("a.jsonl"))
+    finally:
+        library.removeHandler(caplog.handler)
+    assert cut_lines(caplog)
+    assert [record.getMessage() for record in caplog.records if record.name.startswith("transformers")] == []
 
 
 def test_cached_token_ids_keep_the_count(caplog):

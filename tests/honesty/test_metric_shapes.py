@@ -313,7 +313,7 @@ def measured(samples: int, eval_batch_size: int) -> dict[str, float]:
 @pytest.mark.parametrize(("samples", "eval_batch_size"), [(13, 1), (5, 8)], ids=["one sample a batch", "none on the second process"])
 def test_metrics_of_two_processes_are_those_of_one(samples, eval_batch_size):
     """Of one sample, R2 has no value, so ``metric-check`` cannot compute it before training."""
-    (alone,), both = (start(count, measured, samples, eval_batch_size, limit=60) for count in (1, 2))
+    (alone,), both = (start(count, measured, samples, eval_batch_size) for count in (1, 2))
     for ended in both:
         assert ended.code == 0, ended.output
         assert ended.result == pytest.approx(alone.result, rel=1e-5)

@@ -394,7 +394,6 @@ RESULTS: dict[str, tuple[str, Any, str]] = {
     ),
     "no model": ("before_prepare", lambda self: True, f"a bool, expected nn.Module. {DESCRIBED}"),
     "no prepared model": ("after_prepare", lambda self, model: [model], f"a list, expected nn.Module. {DESCRIBED}"),
-    "one of two": ("prepare", lambda self, model: (model,), f"a tuple, expected tuple[nn.Module, Any]. {DESCRIBED}"),
     "a plateau": (
         "build_scheduler",
         lambda self, optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer),

@@ -624,6 +624,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "tasks/_chat_data.py data.messages=",  # test_chat_rows.py
         "tasks/_chat_template.py data.chat_template=",  # test_chat.py
         "tasks/_chat_template.py data.train_on=",
+        "tasks/_time_limit.py data.chat_template=",  # test_hostile_data.py
         "tasks/_padding_check.py data.padding=",  # test_padding.py
         "tasks/_padding_check.py train.eval_batch_size=",
         "tasks/_tokenizers.py model.tokenizer=",  # test_text_classification.py

@@ -17,22 +17,19 @@ ALL_REDUCE = '''"""Data parallel training: one all-reduce for all gradients of a
 """
 
 import torch
-from fastloop import Plugin, hookimpl
+from fastloop import Strategy, hookimpl
 
 
-class Strategy(Plugin):
+class AllReduce(Strategy):
     """Every process holds the whole model, and steps with the mean of the gradients."""
 
     name = "all-reduce"
-    slot = "strategy"
     numerics = "reassociated"
     description = "averages gradients over the processes"
 
-    @hookimpl
     def prepare(self, run, model, optimizer):
         if run.world_size == 1:
-            return None
-        model = run.accelerator.prepare_model(model, evaluation_mode=True)  # autocast, and no DDP
+            return super().prepare(run, model, optimizer)
         for tensor in model.state_dict().values():
             torch.distributed.broadcast(tensor, 0)
         return model, optimizer
@@ -80,7 +77,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, tu
         info.mkdir(parents=True)
         (folder / "site" / f"{module}.py").write_text(code.replace("all-reduce", name))
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-        (info / "entry_points.txt").write_text(f"[fastloop.plugins]\n{name} = {module}:Strategy\n")
+        (info / "entry_points.txt").write_text(f"[fastloop.plugins]\n{name} = {module}:AllReduce\n")
         lines.append(f"class Test_{module}(Conformance):\n    plugin = {name!r}")
     (folder / "test_author.py").write_text("\n\n".join(lines) + "\n")
     (folder / "conftest.py").write_text('pytest_plugins = ["fastloop.testing"]\n')

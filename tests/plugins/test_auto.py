@@ -12,6 +12,8 @@ from fastloop.recipe import load_recipe, make_recipe
 from fastloop.registry import resolve
 from fastloop.runtime.hardware import Machine
 from fastloop_plugins._selection import dependents
+from fastloop_plugins.data.dataloader_workers import DataLoaderWorkers
+from fastloop_plugins.data.device_prefetch import DevicePrefetch
 
 CPU = Machine("cpu", "AVX512", ("fp32", "bf16"), ("bf16",))
 OLD_CPU = Machine("cpu", "AVX2", ("fp32", "bf16"))
@@ -69,6 +71,27 @@ def test_cuda_graphs_are_recorded_for_blocks_of_fixed_length(data, mode):
     recipe = make_recipe({"model": {"config": {"model_type": "gpt2"}}, "data": data, "plugins": ["auto"]})
     recipe = resolve(recipe, H100).recipe
     assert recipe.plugins["compile"].get("mode") == mode
+
+
+@pytest.mark.parametrize(
+    ("plugins", "data", "workers"),
+    [
+        ([], {"files": {"train": "a.csv"}, "label": "label"}, False),
+        ([], {"files": {"train": "a.csv"}, "target": "summary"}, False),
+        ([], {"files": {"train": "a.txt"}}, False),
+        (["causal-lm"], {"files": {"train": "a.txt"}}, False),
+        ([], {"files": {"train": "a.txt"}, "streaming": True}, True),
+        ([], {"images": {"train": "a"}, "label": "label"}, True),
+        (["image-classification"], {"folder": "a"}, True),
+    ],
+    ids=["classes", "pairs", "blocks", "listed task", "stream", "images", "listed task of images"],
+)
+def test_workers_read_on_cuda_unless_token_ids_are_in_memory(plugins, data, workers):
+    recipe = make_recipe({"model": {"name": "a-model"}, "data": data, "plugins": plugins})
+    assert (DataLoaderWorkers.recommend(recipe, H100) is not None) == workers
+    assert DataLoaderWorkers.recommend(recipe, dataclasses.replace(H100, device="mps")) is not None
+    assert DataLoaderWorkers.recommend(recipe, CPU) is None
+    assert DevicePrefetch.recommend(recipe, H100) is not None
 
 
 def test_without_a_kernel_for_rows_a_gpu_pads():

@@ -24,7 +24,7 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_stopped_process_continues():
     """a rank is stopped by SIGSTOP for longer than several heartbeats, and continued: the run warns, and ends with the same numbers"""
     write_recipe()
-    watched = ["--with", "ddp", "--with", "watchdog", "plugins.watchdog.timeout=24"]
+    watched = ["--with", "ddp", "--with", "watchdog", "plugins.watchdog.timeout=40"]
     assert [each.wait() for each in together("output=whole", *watched)] == [0, 0], said()
     processes = together("output=run", *watched, environment={"FAULT": "step 6 1 me('SIGSTOP')"})
     until(lambda: "has made no progress" in said())

@@ -262,14 +262,13 @@ def test_a_signal_under_a_launcher(pair, launcher, whom):
 @pytest.mark.slow
 def test_a_process_that_hangs_does_not_keep_the_launcher(whole):
     """rank 1 hangs, and SIGTERM comes twice to the launcher: all end within its patience"""
-    fault = {"FAULT": "step 14 1 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]); time.sleep(600)"}
-    with command(*FASTLOOP, *RUN, "--nproc", "2", environment=fault) as run:
-        until(lambda: steps() == [12], 90)
-        time.sleep(1)
+    hang = "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]); Path('hangs').touch(); time.sleep(600)"
+    with command(*FASTLOOP, *RUN, "--nproc", "2", environment={"FAULT": f"step 14 1 {hang}"}) as run:
+        until(Path("hangs").exists)
         run.send_signal(signal.SIGTERM)
         time.sleep(1.5)
         run.send_signal(signal.SIGTERM)
-        assert run.wait(launch.GRACE_SECONDS + 10) == STOPPED, said()
+        assert run.wait(300) == STOPPED, said()
     assert "not all processes stopped in time" in said()
     assert steps() == [12]
 

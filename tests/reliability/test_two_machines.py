@@ -52,7 +52,7 @@ RECIPE: dict[str, Any] = {
     "model": {"module": "code.py:Net"},
     "data": {"module": "code.py:rows"},
     "train": {"epochs": 3, "batch_size": 12, "micro_batch_size": 6, "lr": 1e-2, "save_every": 4, "log_every": 1, "device": "cpu"},
-    "plugins": [{"module": {"loss": "cross_entropy"}}, "ddp", {"watchdog": {"timeout": 5}}, {"progress": False}],
+    "plugins": [{"module": {"loss": "cross_entropy"}}, "ddp", {"watchdog": {"timeout": 10}}, {"progress": False}],
     "output": "run",
 }
 TRAIN = ["-m", "fastloop", "train", "recipe.yaml"]
@@ -60,7 +60,7 @@ PATIENT = "plugins.watchdog.timeout=120"
 """For runs that lose no machine: a loaded machine may stall a process for seconds."""
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "1", "--max-restarts", "3", "--monitor-interval", "0.1"]
 RENDEZVOUS = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{ADDRESSES[0]}:29500", "--rdzv-conf"]
-WAITING = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
+WAITING = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=8"
 """How long a rendezvous waits for more machines, and when a machine counts as lost."""
 
 ELASTIC = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}

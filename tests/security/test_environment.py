@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from fastloop import plugin_checks
 from fastloop.registry import own_plugins
 
 pytest_plugins = ["installing"]
@@ -40,7 +39,6 @@ CLAIMS: dict[str, list[str]] = {
 @pytest.mark.parametrize("names", CLAIMS.values(), ids=CLAIMS.keys())
 def test_a_package_that_claims_our_names_does_not_weaken_auto_silently(names, install, cli):
     """a package installs plugins with names of ours, so that auto leaves ours out: a warning names the package and the plugin"""
-    plugin_checks.warn_once.cache_clear()
     ours = set(own_plugins())
     install("evil-pack", "raise SystemExit('imported')", **dict.fromkeys(names, "evil_pack:It"))
     code, out, err = cli("plan", "quickstart", "--with", "auto")
@@ -56,7 +54,6 @@ def test_a_package_that_claims_our_names_does_not_weaken_auto_silently(names, in
 
 def test_a_claimed_plugin_is_used_when_the_recipe_names_the_package(install, cli):
     """control: a package with names of its own is no reason for a warning, and ours can be listed with their package"""
-    plugin_checks.warn_once.cache_clear()
     install("good-pack", "", warmth="good_pack:Warmth")
     code, out, _ = cli("plan", "quickstart", "--with", "auto")
     assert (code, "warning" in out) == (0, False)

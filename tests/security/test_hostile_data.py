@@ -21,6 +21,8 @@ from bombs import GIB, MIB, edit_parquet, hole, member, packed, png, safetensors
 from image_helpers import write_images, write_vit
 from text_helpers import TINY, TINY_GPT, rows
 
+from fastloop_plugins.tasks import _time_limit
+
 pytestmark = pytest.mark.slow
 
 LIMITED = """
@@ -37,7 +39,7 @@ finally:
 DEEP = "[" * 200_000 + "]" * 200_000
 
 
-def command(tree: dict[str, Any], name: str = "train", timeout: float = 120) -> Any:
+def command(tree: dict[str, Any], name: str = "train", timeout: float = 600) -> Any:
     """Run a command on a recipe in a process with little memory."""
     Path("limited.py").write_text(LIMITED)
     train = {"epochs": 1, "max_steps": 1, "batch_size": 2, "device": "cpu"}
@@ -456,6 +458,22 @@ def chats(template: str) -> dict[str, Any]:
     Path("chats.jsonl").write_text((json.dumps({"messages": messages}) + "\n") * 20)
     data = {"files": {"train": "chats.jsonl"}, "messages": "messages", "chat_template": "template.jinja", "max_length": 16}
     return {"model": {"config": TINY_GPT, "tokenizer": {"kind": "bpe", "vocab_size": 300}}, "data": data, "plugins": ["causal-lm"]}
+
+
+LOOPS = "{% for a in range(30000) %}{% for b in range(30000) %}{% for c in range(30000) %}{% endfor %}{% endfor %}{% endfor %}"
+LONG = {"always": LOOPS, "at an answer": "{% if messages[-1].role == 'assistant' %}" + LOOPS + "{% endif %}{{ messages[0].content }}"}
+
+
+@pytest.mark.parametrize("template", LONG.values(), ids=LONG.keys())
+def test_chat_template_that_loops_for_hours(template, monkeypatch, cli):
+    """a chat template whose loops take years: refused after the limit, with the row"""
+    monkeypatch.setattr(_time_limit, "SECONDS", 0.5)
+    tree = {"train": {"max_steps": 1, "batch_size": 2, "device": "cpu"}, "output": "run", **chats(template)}
+    Path("r.yaml").write_text(yaml.safe_dump(tree))
+    code, _, err = cli("train", "r.yaml")
+    (error,) = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert code == 2
+    assert re.search(r"row 1.*: the chat template took more than 0\.5 seconds for this conversation", error), error
 
 
 def test_chat_template_that_is_good():

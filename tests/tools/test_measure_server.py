@@ -123,7 +123,7 @@ def test_a_server_keeps_the_processors_time_of_its_processes_and_ends_with_them(
         Path("spec.json").write_text("not JSON")
         Path("stderr.txt").touch()
         process = server.start(os.environ, Path("spec.json").resolve(), Path.cwd())
-        assert process.wait(60) == 1
+        assert process.wait(300) == 1
         assert process.seconds > 0
         assert "JSONDecodeError" in Path("stderr.txt").read_text()
         first, second = (servers.get(os.environ, {"PLANTED": value}) for value in "12")
@@ -153,7 +153,7 @@ def test_a_measured_process_ends_with_its_server(recipe):
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(1.0)
     server.close()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while psutil.pid_exists(process.pid) and psutil.Process(process.pid).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline, "it outlives the server"
         time.sleep(0.02)

@@ -58,7 +58,7 @@ RECIPE: dict[str, Any] = {
 }
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 120) -> Any:
+def wait_for(condition: Callable[[], Any], seconds: float = 300) -> Any:
     """The first true result of a function."""
     end = time.monotonic() + seconds
     while not (found := condition()):
@@ -79,7 +79,7 @@ class Watch:
         self.address, self.port = found[1], int(found[2])
 
     def get(self, path: str = "") -> str:
-        with urllib.request.urlopen(self.address + path, timeout=30) as answer:
+        with urllib.request.urlopen(self.address + path, timeout=300) as answer:
             text: str = answer.read().decode()
             return text
 
@@ -133,7 +133,7 @@ def test_the_page_follows_a_run_that_trains(watch):
     assert steps(page) == 24
     assert re.search(r'data-version="(\w+)"', page)[1] == served.get("version")  # type: ignore[index]
     served.command.send_signal(signal.SIGINT)
-    assert served.command.wait(30) == 0
+    assert served.command.wait(300) == 0
     assert "Traceback" not in served.command.stderr
     assert not Path("report.html").exists()
 
@@ -231,7 +231,7 @@ def test_only_this_machine_reads_the_page(run, watch):
             listeners.connect((own, served.port))
     listeners.close()
     for host, status in (("evil.example", 403), (f"evil.example:{served.port}", 403), ("localhost:1", 200), ("127.0.0.1", 200)):
-        connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=10)
+        connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=300)
         connection.request("GET", urllib.parse.urlsplit(served.address).path + "version", headers={"Host": host})
         assert connection.getresponse().status == status
         connection.close()
@@ -270,7 +270,7 @@ def test_a_port_is_chosen_and_free_again_after_the_end(run, watch):
     served = watch("run")
     served.get()
     served.command.send_signal(signal.SIGINT)
-    assert served.command.wait(30) == 0
+    assert served.command.wait(300) == 0
     again = watch("run", "--port", str(served.port))
     assert again.port == served.port
     assert "Training loss" in again.get()

@@ -15,8 +15,8 @@ import pytest
 import yaml
 
 from fastloop.cli import main
-from fastloop.cli.arguments import parse_time
 from fastloop.errors import UsageError
+from fastloop.options import parse_time
 from fastloop.recipe import Recipe, load_recipe, make_recipe
 from fastloop_tools.measure import pairs
 from fastloop_tools.measure.pairs import Window
@@ -214,7 +214,7 @@ def test_tune_adds_workers_for_slow_dataset(recipe, command):
 
 @pytest.mark.slow
 def test_tune_removes_plugin_that_slows_training(recipe, command):
-    code, out = command("tune", recipe("brake"), "--budget", "30s", "--accept", "bitwise", *SHORT)
+    code, out = command("tune", recipe("brake"), "--budget", "5m", "--accept", "bitwise", *SHORT)
     assert code == 0, out
     assert load_recipe("tiny.tuned.yaml").plugins["brake"] is False
     assert "--without brake: x" in out
@@ -224,7 +224,7 @@ def test_tune_removes_plugin_that_slows_training(recipe, command):
 @pytest.mark.slow
 def test_tune_makes_all_suggested_edits_at_once_and_undoes_the_slow_one(recipe, command):
     given = (recipe("awake", "drag", sleep=0.1), "--without", "dataloader-workers,fused-optimizer")
-    code, out = command("tune", *given, "--budget", "2m", "--accept", "bitwise", *SHORT)
+    code, out = command("tune", *given, "--budget", "5m", "--accept", "bitwise", *SHORT)
     assert code == 0, out
     record = json.loads(Path("tiny.tuned.json").read_text())
     assert record["together"]["edit"] == "2 edits at once: awake, drag"
@@ -245,7 +245,7 @@ def test_tune_makes_all_suggested_edits_at_once_and_undoes_the_slow_one(recipe, 
 @pytest.mark.slow
 def test_tune_tries_single_edits_if_all_at_once_fail(recipe, command):
     given = (recipe("awake", "fails", sleep=0.1), "--without", "dataloader-workers,fused-optimizer")
-    code, out = command("tune", *given, "--budget", "2m", "--accept", "bitwise", *SHORT)
+    code, out = command("tune", *given, "--budget", "5m", "--accept", "bitwise", *SHORT)
     assert code == 0, out
     record = json.loads(Path("tiny.tuned.json").read_text())
     assert "ValueError: planted" in record["together"]["why"]
@@ -256,7 +256,7 @@ def test_tune_tries_single_edits_if_all_at_once_fail(recipe, command):
 @pytest.mark.slow
 def test_tune_rejects_edit_that_breaks_its_numerics_class(recipe, command):
     given = (recipe("cheat", sleep=0.005), "--without", "dataloader-workers")
-    code, out = command("tune", *given, "--budget", "30s", "--accept", "bitwise", *SHORT)
+    code, out = command("tune", *given, "--budget", "5m", "--accept", "bitwise", *SHORT)
     assert code == 0, out
     assert "plugins.cheat.on=True: x" in out
     assert "nothing is changed" in out
@@ -269,7 +269,7 @@ def test_tune_rejects_edit_that_breaks_its_numerics_class(recipe, command):
 
 @pytest.mark.slow
 def test_tune_reports_failing_edit_and_continues(recipe, command):
-    code, out = command("tune", recipe("fails", "brake"), "--budget", "30s", "--accept", "bitwise", *SHORT)
+    code, out = command("tune", recipe("fails", "brake"), "--budget", "5m", "--accept", "bitwise", *SHORT)
     assert code == 0, out
     assert "plugins.fails.on=True: plugin 'fails' (planted 1.0) failed in before_fit: ValueError: planted" in out
     found = load_recipe("tiny.tuned.yaml").plugins
@@ -280,7 +280,7 @@ def test_tune_reports_failing_edit_and_continues(recipe, command):
 
 @pytest.mark.slow
 def test_tune_skips_numerics_classes_that_are_not_accepted(recipe, command):
-    code, out = command("tune", recipe(sleep=0.005), "--budget", "20s", "--accept", "reduced-precision", *SHORT)
+    code, out = command("tune", recipe(sleep=0.005), "--budget", "5m", "--accept", "reduced-precision", *SHORT)
     assert code == 0, out
     record = json.loads(Path("tiny.tuned.json").read_text())
     assert {trial["numerics"] for trial in record["trials"]} <= {"reduced-precision"}
@@ -322,7 +322,7 @@ def test_tune_with_failing_recipe_exits_1(recipe, command):
     recipe_path = Path("tiny.yaml")
     recipe()
     Path("net.py").write_text(CODE.replace("nn.Linear(8, 3)", "nn.Linear(7, 3)"))
-    code, out = command("tune", str(recipe_path), "--budget", "30s", *SHORT)
+    code, out = command("tune", str(recipe_path), "--budget", "5m", *SHORT)
     assert code == 1
     assert "the recipe cannot be measured" in out
 
@@ -353,7 +353,7 @@ def test_tune_output_in_other_folder_keeps_module_paths(recipe, command):
     Path("mine").mkdir()
     for name in ("tiny.yaml", "net.py"):
         Path(name).rename(Path("mine") / name)
-    code, out = command("tune", "mine/tiny.yaml", "--budget", "30s", "--accept", "bitwise", "--output", "elsewhere.yaml", *SHORT)
+    code, out = command("tune", "mine/tiny.yaml", "--budget", "5m", "--accept", "bitwise", "--output", "elsewhere.yaml", *SHORT)
     assert code == 0, out
     assert load_recipe("elsewhere.yaml").model["module"] == f"{Path('mine/net.py').resolve()}:Net"
     assert command("train", "elsewhere.yaml", "train.epochs=1", "--without", "progress")[0] == 0

@@ -14,19 +14,22 @@ from fastloop.checkpoint.store import save_tensors
 from fastloop.errors import RecipeError
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from fastloop.run import Run
 
 
-def save_model(run: Run, folder: Path) -> Path:
+def save_model(run: Run, folder: Path, weights: dict[str, Tensor] | None = None) -> Path:
     """Write the model with its ``save_pretrained``, so that ``from_pretrained`` can load it. Without that method, write
     ``model.safetensors``. Every process must call it; the main process writes.
+
+    Args:
+        weights: Write these, on the main process, instead of ``run.full_state_dict()``.
 
     Raises:
         OSError: The model cannot be written.
     """
-    weights, model = run.full_state_dict(), run.unwrap_model()
+    weights, model = run.full_state_dict() if weights is None else weights, run.unwrap_model()
     if not run.is_main:
         return folder
     folder.mkdir(parents=True, exist_ok=True)

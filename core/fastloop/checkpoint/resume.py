@@ -53,14 +53,14 @@ def save(run: Run) -> None:
             "data": run.loaders.fingerprints,
             "scalars": run.scalars.state(run.processes),
             "random": run.processes.all_gather_object(random_states()),
-            "optimizer": run.hooks.optimizer_state(run=run),
+            "optimizer": run.strategy.optimizer_state(run),
             "scheduler": run.scheduler and run.scheduler.state_dict(),
             "scaler": run.accelerator.scaler and run.accelerator.scaler.state_dict(),
             "plugins": {plugin.name: call(run=run) for plugin, call in run.plugins.each("save_state")},
         }
         path = checkpoint.step_folder(run.folder, run.state.step)
         try:
-            pending = run.hooks.write_checkpoint(run=run, folder=path, model=run.hooks.model_state(run=run), state=state)
+            pending = run.hooks.write_checkpoint(run=run, folder=path, model=run.strategy.model_state(run), state=state)
         except TypeError as error:
             raise PluginError(f"save_state: {error}") from error
         run.saver.start(pending, run.state.step)
@@ -69,13 +69,13 @@ def save(run: Run) -> None:
 
 
 def write(run: Run, path: Path, model: dict[str, Tensor], state: dict[str, Any], group: Any = None) -> None:
-    """Write a checkpoint, then remove the oldest ones. Arguments as in ``checkpoint.write``.
+    """Write a checkpoint, then remove the oldest ones. Arguments as in ``checkpoint.write``; ``group``: None: ``host_group``.
 
     Raises:
         SaveError: The checkpoint cannot be written; the old ones are kept.
         TypeError: ``state`` contains a value that cannot be saved.
     """
-    checkpoint.write(path, model, state, run.is_main, group)
+    checkpoint.write(path, model, state, run.is_main, group or run.processes.host_group)
     if run.is_main and (step := checkpoint.step_of(path)) is not None:
         checkpoint.rotate(run.folder, run.recipe.train.keep_checkpoints, step)
 
@@ -118,7 +118,7 @@ def load(run: Run, path: Path, skipped: list[str]) -> None:
         log.warning("%s", line)
     if not run.is_main and (problem := checkpoint.verify(path, wait=True)):
         raise CheckpointError(f"{path}: process {run.rank} finds: {problem}. Put the run folder where all processes see the same files.")
-    model, saved = checkpoint.read(path, sharded_target(run))
+    model, saved = checkpoint.read(path, sharded_target(run), run.processes.host_group)
     malformed = f"{path}: malformed state.json. Resume from another checkpoint: "
     with _refused(malformed):
         _restore(run, path, model, saved)
@@ -145,9 +145,9 @@ def _restore(run: Run, path: Path, model: dict[str, Tensor], saved: dict[str, An
     if "data" in saved:  # checkpoints of early versions have no fingerprints
         check_data(run, path, saved["data"])
     with _refused(f"{path}: not a checkpoint of this model: ", RuntimeError):
-        run.hooks.load_model_state(run=run, state=model)
+        run.strategy.load_model_state(run, model)
     with _refused(f"{path}: not a checkpoint of this optimizer, which needs the parameters of the run that saved it: ", ValueError):
-        run.hooks.load_optimizer_state(run=run, state=saved["optimizer"])
+        run.strategy.load_optimizer_state(run, saved["optimizer"])
     for name, part in (("scheduler", run.scheduler), ("scaler", run.accelerator.scaler)):
         if (part is None) != (saved[name] is None):
             then, now = "out" * (saved[name] is None), "out" * (part is None)

@@ -116,8 +116,8 @@ def write(folder: Path, model: Mapping[str, Tensor], state: Mapping[str, Any], i
     Args:
         model: The model's state dict.
         state: Any value that ``pack`` accepts.
-        group: The torch ``ProcessGroup`` that coordinates the writing of sharded tensors; None: the default group. Give a group of its
-            own to a thread that writes while training continues.
+        group: The torch ``ProcessGroup`` that coordinates the writing of sharded tensors: ``run.processes.host_group``, or a group of
+            its own for a thread that writes while training continues. None: the default group, which is the device's.
 
     Raises:
         TypeError: ``state`` contains a value that cannot be saved.
@@ -261,13 +261,14 @@ def _newest_first(folder: Path) -> list[Path]:
 
 
 def read(
-    folder: Path, like: Callable[[str, torch.Size], Tensor | None] = lambda name, shape: None
+    folder: Path, like: Callable[[str, torch.Size], Tensor | None] = lambda name, shape: None, group: Any = None
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Read ``(model, state)`` of a checkpoint to the CPU.
 
     Args:
         like: ``like(name, shape)`` returns the ``DTensor`` to read a sharded tensor into, or None to read the full tensor. Names are
             ``model.NAME`` or ``state....``. Every process must call ``read`` if any result is a ``DTensor``.
+        group: As in ``write``.
 
     Raises:
         CheckpointError: The files cannot be read.
@@ -275,7 +276,7 @@ def read(
     try:
         tensors, model = (read_again(partial(load_file, folder / name)) for name in ("state.safetensors", "model.safetensors"))
         if (folder / "sharded").exists():
-            for name, tensor in _read_shards(folder / "sharded", like).items():
+            for name, tensor in _read_shards(folder / "sharded", like, group).items():
                 part = model if name.startswith("model.") else tensors
                 part[name.removeprefix("model.")] = tensor
         return model, unpack(json.loads(read_again((folder / "state.json").read_text)), tensors)
@@ -283,7 +284,7 @@ def read(
         raise CheckpointError(f"{folder}: cannot be read: {error}.") from None
 
 
-def _read_shards(folder: Path, like: Callable[[str, torch.Size], Tensor | None]) -> dict[str, Tensor]:
+def _read_shards(folder: Path, like: Callable[[str, torch.Size], Tensor | None], group: Any) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for name, metadata in HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata.items():
         assert isinstance(metadata, TensorStorageMetadata)
@@ -292,7 +293,8 @@ def _read_shards(folder: Path, like: Callable[[str, torch.Size], Tensor | None])
     is_sharded = any(isinstance(tensor, DTensor) for tensor in tensors.values())
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        state_dict_loader.load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=not is_sharded)
+        reader = HuggingFaceStorageReader(str(folder))
+        state_dict_loader.load(tensors, storage_reader=reader, process_group=group, no_dist=not is_sharded)
     return tensors
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -94,20 +93,3 @@ def numerics_classes(listed: str) -> list[str]:
         if name not in get_args(Numerics):
             raise UsageError(f"--accept: there is no numerics class {name!r}.{did_you_mean(name, get_args(Numerics))}")
     return names(listed)
-
-
-def parse_time(text: str, option: str) -> float:
-    """``90s``, ``10m`` or ``1h`` in seconds; a number without a unit counts seconds.
-
-    Args:
-        option: The option that takes it, for the message.
-
-    Raises:
-        UsageError: It is none of them, or 0.
-    """
-    from fastloop.errors import UsageError
-
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
-    if found is None or not float(found[1]):
-        raise UsageError(f"{option} {text}: expected a time such as 90s, 10m or 1h.")
-    return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]

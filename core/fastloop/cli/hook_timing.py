@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
+from fastloop.hook_callers import enclose
 from fastloop.plugin import Plugin
 
 
@@ -48,34 +50,20 @@ class HookTimer:
         """The function that replaces an implementation."""
         calls = self.calls[plugin.name, hook] = HookCalls(plugin.name, hook)
 
-        def timed(function: Callable[..., Any], *arguments: Any) -> Any:
-            outer_seconds, self.nested_seconds, started = self.nested_seconds, 0.0, perf_counter()
-            try:
-                return function(*arguments)
-            finally:
-                seconds = perf_counter() - started
-                calls.seconds += seconds - self.nested_seconds
-                calls.first = calls.first or started
-                self.nested_seconds = outer_seconds + seconds
-
         @functools.wraps(function)
-        def call(*arguments: Any) -> Any:
+        def count(*arguments: Any) -> Any:
             calls.count += 1
-            return timed(function, *arguments)
+            return function(*arguments)
 
-        @functools.wraps(function)
-        def call_wrapper(*arguments: Any) -> Generator[None, Any, Any]:
-            calls.count += 1
-            generator = function(*arguments)
-            try:
-                timed(next, generator)
-                while True:  # pluggy raises an error for a second yield
-                    try:
-                        result, resume = (yield), generator.send
-                    except BaseException as error:
-                        result, resume = error, generator.throw
-                    timed(resume, result)
-            except StopIteration as done:
-                return done.value
+        return enclose(count, wrapper, lambda: self._measure(calls))
 
-        return call_wrapper if wrapper else call
+    @contextmanager
+    def _measure(self, calls: HookCalls) -> Iterator[None]:
+        outer_seconds, self.nested_seconds, started = self.nested_seconds, 0.0, perf_counter()
+        try:
+            yield
+        finally:
+            seconds = perf_counter() - started
+            calls.seconds += seconds - self.nested_seconds
+            calls.first = calls.first or started
+            self.nested_seconds = outer_seconds + seconds

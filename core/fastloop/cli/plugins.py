@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fastloop.plugin import GROUP, Device, Dtype, Package, Plugin, When, name_and_version
+from fastloop.strategy import Strategy
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -95,7 +96,9 @@ def _declared(point: EntryPoint) -> dict[str, Any]:
     except (OSError, SyntaxError) as error:
         return {"summary": f"cannot be read: {path.name}: {error}"}
     cls = cls.strip()
-    usual = {"slot": Plugin.slot, "numerics": Plugin.numerics} if source.bases.get(cls) == ["Plugin"] else {}
+    usual: dict[str, Any] = {}
+    if source.bases.get(cls) in (["Plugin"], ["Strategy"]):
+        usual = {"slot": Strategy.slot if source.bases[cls] == ["Strategy"] else Plugin.slot, "numerics": Plugin.numerics}
     given = {
         key: value for key, value in source.classes.get(cls, {}).items() if key in ("slot", "numerics") and isinstance(value, str | None)
     }

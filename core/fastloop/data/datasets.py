@@ -30,6 +30,11 @@ class DatasetProtocol(Protocol):
     """Map-style: tokens of each sample. Plugins that group or pack samples use it; without it, they read every sample to measure its
     ``input_ids``, or do without."""
 
+    deterministic: bool
+    """Map-style: True if a sample follows from its index alone: reading it draws no random numbers, changes nothing, and may
+    happen in another thread. A collator may have the same attribute, with regard to its samples. If both are true,
+    ``device-prefetch`` reads ahead. Default: False."""
+
     shards_itself: bool
     """Iterable: True if ``__iter__`` yields only the share of the process and worker that calls it. fastloop then takes every sample it
     yields, evaluates without a count of batches common to all processes, and resumes only at an epoch's end. Default: False. Then

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any
+from itertools import islice
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from fastloop.data.datasets import Collate, MapReader, Stream
 from fastloop.data.sampler import StepSampler
-from fastloop.data.user_sampler import SamplerOrder, is_default_order
 from fastloop.errors import CheckpointError, DataError, UsageError
 from fastloop.runtime.tracebacks import user_line
 from fastloop.state import Batch, DataLoaderDraft
 
 log = logging.getLogger("fastloop")
+T = TypeVar("T")
 
 MAX_WARNINGS = 10
 """Unreadable samples that are logged; further ones are only counted."""
@@ -32,11 +34,12 @@ class Loader:
         micro_batch_size: Samples of a micro-batch on one process.
         pieces: See ``StepSampler``.
         split: Name of the split, for its worker settings and for messages.
-        sampler: The order of a map-style dataset, and whether to drop an incomplete last batch. A batch has ``batch_size`` samples in
-            training and the sampler's ``batch_size`` in evaluation. None: all samples in the default order.
+        sampler: Whether to drop an incomplete last batch. A batch has ``batch_size`` samples in training and the sampler's
+            ``batch_size`` in evaluation. If its ``sampler`` can be called with an epoch, that returns the ids of a map-style dataset in
+            their order. None, or any other sampler: all samples in the default order.
 
     Raises:
-        UsageError: The sampler's order cannot be repeated, or no sample is left.
+        UsageError: No sample is left.
 
     Attributes:
         unreadable: Number of samples that could not be read and were left out of their batches.
@@ -74,7 +77,7 @@ class Loader:
             "pin_memory": reading["pin_memory"],
             "generator": torch.Generator().manual_seed(seed),  # keep epochs from using the global state
         }
-        loader_class: type[DataLoader[Any]] = DataLoader
+        loader_class: type[DataLoader[Any]] = draft.thread_loader_class or DataLoader
         if reading["num_workers"]:
             arguments |= {name: reading[name] for name in draft.WORKERS}
             loader_class = reading["loader_class"] or DataLoader
@@ -92,15 +95,13 @@ class Loader:
                 self.stream.position.share_memory_()  # type: ignore[no-untyped-call] # so that persistent workers see changes
             self.loader = loader_class(self.stream, batch_size=micro_batch_size, **arguments)
             return
-        order, dropped_batch = None, 0
-        if sampler is not None:
-            if not is_default_order(sampler.sampler, dataset, shuffle, draft.arrange is not None):
-                order = SamplerOrder(sampler.sampler, split, seed)
-            if drop_last:
-                dropped_batch = batch_size if shuffle else sampler.batch_size
+        order: Any = sampler.sampler if sampler is not None and callable(sampler.sampler) else None
+        dropped_batch = 0
+        if sampler is not None and drop_last:
+            dropped_batch = batch_size if shuffle else sampler.batch_size
         arrange = partial(draft.arrange, dataset) if draft.arrange is not None else None
         divide = partial(draft.split, dataset) if draft.split is not None else None
-        size = len(dataset) if order is None else order.size
+        size = len(dataset if order is None else order)
         self.sampler = StepSampler(
             size, batch_size, micro_batch_size, rank, world_size, seed, shuffle, arrange, divide, pieces, order, dropped_batch
         )
@@ -156,7 +157,7 @@ class Loader:
             yield batch
 
     def close(self) -> None:
-        """End the worker processes."""
+        """End the worker processes, or the thread that reads ahead."""
         if hasattr(self.loader, "close"):
             self.loader.close()
 
@@ -170,6 +171,25 @@ class Loader:
                 group = []
         if group:
             yield group
+
+
+class Lookahead(Generic[T]):
+    """An iterator whose next item can be read early."""
+
+    def __init__(self, items: Iterable[T]) -> None:
+        self.items, self.early = iter(items), deque[T]()
+
+    def __iter__(self) -> Lookahead[T]:
+        return self
+
+    def __next__(self) -> T:
+        return self.early.popleft() if self.early else next(self.items)
+
+    def peek(self) -> T | None:
+        """The next item, which stays the next one. None: there is no more."""
+        if not self.early:
+            self.early.extend(islice(self.items, 1))
+        return self.early[0] if self.early else None
 
 
 def explain_error(error: Exception) -> str:

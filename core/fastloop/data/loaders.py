@@ -89,7 +89,7 @@ class Loaders:
         """Build the loader of each split.
 
         Raises:
-            UsageError: A sampler's order cannot be repeated.
+            UsageError: A split has no sample left.
         """
         if self._recipe.inference is None:
             self.train = self._build_loader("train", self.micro_batch_size)
@@ -123,7 +123,7 @@ class Loaders:
         return self.evaluation[split]
 
     def close(self) -> None:
-        """End the worker processes of every loader."""
+        """End the worker processes and threads of every loader."""
         for loader in self._all.values():
             loader.close()
 

@@ -9,8 +9,6 @@ import numpy as np
 import torch
 from torch.utils.data import Sampler
 
-from fastloop.data.user_sampler import SamplerOrder
-
 
 class MicroBatchIds(list[int]):
     """The sample ids of one micro-batch.
@@ -36,7 +34,7 @@ class StepSampler(Sampler[MicroBatchIds]):
         arrange: Reorders ids; see ``DataLoaderDraft``, without its first argument.
         split: Splits a step's ids into micro-batches; see ``DataLoaderDraft``, without its first argument.
         pieces: Number of micro-batches to cut each micro-batch of ``split`` into.
-        user_order: The order of a user's sampler; None: fastloop's.
+        user_order: Epoch -> sample ids, for the order of a user's sampler; None: fastloop's.
         drop_last: Drop the last samples of an epoch that do not fill a batch of this size; 0: keep all.
 
     Attributes:
@@ -56,7 +54,7 @@ class StepSampler(Sampler[MicroBatchIds]):
         arrange: Callable[[list[int], int, torch.Generator | None], list[int]] | None = None,
         split: Callable[[list[int], int], list[list[int]]] | None = None,
         pieces: int = 1,
-        user_order: SamplerOrder | None = None,
+        user_order: Callable[[int], list[int]] | None = None,
         drop_last: int = 0,
     ) -> None:
         self.drawn, self.size = size, size // drop_last * drop_last if drop_last else size

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
+from datetime import timedelta
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
 
+from fastloop.distributed.processes import Processes
 from fastloop.distributed.ranks import LOOPBACK, rank, world_size
 from fastloop.errors import PluginError
 from fastloop.recipe import Recipe
@@ -23,8 +25,8 @@ PRECISIONS = ("no", "bf16", "fp16")
 """Accelerate's mixed precisions that keep the model's parameters. Its fp8 replaces them after the optimizer was built."""
 
 
-def build_accelerator(recipe: Recipe, resolution: PluginSet) -> Accelerator:
-    """Build the run's ``Accelerator``.
+def build_accelerator(recipe: Recipe, resolution: PluginSet) -> tuple[Accelerator, Processes]:
+    """Build the run's ``Accelerator``, and connect its processes.
 
     Raises:
         PluginError: A plugin set a precision that is not in ``PRECISIONS``; or see ``check_launcher``.
@@ -44,10 +46,12 @@ def build_accelerator(recipe: Recipe, resolution: PluginSet) -> Accelerator:
     cpu = this_machine(recipe.train.device).device == "cpu"  # explicit, because otherwise Accelerate does not connect processes on CPUs
     if AcceleratorState._shared_state and AcceleratorState().mixed_precision != draft.mixed_precision:
         AcceleratorState._reset_state(reset_partial_state=False)  # an earlier run of this process had another precision
-    PartialState(cpu=cpu, **(draft.init_handler.to_kwargs() if draft.init_handler else {}), **_own_store())
+    timeout = None if draft.timeout is None else timedelta(seconds=draft.timeout)
+    connection = draft.init_handler.to_kwargs() if draft.init_handler else {}
+    PartialState(cpu=cpu, **connection, **({"timeout": timeout} if timeout else {}), **_own_store())
     accelerator = Accelerator(mixed_precision=draft.mixed_precision, cpu=cpu, kwargs_handlers=draft.handlers())
     accelerator.state.__dict__ = dict(accelerator.state.__dict__)  # transformers' TrainingArguments clears the state that all share
-    return accelerator
+    return accelerator, Processes(accelerator, timeout)
 
 
 def restore_shared_state(accelerator: Accelerator) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,15 +26,24 @@ class Processes:
         world_size: Number of processes.
         is_main: Whether this process writes files and logs: rank 0.
         host_group: The process group for CPU tensors and objects; None: the default group, or one process.
+
+    Args:
+        timeout: How long a process waits for another; None: torch's default.
     """
 
-    def __init__(self, accelerator: Accelerator | None = None) -> None:
+    def __init__(self, accelerator: Accelerator | None = None, timeout: timedelta | None = None) -> None:
         self.rank, self.world_size, needs_group = 0, 1, False
         if accelerator is not None:
             self.rank, self.world_size = accelerator.process_index, accelerator.num_processes
             needs_group = self.world_size > 1 and accelerator.device.type != "cpu"
         self.is_main = self.rank == 0
-        self.host_group: torch.distributed.ProcessGroup | None = torch.distributed.new_group(backend="gloo") if needs_group else None
+        self._timeout = timeout
+        self.host_group: torch.distributed.ProcessGroup | None = self.new_host_group() if needs_group else None
+
+    def new_host_group(self) -> torch.distributed.ProcessGroup:
+        """A further group for CPU tensors and objects, such as that of a thread. Every process must call it."""
+        group: torch.distributed.ProcessGroup = torch.distributed.new_group(timeout=self._timeout, backend="gloo")
+        return group
 
     def barrier(self) -> None:
         """Wait until every process has called this."""
@@ -75,4 +85,6 @@ class Processes:
         except (RuntimeError, torch.distributed.DistError) as error:
             if self.world_size == 1 or not (isinstance(error, torch.distributed.DistError) or "gloo" in str(error)):
                 raise
-            raise ProcessLost(f"process {self.rank} of {self.world_size} lost the connection to another, which ended first.") from error
+            timed_out = "timed out" in str(error).lower()
+            why = "which did not respond in time (option timeout of the strategy)" if timed_out else "which ended first"
+            raise ProcessLost(f"process {self.rank} of {self.world_size} lost the connection to another, {why}.") from error

@@ -45,7 +45,6 @@ class AsyncSave(Plugin):
 
     @hookimpl
     def write_checkpoint(self, run: Run, folder: Path, model: dict[str, Tensor], state: dict[str, Any]) -> Future[None] | None:
-        import torch
         from torch.distributed.tensor import DTensor
 
         from fastloop.checkpoint import resume
@@ -54,7 +53,7 @@ class AsyncSave(Plugin):
         if not (sharded or run.is_main):
             return None  # only the main process writes
         if sharded and self.group is None:
-            self.group = torch.distributed.new_group(backend="gloo")
+            self.group = run.processes.new_host_group()
         copies, event = snapshot(model, state, self.copies)
         written: Future[None] = Future()
 

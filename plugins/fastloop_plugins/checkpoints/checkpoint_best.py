@@ -82,7 +82,7 @@ class CheckpointBest(Plugin):
         run.processes.barrier()  # for the main process to have written them
         if wrong := checkpoint.verify(path, wait=not run.is_main):
             raise UsageError(f"{path}: the best weights cannot be used: {wrong}.")
-        run.hooks.load_model_state(run=run, state=checkpoint.read(path, resume.sharded_target(run))[0])
+        run.strategy.load_model_state(run, checkpoint.read(path, resume.sharded_target(run), run.processes.host_group)[0])
         self.tidy(run)  # what the last checkpoint names stays: the final evaluation came after it, and a resumed run repeats that
 
     @hookimpl
@@ -118,9 +118,9 @@ class CheckpointBest(Plugin):
         worst = self.kept[-1][1] if len(self.kept) == self.config.keep_checkpoints else None
         if not self.monitor.better(value, worst):
             return
-        weights, failed = run.hooks.model_state(run=run), False
+        weights, failed = run.strategy.model_state(run), False
         try:
-            checkpoint.write(run.folder / self.path(step), weights, {"step": step, "value": value}, run.is_main)
+            checkpoint.write(run.folder / self.path(step), weights, {"step": step, "value": value}, run.is_main, run.processes.host_group)
         except SaveError as error:
             run.saver.report_failure(str(error))
             failed = True

@@ -55,6 +55,11 @@ class PackedCollator:
         self.collate, self.multiple = collate, multiple or 1
         self.first_position, self.varlen, self.longest = 0, False, 0
 
+    @property
+    def deterministic(self) -> bool:
+        """As in ``DatasetProtocol``."""
+        return getattr(self.collate, "deterministic", False)
+
     def __call__(self, samples: list[Any]) -> Batch:
         if hasattr(self.collate, "ragged"):
             ragged: Ragged = self.collate.ragged(samples)
@@ -104,11 +109,20 @@ def unpadded(batch: Any, lengths: list[int]) -> Ragged:
     return Ragged(columns=columns, fixed=fixed, loss_weight=batch.loss_weight, tokens=batch.tokens)
 
 
-def pack_with(packed: PackedCollator, collate: Callable[[list[Any]], Any], samples: list[Any]) -> Batch:
-    """Collate with another collator, and pack with the current settings of ``packed``: the model may be adapted after this is built."""
-    other = copy.copy(packed)
-    other.collate = collate
-    return other(samples)
+class OtherPackedCollator:
+    """Collates with another collator, and packs with the current settings of ``packed``.
+
+    The model may be adapted after this is built.
+    """
+
+    def __init__(self, packed: PackedCollator, collate: Callable[[list[Any]], Any]) -> None:
+        self.packed, self.collate = packed, collate
+        self.deterministic: bool = getattr(collate, "deterministic", False)
+
+    def __call__(self, samples: list[Any]) -> Batch:
+        other = copy.copy(self.packed)
+        other.collate = self.collate
+        return other(samples)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator] # each combination of lengths would need its own graph

@@ -7,6 +7,9 @@ The batches do not depend on the number of workers. ``auto`` uses all but one of
 quota of processor time limits that number. A dataset's random numbers are seeded for each batch, so they are the same for any number
 of workers from 1. Workers send batches through shared memory. ``/dev/shm`` needs room for ``num_workers`` x ``prefetch_factor`` batches of
 each process; Docker gives it 64 MiB (``--shm-size``).
+
+The training process must unpack each batch of a worker, which takes longer than to collate token ids. On CUDA, ``auto`` therefore leaves
+token ids in memory to the thread of ``device-prefetch``.
 """
 
 from __future__ import annotations
@@ -51,8 +54,13 @@ class DataLoaderWorkers(Plugin):
 
     @classmethod
     def recommend(cls, recipe: Recipe, machine: Machine) -> Recommendation | None:
-        """Beside a device that leaves processors free."""
-        if machine.device == "cpu":
+        """Beside a device that leaves processors free.
+
+        On CUDA not for token ids in memory: a thread of ``device-prefetch`` reads them.
+        """
+        from fastloop_plugins._models import has_token_arrays
+
+        if machine.device == "cpu" or (machine.device == "cuda" and has_token_arrays(recipe)):
             return None
         return Recommendation(why="workers prepare batches while the device computes", options={"num_workers": 2})
 

@@ -1,11 +1,17 @@
 """Copies the next step's batches to the GPU while the current step is computed.
 
     plugins:
-      - dataloader-workers
       - device-prefetch
 
-Copies go from pinned memory to the GPU on a separate CUDA stream. A step is read ahead only with worker processes: without them, the
-dataset would draw random numbers in the training process too early.
+Copies go from page-locked memory to the GPU on a separate CUDA stream. Later batches use the same page-locked memory, as soon
+as the copy from it is complete.
+
+A thread reads and collates the next batches if that draws no random numbers: token ids in memory (``text-classification``,
+``token-classification``, ``causal-lm``, ``seq2seq``), also with ``packing`` and ``length-bucketing``. The training process waits
+less for a thread than for worker processes, whose batches it must unpack. Other data is read ahead with ``dataloader-workers``:
+without it, a dataset would draw random numbers in the training process too early.
+
+If a batch of your own dataset and collator follows from the ids of its samples, set ``deterministic = True`` on both.
 """
 
 from __future__ import annotations
@@ -50,16 +56,27 @@ class DevicePrefetch(Plugin):
     @hookimpl
     def configure_dataloader(self, draft: DataLoaderDraft) -> None:
         if self.kind == "cuda":
+            from fastloop_plugins.data._read_ahead import ReadAheadLoader
+
+            draft.thread_loader_class = ReadAheadLoader
             draft.placing = self.copied if draft.num_workers else self.copied_when_read
 
     @hookimpl
     def check_run(self, run: Run) -> None:
         if self.kind != "cuda":
             logger.warning("device-prefetch: the device is %s: there is nothing to prefetch", self.kind)
-        elif not run.loader_settings.num_workers:
+        elif not run.loader_settings.num_workers and not self.is_deterministic(run):
             logger.warning(
-                "device-prefetch: no workers read batches, so none is prefetched. Add dataloader-workers with num_workers of 1 or more."
+                "device-prefetch: reading a batch may draw random numbers, so no thread reads ahead. "
+                "Add dataloader-workers with num_workers of 1 or more."
             )
+
+    def is_deterministic(self, run: Run) -> bool:
+        """Whether a thread reads the first split ahead."""
+        from fastloop_plugins.data._read_ahead import is_deterministic
+
+        loaders = run.loaders
+        return is_deterministic(loaders.datasets.get(loaders.first), loaders.collators.get(loaders.first))
 
     def copied(self, steps: Iterable[list[Batch]], to_device: Callable[[list[Batch]], list[Batch]]) -> Iterator[list[Batch]]:
         """Steps on the device. Each is returned when the copy of the next one has started."""

@@ -105,6 +105,7 @@ class Part:
 
         self.datasets, self.ids = datasets, ids
         self.joined: ConcatDataset[Any] = ConcatDataset(datasets)
+        self.deterministic = all(getattr(dataset, "deterministic", False) for dataset in datasets)
         for name in ("lengths", "labels"):
             values = [getattr(dataset, name, None) for dataset in datasets]
             if all(value is not None for value in values):

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Plugin, PluginError, Recommendation, SpeedupEstimate, hookimpl
@@ -79,13 +78,13 @@ class Packing(Plugin):
 
     @hookimpl(wrapper=True)
     def build_collator(self, run: Run, split: str) -> Generator[None, Callable[[list[Any]], Any], Callable[[list[Any]], Batch]]:
-        from fastloop_plugins.data._packing import PackedCollator, pack_with
+        from fastloop_plugins.data._packing import OtherPackedCollator, PackedCollator
 
         collate = yield
         if getattr(collate, "generates", False):
             return collate
         if split != run.loaders.first:
-            return partial(pack_with, self.collator, collate)
+            return OtherPackedCollator(self.collator, collate)
         self.collator = PackedCollator(collate, run.loader_settings.pad_to_multiple_of)
         return self.collator
 

@@ -39,15 +39,14 @@ log = logging.getLogger("fastloop")
 STEPS = 8
 """Optimizer steps in which the hooks of a step are checked: a plugin that acts in every few steps acts at least once."""
 STEP_HOOKS = {
-    "before_step", "compute_loss", "backward", "after_backward", "clip_gradients", "before_optimizer_step", "after_step",
+    "before_step", "compute_loss", "after_backward", "before_optimizer_step", "after_step",
     "log_scalars",
 }  # fmt: skip
 """Hooks that are called in every step, or in many."""
-UNCHECKED = {"train_step", "on_exception", "teardown"}
+UNCHECKED = {"train_step", "teardown"}
 """The loop checks ``train_step`` in every step. At the end of a run, an error would hide the run's own."""
 NEEDED = {
-    "build_datasets", "build_model", "build_optimizer", "prepare", "compute_loss", "clip_gradients", "evaluate",
-    "model_state", "optimizer_state", "write_checkpoint",
+    "build_datasets", "build_model", "build_optimizer", "compute_loss", "evaluate", "write_checkpoint",
 }  # fmt: skip
 """*First* hooks whose result the run needs: a wrapper must return one."""
 COUNTERS = ("step", "epoch", "epoch_samples", "samples", "tokens")

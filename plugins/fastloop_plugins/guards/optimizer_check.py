@@ -16,7 +16,7 @@ import logging
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
-from fastloop import Plugin, PluginError, hookimpl
+from fastloop import Plugin, PluginError, Strategy, hookimpl
 from fastloop_plugins.guards._parameters import LISTED, by_module, missing_parameters, orphaned_parameters
 
 if TYPE_CHECKING:
@@ -54,12 +54,14 @@ class OptimizerCheck(Plugin):
     def auto_enable(cls, recipe: Recipe) -> str:
         return "every run checks its optimizer"
 
-    @hookimpl(wrapper=True, tryfirst=True)  # around the wrappers of other plugins
-    def prepare(self, run: Run, model: nn.Module, optimizer: Any) -> Generator[None, Any, Any]:
-        self.compare_built(run, model, optimizer)
-        prepared = yield
-        self.compare(run, "prepare", *prepared)
-        return prepared
+    @hookimpl(wrapper=True, tryfirst=True)  # the optimizer is built, and the strategy has not changed it
+    def build_scheduler(self, run: Run, optimizer: Any) -> Generator[None, Any, Any]:
+        self.compare_built(run, run.unwrap_model(), optimizer)
+        return (yield)
+
+    @hookimpl(tryfirst=True)
+    def after_prepare(self, run: Run, model: nn.Module) -> None:
+        self.compare(run, "prepare", model, run.optimizer)
 
     @hookimpl(tryfirst=True)
     def check_run(self, run: Run) -> None:
@@ -109,7 +111,7 @@ class OptimizerCheck(Plugin):
                 run.plugins.unsubscribe(self, hook)
 
     def compare_built(self, run: Run, model: nn.Module, optimizer: Any) -> None:
-        """Compare the parameters before ``prepare``, and log differences. They are accepted later."""
+        """Compare the parameters as the optimizer was built, and log differences. They are accepted later."""
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.built = list(model.parameters())
         missing, orphans = missing_parameters(model, optimizer), orphaned_parameters(model, optimizer)
@@ -152,7 +154,10 @@ class OptimizerCheck(Plugin):
         )
 
     def others(self, run: Run, hook: str) -> list[str]:
-        """The other plugins that implement a hook, in call order; those that only fill in for others if there is no other."""
+        """The other plugins that implement a hook, in call order; those that only fill in for others if there is no other.
+        For ``prepare``: the strategy, if it overrides this method."""
+        if hook == "prepare":
+            return [run.strategy.name] * (type(run.strategy).prepare is not Strategy.prepare)
         found = [plugin for plugin, _ in run.plugins.each(hook) if plugin.name != self.name]
         return [plugin.name for plugin in found if hook not in plugin.fallback_hooks] or [plugin.name for plugin in found]
 

@@ -5,7 +5,7 @@
 
 For the architectures that liger-kernel supports (Llama, Qwen, Gemma, Mistral and others), on CUDA. Needs the extra:
 ``pip install 'fastloop-train[liger]'``. Head and loss are fused only if the model computes the loss from ``labels`` in the batch, as it
-does under transformers' ``Trainer``. The task ``causal-lm`` computes its own loss. Liger patches some functions of transformers for the
+does under transformers' ``Trainer``. For the task ``causal-lm``, add `fused-loss`. Liger patches some functions of transformers for the
 entire process.
 """
 
@@ -43,5 +43,6 @@ class Liger(Plugin):
             logger.warning("liger: there are no kernels for %s: it stays as it is", kind or type(model).__name__)
             return
         fused = type(model).__name__.endswith("ForCausalLM")  # the forward that comes with it is a language model's
+        fused = fused and "vocabulary" not in vars(model)  # the forward of the task computes the loss
         _apply_liger_kernel_to_instance(model=patched, fused_linear_cross_entropy=fused)
         logger.info("liger: kernels for %s%s", kind, ", the head and its loss in one" * fused)

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from fastloop import Plugin
+from fastloop.hook_callers import enclose
 from fastloop.hooks import PluginSet
 from fastloop.runtime.regions import region
 
 
 @contextmanager
 def hook_regions(plugins: PluginSet) -> Iterator[None]:
-    """Inside the block, show each call of a plugin's hook as ``fastloop/PLUGIN.HOOK``. Wrappers get no region."""
+    """Inside the block, show the code of each plugin's hook as ``fastloop/PLUGIN.HOOK``."""
 
     def surround(plugin: Plugin, hook: str, function: Callable[..., Any], is_wrapper: bool) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def call(*arguments: Any) -> Any:
-            with region(f"{plugin.name}.{hook}"):
-                return function(*arguments)
-
-        return function if is_wrapper else call
+        return enclose(function, is_wrapper, lambda: region(f"{plugin.name}.{hook}"))
 
     undo = plugins.manager.replace(surround)
     try:

@@ -5,7 +5,8 @@
 
 ``auto`` uses bf16 if the device supports it, else fp16. fp16 scales the loss and skips optimizer steps whose gradients overflow. A skipped
 step counts as a step and its samples count as trained, but the learning rate schedule does not advance. For fp8, list ``torchao-fp8`` in
-addition to ``amp: {dtype: bf16}``. If a strategy's ``prepare`` leaves out autocast, the first step ends with an error.
+addition to ``amp: {dtype: bf16}``. fastloop applies autocast under every strategy. If one applies the precision itself, as DeepSpeed does,
+and leaves it out, the first step ends with an error.
 """
 
 from __future__ import annotations
@@ -110,9 +111,9 @@ class Amp(Plugin):
             draft.scaler_handler = GradScalerKwargs(init_scale=self.config.init_scale, growth_interval=self.config.growth_interval)
 
     @hookimpl(trylast=True)
-    def after_prepare(self, run: Run, model: nn.Module) -> None:
-        """Unless Accelerate prepared the model, record in the first step whether its layers compute in the smaller dtype."""
-        if self.dtype == "no" or any("_original_forward" in vars(module) for module in (*model.modules(), *run.unwrap_model().modules())):
+    def after_prepare(self, run: Run) -> None:
+        """If the strategy applies the precision itself, record in the first step whether layers compute in the smaller dtype."""
+        if self.dtype == "no" or not run.strategy.sets_precision:
             run.plugins.unsubscribe(self, "before_optimizer_step")
             return
         for layer in run.unwrap_model().modules():
@@ -180,9 +181,7 @@ class Amp(Plugin):
             recorder.remove()
         run.plugins.unsubscribe(self, "before_optimizer_step")
         if not self.is_applied:
-            strategy = run.plugins.in_slot("strategy")
             raise PluginError(
-                f"{run.recipe.where}: plugins.{self.name}: the first step computed in fp32, because prepare of the strategy {strategy!r} "
-                "applied no autocast. Let it call run.accelerator.prepare_model(model, evaluation_mode=True), which adds autocast and no "
-                f"DDP. Or remove {self.name}."
+                f"{run.recipe.where}: plugins.{self.name}: the first step computed in fp32, because prepare of the strategy "
+                f"{run.strategy.name!r} applied no autocast. Remove its sets_precision, so that fastloop applies it. Or remove {self.name}."
             )

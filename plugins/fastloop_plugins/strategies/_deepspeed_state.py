@@ -92,7 +92,7 @@ class Sharded:
         with deepspeed.zero.GatheredParameters([weight], enabled=self.stage == 3):
             return weight.detach().float() if self.half else weight.detach().clone()
 
-    def load_model_state(self, run: Run, state: dict[str, Tensor]) -> None:
+    def load_model_state(self, run: Run, state: Mapping[str, Tensor]) -> None:
         """Load full or sharded weights into the model, and into its fp32 copies.
 
         Raises:

@@ -66,8 +66,8 @@ class Launcher:
         for need in self.plugin.requirements:
             if missing := need.missing(self.plugin, this_machine(self.recipe.train.device)):
                 raise PluginError(
-                    f"{self.recipe.where}: accelerate's configuration asks for {asked!r} ({variable}), and {place} {missing} "
-                    "Take it out there."
+                    f"{self.recipe.where}: accelerate's configuration asks for {asked!r} ({variable}), and {place} "
+                    f"{missing.removesuffix('.')}. Take it out there."
                 )
         if is_ours and plugin in plugins:
             plugins[plugin] = {**(plugins[plugin] or {}), key: value}

@@ -1,6 +1,6 @@
 """The sizes that a strategy estimates its memory from, for `fastloop plan --device-memory`.
 
-A strategy plugin declares a class method ``estimate_memory(layout)``. It yields a mapping for each of its variants:
+A strategy overrides the class method ``estimate_memory(layout)``. It yields a mapping for each of its variants:
 
 * ``name``: the variant in the table, such as ``zero-2``; ``options``: the plugin's options for it;
 * ``listed``: whether ``layout.options`` already select it; default True;

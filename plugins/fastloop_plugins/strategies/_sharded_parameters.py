@@ -65,8 +65,9 @@ def try_step(optimizer: Any, where: str) -> None:
         except Exception as error:
             if all(TENSOR_CODE not in frame.filename for frame in traceback.extract_tb(error.__traceback__)):
                 continue  # not about divided tensors: the optimizer may need more than a trial has
+            reason = str(error).partition(". ")[0].removesuffix(".")
             raise PluginError(
-                f"{where}: train.optimizer: {type(member).__name__} cannot step divided weights: {str(error).partition('. ')[0]}. "
+                f"{where}: train.optimizer: {type(member).__name__} cannot step divided weights: {reason}. "
                 "Use another, such as AdamW, or the strategy ddp."
             ) from None
 

@@ -17,10 +17,12 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from fastloop import AcceleratorDraft, Device, Plugin, PluginError, Recommendation, When, hookimpl, option
+from fastloop import AcceleratorDraft, Device, PluginError, Recommendation, Strategy, When, hookimpl, option
+from fastloop_plugins.strategies._timeout import Timeout, set_timeout
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.optim import Optimizer
 
     from fastloop import Run
     from fastloop.recipe import Recipe
@@ -30,11 +32,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("fastloop")
 
 
-class DDP(Plugin):
+class DDP(Strategy):
     """Torch's DistributedDataParallel, through Accelerate."""
 
     name = "ddp"
-    slot = "strategy"
     numerics = "reassociated"
     requirements = (When(lambda config: config.sync_batch_norm, Device("cuda")),)
     description = "averages gradients over the processes"
@@ -49,6 +50,7 @@ class DDP(Plugin):
         static_graph: Annotated[bool, option("Every step uses the same weights in the same order, so torch can plan ahead.")] = False
         sync_batch_norm: Annotated[bool, option("Compute batch norm over the samples of all processes (CUDA).")] = False
         compress: Annotated[Literal["bf16", "fp16"] | None, option("All-reduce gradients in this dtype: half the bytes.")] = None
+        timeout: Timeout = None
 
     @classmethod
     def recommend(cls, recipe: Recipe, machine: Machine) -> Recommendation | None:
@@ -72,6 +74,7 @@ class DDP(Plugin):
         from accelerate.utils import DistributedDataParallelKwargs
 
         config = self.config
+        set_timeout(self, draft)
         draft.ddp_handler = DistributedDataParallelKwargs(
             gradient_as_bucket_view=config.gradient_as_bucket_view,
             bucket_cap_mb=config.bucket_cap_mb,
@@ -88,18 +91,14 @@ class DDP(Plugin):
             return converted
         return None
 
-    @hookimpl
-    def after_prepare(self, run: Run, model: nn.Module) -> None:
-        if self.config.compress is None or run.world_size == 1:
-            return
-        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
-
-        hook = {"bf16": bf16_compress_hook, "fp16": fp16_compress_hook}[self.config.compress]
-
-        def compress(group, bucket):  # type: ignore[no-untyped-def] # torch checks annotations, and rejects its own hook by name on a CPU
-            return hook(group, bucket)
-
-        model.register_comm_hook(None, compress)  # type: ignore[operator]
+    def prepare(self, run: Run, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Any]:
+        wrapped, optimizer = super().prepare(run, model, optimizer)
+        if run.world_size > 1:
+            if not model.state_dict().keys() & dict(model.named_buffers()).keys():
+                wrapped.broadcast_buffers = False  # type: ignore[assignment] # training changes no buffer that is not saved
+            if self.config.compress is not None:
+                compress_gradients(wrapped, self.config.compress)
+        return wrapped, optimizer
 
     @hookimpl
     def check_run(self, run: Run) -> None:
@@ -129,3 +128,15 @@ class DDP(Plugin):
                 "plugin 'ddp': the loss does not depend on all of the model's trained weights, so DDP waits for gradients in vain. "
                 "Set plugins.ddp.find_unused_parameters: true, or freeze them."
             ) from error
+
+
+def compress_gradients(model: nn.Module, dtype: Literal["bf16", "fp16"]) -> None:
+    """Let DDP reduce gradients in a dtype of half the bytes."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
+
+    hook = {"bf16": bf16_compress_hook, "fp16": fp16_compress_hook}[dtype]
+
+    def compress(group, bucket):  # type: ignore[no-untyped-def] # torch checks annotations, and rejects its own hook by name on a CPU
+        return hook(group, bucket)
+
+    model.register_comm_hook(None, compress)  # type: ignore[operator]

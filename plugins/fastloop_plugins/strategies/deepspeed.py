@@ -19,13 +19,14 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from fastloop import Package, Plugin, PluginError, hookimpl, option
+from fastloop import AcceleratorDraft, Package, PluginError, Strategy, hookimpl, option
 from fastloop_plugins.strategies._deepspeed_config import Configuration
+from fastloop_plugins.strategies._timeout import Timeout, set_timeout
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -37,11 +38,11 @@ if TYPE_CHECKING:
     from fastloop_plugins.strategies._module_order import ModuleOrder
 
 
-class DeepSpeed(Plugin):
+class DeepSpeed(Strategy):
     """ZeRO through ``deepspeed.initialize``; the loop still controls steps, accumulation and the learning rate."""
 
     name = "deepspeed"
-    slot = "strategy"
+    sets_precision = True  # the engine does
     numerics = "reassociated"
     requirements = (Package("deepspeed", ">=0.19", extra="deepspeed"),)
     description = "shards optimizer state, gradients and weights over the processes"
@@ -58,6 +59,7 @@ class DeepSpeed(Plugin):
         overlap_comm: Annotated[bool | None, option("Overlap the reduction of gradients with backward; null: DeepSpeed's default.")] = None
         bucket_size: Annotated[int | None, option("Gradient elements reduced at once; null: DeepSpeed's default.", ge=1)] = None
         config: Annotated[str | None, option("A JSON file of DeepSpeed's own options.")] = None
+        timeout: Timeout = None
 
     @classmethod
     def estimate_memory(cls, layout: Layout) -> Iterator[dict[str, Any]]:
@@ -75,6 +77,9 @@ class DeepSpeed(Plugin):
         self.configuration = Configuration(recipe, self)
 
     @hookimpl
+    def configure_accelerator(self, draft: AcceleratorDraft) -> None:
+        set_timeout(self, draft)
+
     def prepare(self, run: Run, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Any]:
         import torch
 
@@ -133,8 +138,7 @@ class DeepSpeed(Plugin):
     def check_run(self, run: Run) -> None:
         self.configuration.check_others(run)
 
-    @hookimpl
-    def backward(self, loss: Tensor) -> bool:
+    def backward(self, run: Run, loss: Tensor) -> None:
         if self.sharded.has_gradients and self.configuration.stage in (1, 2):
             raise PluginError(
                 f"plugins.deepspeed.stage: {self.configuration.stage} keeps only the gradients of the last run.accumulate_gradients, and a "
@@ -145,7 +149,6 @@ class DeepSpeed(Plugin):
         self.engine.backward(loss.clone(), scale_wrt_gas=False)
         self.reduction.gradients.attach()
         self.sharded.has_gradients = self.engine.is_gradient_accumulation_boundary()
-        return True
 
     @hookimpl(tryfirst=True)  # before plugins that read gradients
     def after_backward(self) -> None:
@@ -156,7 +159,6 @@ class DeepSpeed(Plugin):
         for parameter in unused:
             parameter.grad = None
 
-    @hookimpl
     def clip_gradients(self, run: Run, max_norm: float) -> Tensor:
         """The norm before DeepSpeed clips, inside its step. Stage 0 has whole gradients: they are clipped here."""
         import torch
@@ -171,20 +173,14 @@ class DeepSpeed(Plugin):
             return total_norm(parameter.grad for parameter in run.model.parameters() if parameter.grad is not None)
         return zero_norm(zero, self.configuration.stage, run.device)
 
-    @hookimpl
     def model_state(self, run: Run) -> dict[str, Any]:
         return self.sharded.model_state(run)
 
-    @hookimpl
-    def load_model_state(self, run: Run, state: dict[str, Tensor]) -> bool:
+    def load_model_state(self, run: Run, state: Mapping[str, Tensor]) -> None:
         self.sharded.load_model_state(run, state)
-        return True
 
-    @hookimpl
     def optimizer_state(self, run: Run) -> dict[str, Any]:
         return self.sharded.optimizer_state(run)
 
-    @hookimpl
-    def load_optimizer_state(self, run: Run, state: dict[str, Any]) -> bool:
+    def load_optimizer_state(self, run: Run, state: dict[str, Any]) -> None:
         self.sharded.load_optimizer_state(run, state)
-        return True

@@ -29,15 +29,16 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from fastloop import AcceleratorDraft, Device, Plugin, PluginError, When, hookimpl, option
+from fastloop import AcceleratorDraft, Device, PluginError, Strategy, When, hookimpl, option
 from fastloop_plugins.kernels._blocks import transformer_blocks
 from fastloop_plugins.strategies._fsdp_groups import fill_gradients, held_back, make_mesh
 from fastloop_plugins.strategies._gradients import Gradients
 from fastloop_plugins.strategies._meta_init import MetaInit
 from fastloop_plugins.strategies._module_order import ModuleOrder
+from fastloop_plugins.strategies._timeout import Timeout, set_timeout
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
     from torch.optim import Optimizer
 
     from fastloop import Run
@@ -47,11 +48,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("fastloop")
 
 
-class FSDP(Plugin):
+class FSDP(Strategy):
     """Torch's ``fully_shard``, applied to each block and to the model."""
 
     name = "fsdp"
-    slot = "strategy"
     numerics = "reassociated"
     runs_after = ("lora", "activation-checkpointing")
     requirements = (When(lambda config: config.cpu_offload, Device("cuda", "xpu")),)
@@ -71,6 +71,7 @@ class FSDP(Plugin):
         hold_gradients: Annotated[bool, option("Reduce gradients only in the last micro-step; keeps full gradients until then.")] = False
         cpu_offload: Annotated[bool, option("Keep the shards in the host's memory, and step there.")] = False
         meta_device: Annotated[bool, option("Only the main process builds the model; the others receive their shards from it.")] = False
+        timeout: Timeout = None
 
     @classmethod
     def estimate_memory(cls, layout: Layout) -> Iterator[dict[str, Any]]:
@@ -94,6 +95,7 @@ class FSDP(Plugin):
 
     @hookimpl
     def configure_accelerator(self, draft: AcceleratorDraft) -> None:
+        set_timeout(self, draft)
         if self.config.cpu_offload:
             from accelerate.utils import InitProcessGroupKwargs
 
@@ -146,19 +148,17 @@ class FSDP(Plugin):
             name = "set_requires_gradient_sync" if config.hold_gradients else "set_requires_all_reduce"
             model.no_sync = lambda: held_back(getattr(model, name))  # type: ignore[assignment] # Accelerate calls it
 
-    @hookimpl
-    def prepare(self, run: Run, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer] | None:
+    def prepare(self, run: Run, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Any]:
         import torch
 
         if not torch.distributed.is_initialized():
-            return None
+            return super().prepare(run, model, optimizer)
         from fastloop_plugins.strategies._sharded_parameters import try_step
 
         try_step(optimizer, run.recipe.where)
-        prepared = run.accelerator.prepare_model(model, evaluation_mode=True)  # adds autocast, but no DDP
         self.gradients = Gradients(run, model.parameters())
         fill_gradients(model, self.gradients)
-        return prepared, optimizer
+        return model, optimizer
 
     @hookimpl(wrapper=True)
     def compute_loss(self) -> Generator[None, Any, Any]:
@@ -166,12 +166,10 @@ class FSDP(Plugin):
             self.order.restart()
         return (yield)
 
-    @hookimpl(wrapper=True)
-    def backward(self) -> Generator[None, Any, Any]:
-        result = yield
+    def backward(self, run: Run, loss: Tensor) -> None:
+        super().backward(run, loss)
         if self.gradients is not None:
             self.gradients.attach()
-        return result
 
     @hookimpl(tryfirst=True)  # before plugins that read gradients
     def after_backward(self) -> None:

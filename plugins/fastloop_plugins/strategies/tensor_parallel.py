@@ -22,8 +22,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fastloop import DataLoaderDraft, Plugin, PluginError, hookimpl
+from fastloop import AcceleratorDraft, DataLoaderDraft, PluginError, Strategy, hookimpl
 from fastloop_plugins._models import transformers_model
+from fastloop_plugins.strategies._timeout import Timeout, set_timeout
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -36,11 +37,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("fastloop")
 
 
-class TensorParallel(Plugin):
+class TensorParallel(Strategy):
     """Torch's ``parallelize_module`` with the plan of the model."""
 
     name = "tensor-parallel"
-    slot = "strategy"
     numerics = "reassociated"
     runs_after = ("activation-checkpointing",)
     conflicts = {
@@ -55,7 +55,9 @@ class TensorParallel(Plugin):
 
     @dataclass(kw_only=True)
     class Config:
-        """No options."""
+        """Options."""
+
+        timeout: Timeout = None
 
     @classmethod
     def estimate_memory(cls, layout: Layout) -> Iterator[dict[str, Any]]:
@@ -100,6 +102,10 @@ class TensorParallel(Plugin):
         self.drew_together = False
 
     @hookimpl
+    def configure_accelerator(self, draft: AcceleratorDraft) -> None:
+        set_timeout(self, draft)
+
+    @hookimpl
     def configure_dataloader(self, draft: DataLoaderDraft) -> None:
         draft.same_batches = True
 
@@ -118,14 +124,13 @@ class TensorParallel(Plugin):
         mesh = init_device_mesh(run.device.type, (run.world_size,))
         parallelize_module(found, mesh, styles(found, rules, run.world_size, where))
 
-    @hookimpl
-    def prepare(self, run: Run, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer] | None:
+    def prepare(self, run: Run, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Any]:
         if run.world_size == 1:
-            return None
+            return super().prepare(run, model, optimizer)
         from fastloop_plugins.strategies._sharded_parameters import try_step
 
         try_step(optimizer, run.recipe.where)
-        return run.accelerator.prepare_model(model, evaluation_mode=True), optimizer  # adds autocast, but no DDP
+        return model, optimizer
 
     @hookimpl
     def check_run(self, run: Run) -> None:
@@ -141,7 +146,6 @@ class TensorParallel(Plugin):
             restore_random_states(run.processes.all_gather_object(random_states())[0])
         self.drew_together = True
 
-    @hookimpl
     def clip_gradients(self, run: Run, max_norm: float) -> Tensor:
         """Torch's own cannot clip divided and whole gradients together."""
         from fastloop.distributed.tensors import total_norm

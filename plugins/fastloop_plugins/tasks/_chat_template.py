@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastloop import RecipeError
 from fastloop_plugins.tasks._chat_rows import ROLES
+from fastloop_plugins.tasks._time_limit import limit_time
 
 if TYPE_CHECKING:
     from fastloop.recipe import Recipe
@@ -104,8 +105,13 @@ class ChatRenderer:
             where: Returns the name of the row in messages.
 
         Raises:
-            RecipeError: The template rejects the conversation, leaves out a part of it, or does not show which tokens are the assistant's.
+            RecipeError: The template rejects the conversation, leaves out a part of it, does not show which tokens are the assistant's, or
+                takes too long.
         """
+        with limit_time(where):
+            return self._encode(chat, where)
+
+    def _encode(self, chat: Chat, where: Callable[[], str]) -> tuple[list[int], list[int]]:
         messages, answers = self._prepare(chat, where), [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
         muted = [index for index in answers if chat.messages[index].get("weight") == 0]
         with self._explaining(where):
@@ -127,12 +133,13 @@ class ChatRenderer:
         """Token ids of a conversation and of the prompt for its next answer.
 
         Raises:
-            RecipeError: The template rejects the conversation, or leaves out a part of it.
+            RecipeError: The template rejects the conversation, leaves out a part of it, or takes too long.
         """
-        messages = self._prepare(chat, where)
-        with self._explaining(where):
-            ids: list[int] = self._apply(messages, chat.tools, add_generation_prompt=True)["input_ids"]
-            return ids
+        with limit_time(where):
+            messages = self._prepare(chat, where)
+            with self._explaining(where):
+                ids: list[int] = self._apply(messages, chat.tools, add_generation_prompt=True)["input_ids"]
+                return ids
 
     def names(self) -> frozenset[str]:
         """``names_in`` the template, or in all templates that the tokenizer has."""

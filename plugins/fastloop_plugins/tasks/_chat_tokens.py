@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from fastloop import RecipeError
 from fastloop_plugins.tasks._chat_rows import Chat
 from fastloop_plugins.tasks._chat_template import BUILT_IN, ChatRenderer, names_in, template_text
-from fastloop_plugins.tasks._text_model import TextModel
+from fastloop_plugins.tasks._decoder_model import DecoderModel
 
 if TYPE_CHECKING:
     from fastloop.recipe import Recipe
@@ -26,11 +26,11 @@ SPECIAL = re.compile(r"<\|[^|<>\s]+\|>")
 """Special tokens in a chat template."""
 
 
-class ChatModel(TextModel):
+class ChatModel(DecoderModel):
     """The ``model`` section, with a tokenizer that has a chat template."""
 
     def __init__(self, recipe: Recipe, template: str | None) -> None:
-        super().__init__(recipe, classify=False)
+        super().__init__(recipe)
         self.template = template_text(recipe, template) if template is not None and recipe.inference is None else None
         self.marks = sorted(set(SPECIAL.findall(self.template or "")))
         if self.trained is not None and self.trained.vocab_size - len(self.marks) > 8:
@@ -63,7 +63,7 @@ class ChatModel(TextModel):
             )
 
 
-class CompletionModel(TextModel):
+class CompletionModel(DecoderModel):
     """The ``model`` section, for prompts with completions."""
 
     def finish_tokenizer(self, texts: list[str], max_length: int, types: bool = False) -> None:

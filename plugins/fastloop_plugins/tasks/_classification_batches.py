@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 class Collator:
     """Pads a list of samples. The mask is 1 for real tokens; a batch without padding has no mask."""
 
+    deterministic = True
+
     def __init__(self, pad_token_id: int, width: Width, loss: ClassLoss) -> None:
         self.pad_token_id, self.width, self.loss = pad_token_id, width, loss
 

@@ -76,6 +76,8 @@ class Collator:
         mask: Add ``attention_mask`` (B, T) int64, 1 for real tokens. Causal attention needs none, but the loss of a router does.
     """
 
+    deterministic = True
+
     def __init__(self, pad_token_id: int, width: Width, mask: bool = False) -> None:
         self.pad_token_id, self.width, self.mask = pad_token_id, width, mask
 

@@ -154,6 +154,8 @@ class Collator:
         empty: The ids of an input without tokens: attention needs one.
     """
 
+    deterministic = True
+
     def __init__(self, pad_token_id: int, empty: list[int], width: Width, target_width: Width) -> None:
         self.pad_token_id, self.empty, self.width, self.target_width = pad_token_id, np.array(empty), width, target_width
 

@@ -30,6 +30,8 @@ class Sequences:
         lengths: Tokens of every sample, used to group or pack samples.
     """
 
+    deterministic = True
+
     def __init__(self, ids: NDArray[np.int32], lengths: NDArray[np.int64], labels: NDArray[Any] | None = None, typed: bool = False) -> None:
         self.ids, self.lengths, self.ends = ids, lengths // 2 if typed else lengths, np.cumsum(lengths)
         self.labels, self.typed = labels, typed

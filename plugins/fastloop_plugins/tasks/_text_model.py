@@ -20,6 +20,8 @@ from fastloop_plugins.tasks._tokenizers import TrainedTokenizer, check_saved_tok
 from fastloop_plugins.tasks._warm_start import HELP, STRICT_HELP, load_weights, weight_files
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from fastloop.recipe import Recipe
     from fastloop.run import Run
     from fastloop_plugins.tasks._text_batches import Width
@@ -61,10 +63,11 @@ class TextModel:
 
     head: ClassVar[str] = CLASSIFIER  # how the names of the task's classes in transformers end
     label_key: ClassVar[str] = "data.label"
+    section: ClassVar[type[Model]] = Model
 
     def __init__(self, recipe: Recipe, classify: bool) -> None:
         self.recipe, self.where, self.classify = recipe, f"{recipe.where}: model", classify
-        self.options = parse(Model, recipe.model, self.where)
+        self.options = parse(self.section, recipe.model, self.where)
         if recipe.inference is not None:  # the exported model and its tokenizer
             self.options.name, self.options.config, self.options.tokenizer = str(recipe.inference.model), None, None
         self.trained: TrainedTokenizer | None = None
@@ -297,12 +300,16 @@ class TextModel:
         except (ValueError, TypeError, ImportError, RuntimeError, AssertionError) as error:
             raise RecipeError(f"{self.where}.config: {str(error).splitlines()[0]}") from None
 
+    def weights(self, run: Run) -> dict[str, Tensor]:
+        """The weights to export. Every process must call it."""
+        return run.full_state_dict()
+
     def export(self, run: Run, folder: Path) -> Path:
         """Write model and tokenizer in the form that ``from_pretrained`` reads."""
         from fastloop.checkpoint.export import save_model
 
         with quiet():
-            save_model(run, folder)
+            save_model(run, folder, self.weights(run))
             if run.is_main:
                 self.tokenizer.save_pretrained(folder)
         return folder

@@ -20,6 +20,7 @@ class PromptCollator:
     """
 
     generates = True
+    deterministic = True
 
     def __init__(self, tokenizer: Any, room: int | None) -> None:
         self.pad_token_id, self.room = tokenizer.pad_token_id, room

@@ -71,7 +71,7 @@ def check_saved_tokenizer(tokenizer: Any, config: Any, texts: list[str], where: 
     except OSError as error:
         raise RecipeError(f"{where}.tokenizer: cannot be saved in {tempfile.gettempdir()}: {error}") from None
     for text in texts[:CHECKED]:
-        expected, found = tokenizer(text)["input_ids"], saved(text)["input_ids"]
+        expected, found = (made(text, verbose=False)["input_ids"] for made in (tokenizer, saved))
         if expected != found:
             raise RecipeError(
                 f"{where}.tokenizer: transformers reads a saved tokenizer of {config.model_type} as {type(saved).__name__}, which encodes "

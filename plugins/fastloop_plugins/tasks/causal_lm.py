@@ -12,6 +12,11 @@ conversation, and only the assistant's answers have a loss. `docs/tasks/chat.md`
 
 If the model's configuration has ``output_router_logits: true`` (mixtures of experts), training adds the auxiliary loss of the router, with
 the model's own weight and without padding. Its value is that of each micro-batch, weighted by target tokens. Evaluation does not add it.
+
+``model.pad_vocab_to: 64`` pads the vocabulary while training: matrix products are faster with 50,304 rows than with
+GPT-2's 50,257. Losses are those of a run without padding, up to rounding: the added rows stay zeros, because the loss
+leaves out their logits. Checkpoints have these rows, and the exported model does not.
+
 `fastloop predict` continues texts. By default, it takes the most probable token (greedy). With a ``temperature``, it draws tokens:
 
     fastloop predict runs/gpt prompts.txt plugins.causal-lm.temperature=0.8 plugins.causal-lm.top_p=0.95
@@ -28,10 +33,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 from fastloop import Output, Plugin, RecipeError, hookimpl, option
 from fastloop_plugins.tasks._chat_data import LanguageData, LanguageTextData
 from fastloop_plugins.tasks._chat_tokens import ChatModel, CompletionModel, encode_rows
+from fastloop_plugins.tasks._decoder_model import DecoderModel, DecoderOptions
 from fastloop_plugins.tasks._model_checks import check_causal
 from fastloop_plugins.tasks._padding_check import PROBE, ROUNDING, check_prompts, report_padding
 from fastloop_plugins.tasks._tag_data import has_tags
-from fastloop_plugins.tasks._text_model import Model, TextModel
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -51,7 +56,7 @@ class CausalLM(Plugin):
     name = "causal-lm"
     slot = "task"
     fallback_hooks = ("compute_loss",)
-    sections = {"model": Model, "data": LanguageData}
+    sections = {"model": DecoderOptions, "data": LanguageData}
     adds_metrics = ("perplexity",)
     description = "model, data and loss of a causal language model"
     router_weight = 0.0
@@ -77,10 +82,10 @@ class CausalLM(Plugin):
     def check_recipe(self, recipe: Recipe) -> None:
         self.data = LanguageTextData(recipe)
         if self.data.options.messages:
-            self.text_model: TextModel = (model := ChatModel(recipe, self.data.options.chat_template))
+            self.text_model: DecoderModel = (model := ChatModel(recipe, self.data.options.chat_template))
             self.data.names_read = model.template_names
         else:
-            self.text_model = (CompletionModel if self.data.masked else TextModel)(recipe, classify=False)
+            self.text_model = (CompletionModel if self.data.masked else DecoderModel)(recipe)
 
     @hookimpl
     def build_datasets(self, run: Run) -> Mapping[str, Sequences]:
@@ -88,20 +93,18 @@ class CausalLM(Plugin):
         from fastloop_plugins.tasks._lm_batches import block_sequences, masked_sequences
 
         self.data.skip_unreadable = run.loader_settings.skip_unreadable
+        where, size = self.data.where, self.data.options.max_length
         if self.data.masked:
             encoder = partial(encode_rows, name_of=self.data.name_of)
             documents, train_on = self.data.options.messages is None, self.data.options.train_on
             splits = _text_tokens.read(self.data, self.text_model, documents, encoder, train_on=train_on)
-        else:
-            splits = _text_tokens.read(self.data, self.text_model, documents=True, add_special_tokens=False, verbose=False)
-        run.state.unreadable += self.data.unreadable
-        where, size = self.data.where, self.data.options.max_length
-        if self.data.masked:
             datasets: dict[str, Sequences] = {
                 name: masked_sequences(where, name, split.ids, split.lengths, size) for name, split in splits.items()
             }
         else:
+            splits = _text_tokens.read(self.data, self.text_model, documents=True, add_special_tokens=False, verbose=False)
             datasets = {name: block_sequences(where, name, split.ids, size) for name, split in splits.items()}
+        run.state.unreadable += self.data.unreadable
         return self.data.streamed(run, datasets, self.text_model)
 
     @hookimpl
@@ -154,18 +157,14 @@ class CausalLM(Plugin):
     @hookimpl
     def compute_loss(self, model: nn.Module, batch: dict[str, Any]) -> Output:
         import torch
-        from torch.nn.functional import cross_entropy
 
-        from fastloop_plugins.tasks._lm_batches import IGNORED
         from fastloop_plugins.tasks._text_masks import forward
 
         # No mask for attention: padding is on the right, so no real token attends to it, and attention uses its causal fast path.
-        inputs = {name: value for name, value in batch.items() if name != "targets"} | {"use_cache": False}
-        output = forward(model, inputs, never=True)
-        loss = cross_entropy(output.logits.flatten(0, 1).float(), batch["targets"].flatten(), ignore_index=IGNORED)
+        output = forward(model, batch | {"use_cache": False}, never=True)
         if self.router_weight and torch.is_grad_enabled():  # perplexity is of cross entropy alone
-            loss = loss + self.router_weight * output.aux_loss
-        return Output(loss)
+            return Output(output.loss + self.router_weight * output.aux_loss)
+        return Output(output.loss)
 
     @hookimpl
     def predict(self, run: Run, batch: dict[str, Any]) -> Mapping[str, list[str]]:

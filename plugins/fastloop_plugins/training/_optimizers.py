@@ -98,6 +98,10 @@ class Optimizers(Optimizer):
         finally:
             self.is_stepping = False
 
+    def scale(self, scaler: Any) -> ScaledOptimizers:
+        """These optimizers under loss scaling."""
+        return ScaledOptimizers(self, scaler)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients, and select all optimizers."""
         for member in self.members.values():

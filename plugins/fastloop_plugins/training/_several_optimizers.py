@@ -8,10 +8,8 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from accelerate.optimizer import AcceleratedOptimizer
-
 from fastloop import hookimpl
-from fastloop_plugins.training._optimizers import Optimizers, ScaledOptimizers
+from fastloop_plugins.training._optimizers import Optimizers
 from fastloop_plugins.training._schedulers import Schedulers
 
 if TYPE_CHECKING:
@@ -38,12 +36,3 @@ def build_scheduler(run: Run, optimizer: Any) -> Generator[None, Any, Any]:
     """
     scheduler = yield
     return Schedulers(optimizer, scheduler, run.recipe.where) if isinstance(scheduler, Mapping) else scheduler
-
-
-@hookimpl(wrapper=True)
-def prepare(optimizer: Any) -> Generator[None, Any, Any]:
-    """Under loss scaling, let one scaler skip the steps of all optimizers together."""
-    model, prepared = yield
-    if isinstance(optimizer, Optimizers) and type(prepared) is AcceleratedOptimizer:
-        prepared = ScaledOptimizers(optimizer, prepared.scaler)
-    return model, prepared

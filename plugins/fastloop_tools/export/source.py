@@ -116,7 +116,7 @@ def make_model(recipe: Recipe, weights: Path, adapter: bool, scratch: Path) -> P
     with start_run(resolve(training_recipe(recipe, adapter, scratch))) as run:
         if is_checkpoint:
             try:
-                run.hooks.load_model_state(run=run, state=checkpoint.read(weights)[0])
+                run.strategy.load_model_state(run, checkpoint.read(weights)[0])
             except RuntimeError as error:
                 problem = str(error).splitlines()[1:2] or [str(error)]
                 raise CheckpointError(f"{weights}: not a checkpoint of this model: {problem[0].strip()}") from None

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from fastloop import PluginError, RecipeError
+from fastloop import PluginError, RecipeError, Strategy
 from fastloop_plugins.kernels._blocks import transformer_blocks
 from fastloop_plugins.strategies._memory_layout import Layout, Weight
 from fastloop_tools.scale.activations import PASSES, Activations, micro_step, state_bytes
@@ -233,13 +233,13 @@ def _variant(
 
 
 def strategies(recipe: Recipe) -> Iterator[tuple[str, Any]]:
-    """The strategies that declare ``estimate_memory``: fastloop's own, and those that the recipe lists."""
+    """The strategies: fastloop's own, and those that the recipe lists."""
     from fastloop.registry import load, load_listed, own_plugins
 
     found = {name: load(name) for name in own_plugins()}
     found |= {name: load_listed(recipe, name) for name, options in recipe.plugins.items() if options is not False}
     for name, cls in found.items():
-        if cls.slot == "strategy" and hasattr(cls, "estimate_memory"):
+        if issubclass(cls, Strategy):
             yield name, cls
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fastloop import FastloopError, Plugin, RecipeError, hookimpl
+from fastloop import FastloopError, RecipeError, Strategy, hookimpl
 
 if TYPE_CHECKING:
     from fastloop.registry import ResolvedRecipe
@@ -31,10 +31,11 @@ BATCHES = 16
 """Batches of which the largest is measured."""
 
 
-class FakeModel(Plugin):
+class FakeModel(Strategy):
     """Builds the model on the meta device, and makes its parameters fake tensors before the optimizer is built."""
 
     name = "fake-model"
+    sets_precision = True  # it leaves the model as it is
 
     def __init__(self, mode: FakeTensorMode) -> None:
         super().__init__()
@@ -49,8 +50,7 @@ class FakeModel(Plugin):
     def before_prepare(self, model: nn.Module) -> None:
         make_fake(model, self.mode)
 
-    @hookimpl
-    def prepare(self, model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
+    def prepare(self, run: Run, model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
         return model, optimizer
 
 

@@ -125,7 +125,7 @@ class TrainerTask(Plugin):
         if sampler is not None and sampler.arrange is not None and self.splits["train"].sampler is not None:
             log.info("train: plugin %r arranges the samples: the loader's order is not kept", run.loader_settings.writers["arrange"])
         elif sampler is not None and sampler.user_order is not None:
-            log.info("train: samples come in the order of the loader's %s", sampler.user_order.name)
+            log.info("train: samples come in the order of the loader's %s", getattr(sampler.user_order, "name", "sampler"))
 
     @hookimpl
     def compute_loss(self, model: nn.Module, batch: Any) -> Output:

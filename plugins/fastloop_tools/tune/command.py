@@ -11,8 +11,9 @@ from typing import Annotated
 
 import typer
 
-from fastloop.cli.arguments import ACCEPTED, Overrides, RecipeName, With, Without, choice, names, numerics_classes, output_file, parse_time
+from fastloop.cli.arguments import ACCEPTED, Overrides, RecipeName, With, Without, choice, names, numerics_classes, output_file
 from fastloop.distributed import ranks
+from fastloop.options import parse_time
 
 
 def tune(

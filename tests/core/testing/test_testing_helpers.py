@@ -44,7 +44,7 @@ def test_recording_changes_nothing(tiny_run, tmp_path):
     recorded = tiny_run([HookCalls(calls)])
     assert recorded.losses == plain.losses
     assert all(torch.equal(recorded.weights[name], weight) for name, weight in plain.weights.items())
-    assert {"evaluate", "save_state", "optimizer_state", "export_model"} < {call.hook for call in calls}
+    assert {"evaluate", "save_state", "write_checkpoint", "export_model"} < {call.hook for call in calls}
 
 
 def world() -> tuple[str, str, int, str]:

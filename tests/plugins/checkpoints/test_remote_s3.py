@@ -34,7 +34,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     with (tmp_path / "server.txt").open("wb") as log:
         process = subprocess.Popen([sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], stdout=log, stderr=log)
     try:
-        until(lambda: answers(address), 60)
+        until(lambda: answers(address))
         values = {"ENDPOINT_URL": address, "ACCESS_KEY_ID": "test", "SECRET_ACCESS_KEY": "test", "DEFAULT_REGION": "us-east-1"}
         for name, value in values.items():
             monkeypatch.setenv(f"AWS_{name}", value)
@@ -47,7 +47,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 def answers(address: str) -> bool:
     try:
-        with urllib.request.urlopen(address, timeout=1):
+        with urllib.request.urlopen(address, timeout=10):
             return True
     except OSError:
         return False

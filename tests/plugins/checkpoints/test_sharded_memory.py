@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -56,13 +55,15 @@ class PeakMemory(Plugin):
             self.begin()
 
     @hookimpl
-    def before_fit(self) -> None:
+    def before_fit(self, run: Any) -> None:
         self.end("load")
+        state = run.strategy.optimizer_state  # the first part of a save that holds tensors
 
-    @hookimpl(wrapper=True, tryfirst=True)
-    def optimizer_state(self) -> Generator[None, Any, Any]:
-        self.begin()
-        return (yield)
+        def begin(run: Any) -> Any:
+            self.begin()
+            return state(run)
+
+        run.strategy.optimizer_state = begin
 
     @hookimpl
     def after_fit(self) -> None:

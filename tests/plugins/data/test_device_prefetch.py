@@ -18,6 +18,18 @@ def test_on_a_cpu_it_says_that_there_is_nothing_to_copy(tiny_run, caplog):
     assert result.trainer.run.loader_settings.placing is None
 
 
+def test_check_run_warns_if_neither_workers_nor_a_thread_read_ahead(tiny_run, caplog):
+    run = tiny_run(epochs=1).trainer.run
+    plugin = DevicePrefetch()
+    plugin.kind = "cuda"
+    plugin.check_run(run)
+    assert "reading a batch may draw random numbers, so no thread reads ahead. Add dataloader-workers" in caplog.text
+    caplog.clear()
+    run.datasets["train"].deterministic = run.loaders.collators["train"].deterministic = True
+    plugin.check_run(run)
+    assert not caplog.text
+
+
 def test_an_item_is_handed_on_when_the_next_one_is_there():
     lines: list[str] = []
 

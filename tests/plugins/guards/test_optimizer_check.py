@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from fastloop import Plugin, PluginError, hookimpl
+from fastloop import Plugin, PluginError, Strategy, hookimpl
 from fastloop.testing import tiny_model
 from fastloop_plugins.guards._parameters import by_module
 
@@ -31,35 +31,32 @@ class Replaces(Plugin):
         replace_weight(model[0])
 
 
-class ReplacesInPrepare(Plugin):
+class ReplacesInPrepare(Strategy):
     """A strategy that converts layers in place."""
 
     name = "replaces-in-prepare"
 
-    @hookimpl
-    def prepare(self, model: Any, optimizer: Any) -> Any:
+    def prepare(self, run: Any, model: Any, optimizer: Any) -> Any:
         replace_weight(model[3])
         return model, optimizer
 
 
-class Copies(Plugin):
+class Copies(Strategy):
     """A strategy that returns another model."""
 
     name = "copies"
 
-    @hookimpl
-    def prepare(self, model: Any, optimizer: Any) -> Any:
+    def prepare(self, run: Any, model: Any, optimizer: Any) -> Any:
         return copy.deepcopy(model), optimizer
 
 
-class Around(Plugin):
-    """Goes around what others prepare."""
+class Around(Strategy):
+    """Changes what the core's strategy prepared."""
 
     name = "around"
 
-    @hookimpl(wrapper=True)
-    def prepare(self) -> Any:
-        model, optimizer = yield
+    def prepare(self, run: Any, model: Any, optimizer: Any) -> Any:
+        model, optimizer = super().prepare(run, model, optimizer)
         replace_weight(model[0])
         return model, optimizer
 
@@ -219,18 +216,17 @@ class Listed(Flat):
 
 @pytest.mark.parametrize("kind", [Flat, Listed])
 def test_an_optimizer_of_other_tensors_lists_the_parameters_that_it_steps(tiny_run, kind):
-    class Strategy(Plugin):
+    class Flattens(Strategy):
         name = "strategy"
 
-        @hookimpl
-        def prepare(self, model: Any, optimizer: Any) -> Any:
+        def prepare(self, run: Any, model: Any, optimizer: Any) -> Any:
             return model, kind(optimizer, list(model.parameters()))
 
     if kind is Flat:
         with pytest.raises(PluginError, match=r"'strategy' changed .* in prepare, .* needs a method model_parameters\(\)"):
-            tiny_run([Strategy()])
+            tiny_run([Flattens()])
     else:
-        assert tiny_run([Strategy()], save_every=None).losses == pytest.approx(tiny_run().losses, rel=1e-5)
+        assert tiny_run([Flattens()], save_every=None).losses == pytest.approx(tiny_run().losses, rel=1e-5)
 
 
 def test_a_message_names_five_modules():

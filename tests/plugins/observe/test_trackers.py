@@ -78,7 +78,7 @@ def test_wandb_offline_reads_the_run_back(tiny_run, tmp_path, monkeypatch):
     (file,) = Path(tmp_path).rglob("*.wandb")
     history: dict[str, list[str]] = {}
     names, config = set(), set()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     records: list[Any] = []
     while not any(record.HasField("exit") for record in records) and time.monotonic() < deadline:  # written by W&B's own process
         records = [wandb_internal_pb2.Record.FromString(data) for data in wandb_records(file.read_bytes())]

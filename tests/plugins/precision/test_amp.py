@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
-from fastloop import Plugin, PluginError, RecipeError, Trainer, hookimpl
+from fastloop import Plugin, PluginError, RecipeError, Strategy, Trainer, hookimpl
 from fastloop.runtime.hardware import this_machine
 from fastloop.testing import tiny_data
 from fastloop_plugins.precision.amp import Amp
@@ -157,30 +159,55 @@ def test_fp16_skips_the_few_steps_that_overflow_and_trains_in_the_others(tiny_ru
     assert sum(result.losses[-9:]) < 0.9 * sum(result.losses[:9])
 
 
-class KeepsModel(Plugin):
-    """A strategy whose ``prepare`` leaves out autocast, or applies torch's."""
+class KeepsModel(Strategy):
+    """A strategy that leaves the model as it is, or applies torch's autocast."""
 
-    name, slot, numerics = "keeps-model", "strategy", "bitwise"
+    name, numerics = "keeps-model", "bitwise"
 
-    def __init__(self, autocast: bool) -> None:
+    def __init__(self, autocast: bool = False) -> None:
         super().__init__()
         self.autocast = autocast
 
-    @hookimpl
-    def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def prepare(self, run: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Any]:
         if self.autocast:
             model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
         return model, optimizer
 
 
-def test_a_strategy_that_leaves_out_autocast_is_refused_in_the_first_step(tiny_run):
-    with pytest.raises(PluginError, match=r"plugins\.amp: the first step computed in fp32, because prepare of the strategy 'keeps-model'"):
-        tiny_run([{"amp": {"dtype": "bf16"}}, KeepsModel(False)], epochs=1)
+class PreparesAgain(KeepsModel):
+    """A strategy that asks Accelerate for the autocast that the core has applied."""
+
+    name = "prepares-again"
+
+    def prepare(self, run: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Any]:
+        return run.accelerator.prepare_model(model, evaluation_mode=True), optimizer
+
+
+class OwnPrecision(KeepsModel):
+    """A strategy that declares that it applies the precision."""
+
+    name, sets_precision = "own-precision", True
+
+
+@pytest.mark.parametrize("strategy", [KeepsModel, PreparesAgain])
+def test_a_strategy_cannot_turn_autocast_off(tiny_run, strategy):
+    plain = tiny_run([{"amp": {"dtype": "bf16"}}], epochs=1)
+    dtypes = Dtypes()
+    result = tiny_run([{"amp": {"dtype": "bf16"}}, strategy(), dtypes], epochs=1)
+    assert ("forward", torch.bfloat16) in dtypes.seen
+    assert result.losses == plain.losses
+    assert all(torch.equal(result.weights[name], plain.weights[name]) for name in plain.weights)
+
+
+def test_a_strategy_that_sets_the_precision_and_leaves_out_autocast_is_refused_in_the_first_step(tiny_run):
+    message = r"plugins\.amp: the first step computed in fp32, because prepare of the strategy 'own-precision' applied no autocast"
+    with pytest.raises(PluginError, match=message):
+        tiny_run([{"amp": {"dtype": "bf16"}}, OwnPrecision()], epochs=1)
 
 
 def test_a_strategy_may_apply_autocast_itself(tiny_run):
     dtypes = Dtypes()
-    tiny_run([{"amp": {"dtype": "bf16"}}, KeepsModel(True), dtypes], epochs=1)
+    tiny_run([{"amp": {"dtype": "bf16"}}, OwnPrecision(autocast=True), dtypes], epochs=1)
     assert ("forward", torch.bfloat16) in dtypes.seen
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,7 @@ def test_options_that_cannot_be_together_are_refused(options, train, said):
     assert said in str(caught.value)
 
 
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
 def test_steps_that_another_plugin_splits_are_refused(tiny_run):
     data: Any = tiny_data()
     data.lengths = [1 + index % 9 for index in range(len(data))]

@@ -38,6 +38,12 @@ DEFAULTS = {
 """The variables of a configuration that only says FSDP."""
 
 
+def require_deepspeed() -> None:
+    """Skip a test if deepspeed is not installed: a recipe without it is refused before."""
+    if importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed")
+
+
 def checked(monkeypatch: pytest.MonkeyPatch, name: str, environment: dict[str, str], *others: Any, **options: Any) -> Recipe:
     """The recipe after ``check_recipe`` of a strategy under the launcher's variables."""
     train = options.pop("train", {})
@@ -74,16 +80,20 @@ TAKEN: list[tuple[str, dict[str, str], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("name", "environment", "options"), TAKEN)
 def test_a_setting_is_taken_over_and_saved_with_the_recipe(monkeypatch, name, environment, options):
+    if name == "deepspeed":
+        require_deepspeed()
     assert checked(monkeypatch, name, environment).to_dict()["plugins"] == [{name: options} if options else name]
 
 
 def test_clipping_is_taken_over(monkeypatch):
+    require_deepspeed()
     recipe = checked(monkeypatch, "deepspeed", {"ACCELERATE_GRADIENT_CLIPPING": "0.001"})
     assert recipe.to_dict()["train"]["max_grad_norm"] == 0.001
     assert checked(monkeypatch, "deepspeed", {"ACCELERATE_GRADIENT_CLIPPING": "0.0"}).train.max_grad_norm is None
 
 
 def test_a_json_file_of_the_launcher_is_read(monkeypatch):
+    require_deepspeed()
     Path("ds.json").write_text('{"zero_optimization": {"stage": 1}}')
     assert checked(monkeypatch, "deepspeed", {"ACCELERATE_DEEPSPEED_CONFIG_FILE": "ds.json"}).plugins["deepspeed"] == {"config": "ds.json"}
     with pytest.raises(PluginError, match=r"zero_optimization.stage: is 1, and plugins.deepspeed.stage is 2"):

@@ -68,7 +68,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def results(processes: Callable[..., list[Any]], folder: Path) -> dict[str, dict[str, Any]]:
     """Results of the main process by name. The limit ends processes that wait for each other."""
     starts = ((1, PLAIN), (2, TWO), (1, AFTER))
-    ended = [processes(count, all_of, runs, folder=folder, limit=300)[0] for count, runs in starts]
+    ended = [processes(count, all_of, runs, folder=folder)[0] for count, runs in starts]
     return {name: result for process in ended for name, result in process.result.items()}
 
 
@@ -90,7 +90,7 @@ def test_weights_losses_and_optimizer_state_are_those_of_one_process(results, fo
 @pytest.mark.skipif(not HAS_DEEPSPEED, reason="deepspeed is not installed")
 def test_a_layer_that_one_process_leaves_out_is_refused_where_backward_calls_it_again(processes, folder):
     plugins = [{"deepspeed": {"stage": 3}}, "activation-checkpointing"]
-    ended = processes(2, all_of, [run("refused", None, "skipped") | {"plugins": plugins}], folder=folder, limit=90)
+    ended = processes(2, all_of, [run("refused", None, "skipped") | {"plugins": plugins}], folder=folder)
     errors = [process.result["refused, skipped"]["error"] for process in ended]
     (named,) = [error for error in errors if error.startswith("PluginError")]  # the other process lost the connection
     assert "called 'blocks.1' where no process did in its first forward pass" in named or "left out 'blocks." in named

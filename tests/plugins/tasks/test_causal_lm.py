@@ -12,6 +12,7 @@ from text_helpers import TINY_GPT, make_run
 
 from fastloop.errors import RecipeError
 from fastloop_plugins.datasets.stdlib_source import stdlib_source
+from fastloop_plugins.kernels.compile import Compile
 from fastloop_plugins.tasks._lm_batches import block_sequences
 
 MODEL = {"config": TINY_GPT, "tokenizer": {"kind": "bpe", "vocab_size": 300}}
@@ -73,6 +74,22 @@ def test_the_loss_is_that_of_transformers():
         ours = run.hooks.compute_loss(run=run, model=model, batch=batch.inputs).loss
         theirs = model(input_ids=batch.inputs["input_ids"], labels=batch.inputs["input_ids"]).loss
     torch.testing.assert_close(ours, theirs)
+
+
+def test_compile_includes_the_loss_in_its_graph():
+    from torch._dynamo import register_backend
+    from torch.nn.functional import cross_entropy
+
+    called: list[set[object]] = []
+
+    @register_backend(name="records_calls")
+    def record(graph, inputs):
+        called.append({node.target for node in graph.graph.nodes})
+        return graph.forward
+
+    execute(make_run("causal-lm", MODEL, DATA, [Compile(backend="records_calls", fullgraph=True)], max_steps=1))
+    assert called
+    assert all(cross_entropy in calls for calls in called)
 
 
 def test_accumulated_micro_batches_of_unequal_length_give_the_loss_of_the_whole():

@@ -9,16 +9,15 @@ Evaluation, checkpoints and the export use averaged weights. Method: Stich, "Loc
 from dataclasses import dataclass
 from typing import Annotated
 
-from fastloop import Plugin, PluginError, hookimpl, option
+from fastloop import PluginError, Strategy, hookimpl, option
 
 from local_sgd import weights
 
 
-class LocalSGD(Plugin):
+class LocalSGD(Strategy):
     """A strategy that exchanges weights."""
 
     name = "local-sgd"
-    slot = "strategy"
     numerics = "changes-training"
     conflicts = {"ema": "it averages the weights of each process.", "nan-guard": "it expects equal gradients on all processes."}
     description = "averages weights over the processes every few steps"
@@ -27,13 +26,11 @@ class LocalSGD(Plugin):
     class Config:
         every: Annotated[int, option("Optimizer steps between two averages.", ge=1)] = 8
 
-    @hookimpl
     def prepare(self, run, model, optimizer):
         if run.accelerator.mixed_precision == "fp16":  # an overflow would skip the step of one process
             raise PluginError(f"{run.recipe.where}: plugins.local-sgd: found 'amp' with fp16. Set plugins.amp.dtype to bf16.")
-        return run.accelerator.prepare_model(model, evaluation_mode=True), optimizer  # on its device, with autocast, without DDP
+        return model, optimizer  # on its device, with autocast, without DDP
 
-    @hookimpl
     def model_state(self, run):
         return weights.mean(run)
 

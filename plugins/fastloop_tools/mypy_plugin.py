@@ -1,4 +1,4 @@
-"""A mypy plugin, ``plugins = ["fastloop.mypy_plugin"]``: reports hooks and arguments of hooks that do not exist, before a run does.
+"""A mypy plugin, ``plugins = ["fastloop_tools.mypy_plugin"]``: reports hooks and arguments of hooks that do not exist, before a run does.
 
 It applies the checks of ``plugin_checks`` to the source code. It knows the hooks of the core, those in the class's ``hookspecs``, and those
 of the plugins in its ``requires``. Errors have the code ``fastloop``. Only mypy imports this module.

@@ -1,26 +1,49 @@
-"""The order of a user's sampler as a function of seed and epoch. A run can resume in it on any number of processes."""
+"""The order of a sampler from ``build_sampler`` as a function of seed and epoch. A run can resume in it on any number of processes.
+
+Part of every run, like the core's own implementations of hooks; no recipe names it.
+"""
 
 from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
+from fastloop import hookimpl
 from fastloop.data.seeding import IsolatedRandomState
 from fastloop.errors import DataError, UsageError
+
+if TYPE_CHECKING:
+    from fastloop import Run
 
 CONTAINERS = (list, tuple, dict, set, str, range, Tensor, np.ndarray)
 """Types of a sampler's state, which is copied with it. Other attributes with a length and items are datasets, which are not copied."""
 
 
-class SamplerOrder:
+@hookimpl(wrapper=True)
+def build_sampler(run: Run, split: str) -> Generator[None, BatchSampler | None, BatchSampler | None]:
+    """Put the order of a map-style dataset's sampler in its place, unless it is the default order.
+
+    Raises:
+        UsageError: A run could not resume in the sampler's order; see ``SamplerOrder``.
+    """
+    sampler, dataset = (yield), run.datasets[split]
+    if sampler is None or isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+        return sampler
+    trains, settings = split == "train" and run.recipe.inference is None, run.loader_settings
+    if is_default_order(sampler.sampler, dataset, trains, settings.arrange is not None):
+        return sampler
+    return BatchSampler(SamplerOrder(sampler.sampler, split, run.recipe.train.seed), sampler.batch_size, sampler.drop_last)
+
+
+class SamplerOrder(Sampler[int]):
     """The sample ids that a sampler returns in each epoch.
 
     Each epoch calls ``set_epoch``, if it exists, and iterates a copy of the sampler once, like a ``DataLoader``. An earlier epoch is
@@ -61,6 +84,12 @@ class SamplerOrder:
                 f"{self.where} gives another order each time, so a run could not resume in it. "
                 "Draw from torch, numpy, random or a generator that the sampler holds, and from nothing else."
             )
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self(0))
 
     def __call__(self, epoch: int) -> list[int]:
         """The ids of an epoch.

@@ -1,0 +1,177 @@
+"""One language model for fastloop and for a plain loop, on any device. All arms train on the same number of generated
+tokens.
+
+* plain: the step of nanoGPT's ``train.py``: ``torch.compile`` of model and loss, bf16 autocast, batches drawn at
+  random places into pinned memory while the device computes, clipped gradients, fused AdamW. It needs no checkout of
+  nanoGPT: the model is transformers' own.
+* fastloop: a recipe with given plugins.
+
+All arms have the learning rate, weight decay, betas and clipping of nanoGPT's GPT-2, without a schedule.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from _blocks import SIZES, BlockTask, build_model, validation_loss, write_tokenizer
+from _windows import Windows
+from numpy.typing import NDArray
+
+LR, WEIGHT_DECAY, BETAS, NORM = 6e-4, 0.1, (0.9, 0.95), 1.0
+
+
+@dataclass(kw_only=True)
+class LanguageWork:
+    """The work of an arm.
+
+    Attributes:
+        size: A name of ``SIZES``.
+        device: ``cpu`` or ``cuda``.
+        folder: Folder that the arm may write to.
+        tokens: A file of ``_blocks``.
+        plugins: For fastloop: plugins, in the form of a recipe.
+        optimizer: For fastloop: ``train.optimizer``.
+        compile_backend: For the plain loop.
+    """
+
+    size: str
+    device: str
+    folder: Path
+    tokens: Path
+    seed: int = 0
+    plugins: list[Any] = field(default_factory=list)
+    optimizer: dict[str, Any] = field(default_factory=lambda: {"name": "AdamW", "betas": list(BETAS)})
+    compile_backend: str = "inductor"
+
+    def load(self, split: str) -> NDArray[np.uint16]:
+        """Read a split of the tokens."""
+        with np.load(self.tokens) as arrays:
+            found: NDArray[np.uint16] = arrays[split]
+        return found
+
+
+def adamw_groups(model: Any, weight_decay: float) -> list[dict[str, Any]]:
+    """nanoGPT's groups of parameters: no weight decay for vectors."""
+    matrices = [weight for weight in model.parameters() if weight.dim() >= 2]
+    vectors = [weight for weight in model.parameters() if weight.dim() < 2]
+    return [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+
+
+def next_token_loss(model: Any, ids: Any, targets: Any) -> tuple[Any, Any]:
+    """The forward of nanoGPT's ``GPT`` with a model of transformers: (batch, tokens) ids and targets -> logits, mean
+    loss."""
+    from torch.nn.functional import cross_entropy
+
+    logits = model(input_ids=ids, use_cache=False).logits
+    return logits, cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def run_plain(work: LanguageWork, windows: Windows) -> None:
+    """nanoGPT's loop. Its gradient scaler does nothing in bf16, and is left out."""
+    import torch
+
+    torch.set_float32_matmul_precision("high")  # as the script does
+    size, tokens = SIZES[work.size], work.load("train").ravel()
+    model = build_model(size).to(work.device)
+    compiled = torch.compile(next_token_loss, backend=work.compile_backend)
+    optimizer = torch.optim.AdamW(adamw_groups(model, WEIGHT_DECAY), lr=LR, betas=BETAS, fused=True)
+    chance = torch.Generator().manual_seed(work.seed)
+
+    def draw() -> tuple[Any, Any]:
+        places = torch.randint(len(tokens) - size.length, (size.batch,), generator=chance)
+        parts = [tokens[place : place + size.length + 1].astype(np.int64) for place in places.tolist()]
+        pair = [torch.stack([torch.from_numpy(part[shift : shift + size.length]) for part in parts]) for shift in (0, 1)]
+        if work.device == "cuda":
+            pair = [part.pin_memory().to(work.device, non_blocking=True) for part in pair]
+        return pair[0], pair[1]
+
+    ids, targets = draw()
+    for step in count():
+        if step % size.steps == 0:
+            windows.begin(lambda: validation_loss(model.state_dict(), size, work.load("validation"), work.device))
+        windows.batch({"input_ids": ids})
+        with torch.autocast(work.device, dtype=torch.bfloat16):
+            _, loss = compiled(model, ids, targets)
+        ids, targets = draw()  # while the device computes
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), NORM)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        windows.step(loss)
+        if step % size.steps == size.steps - 1:
+            windows.end(model)
+
+
+def prepare_recipe(work: LanguageWork) -> Any:
+    """Build the recipe of fastloop's arm."""
+    from fastloop.recipe import make_recipe
+
+    size, folder = SIZES[work.size], work.folder / "tokenizer"
+    train = {
+        "epochs": 1000,
+        "batch_size": size.batch,
+        "lr": LR,
+        "weight_decay": WEIGHT_DECAY,
+        "decay_biases_and_norms": False,
+        "max_grad_norm": NORM,
+        "optimizer": work.optimizer,
+        "seed": work.seed,
+        "save_every": None,
+        "device": "auto" if work.device == "cuda" else "cpu",
+    }
+    tokenizer = folder if folder.exists() else write_tokenizer(folder, size)
+    return make_recipe(
+        {
+            "model": {"config": size.config, "tokenizer": str(tokenizer)},
+            "data": {"module": "_blocks:generate", "text": "text", "max_length": size.length},  # in whose place BlockTask reads a file
+            "train": train,
+            "plugins": work.plugins,
+            "output": str(work.folder / "fastloop"),
+        }
+    )
+
+
+def run_fastloop(work: LanguageWork, windows: Windows) -> None:
+    """Train as ``fastloop train`` does with this recipe."""
+    from fastloop import Plugin, Run, hookimpl
+    from fastloop.lifecycle import execute, open_run
+    from fastloop.registry import resolve
+
+    size = SIZES[work.size]
+
+    class Watch(Plugin):
+        name = "watch"
+        step = 0
+
+        @hookimpl
+        def before_step(self, run: Run, batches: Any) -> None:
+            if self.step % size.steps == 0:
+                weights = run.unwrap_model().state_dict()
+                windows.begin(lambda: validation_loss(weights, size, work.load("validation"), work.device))
+            for batch in batches:
+                windows.batch(batch.inputs, batch.samples)
+
+        @hookimpl
+        def after_step(self, run: Run, loss: Any) -> None:
+            windows.step(loss)
+            if self.step % size.steps == size.steps - 1:
+                windows.end(run.unwrap_model())
+            self.step += 1
+
+    recipe = prepare_recipe(work)
+    with open_run(resolve(recipe, objects=[BlockTask(work.load("train")), Watch()])) as run:
+        execute(run)
+
+
+LANGUAGE_ARMS = {"plain": run_plain, "fastloop": run_fastloop}
+
+
+def restart_language(work: LanguageWork) -> None:
+    """Restart this process with the environment variables that plugins need, as ``fastloop train`` does."""
+    from fastloop.cli import launch
+
+    launch.start_again(prepare_recipe(work), [BlockTask(None)])

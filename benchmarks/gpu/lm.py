@@ -1,0 +1,166 @@
+"""Command 4: a language model on a GPU, by fastloop and by nanoGPT's step.
+
+    bash benchmarks/gpu/all.sh lm
+
+* The work: GPT-2 with 124M parameters from random weights, 16 x 1,024 generated tokens a step.
+  `benchmarks/_blocks.py` describes the model and the tokens, `benchmarks/_language_arms.py` the step of ``plain``:
+  PyTorch with ``torch.compile``.
+* fastloop: ``compile`` and ``graphs`` (CUDA graphs) without changes of the loss; ``auto``: the plugins that ``auto``
+  selects on an H200; ``fused-loss``: the same with the head and the loss computed in chunks; ``muon``: the plugins
+  that ``auto`` selects for Muon. An arm with the same plugins as an earlier one is not measured again, and one with a
+  plugin that is not installed is left out.
+* Each arm is a process that is started and warmed up for two windows. A window is 100 steps, with the device
+  synchronized at both ends. Rounds are interleaved, A B C, C B A; ratios are formed inside a round.
+* The validation loss is measured after the last round, when all arms have trained on as many tokens, by the same code
+  for all.
+* MFU: tokens/s times nanoGPT's count of operations for a token, over the product of two matrices that this machine
+  reached (record ``ceilings``), and over NVIDIA's figure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from _blocks import SIZES, Size, generate, token_flops
+from _measure import rounds
+from _suite import (
+    Budget,
+    Records,
+    chunks,
+    facts,
+    find_device,
+    measure,
+    options,
+    record_ceilings,
+    scratch,
+    select_on_h200,
+    workers,
+)
+
+from fastloop.recipe import make_recipe
+from fastloop.registry import own_plugins
+
+WARMUPS, PROBES = 2, 2
+"""Windows of each arm before the rounds, and after them."""
+VALIDATION = 64
+"""Blocks of the validation split: 65,472 targets."""
+MUON = {"name": "Muon", "momentum": 0.95}
+EAGER: dict[str, Any] = {"amp": {"dtype": "bf16"}, "device-prefetch": {}, "fused-optimizer": {}}
+
+
+def auto_plugins(size: Size, optimizer: str = "AdamW") -> dict[str, Any]:
+    """The plugins that ``auto`` selects on an H200 for the recipe of an arm."""
+    tree = {
+        "model": {"config": size.config, "tokenizer": {"kind": "word"}},
+        "data": {"files": {"train": "train.txt"}, "max_length": size.length},
+        "train": {"batch_size": size.batch, "optimizer": {"name": optimizer}},
+    }
+    return select_on_h200(make_recipe(tree))
+
+
+def make_arms(size: Size) -> dict[str, dict[str, Any]]:
+    """Name of an arm -> a part of its specification for ``worker.py``, with the plugins as name -> options."""
+    auto = auto_plugins(size)
+    found: dict[str, dict[str, Any]] = {
+        "plain": {"arm": "plain"},
+        "compile": {"plugins": EAGER | {"compile": {}}},
+        "graphs": {"plugins": EAGER | {"compile": {"mode": "reduce-overhead"}}},
+        "auto": {"plugins": auto},
+        "fused-loss": {"plugins": auto | {"fused-loss": {}}},
+        "muon": {"plugins": auto_plugins(size, "Muon"), "optimizer": MUON},
+    }
+    return {name: {"arm": "fastloop", **given} for name, given in found.items()}
+
+
+def leave_out(arms: dict[str, dict[str, Any]], names: list[str], records: Records) -> dict[str, dict[str, Any]]:
+    """The arms of these names, without repeated ones and those whose plugins are not installed, which are
+    recorded."""
+    kept: dict[str, dict[str, Any]] = {}
+    for name in names:
+        missing = [plugin for plugin in arms[name].get("plugins", ()) if plugin not in own_plugins()]
+        same = next((other for other in kept if kept[other] == arms[name]), None)
+        if missing:
+            records.add("skipped", name=name, why=f"the plugin {', '.join(missing)} is not installed")
+        elif same is not None:
+            records.add("skipped", name=name, why=f"it has the same plugins as {same}")
+        else:
+            kept[name] = arms[name]
+    return kept
+
+
+def listed(plugins: Mapping[str, Any], tiny: bool) -> list[dict[str, Any]]:
+    """Plugins in the form of a recipe. With ``--tiny``, the compiler compiles no kernels, which takes minutes on a
+    busy CPU."""
+    return [
+        {name: {**given, "backend": "aot_eager", "mode": "default"} if tiny and name == "compile" else given}
+        for name, given in plugins.items()
+    ]
+
+
+def run_rounds(specs: Mapping[str, Any], settings: argparse.Namespace, hold: int, folder: Path, records: Records, budget: Budget) -> None:
+    """Run windows of all arms, round by round, and then the validation and the probes."""
+    for names in chunks(specs, hold):
+        with workers({name: specs[name] for name in names}, folder, records, budget, max(2, (os.cpu_count() or 2) // 2)) as ready:
+            for number, name in rounds(names, settings.rounds):
+                if name in ready and budget.fits(15):
+                    measure(ready, name, "measure", records, budget, round=number)
+            for name in list(ready):
+                windows = sum(line["kind"] == "measure" and line["name"] == name for line in records.lines)
+                if budget.fits(10):
+                    measure(ready, name, "validate", records, budget, windows=WARMUPS + windows)
+            for command in ("syncs", "profile"):
+                for name in list(ready):
+                    if budget.fits(20):
+                        measure(ready, name, command, records, budget)
+
+
+def main() -> None:
+    """Run the arms."""
+    found = make_arms(SIZES["gpt2"])
+
+    def prepare(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--arms", nargs="+", choices=list(found), default=list(found))
+        parser.add_argument("--rounds", type=int, help="interleaved rounds (default 3)")
+        parser.add_argument("--hold", type=int, help="workers that are held at once (default: 6 with 120 GiB on a GPU, else 3)")
+
+    settings = options(__doc__, prepare)
+    budget, records, device = Budget(settings.seconds), Records(settings.results / "gpu-lm.jsonl"), find_device()
+    settings.rounds = settings.rounds or (1 if settings.tiny else 3)
+    name = "tiny" if settings.tiny else "gpt2"
+    size, machine = SIZES[name], facts(device)
+    hold = settings.hold or (6 if machine.get("memory_bytes", 0) > 120 * 2**30 else 3)
+    work = {"batch": size.batch, "length": size.length, "token_flops": token_flops(size)}
+    records.add("facts", **machine, tiny=settings.tiny, steps=size.steps, model=name, **work)
+    arms = leave_out(make_arms(size), settings.arms, records)
+    with scratch() as folder:
+        record_ceilings(records, device, 0.2 if settings.tiny else 1.5)
+        tokens, windows = folder / "tokens.npz", WARMUPS + settings.rounds + PROBES
+        splits = {"train": windows * size.steps * size.batch, "validation": VALIDATION}
+        np.savez(tokens, **{split: generate(blocks, size, seed) for seed, (split, blocks) in enumerate(splits.items())})
+        specs = {}
+        for arm, given in arms.items():
+            spec = {
+                **given,
+                "size": name,
+                "device": device,
+                "tokens": str(tokens),
+                "plugins": listed(given.get("plugins", {}), settings.tiny),
+            }
+            spec |= {"compile_backend": "aot_eager"} if settings.tiny else {}
+            specs[arm] = (spec, {"TORCHINDUCTOR_CACHE_DIR": str(folder / f"compiled-{arm}")}, WARMUPS)
+        run_rounds(specs, settings, hold, folder, records, budget)
+
+    from report import show_lm
+
+    print(f"\n{show_lm(records.lines)}\n{records.path}")
+    sys.exit(any(line["kind"] == "error" for line in records.lines))
+
+
+if __name__ == "__main__":
+    main()

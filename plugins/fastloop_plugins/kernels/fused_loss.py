@@ -1,0 +1,133 @@
+"""Computes head and cross entropy of a language model at once, in chunks of tokens, without the logits of all tokens.
+
+    plugins:
+      - fused-loss
+
+With the 50,257 tokens of GPT-2, a batch of 16 x 1,024 tokens has 3.3 GB of float32 logits, and cross entropy keeps and
+copies several times that. With this plugin, only the logits of ``chunk_tokens`` tokens exist at a time, and their
+gradients are computed with the loss. Loss and gradients differ only by rounding. For the task `causal-lm`,
+conversations included.
+
+On CUDA, liger-kernel computes it, if it is installed: ``pip install 'fastloop-train[liger]'``. Elsewhere, and with
+``model.pad_vocab_to``, torch computes each chunk; the plugin `compile` includes this in its graph. Before training, the
+plugin computes the loss of a few tokens both ways. It refuses a model that changes its logits after the head, such as
+one with soft-capped or scaled logits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
+
+from fastloop import Plugin, PluginError, Recommendation, hookimpl, option
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from fastloop import Run
+    from fastloop.recipe import Recipe
+    from fastloop.runtime.hardware import Machine
+
+LARGE = 2**30
+"""Bytes of float32 logits of a step from which `auto` selects the plugin on CUDA. Plain cross entropy moves them about
+eight times through memory: 8 GiB take 2 ms on an H200 (4.8 TB/s)."""
+VOCABULARY = 32_000
+"""Tokens of a vocabulary that the recipe does not state: the size of Llama's."""
+TOLERANCE = 1e-4
+"""Largest relative difference of the two losses by rounding. A change of the logits gives 1e-3 and more."""
+CHANGES = ("logit", "softcap", "logits_scaling", "lm_head_multiplier")
+"""Parts of the names of a model's options that change its logits after the head."""
+
+
+class FusedLoss(Plugin):
+    """Replaces the forward of the head."""
+
+    name = "fused-loss"
+    numerics = "reassociated"
+    requires = ("causal-lm",)
+    conflicts = {"tensor-parallel": "it divides the head over the processes, and the loss needs all rows of it."}
+    runs_after = ("lora", "packing", "torchao-fp8", "liger")
+    runs_before = ("activation-checkpointing", "slot:strategy", "compile")
+    for_inference = True
+    description = "computes head and loss in chunks, without all logits"
+
+    @dataclass(kw_only=True)
+    class Config:
+        """Options."""
+
+        chunk_tokens: Annotated[int, option("Tokens whose logits exist at a time; liger-kernel has its own number.", ge=1)] = 1024
+
+    @classmethod
+    def recommend(cls, recipe: Recipe, machine: Machine) -> Recommendation | None:
+        """On CUDA, for language models whose logits of a micro-batch take ``LARGE`` bytes: its tokens x vocabulary x 4.
+
+        Not on a CPU: there, both ways take about the same time with chunks of 1,024 tokens, and smaller chunks are
+        slower.
+        """
+        from fastloop_plugins.tasks.causal_lm import CausalLM
+
+        if machine.device != "cuda" or ("causal-lm" not in recipe.plugins and CausalLM.auto_enable(recipe) is None):
+            return None
+        sizes = [recipe.model.get("config"), recipe.model.get("tokenizer")]
+        known = [size["vocab_size"] for size in sizes if isinstance(size, dict) and isinstance(size.get("vocab_size"), int)]
+        length = recipe.data.get("max_length")
+        tokens = (recipe.train.micro_batch_size or recipe.train.batch_size) * (length if isinstance(length, int) else 0)
+        if 4 * tokens * (known or [VOCABULARY])[0] < LARGE:
+            return None
+        return Recommendation(why="the logits of all tokens never exist at once")
+
+    @hookimpl
+    def before_prepare(self, run: Run, model: nn.Module) -> None:
+        reason = next(filter(None, run.processes.all_gather_object(self.adapt(model))), None)
+        if reason is not None:
+            raise PluginError(f"{run.recipe.where}: plugins.fused-loss: {type(model).__name__} {reason}. Leave fused-loss out.")
+
+    def adapt(self, model: nn.Module) -> str | None:
+        """Adapt the model and try it; returns the reason against it. Only processes with weights try it."""
+        from torch import nn
+
+        from fastloop_plugins.kernels._chunked_loss import chunked_loss
+        from fastloop_plugins.tasks._language_loss import compute_in_head, with_loss
+
+        found = with_loss(model)
+        head = found.get_output_embeddings()
+        if type(head) is not nn.Linear:
+            return f"has the head {type(head).__name__}, and fused-loss computes a torch.nn.Linear"
+        compute = partial(chunked_loss, vocabulary=found.vocabulary, chunk=self.config.chunk_tokens)
+        if any(parameter.is_meta for parameter in model.parameters()):
+            compute_in_head(found, head, compute)
+            return None
+        expected = self.loss(found)
+        compute_in_head(found, head, compute)
+        try:
+            change = abs(self.loss(found) / expected - 1)
+        except Exception as error:  # models may do anything with what the head returns
+            return f"computes with its logits after the head ({type(error).__name__}: {str(error).partition(chr(10))[0]}){options(found)}"
+        if change <= TOLERANCE:
+            return None
+        return f"changes its logits after the head: its loss differs by {100 * change:.2g}%{options(found)}"
+
+    @staticmethod
+    def loss(model: Any) -> float:
+        """The model's loss of a few tokens, without dropout. One of them is ignored."""
+        import torch
+
+        from fastloop_plugins._probe import probing
+
+        generator = torch.Generator().manual_seed(0)
+        tokens = min(100, model.vocabulary or model.config.get_text_config().vocab_size)
+        ids, targets = torch.randint(tokens, (2, 2, 8), generator=generator)
+        targets[0, 3] = -100
+        with probing(model):
+            if "flash" in str(model.config._attn_implementation):
+                model.set_attn_implementation("sdpa")  # FlashAttention needs CUDA, and the model is on the CPU
+            return float(model(input_ids=ids, targets=targets, use_cache=False).loss)
+
+
+def options(model: Any) -> str:
+    """The options of a model that may change its logits, for a message."""
+    fields = model.config.get_text_config().to_dict().items()
+    found = [f"{name}: {value}" for name, value in fields if any(part in name for part in CHANGES) and isinstance(value, int | float)]
+    found = [field for field in found if not field.startswith("output_router_logits")]
+    return f" (its options: {', '.join(found)})" if found else ""

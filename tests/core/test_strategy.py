@@ -1,0 +1,140 @@
+"""``Strategy``: the plugin in the slot ``strategy``, its errors, and how it is listed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fastloop import Plugin, PluginCrash, PluginError, Strategy, hookimpl
+from fastloop.cli.plugins import listing
+from fastloop.hooks import PluginSet
+from fastloop.plugin import entry_points
+from fastloop.strategy import METHODS
+
+
+def test_a_run_without_a_strategy_has_the_default(tiny_run):
+    run = tiny_run(epochs=1).trainer.run
+    assert type(run.strategy) is Strategy
+    assert run.plugins.in_slot("strategy") is None
+
+
+def test_the_default_methods_inherited_by_a_plugin_change_nothing(tiny_run):
+    class Inherits(Strategy):
+        name = "inherits"
+
+    plain, result = tiny_run(max_grad_norm=0.1), tiny_run([inherits := Inherits()], max_grad_norm=0.1)
+    assert result.trainer.run.strategy is inherits
+    assert result.losses == plain.losses
+    assert all(torch.equal(result.weights[name], plain.weights[name]) for name in plain.weights)
+
+
+class Fails(Strategy):
+    """Raises in one method."""
+
+    name = "fails"
+
+    def __init__(self, method: str) -> None:
+        super().__init__()
+        self.method = method
+
+    def backward(self, run: Any, loss: Any) -> None:
+        self.act("backward", run, loss)
+
+    def optimizer_state(self, run: Any) -> Any:
+        return self.act("optimizer_state", run)
+
+    def prepare(self, run: Any, model: Any, optimizer: Any) -> Any:
+        return self.act("prepare", run, model, optimizer)
+
+    def act(self, method: str, run: Any, *arguments: Any) -> Any:
+        if method == self.method:
+            raise KeyError("broken")
+        return getattr(Strategy, method)(self, run, *arguments)
+
+
+@pytest.mark.parametrize("method", ["prepare", "backward", "optimizer_state"])
+def test_an_error_names_the_strategy_and_its_method(tiny_run, method):
+    with pytest.raises(PluginCrash, match=rf"plugin 'fails' \(.*\) failed in {method}: KeyError: 'broken'"):
+        tiny_run([Fails(method)])
+
+
+def test_an_error_of_the_core_below_a_method_is_not_the_strategys(tiny_run):
+    class Calls(Strategy):
+        name = "calls"
+
+        def backward(self, run: Any, loss: Any) -> None:
+            super().backward(run, loss.detach())  # a tensor without a graph: torch raises in the core's method
+
+    with pytest.raises(RuntimeError, match="does not require grad") as raised:
+        tiny_run([Calls()])
+    assert not isinstance(raised.value, PluginCrash)
+
+
+def test_a_hook_that_a_strategys_method_calls_is_named(tiny_run):
+    class Breaks(Plugin):
+        name = "breaks"
+
+        @hookimpl
+        def before_step(self) -> None:
+            raise KeyError("broken")
+
+    class Calls(Strategy):
+        name = "calls"
+
+        def backward(self, run: Any, loss: Any) -> None:
+            super().backward(run, loss)
+
+    with pytest.raises(PluginCrash, match=r"plugin 'breaks' .* failed in before_step"):
+        tiny_run([Calls(), Breaks()])
+
+
+@pytest.mark.parametrize("result", [None, (torch.nn.Linear(1, 1),), (1, 2)])
+def test_prepare_must_return_a_model_and_an_optimizer(tiny_run, result):
+    class Wrong(Strategy):
+        name = "wrong"
+
+        def prepare(self, run: Any, model: Any, optimizer: Any) -> Any:
+            return result
+
+    found = type(result).__name__
+    with pytest.raises(PluginError, match=f"recipe: plugin 'wrong': prepare returned a {found}, expected a tuple of the model and the opt"):
+        tiny_run([Wrong()])
+
+
+def test_a_plugin_in_the_slot_that_is_no_strategy_is_refused(tiny_run):
+    class Claims(Plugin):
+        name, slot = "claims", "strategy"
+
+    class Elsewhere(Strategy):
+        name, slot = "elsewhere", "task"
+
+    for plugin, found in ((Claims(), "'strategy', and its class is not a fastloop.Strategy"), (Elsewhere(), "'task', and its class is a")):
+        with pytest.raises(PluginError, match=f"plugin {plugin.name!r} declares slot = {found}"):
+            tiny_run([plugin])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_method_that_is_marked_as_a_hook_is_refused(method):
+    plugin = type("Marked", (Plugin,), {"name": "marked", method: hookimpl(lambda self: None)})()
+    with pytest.raises(PluginError, match=f"there is no hook '{method}'. It is a method of fastloop.Strategy: subclass it"):
+        PluginSet([plugin]).hooks  # noqa: B018
+
+
+def test_a_strategy_is_listed_with_its_slot_without_being_imported(monkeypatch, tmp_path, cli):
+    package = tmp_path / "halves-1.0.dist-info"
+    package.mkdir()
+    Path(tmp_path, "halves.py").write_text(
+        '"""Halves."""\nfrom fastloop import Strategy\nraise SystemExit("imported")\nclass Halves(Strategy):\n    name = "halves"\n'
+    )
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: halves\nVersion: 1.0\n")
+    (package / "entry_points.txt").write_text("[fastloop.plugins]\nhalves = halves:Halves\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    code, out, _ = cli("plugins", "--json")
+    (row,) = (row for row in json.loads(out) if row["name"] == "halves")
+    assert (code, row["slot"], row["numerics"], "halves" in sys.modules) == (0, "strategy", Plugin.numerics, False)
+    assert listing("ddp", entry_points("fastloop.plugins")["ddp"])["slot"] == "strategy"
